@@ -20,6 +20,7 @@ from shardckpt.mapping import (
     StateDict,
 )
 from shardckpt.state_dict import build_copy, extract_sharded_tensors_and_factories, nested_values
+from shardckpt.tensors import view_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -69,12 +70,12 @@ def get_param_id_to_sharded_param_map(
     params = list(optim_params_iter)
     numbers = get_optim_param_to_id_map(params)
     # state_dict() without keep_vars gives detached views, which are other objects of the same memory
-    by_memory = {memory: number for number, param in enumerate(params) if (memory := _memory_key(_local(param)))}
+    by_memory = {memory: number for number, param in enumerate(params) if (memory := view_key(_local(param)))}
     described, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     found: dict[int, ShardedParam] = {}
     for shard in nested_values(described):
         data = _local(shard.data)
-        memory = _memory_key(data)
+        memory = view_key(data)
         number = numbers.get(id(data), by_memory.get(memory) if memory else None)
         if number is not None:
             found[number] = shard
@@ -189,11 +190,3 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with torch.no_grad():  # under autograd, each call would return a new object
         return tensor.to_local()  # type: ignore[no-any-return]
-
-
-def _memory_key(tensor: Any) -> tuple[Any, ...] | None:
-    """Return a key that is equal for equal views of one memory; None for a tensor without plain memory."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    if not plain or tensor.device.type == "meta" or not tensor.numel():
-        return None
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

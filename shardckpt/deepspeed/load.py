@@ -12,7 +12,7 @@ from shardckpt.deepspeed.index import ModelStates, StoredTensorFile, index_parti
 from shardckpt.deepspeed.universal import index_universal
 from shardckpt.distributed import Comm
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
-from shardckpt.planning import intersect, part_view, shard_parts
+from shardckpt.planning import intersect, part_view, shard_parts, with_memory
 from shardckpt.strategy import LoadContext, LoadStrategy, StoredBox, StoredFile, find_error
 from shardckpt.tensors import copy_values
 
@@ -63,9 +63,7 @@ class DeepSpeedLoadStrategy(LoadStrategy):
             if not isinstance(shard, ShardedTensor):
                 values.append(index.objects[shard.key])
                 continue
-            filled = shard if shard.data is not None else shard.without_data()
-            if shard.data is None:
-                filled.init_data("cpu")
+            filled = with_memory(shard)
             values.append(filled.data)
             reads += list(_plan(filled, index))
 

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         name_library,
         refuse_overlap,
     )
-    from shardckpt.engine.operation import Operation, report_failure
+    from shardckpt.engine.operation import Operation, report_failure, report_skipped
     from shardckpt.engine.optimizer_keys import is_optimizer_key, is_parameter_key
     from shardckpt.engine.patterns import check_patterns, matches_any
     from shardckpt.engine.plan_cache import CachedPlan, PlanCache, saved_plans
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from shardckpt.engine.renaming import list_keys, list_names, list_top_names, rename_key, rename_stored
     from shardckpt.engine.resizing import allow_resizing, parse_resize
     from shardckpt.engine.saving import SaveOptions, check_state, find_saver, refuse_objects, save_checkpoint
-    from shardckpt.engine.space import NO_FORECAST, REMOVE, Forecast, explain_full, refuse_full
+    from shardckpt.engine.space import NO_FORECAST, REMOVE, Forecast, explain_full, making_room, refuse_full
     from shardckpt.engine.streaming import (
         STREAM_BYTES,
         TensorBox,
@@ -171,7 +171,7 @@ __getattr__ = lazy_getattr(
             "open_folder",
             "refuse_overlap",
         ),
-        "operation": ("Operation", "report_failure"),
+        "operation": ("Operation", "report_failure", "report_skipped"),
         "patterns": ("check_patterns", "matches_any"),
         "plan_cache": (
             "CachedPlan",
@@ -201,7 +201,7 @@ __getattr__ = lazy_getattr(
             "refuse_objects",
             "save_checkpoint",
         ),
-        "space": ("NO_FORECAST", "REMOVE", "Forecast", "explain_full", "refuse_full"),
+        "space": ("NO_FORECAST", "REMOVE", "Forecast", "explain_full", "making_room", "refuse_full"),
         "streaming": (
             "STREAM_BYTES",
             "TensorBox",
@@ -289,6 +289,7 @@ __all__ = [
     "make_destination",
     "make_memory",
     "make_superseded_check",
+    "making_room",
     "matches_any",
     "measure",
     "measure_freed",
@@ -313,6 +314,7 @@ __all__ = [
     "rename_stored",
     "report_failure",
     "report_read",
+    "report_skipped",
     "save_checkpoint",
     "save_integrity_manifest",
     "saved_plans",

@@ -94,6 +94,10 @@ class Committer(ABC):
     def join(self, save_id: str, owner: Owner, *, is_replacing: bool) -> None:
         """Take part in the save that the main rank has begun."""
 
+    def find_free(self) -> int:
+        """Return the bytes that the place has free; only the main rank asks."""
+        return UNKNOWN
+
     def open_stream(self) -> StreamsWrites | None:
         """Return where files are streamed to; None if they are written to :attr:`staging` first."""
         return None
@@ -198,8 +202,11 @@ class DirectoryCommitter(Committer):
         # what the directory's name says: the system may tell less of a process than it did a moment ago
         made = parse_temporary(self.staging)
         # not on each rank: all write to one directory, which other hosts may know less well
-        free = find_free_bytes(self._target.parent) + (0 if self._journal is None else self._journal.nbytes)
-        return Begun(save_id, made.owner if made is not None else None, free)
+        return Begun(save_id, made.owner if made is not None else None, self.find_free())
+
+    def find_free(self) -> int:
+        """Return the bytes that the file system has free, with those that a killed process has written of this."""
+        return find_free_bytes(self._target.parent) + (0 if self._journal is None else self._journal.nbytes)
 
     def join(self, save_id: str, owner: Owner, *, is_replacing: bool) -> None:  # noqa: ARG002 - as the interface
         """Write to the main rank's staging directory."""

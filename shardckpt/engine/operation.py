@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.engine.amounts import format_bytes
 from shardckpt.engine.gc_pause import pause_gc
 from shardckpt.engine.progress import Progress, wants_progress
+from shardckpt.errors import CorruptCheckpointError
 from shardckpt.plugins import Event, describe_origin, get_plugin_manager
 from shardckpt.storage import mask_password
 
@@ -223,6 +224,13 @@ def report_failure(kind: str, directory: object, rank: int) -> Iterator[None]:
         raise
     finally:
         _reports.reset(token)
+
+
+def report_skipped(directory: object, why: str) -> None:
+    """Report a damaged checkpoint that a load does without: as a load of it that failed when it was chosen."""
+    error = CorruptCheckpointError(why)
+    error.phase = "choosing the step"
+    _report_unbegun("load", mask_password(str(directory)), 0, error, 0.0)
 
 
 def log_failure(kind: str, directory: object, rank: int, error: BaseException, started: float) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt import settings
@@ -15,7 +17,7 @@ from shardckpt.mapping import ShardedTensor, is_main_replica
 from shardckpt.tensors import ORDINARY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from shardckpt.errors import StorageError
@@ -48,6 +50,26 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 #: Of a save that is not forecast.
 NO_FORECAST = Forecast()
+#: Makes room for a save of this thread that does not fit.
+_make_room: ContextVar[Callable[[], None] | None] = ContextVar("shardckpt_make_room", default=None)
+
+
+@contextmanager
+def making_room(make_room: Callable[[], None]) -> Iterator[None]:
+    """Call a collective function before a save in the block is refused, which may fit after it."""
+    token = _make_room.set(make_room)
+    try:
+        yield
+    finally:
+        _make_room.reset(token)
+
+
+def make_room() -> bool:
+    """Collective: do what the caller of the save does to make room; return whether there is such."""
+    function = _make_room.get()
+    if function is not None:
+        function()
+    return function is not None
 
 
 def count_bytes(shards: Iterable[ShardedBase]) -> int:

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from shardckpt.commit import Owner
 from shardckpt.distributed import find_owner
 from shardckpt.engine.committers import Begun, make_committer
-from shardckpt.engine.space import NO_FORECAST, refuse_full
+from shardckpt.engine.space import NO_FORECAST, make_room, refuse_full
 from shardckpt.engine.timeline import Timeline, gather_timings
 from shardckpt.errors import PluginError, StorageError, listed
 from shardckpt.manifest import (
@@ -330,11 +330,13 @@ class Transaction:
             self._check_space(forecast, begun.free)
 
     def _check_space(self, forecast: Forecast, free: int) -> None:
-        """Collective: refuse the save if it does not fit with tied tensors counted once, either."""
+        """Collective: refuse the save if it does not fit with tied tensors counted once, nor once room was made."""
         comm = self.operation.comm
         with comm.local_phase("counting tied tensors once"):
             least = forecast.count_least()
-        (needed,) = comm.total(least)
+        needed, free = comm.total(least, free)  # only the main rank knows what is free
+        if needed > free and make_room():
+            free = self._committer.find_free() if comm.is_main else 0
         with self.operation.local_phase("forecasting the space"):
             if comm.is_main:
                 refuse_full(self.target, needed, f"{self.operation.kind} to", free)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         dcp_to_torch_state_dict,
         torch_save_to_dcp,
     )
-    from shardckpt.huggingface.dtypes import cast_to, get_dtype_size, parse_dtype
+    from shardckpt.huggingface.dtypes import get_dtype_size, parse_dtype
     from shardckpt.huggingface.export import Exported, ExportedTensor, export_to_huggingface
     from shardckpt.huggingface.export_budget import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES
     from shardckpt.huggingface.folder import CONFIG, Folder
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.names import (
         ADAPTER,
         ADAPTER_WEIGHTS,
-        SAFETENSORS,
         assign_files,
         encode_weights_index,
         is_hub_folder,
@@ -67,7 +66,7 @@ __getattr__ = lazy_getattr(
             "dcp_to_torch_state_dict",
             "torch_save_to_dcp",
         ),
-        "dtypes": ("cast_to", "get_dtype_size", "parse_dtype"),
+        "dtypes": ("get_dtype_size", "parse_dtype"),
         "export": ("Exported", "ExportedTensor", "export_to_huggingface"),
         "export_budget": ("LEAST_EXPORTING", "LEAST_EXPORTING_ON_STORES"),
         "folder": ("CONFIG", "Folder"),
@@ -81,7 +80,6 @@ __getattr__ = lazy_getattr(
         "names": (
             "ADAPTER",
             "ADAPTER_WEIGHTS",
-            "SAFETENSORS",
             "assign_files",
             "encode_weights_index",
             "is_hub_folder",
@@ -111,7 +109,6 @@ __all__ = [
     "LEAST_EXPORTING",
     "LEAST_EXPORTING_ON_STORES",
     "MEGATRON_NAME",
-    "SAFETENSORS",
     "ExportOptions",
     "Exported",
     "ExportedTensor",
@@ -132,7 +129,6 @@ __all__ = [
     "TorchFileLoadStrategy",
     "adapt_config",
     "assign_files",
-    "cast_to",
     "check_folder",
     "check_weights",
     "dcp_to_torch_save",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
@@ -10,8 +9,8 @@ from shardckpt.huggingface.folder import (
     find_only_file,
     parse_object,
     parse_text,
-    read_header,
-    read_weight_map,
+    read_head,
+    read_index,
     resolve_link,
 )
 from shardckpt.huggingface.names import SAFETENSORS, index_name, is_configuration
@@ -40,7 +39,7 @@ def check_folder(folder: Path) -> dict[str, CheckpointingException | None]:
         NotACheckpointError: It has neither ``model.safetensors`` nor the index.
         CorruptCheckpointError: The index is damaged, so that there is no list of files.
     """
-    weight_map = read_weight_map(folder)
+    weight_map, _ = read_index(folder)
     promised: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         promised.setdefault(file, []).append(name)
@@ -77,14 +76,11 @@ def check_weights(path: Path, promised: Collection[str] = ()) -> None:
         CorruptCheckpointError: Its header contradicts itself or the file's length, or a tensor is not in it.
         StorageError: It is not there, or cannot be read.
     """
-    tensors = read_header(path)
+    tensors, _ = read_head(path)
     absent = sorted(set(promised) - tensors.keys())
     if absent:
         raise CorruptCheckpointError(f"{path} lacks tensors that the index says are in it: {listed(absent)}")
-    ends = [
-        None if tensor.dtype is None else tensor.start + math.prod(tensor.shape) * tensor.dtype.itemsize
-        for tensor in tensors.values()
-    ]
+    ends = [tensor.stop for tensor in tensors.values()]
     if not ends or None in ends:  # the bytes of a dtype that this torch lacks are not known
         return
     last = max(end for end in ends if end is not None)

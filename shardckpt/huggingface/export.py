@@ -18,13 +18,11 @@ from shardckpt.storage import replaced_error, retry_if_replaced
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Mapping
 
     import torch
     from torch.distributed import ProcessGroup
 
-    from shardckpt.huggingface.options import ExportOptions
-    from shardckpt.mapping import ShardedBase
     from shardckpt.plugins import KeyMapping
 
     PathLike = str | os.PathLike[str]
@@ -166,7 +164,6 @@ def export_to_huggingface(
             cut_vocabulary=cut_vocabulary,
         )
         budget = split_export_budget(memory_budget, source, folder, options.file_format)
-        budget.limit_uploads(folder)
         names = sorted((rename or {}).items())
     comm.agree(checkpoint_dir=str(source), target=str(folder), rename=names)
 
@@ -191,15 +188,17 @@ def export_to_huggingface(
                 save_id = "" if record is None else record.self_digest  # another library's checkpoint has none
             with operation.local_phase("planning the export"):
                 plan, planned_id = comm.main_runs(
-                    "planning the export", lambda: (_plan(checkpoint.index(), options, str(source)), save_id)
+                    "planning the export", lambda: (plan_export(checkpoint.index(), options, str(source)), save_id)
                 )
+                if comm.is_main:
+                    plan.left_out.warn()  # a conversion has it in its report
                 if planned_id != save_id:
                     raise replaced_error(source, "this rank has opened another save than the main rank")
                 budget.check_plan(plan, folder)
             operation.start_progress(lambda: sum(t.nbytes for _, tensors in plan.files for t in tensors))
             operation.share_progress(checkpoint.operation)
             find_export(folder)(
-                operation, source, folder, plan, options, checkpoint, overwrite, upload_room=budget.uploading
+                operation, source, folder, plan, options, checkpoint, overwrite, writing=budget.writing
             ).run()
         return plan
 
@@ -211,10 +210,3 @@ def export_to_huggingface(
         for tensor in some
     )
     return Exported(tuple(files), plan.total_size, plan.unmatched, plan.left_out, plan.cast, plan.kept, tuple(tensors))
-
-
-def _plan(index: Iterable[ShardedBase], options: ExportOptions, source: str) -> ExportPlan:
-    """Plan the files, and warn of what is not in them, which a conversion has in its report."""
-    plan = plan_export(index, options, source)
-    plan.left_out.warn()
-    return plan

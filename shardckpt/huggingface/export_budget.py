@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.huggingface.blocks import BLOCK_BYTES, WRITER_BYTES
+from shardckpt.huggingface.blocks import WRITER_BYTES
 from shardckpt.huggingface.names import SAFETENSORS
 from shardckpt.storage import (
     LEAST_READING,
-    LimitsUploads,
     check_memory_budget,
+    find_least_upload,
     has_local_files,
-    on_store,
     parse_memory_budget,
-    plan_upload,
 )
 
 if TYPE_CHECKING:
@@ -25,8 +23,8 @@ if TYPE_CHECKING:
 LEAST_EXPORTING = LEAST_READING + WRITER_BYTES
 #: The least budget where either is on a store, whose clients have buffers of their own; more for objects of 10 GiB.
 LEAST_EXPORTING_ON_STORES = 2 * LEAST_EXPORTING
-#: Of a budget on a store: reading has a quarter, parts on their way and a block a half, the clients the rest.
-_PARTS, _QUARTER = 2, 4
+#: Of a budget on a store: reading has a quarter, writing a half, the clients the rest.
+_HALF, _QUARTER = 2, 4
 
 
 class ExportBudget(NamedTuple):
@@ -35,13 +33,13 @@ class ExportBudget(NamedTuple):
     Attributes:
         whole: All bytes that a rank may hold beside the index.
         reading: What the checkpoint's reader may hold.
-        uploading: What the parts of an object on its way to a store may take; None for a directory.
+        writing: What a block, and the parts of an object on its way to a store, may take; None for a directory.
         is_local: Whether no store is read or written.
     """
 
     whole: int | None = None
     reading: int | None = None
-    uploading: int | None = None
+    writing: int | None = None
     is_local: bool = True
 
     def check_plan(self, plan: ExportPlan, target: Path) -> None:
@@ -53,16 +51,10 @@ class ExportBudget(NamedTuple):
         largest = max((sum(tensor.nbytes for tensor in tensors) for _, tensors in plan.files), default=0)
         least = 0
         if plan.file_format != SAFETENSORS:  # the tensors of a file of torch.save are in memory as a whole
-            least = LEAST_READING + largest if self.is_local else _PARTS * largest
-        if self.uploading is not None:
-            least = max(least, _PARTS * (BLOCK_BYTES + plan_upload(0, largest).nbytes))
+            least = LEAST_READING + largest if self.is_local else _HALF * largest
+        if self.writing is not None:
+            least = max(least, _HALF * find_least_upload(largest))
         check_memory_budget(self.whole, least, f"an export to {target} takes")
-
-    def limit_uploads(self, target: Path) -> None:
-        """Make the uploads to a store stay within their share, where its client can."""
-        remote = on_store(target)
-        if remote is not None and self.uploading is not None and isinstance(remote.folder, LimitsUploads):
-            remote.folder.limit_uploads(self.uploading)
 
 
 def split_export_budget(memory_budget: int | str | None, source: Path, target: Path, file_format: str) -> ExportBudget:
@@ -85,8 +77,9 @@ def split_export_budget(memory_budget: int | str | None, source: Path, target: P
     check_memory_budget(budget, least, f"an export from {source} to {target} takes")
     if is_local:
         return ExportBudget(budget, budget - WRITER_BYTES if file_format == SAFETENSORS else LEAST_READING)
-    parts = None if has_local_files(target) else budget // _PARTS - BLOCK_BYTES
-    return ExportBudget(budget, budget // _QUARTER, parts, is_local=False)
+    return ExportBudget(
+        budget, budget // _QUARTER, None if has_local_files(target) else budget // _HALF, is_local=False
+    )
 
 
 __all__ = ["LEAST_EXPORTING", "LEAST_EXPORTING_ON_STORES", "ExportBudget", "split_export_budget"]

@@ -38,6 +38,8 @@ from shardckpt.storage import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
+
 CONFIG = "config.json"
 CONFIG_LIMIT = 16 << 20
 #: In the Hugging Face cache, ``<repository>/snapshots/<revision>`` has links into ``<repository>/blobs``, whose files
@@ -55,6 +57,14 @@ class TensorLocation(NamedTuple):
 
     file: str
     tensor: FileTensor
+
+    def find_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of the tensor, of this name; raise CorruptCheckpointError if this torch lacks it."""
+        if self.tensor.dtype is None:
+            raise CorruptCheckpointError(
+                f"{name!r} in {self.file} has the dtype {self.tensor.kind}, which this release of torch lacks"
+            )
+        return self.tensor.dtype
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,7 @@ def read_file_as_folder(folder: Path, file: str) -> Folder:
     Raises:
         CorruptCheckpointError: the file is damaged or cut short.
     """
-    header, origin = _read_head(folder / file)
+    header, origin = read_head(folder / file)
     tensors = _locate_tensors({file: header}, {}, folder)
     return Folder("", {file: file}, tensors, {}, _read_stamp(folder, [file]), origin)
 
@@ -145,10 +155,10 @@ def _read_stamp(folder: Path, files: Sequence[str]) -> tuple[int, int, int] | No
 
 
 def _read_folder(folder: Path) -> Folder:
-    weight_map, origin = _read_index(folder)
+    weight_map, origin = read_index(folder)
     files = sorted(set(weight_map.values())) or [find_only_file(folder)]
     real = {file: resolve_link(folder, file) for file in files}
-    heads = {file: _read_head(path) for file, path in real.items()}
+    heads = {file: read_head(path) for file, path in real.items()}
     directory = _link_directory(folder, real)
     names = {file: str(path.relative_to(directory)) if directory else path.name for file, path in real.items()}
     config = resolve_link(folder, CONFIG)
@@ -172,12 +182,7 @@ def _read_adapter(folder: Path) -> dict[str, Any]:
     return read_json(resolve_link(folder, ADAPTER), CONFIG_LIMIT)
 
 
-def read_weight_map(folder: Path) -> dict[str, str]:
-    """Return the file of every tensor by the index; empty without an index."""
-    return _read_index(folder)[0]
-
-
-def _read_index(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+def read_index(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """Return the file of every tensor, and what the index says of the folder's source; both empty without an index."""
     path = folder / index_name(SAFETENSORS)
     if not is_there(path):
@@ -251,13 +256,12 @@ def _find_origin(metadata: object) -> dict[str, str]:
     return {k.removeprefix(ORIGIN): v for k, v in texts if k.startswith(ORIGIN) and isinstance(v, str)}
 
 
-def read_header(path: Path) -> dict[str, FileTensor]:
-    """Return the tensors of a file by name; raise CorruptCheckpointError if its header or its length is wrong."""
-    return _read_head(path)[0]
+def read_head(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
+    """Return the tensors of a file by name, and what its metadata says of its source.
 
-
-def _read_head(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
-    """Return the tensors of a file by name, and what its metadata says of its source."""
+    Raises:
+        CorruptCheckpointError: Its header or its length is wrong.
+    """
     with open_existing(path) as file:
         size = file.size
         first = bytearray(min(LENGTH_BYTES, size))

@@ -55,8 +55,8 @@ class FolderExport:
 
     ``source`` is the checkpoint's place; None for what is at none, a merge. With a journal, one process writes, and
     another can go on after a kill. ``check`` gets the staging directory on the main rank before the commit; if it
-    raises, nothing is committed. ``upload_room`` is the most bytes that the parts of an object on its way to a store
-    may take; None: as the settings say.
+    raises, nothing is committed. ``writing`` is the most bytes that a block, and the parts of an object on its way to a
+    store, may take; None: as the settings say.
     """
 
     operation: Operation
@@ -68,7 +68,7 @@ class FolderExport:
     overwrite: bool
     journal: Journal | None = None
     check: Callable[[Path], None] | None = None
-    upload_room: int | None = None
+    writing: int | None = None
 
     def run(self) -> None:
         """Stage, write and commit."""

@@ -82,6 +82,11 @@ class FileTensor(NamedTuple):
         """Its dtype; None if this torch lacks it."""
         return from_safetensors(self.kind)
 
+    @property
+    def stop(self) -> int | None:
+        """Offset of the byte after its last; None if this torch lacks its dtype."""
+        return None if self.dtype is None else self.start + math.prod(self.shape) * self.dtype.itemsize
+
 
 def lay_out(tensors: Sequence[HubTensor], metadata: Mapping[str, str] | None = None) -> FileLayout:
     """Return the layout of a file of safetensors that is to be written; whichever door writes it, it is the same.

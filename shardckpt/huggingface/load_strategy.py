@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, ShapeMismatchError, ShardingError
+from shardckpt.errors import KeyMismatchError, ShapeMismatchError, ShardingError
 from shardckpt.huggingface.check import check_weights
 from shardckpt.huggingface.dtypes import is_castable, is_unpacked_float
 from shardckpt.huggingface.scaled import SCALE_ENDING, Scaled, block_size, refuse_other_schemes
 from shardckpt.mapping import ShardedTensor
-from shardckpt.planning import Box, intersect, part_view, shard_parts
+from shardckpt.planning import Box, intersect, part_view, shard_parts, with_memory
 from shardckpt.plugins import KeyMapEntry, get_key_map_entries
 from shardckpt.storage import StoredArray, read_box
 from shardckpt.strategy import LoadStrategy, StoredBox, StoredFile, find_error
@@ -81,7 +80,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         """
         tensors = [shard for shard in wanted if isinstance(shard, ShardedTensor)]
         with context.comm.collective_phase("planning the load"):
-            filled = [_with_memory(shard) for shard in tensors]
+            filled = [with_memory(shard) for shard in tensors]
             # of tied ones the first that the folder has
             once = {_memory_key(s): s for s in reversed(filled) if s.key not in self.absent}
             reads = [read for shard in once.values() for read in self._reads(shard)]
@@ -112,8 +111,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         for key, (file, tensor) in self._folder.tensors.items():
             name = self._folder.names[file]
             keys[name].append(key)
-            itemsize = 0 if tensor.dtype is None else tensor.dtype.itemsize
-            ends[name] = max(ends[name], tensor.start + math.prod(tensor.shape) * itemsize)
+            ends[name] = max(ends[name], tensor.stop or tensor.start)
         return [StoredFile(name, ends[name], tuple(found)) for name, found in keys.items()]
 
     def list_boxes(self, reader: CheckpointReader) -> Iterator[StoredBox]:  # noqa: ARG002 - the headers have been read
@@ -221,12 +219,10 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         return scaled
 
     def _array(self, name: str) -> StoredArray:
-        file, tensor = self._folder.tensors[name]
-        if tensor.dtype is None:
-            raise CorruptCheckpointError(
-                f"{name!r} in {file} has the dtype {tensor.kind}, which this release of torch lacks"
-            )
-        return StoredArray(self._folder.names[file], tensor.start, tensor.dtype, tensor.shape)
+        found = self._folder.tensors[name]
+        return StoredArray(
+            self._folder.names[found.file], found.tensor.start, found.find_dtype(name), found.tensor.shape
+        )
 
 
 def _is_unchanged(links: Sequence[KeyMapEntry]) -> bool:
@@ -240,15 +236,6 @@ def _memory_key(shard: ShardedTensor) -> Hashable:
         return shard.key
     position = tuple(shard.global_shape), tuple(shard.global_offset), tuple(shard.data.shape), shard.data.stride()
     return shard.data.data_ptr(), shard.data.device, shard.dtype, position
-
-
-def _with_memory(shard: ShardedTensor) -> ShardedTensor:
-    """Return the shard with a plain tensor to fill: its own, or a new one on the CPU."""
-    # no part of a quantized wrapper can be filled on its own: a plain tensor is returned in its place
-    if shard.data is None or is_quantized(shard.data):
-        shard = shard.without_data()
-        shard.init_data("cpu")
-    return shard
 
 
 def _file_position(read: _Read) -> tuple[str, int]:

@@ -6,7 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import CheckpointingException, check_choice
+from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import HUB_ADAPTER, HUB_FILES, HUB_WEIGHTS
 
 if TYPE_CHECKING:
@@ -37,16 +37,6 @@ _CONFIGURING = re.compile(
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 #: What keys of the metadata begin with that say which checkpoint a folder has.
 ORIGIN = "shardckpt_"
-
-
-def check_format(name: str) -> str:
-    """Return the name of a format if it is known.
-
-    Raises:
-        CheckpointingException: it is neither ``safetensors`` nor ``bin``.
-    """
-    check_choice("format", name, (SAFETENSORS, BIN))
-    return name
 
 
 def is_hub_folder(names: Collection[str]) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardckpt.errors import check_choice
 from shardckpt.huggingface.assets import list_assets
 from shardckpt.huggingface.casts import Casts, parse_casts
 from shardckpt.huggingface.config import read_config
 from shardckpt.huggingface.models import find_mapping
-from shardckpt.huggingface.names import SAFETENSORS, check_format, parse_leave_out
+from shardckpt.huggingface.names import BIN, SAFETENSORS, parse_leave_out
 from shardckpt.storage import parse_size
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def parse_options(
     ``folder`` is the one that is written, whose ``config.json`` counts if none is among the assets; None if no folder
     is written, and no config counts.
     """
+    check_choice("format", format, (SAFETENSORS, BIN))
     copied = () if assets is None else tuple(list_assets(assets, mapping))
     config = None if folder is None else partial(read_config, copied, folder)
     return ExportOptions(
@@ -73,7 +75,7 @@ def parse_options(
         find_mapping(mapping, config, "cut" if cut_vocabulary else "refuse"),
         parse_casts(dtype, keep),
         parse_size(max_shard_size),
-        check_format(format),
+        format,
         parse_leave_out(leave_out),
         strict,
         copied,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.huggingface.adapters import review_adapter
 from shardckpt.huggingface.architecture import try_class
 from shardckpt.huggingface.config import ModelConfig, describe_contradiction, describe_dtype, find_tied
-from shardckpt.huggingface.engines import review_files
 from shardckpt.huggingface.folder import CONFIG
 from shardckpt.huggingface.hub_tensor import have_equal_values, take_whole
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
-from shardckpt.huggingface.names import ADAPTER, ADAPTER_WEIGHTS, SAFETENSORS, index_name
+from shardckpt.huggingface.names import ADAPTER, ADAPTER_WEIGHTS, SAFETENSORS, file_names, index_name
 from shardckpt.storage import has_local_files, wrap_os_errors
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.engine import OpenCheckpoint
+
+#: Mistral's own layout, which vLLM takes instead of the Hub's where such a file is there.
+_MISTRAL = "consolidated*.safetensors"
 
 
 class Review(NamedTuple):
@@ -40,9 +43,28 @@ def review_others(place: Path, weights: Collection[str]) -> dict[str, str]:
     """Return, by file, what engines make of files that they would load beside a folder's weights."""
     with wrap_os_errors("list", place):
         names = {path.name for path in place.iterdir()}
-    return (
-        {} if ADAPTER_WEIGHTS in weights else review_files(names, weights if index_name(SAFETENSORS) in names else ())
-    )
+    if ADAPTER_WEIGHTS in weights:
+        return {}
+    index, only = index_name(SAFETENSORS), file_names(1, SAFETENSORS)[0]
+    indexed = set(weights) if index in names else set()
+    # ``modeling_utils._get_resolved_checkpoint_files`` of transformers: ``model.safetensors`` goes before the index
+    model = {only} if only in names else indexed
+    # ``DefaultModelLoader._prepare_weights`` and ``filter_duplicate_safetensors_files`` of SGLang, and of vLLM unless
+    # Mistral's are there: all that an index, if any, names
+    tensors = {name for name in names if name.endswith(".safetensors")}
+    notes = {}
+    for name in sorted(names - model):
+        if fnmatchcase(name, _MISTRAL):
+            notes[name] = "vLLM loads this, Mistral's layout, in the place of the Hub's weights"
+        elif name in (tensors & indexed if indexed else tensors):
+            notes[name] = "vLLM and SGLang load it, too; transformers does not"
+        elif name == ADAPTER:
+            notes[name] = "transformers (with peft) adds this adapter to the weights"
+        elif name in tensors and not name.startswith("adapter_model"):
+            notes[name] = f"no engine loads it: {index} does not name it"
+    if only in names and indexed and only not in indexed:
+        notes[index] = "transformers loads model.safetensors, vLLM and SGLang what this index names"
+    return notes
 
 
 def review_folder(place: Path, checkpoint: OpenCheckpoint) -> Review:

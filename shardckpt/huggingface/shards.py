@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +17,7 @@ from shardckpt.huggingface.hub_tensor import HubTensor
 from shardckpt.huggingface.names import BIN, SAFETENSORS, file_names
 from shardckpt.huggingface.small_file import replace_file, write_pickled
 from shardckpt.storage import NewFile, parse_size
-from shardckpt.tensors import plain_cpu, tensor_bytes
+from shardckpt.tensors import plain_cpu, tensor_bytes, view_key
 
 if TYPE_CHECKING:
     import os
@@ -56,7 +56,7 @@ def get_shard_info(
     total, filled, stored = 0, 0, set[Hashable]()
     for name, tensor in state_dict.items():
         nbytes = math.prod(tensor.shape) * cast_to(tensor.dtype, dtype).itemsize
-        memory = _memory_key(tensor)
+        memory = view_key(tensor) or id(tensor)
         added = 0 if memory in stored else nbytes
         # not as huggingface_hub does, whose file goes on behind a large tensor: MindSpeed's loop would write it twice
         if not files or filled + added > limit:
@@ -139,17 +139,7 @@ def _find_ties(state_dict: Mapping[str, torch.Tensor]) -> dict[str, str]:
     first: dict[Hashable, str] = {}
     ties: dict[str, str] = {}
     for name, tensor in state_dict.items():
-        other = first.setdefault(_memory_key(tensor), name)
+        other = first.setdefault(view_key(tensor) or id(tensor), name)
         if other != name:
             ties[name] = other
     return ties
-
-
-def _memory_key(tensor: Any) -> Hashable:
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
-        return id(tensor)
-    # a conjugate or negative view has the same memory but other values
-    lazy = tensor.is_conj(), tensor.is_neg()
-    # empty tensors may all have address 0
-    address = tensor.data_ptr() if tensor.numel() else id(tensor)
-    return tensor.device, address, tensor.dtype, tuple(tensor.shape), tensor.stride(), lazy

@@ -16,10 +16,10 @@ from shardckpt.huggingface.folder_export import FolderExport
 from shardckpt.huggingface.names import SAFETENSORS, is_weights
 from shardckpt.plugins import open_folder
 from shardckpt.storage import (
-    LEAST_WRITING,
     CheckpointWriter,
     StreamsWrites,
     has_local_files,
+    limit_uploads,
     list_objects,
     on_store,
 )
@@ -45,6 +45,7 @@ class StoreExport(FolderExport):
         """Make the place ready, write, and complete."""
         comm = self.operation.comm
         with self.operation.local_phase("staging"):
+            limit_uploads(self._store.folder, self.writing)
             if comm.is_main:
                 self._make_ready()
         comm.sync_errors()
@@ -104,8 +105,7 @@ class StoreExport(FolderExport):
         """Send a file: tensors while they are read, if the store takes streams."""
         folder = self._store.folder
         if self.plan.file_format == SAFETENSORS and isinstance(folder, StreamsWrites):
-            budget = None if self.upload_room is None else LEAST_WRITING + self.upload_room
-            with CheckpointWriter(self.target, 0, store=folder, memory_budget=budget) as writer:
+            with CheckpointWriter(self.target, 0, store=folder, memory_budget=self.writing) as writer:
                 write_blocks(writer, name, self._lay_out(tensors), self.checkpoint)
             return
         with _spool() as spool:

@@ -20,7 +20,7 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError, Sha
 from shardckpt.huggingface.structure import make_structure
 from shardckpt.huggingface.torch_file import is_archive, read_torch_file
 from shardckpt.mapping import PlainObject, ShardedTensor
-from shardckpt.planning import part_view, shard_parts
+from shardckpt.planning import part_view, shard_parts, with_memory
 from shardckpt.state_dict import extract_matching_values
 from shardckpt.strategy import LoadContext, LoadStrategy, StoredBox, StoredFile, find_error
 from shardckpt.tensors import copy_values
@@ -69,9 +69,7 @@ class TorchFileLoadStrategy(LoadStrategy):
         for shard in wanted:
             if not isinstance(shard, ShardedTensor):
                 raise CheckpointingException(f"{self._file} has tensors and plain values, no object {shard.key!r}")
-            filled.append(shard if shard.data is not None else shard.without_data())
-            if shard.data is None:
-                filled[-1].init_data("cpu")
+            filled.append(with_memory(shard))
         reads = [(shard, part) for shard in filled for part in shard_parts(shard)]
 
         def read(task: Any) -> None:

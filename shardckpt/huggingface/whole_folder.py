@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import (
     CheckpointingException,
-    CorruptCheckpointError,
     KeyMismatchError,
     ShardingError,
     format_many,
@@ -116,9 +115,5 @@ class StoredNames(Identity):
 
 
 def _describe(name: str, folder: Folder) -> ShardedTensor:
-    file, tensor = folder.tensors[name]
-    if tensor.dtype is None:
-        raise CorruptCheckpointError(
-            f"{name!r} in {file} has the dtype {tensor.kind}, which this release of torch lacks"
-        )
-    return ShardedTensor.from_global_shape(name, tensor.dtype, tensor.shape)
+    found = folder.tensors[name]
+    return ShardedTensor.from_global_shape(name, found.find_dtype(name), found.tensor.shape)

@@ -67,7 +67,8 @@ class PrometheusListener:
     - ``shardckpt_bytes_total{operation}``: bytes that this rank has written, or loaded, by operations that have ended.
     - ``shardckpt_last_success_timestamp_seconds{operation}``: when one last ended well; for an alert on its age.
     - ``shardckpt_failures_total{operation}``: operations that failed, before they began, too, as a manager's save that
-      cannot list its folder; 0 of saves and loads from the start, so that ``increase`` sees the first.
+      cannot list its folder, and a manager's load of a damaged step that it did without; 0 of saves and loads from
+      the start, so that ``increase`` sees the first.
     - ``shardckpt_last_failure_timestamp_seconds{operation, phase, error}``: when one last failed, in which phase
       (``""`` for none), and with which class of error, ``StorageError``.
     - ``shardckpt_in_flight{operation}``: operations that have begun and not ended, saves in the background among them.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import logging
 import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from shardckpt import settings
 from shardckpt.distributed import Comm
@@ -42,12 +46,11 @@ from shardckpt.huggingface import (
     plan_tensors,
 )
 from shardckpt.maintenance.proof import StagedProof, SummedCheckpoint, TensorProof, list_fingerprints
-from shardckpt.maintenance.resumption import make_identity
-from shardckpt.maintenance.sources import open_source
+from shardckpt.maintenance.sources import Reading
 from shardckpt.maintenance.tensor_boxes import DeferredBoxes, cut_tensors
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.plugins import Identity
-from shardckpt.storage import Journal, find_upload_room, has_local_files
+from shardckpt.storage import Journal, digest_vote, has_local_files
 from shardckpt.strategy import ReadsPlainObjects, SaveContext, SaveStrategy
 from shardckpt.validation import GivenShards, describe_shards, stored_key
 
@@ -61,9 +64,8 @@ if TYPE_CHECKING:
     from shardckpt.plugins import PluginManager
     from shardckpt.storage import CheckpointWriter
 
-    #: Opens what is at a location: :func:`shardckpt.maintenance.sources.open_source`, or the merge of several, with its
-    #: arguments ``location``, ``plugins``, ``allow_globals``, ``memory_budget`` and ``check``.
-    SourceOpener = Callable[..., AbstractContextManager[OpenCheckpoint]]
+    #: Opens what is at a location: :func:`shardckpt.maintenance.sources.open_source`, or the merge of several.
+    SourceOpener = Callable[[Path, PluginManager, Reading], AbstractContextManager[OpenCheckpoint]]
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +148,8 @@ class Conversion:
     identify: Callable[[OpenCheckpoint], str]
     #: Bytes that reading, and writing, may hold beside the tensors; None: as many as are fast.
     buffers: tuple[int | None, int | None]
+    #: What keys of the source begin with, and what is read in its place.
+    rename: dict[str, str]
     #: Whether ``source`` is one of several.
     is_merge: bool
     #: The journal of what is written, once it is known what that is.
@@ -167,9 +171,8 @@ class Conversion:
         with operation.collective_span():
             before = TensorSums(is_logged=self.is_resumable)
             # the proof checks that the source has not changed: after the commit it may
-            with self.opener(
-                self.source, self.plugins, self.allow_globals, memory_budget=self.buffers[0], check=False
-            ) as opened:
+            how = Reading(self.allow_globals, memory_budget=self.buffers[0], check=False, rename=self.rename)
+            with self.opener(self.source, self.plugins, how) as opened:
                 self._check(opened)
                 if self.saver is not None:
                     operation.set_strategy(self.saver)
@@ -208,9 +211,8 @@ class Conversion:
         if not source:
             return None
         saver = None if self.saver is None else (self.saver.backend, self.saver.version, self._box_bytes())
-        identity = make_identity(
-            source, self.kind, saver, options.prefix, options.casts, sorted(options.leave_out), written
-        )
+        names = sorted(self.rename.items()), options.prefix
+        identity = _make_identity(source, self.kind, saver, names, options.casts, sorted(options.leave_out), written)
         self.journals.append(Journal(identity, stored.sums.take_log))
         return self.journals[-1]
 
@@ -246,8 +248,8 @@ class Conversion:
         # another library's checkpoint of the same name may be of another dialect, and gets digests
         own = self.saver.backend, self.saver.version
         manifest = reader.manifest
-        if self.opener is not open_source:
-            return  # a merge is no copy
+        if self.rename or self.is_merge:
+            return  # no copy
         if (manifest.backend, manifest.version) == own and manifest.record is not None and not self._is_changed:
             stock = ", which stock dcp.load reads" if self.kind == DCP else ""
             raise CheckpointingException(
@@ -391,7 +393,7 @@ class Conversion:
             self.overwrite,
             journal,
             lambda staging: self._prove(proof, tensors, staging, staging),
-            upload_room=find_upload_room(self.buffers[1]),
+            writing=self.buffers[1],
         ).run()
         kept = {part.key for tensor in tensors for part in tensor.parts}
         left_out = [stored_key(shard) for shard in stored.index() if stored_key(shard) not in kept]
@@ -456,6 +458,15 @@ class Conversion:
     def _box_bytes(self) -> int:
         """Return the most bytes of a box: the writer holds some at a time, one is being read, and one copied."""
         return self.memory // (settings.io_threads() + 3)
+
+
+def _make_identity(*facts: object) -> str:
+    """Return a digest of what is converted and how, and of the releases and settings that the bytes depend on.
+
+    Another conversion of the same identity writes the same bytes.
+    """
+    versions = importlib.metadata.version("shardckpt"), torch.__version__, digest_vote(), settings.io_threads()
+    return hashlib.sha256(repr((versions, facts)).encode()).hexdigest()
 
 
 __all__ = ["DCP", "FILE", "FOLDER", "Conversion", "ConversionReport", "SourceOpener"]

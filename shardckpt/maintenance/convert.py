@@ -142,7 +142,7 @@ def convert_checkpoint(
         old,
         new,
         to,
-        partial(open_source, rename=dict(rename)) if rename else open_source,
+        open_source,
         memory=budget // (_HALF if is_local else _QUARTER),
         buffers=(budget // _QUARTER, budget // (_QUARTER if is_local else _HALF)),
         overwrite=overwrite,
@@ -156,14 +156,8 @@ def convert_checkpoint(
         assets=assets,
         max_shard_size=max_shard_size,
         allow_globals=allow_globals,
-        identify=partial(_identify_renamed, old, dict(rename)) if rename else None,
+        rename=rename,
     )
-
-
-def _identify_renamed(old: str | os.PathLike[str], rename: dict[str, str], opened: OpenCheckpoint) -> str:
-    """Return what identifies the values and the names of a source that is renamed."""
-    found = identify_source(locate(old, get_plugin_manager()), opened)
-    return found and repr((found, sorted(rename.items())))
 
 
 def run_conversion(
@@ -177,6 +171,7 @@ def run_conversion(
     allow_globals: tuple[Any, ...],
     identify: Callable[[OpenCheckpoint], str] | None = None,
     buffers: tuple[int | None, int | None] = (None, None),
+    rename: Mapping[str, str] | None = None,
     is_merge: bool = False,
     **written: Any,
 ) -> ConversionReport:
@@ -216,7 +211,7 @@ def run_conversion(
         source = locate(old, plugins)
         refuse_overlap([source], target, in_place=saver is not None)
         chosen, planned = opener, options
-        if isinstance(options.mapping, MegatronMapping) and opener is open_source and to != FOLDER:
+        if isinstance(options.mapping, MegatronMapping) and to != FOLDER and not (rename or is_merge):
             config = read_hub_config(source, plugins)
             if config is not None:  # the way back: the folder's names become the trainer's
                 names = options.mapping.with_config(config, "keep")
@@ -236,6 +231,7 @@ def run_conversion(
             opener=chosen,
             identify=identify or partial(identify_source, source),
             buffers=buffers,
+            rename=dict(rename or {}),
             is_merge=is_merge,
         ).run()
 

@@ -20,7 +20,7 @@ from shardckpt.engine import (
 )
 from shardckpt.errors import CheckpointingException, KeyMismatchError, name_prefixes
 from shardckpt.maintenance.object_diff import ObjectReport, diff_objects
-from shardckpt.maintenance.sources import open_source
+from shardckpt.maintenance.sources import Reading, open_source
 from shardckpt.maintenance.statistics import has_numbers
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, batch_by_bytes, cut_box
@@ -167,7 +167,7 @@ def _open(
     place: str | os.PathLike[str], allow_globals: tuple[object, ...], rename: Mapping[str, str] | None = None
 ) -> AbstractContextManager[OpenCheckpoint]:
     plugins = get_plugin_manager()
-    return open_source(locate(place, plugins), plugins, allow_globals, rename=rename)
+    return open_source(locate(place, plugins), plugins, Reading(allow_globals, rename=rename))
 
 
 class _Pair(NamedTuple):

@@ -15,7 +15,7 @@ from shardckpt.huggingface import parse_leave_out
 from shardckpt.maintenance.convert import ConversionReport, run_conversion
 from shardckpt.maintenance.merge_weights import check_weights
 from shardckpt.maintenance.merged_source import MergeRules, Missing, Optimizer, merge_opened
-from shardckpt.maintenance.sources import identify_source, open_source
+from shardckpt.maintenance.sources import Reading, identify_source, open_source
 from shardckpt.storage import check_memory_budget, parse_size
 
 if TYPE_CHECKING:
@@ -175,32 +175,13 @@ def merge_checkpoints(
     identities: list[str] = []
 
     @contextmanager
-    def open_merge(
-        _: Path,
-        plugins: PluginManager,
-        allowed: tuple[Any, ...],
-        *,
-        memory_budget: int | None = None,
-        check: bool = True,
-    ) -> Iterator[OpenCheckpoint]:
+    def open_merge(_: Path, plugins: PluginManager, how: Reading) -> Iterator[OpenCheckpoint]:
         found = [locate(place, plugins) for place in sources]
         # unlike a conversion, it is no other form of one source
         refuse_overlap(found, locate(target, plugins))
         with ExitStack() as stack:
-            opened = [
-                stack.enter_context(
-                    open_source(
-                        place,
-                        plugins,
-                        allowed,
-                        kept_bytes=kept_bytes,
-                        memory_budget=memory_budget,
-                        check=check,
-                        rename=rename,
-                    )
-                )
-                for place in found
-            ]
+            each = how._replace(kept_bytes=kept_bytes, rename=rename)
+            opened = [stack.enter_context(open_source(place, plugins, each)) for place in found]
             identities[:] = map(identify_source, found, opened)
             merged, strategy = merge_opened(opened, places, rules)
             yield merged

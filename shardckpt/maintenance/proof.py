@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.engine import OpenCheckpoint, TensorSums
 from shardckpt.errors import CorruptCheckpointError, listed
-from shardckpt.maintenance.sources import open_staged
+from shardckpt.maintenance.sources import Reading, open_staged
 from shardckpt.maintenance.tensor_boxes import cut_tensors, sum_written
 from shardckpt.mapping import ShardedTensor
 
@@ -102,7 +102,8 @@ class StagedProof:
         """
         after, context = TensorSums(), self.stored.context
         plugins = self.stored.operation.plugins
-        with open_staged(staging, files, plugins, context.allow_globals, memory_budget=self.buffers) as result:
+        how = Reading(context.allow_globals, memory_budget=self.buffers)
+        with open_staged(staging, files, plugins, how) as result:
             self._check_names(result, written)
             self.operation.share_progress(result.operation)
             sum_written(result, cut_tensors(written, self.most), after)

@@ -73,53 +73,51 @@ class Checked(NamedTuple):
     note: str = ""
 
 
+class Reading(NamedTuple):
+    """How a source is read.
+
+    Attributes:
+        allow_globals: Classes and functions that pickles may name, besides those that every load accepts.
+        kept_bytes: As for :class:`~shardckpt.storage.CheckpointReader`.
+        memory_budget: Bytes that reading may hold beside the tensors; None: as many as are fast.
+        check: As for :func:`shardckpt.engine.open_checkpoint`.
+        unmarked: As for :func:`~shardckpt.plugins.hold_checkpoint`.
+        rename: What its keys and the paths of its common state begin with, and what is read in its place.
+    """
+
+    allow_globals: tuple[Any, ...] = ()
+    kept_bytes: int = 0
+    memory_budget: int | None = None
+    check: bool = True
+    unmarked: bool = False
+    rename: Mapping[str, str] | None = None
+
+
+_AS_IT_IS = Reading()
 _LENGTH = 8
 #: The upper half of the length of a safetensors header, and its first byte.
 _HEADER = b"\0\0\0\0{"
 
 
 @contextmanager
-def open_source(
-    location: Path,
-    plugins: PluginManager,
-    allow_globals: tuple[object, ...] = (),
-    *,
-    kept_bytes: int = 0,
-    unmarked: bool = False,
-    memory_budget: int | None = None,
-    check: bool = True,
-    rename: Mapping[str, str] | None = None,
-) -> Iterator[OpenCheckpoint]:
+def open_source(location: Path, plugins: PluginManager, how: Reading = _AS_IT_IS) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint, a folder or file of another library that is read here. Not collective.
 
     Args:
         location: The directory, store folder or file, as :func:`shardckpt.engine.locate` returned it.
         plugins: The plugin manager.
-        allow_globals: Classes and functions that pickles may name, besides those that every load accepts.
-        kept_bytes: As for :class:`~shardckpt.storage.CheckpointReader`.
-        unmarked: As for :func:`~shardckpt.plugins.hold_checkpoint`.
-        memory_budget: Bytes that reading may hold beside the tensors; None: as many as are fast.
-        check: As for :func:`shardckpt.engine.open_checkpoint`.
-        rename: What its keys and the paths of its common state begin with, and what is read in its place.
+        how: How it is read.
 
     Yields:
         What is opened, all of it of one save; it is closed at the end of the block.
 
     Raises:
         NotACheckpointError: It is something else, which the error names.
-        KeyMismatchError: It has nothing of a name of ``rename``, or two things would have one name.
+        KeyMismatchError: It has nothing of a name that is to be renamed, or two things would have one name.
         CheckpointingException: It cannot be read.
     """
-    with _open(
-        location,
-        *_recognise(location, plugins, unmarked=unmarked),
-        plugins,
-        allow_globals,
-        kept_bytes=kept_bytes,
-        memory_budget=memory_budget,
-        check=check,
-    ) as opened:
-        yield _rename(opened, rename) if rename else opened
+    with _open(location, *_recognise(location, plugins, unmarked=how.unmarked), plugins, how) as opened:
+        yield _rename(opened, how.rename) if how.rename else opened
 
 
 def _rename(opened: OpenCheckpoint, rename: Mapping[str, str]) -> OpenCheckpoint:
@@ -143,8 +141,7 @@ def open_for_trainer(
     dtype: torch.dtype | None,
     location: Path,
     plugins: PluginManager,
-    allow_globals: tuple[object, ...] = (),
-    **options: Any,
+    how: Reading,
 ) -> Iterator[OpenCheckpoint]:
     """Open a Hugging Face folder under a trainer's names; the other arguments are those of :func:`open_source`.
 
@@ -153,10 +150,9 @@ def open_for_trainer(
         dtype: As for that function.
         location: As for :func:`open_source`.
         plugins: As for :func:`open_source`.
-        allow_globals: As for :func:`open_source`.
-        options: As for :func:`open_source`.
+        how: As for :func:`open_source`.
     """
-    with open_source(location, plugins, allow_globals, **options) as opened:
+    with open_source(location, plugins, how) as opened:
         if not isinstance(opened.strategy, HuggingFaceLoadStrategy):
             raise CheckpointReplacedError(f"{location} was a Hugging Face folder, and is something else now")
         named = name_for_trainer(opened.strategy, mapping, dtype)
@@ -165,18 +161,13 @@ def open_for_trainer(
 
 def read_hub_config(location: Path, plugins: PluginManager) -> dict[str, Any] | None:
     """Return the ``config.json`` of a Hugging Face folder, empty without one; None for something else."""
-    with open_source(location, plugins, check=False) as opened:
+    with open_source(location, plugins, Reading(check=False)) as opened:
         return opened.strategy.folder.config if isinstance(opened.strategy, HuggingFaceLoadStrategy) else None
 
 
 @contextmanager
 def open_staged(
-    staging: Path,
-    files: Path,
-    plugins: PluginManager,
-    allow_globals: tuple[object, ...] = (),
-    *,
-    memory_budget: int | None = None,
+    staging: Path, files: Path, plugins: PluginManager, how: Reading = _AS_IT_IS
 ) -> Iterator[OpenCheckpoint]:
     """Open what was written and is not committed. Not collective.
 
@@ -184,8 +175,7 @@ def open_staged(
         staging: The staging directory or file; of a checkpoint, it has the record and ``metadata.json``.
         files: Where all other files of a checkpoint are: ``staging``, or a store folder, which has no marker yet.
         plugins: The plugin manager.
-        allow_globals: As for :func:`open_source`.
-        memory_budget: As for :func:`open_source`.
+        how: How it is read.
 
     Yields:
         What is opened; it is closed at the end of the block.
@@ -196,33 +186,24 @@ def open_staged(
     place, manifest, strategy = _recognise(staging, plugins, is_staged=True)
     if files != staging:
         place = open_directory(files)
-    with _open(files, place, manifest, strategy, plugins, allow_globals, memory_budget=memory_budget) as opened:
+    with _open(files, place, manifest, strategy, plugins, how) as opened:
         yield opened
 
 
 @contextmanager
 def _open(
-    location: Path,
-    place: Path,
-    manifest: Manifest,
-    strategy: LoadStrategy,
-    plugins: PluginManager,
-    allow_globals: tuple[object, ...],
-    *,
-    kept_bytes: int = 0,
-    memory_budget: int | None = None,
-    check: bool = True,
+    location: Path, place: Path, manifest: Manifest, strategy: LoadStrategy, plugins: PluginManager, how: Reading
 ) -> Iterator[OpenCheckpoint]:
     comm = Comm(alone=True)
     operation = Operation("load", location, comm, plugins)
     operation.set_strategy(strategy)
     with CheckpointReader(
-        place, manifest, verify=True, kept_bytes=kept_bytes, memory_budget=memory_budget, crcs="parts"
+        place, manifest, verify=True, kept_bytes=how.kept_bytes, memory_budget=how.memory_budget, crcs="parts"
     ) as reader:
         if is_read_again() and manifest.record is not None:  # as when a checkpoint is opened for a load
             reader.open_files([file.name for file in manifest.record.files])
-        yield OpenCheckpoint(strategy, LoadContext(reader, comm, allow_globals), operation)
-        if check:
+        yield OpenCheckpoint(strategy, LoadContext(reader, comm, how.allow_globals), operation)
+        if how.check:
             reader.check_unchanged()
 
 
@@ -234,8 +215,8 @@ def open_any(
 
     Args:
         place: A path, or, but for files, a URL.
-        unmarked: As for :func:`open_source`.
-        rename: As for :func:`open_source`.
+        unmarked: As for :class:`Reading`.
+        rename: As for :class:`Reading`.
 
     Returns:
         A context manager that gives the mapping, whose tensors are read when they are asked for.
@@ -244,7 +225,7 @@ def open_any(
         CheckpointingException: It cannot be read.
     """
     plugins = get_plugin_manager()
-    opened = open_source(locate(place, plugins), plugins, unmarked=unmarked, rename=rename)
+    opened = open_source(locate(place, plugins), plugins, Reading(unmarked=unmarked, rename=rename))
     with lend_checkpoint(opened) as checkpoint:
         yield StoredCheckpoint(checkpoint)
 

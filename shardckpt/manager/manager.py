@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from shardckpt import settings
 from shardckpt.distributed import Comm
-from shardckpt.engine import pause_gc, report_failure
+from shardckpt.engine import making_room, pause_gc, report_failure
 from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, listed, parse_globals, refuse_copy, show_given
 from shardckpt.manager.casting import cast_shards
 from shardckpt.manager.config import AsyncMode, CheckpointConfig, parse_config
@@ -33,7 +33,7 @@ from shardckpt.manifest import Lineage
 from shardckpt.plugins import get_plugin_manager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
     from types import TracebackType
 
     from torch.distributed import ProcessGroup
@@ -537,17 +537,14 @@ class CheckpointManager:
 
         target, lineage = self._folder.location(step), Lineage(self._reader.restored_id, step)
 
-        def write() -> None:
-            writer.write(state, target, {CONTENT_KEY: content}, lineage, on_commit, background=not last_step)
-
-        try:
-            write()
-        except NotEnoughSpaceError:
-            # It is the same error on every rank. The main rank may be removing old steps: then the save may fit.
+        def make_room() -> None:
+            # the main rank may be removing old steps: then the save may fit
             self.wait()
             if config.on_full == "prune":
                 self._make_room(step, comm)
-            self._write_or_explain(write, step, comm)
+
+        with making_room(make_room), self._explaining_full(step, comm):
+            writer.write(state, target, {CONTENT_KEY: content}, lineage, on_commit, background=not last_step)
         self._last = step
 
     def _make_room(self, step: int, comm: Comm) -> None:
@@ -563,10 +560,11 @@ class CheckpointManager:
                 listed(removed),
             )
 
-    def _write_or_explain(self, write: Callable[[], None], step: int, comm: Comm) -> None:
-        """Collective: write; if there is no space, add to the error the steps that the retention would free."""
+    @contextmanager
+    def _explaining_full(self, step: int, comm: Comm) -> Iterator[None]:
+        """Collective: if there is no space, add to the error the steps that the retention would free."""
         try:
-            write()
+            yield
         except NotEnoughSpaceError as error:
             found = comm.main_runs(
                 "choosing what could go", lambda: [text for part in self._parts for text in part.list_removable(step)]

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from shardckpt.distributed import replace_text
+from shardckpt.engine import report_skipped
 from shardckpt.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -223,13 +224,16 @@ def find_newest(folder: StepFolder, without: Collection[int] = ()) -> int | None
                 folder,
                 found.mark,
             )
+            report_skipped(folder.path(step), str(found.mark))
             damaged += 1
             continue
         if found.error is None:
             return step
         what = "damaged" if found.is_damaged else "not a complete checkpoint"
         logger.warning("step %d in %s is skipped, %s: %s", step, folder, what, found.error)
-        damaged += found.is_damaged
+        if found.is_damaged:
+            report_skipped(folder.path(step), str(found.error))
+            damaged += 1
     if damaged:
         raise CorruptCheckpointError(
             f"{folder}: no checkpoint there can be loaded, and {damaged} are damaged or failed a verification (the "

@@ -12,6 +12,7 @@ from shardckpt.planning.boxes import (
     part_view,
     shard_parts,
     unflattened_box,
+    with_memory,
 )
 from shardckpt.planning.coverage import Overlap, find_hole, find_overlap, find_uncovered
 from shardckpt.planning.dtypes import (
@@ -126,4 +127,5 @@ __all__ = [
     "shard_parts",
     "sort_unique",
     "unflattened_box",
+    "with_memory",
 ]

@@ -138,6 +138,15 @@ def shard_parts(shard: ShardedTensor) -> list[FlatPart]:
     ]
 
 
+def with_memory(shard: ShardedTensor) -> ShardedTensor:
+    """Return a shard with a plain tensor to fill: its own, or a new one on the CPU."""
+    # no part of a quantized wrapper can be filled on its own: a plain tensor is returned in its place
+    if shard.data is None or is_quantized(shard.data):
+        shard = shard.without_data()
+        shard.init_data("cpu")
+    return shard
+
+
 def part_view(shard: ShardedTensor, part: FlatPart) -> torch.Tensor:
     """Return the shard's elements of one of its :func:`shard_parts`.
 

@@ -32,6 +32,7 @@ from shardckpt.tensors.memory import (
     tensor_bytes,
     tensor_bytes_of_each,
     unfilled_bytes,
+    view_key,
 )
 from shardckpt.tensors.raw_memory import pack_bytes, view_memory, view_tensor
 from shardckpt.tensors.torch_private import (
@@ -123,6 +124,7 @@ __all__ = [
     "tensor_bytes",
     "tensor_bytes_of_each",
     "unfilled_bytes",
+    "view_key",
     "view_memory",
     "view_tensor",
 ]

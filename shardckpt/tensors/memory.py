@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -223,6 +223,16 @@ def page_offset(tensor: torch.Tensor) -> int:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether the bytes of the tensor's memory are its values, in its dtype and strides."""
     return not (tensor.is_conj() or tensor.is_neg() or is_quantized(tensor)) and _has_memory(tensor)
+
+
+def view_key(tensor: Any) -> tuple[Any, ...] | None:
+    """Return a key that is equal for equal views of one memory; None for a tensor without plain memory, or elements."""
+    plain = type(tensor) in ORDINARY and tensor.layout == torch.strided and not tensor.is_meta
+    if not plain or not tensor.numel():  # empty tensors may all have address 0
+        return None
+    # a conjugate or negative view has the same memory but other values
+    lazy = tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), lazy
 
 
 def synchronize_devices(tensors: Iterable[torch.Tensor]) -> None:

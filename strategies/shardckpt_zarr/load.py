@@ -12,10 +12,10 @@ from shardckpt.archive import decode_object
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, UnsafePickleError
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt.planning import Box, intersect, part_view, shard_parts
+from shardckpt.planning import Box, intersect, part_view, shard_parts, with_memory
 from shardckpt.storage import StoredArray, read_box
 from shardckpt.strategy import LoadStrategy, StoredBox, StoredFile, find_error
-from shardckpt.tensors import is_quantized, synchronize_devices
+from shardckpt.tensors import synchronize_devices
 from shardckpt_zarr.arrays import ARRAY_FILE, ChunkedArray
 from shardckpt_zarr.compressed import decompress
 from shardckpt_zarr.index import COMMON_FILE, count_files, find_folders, read_index
@@ -71,7 +71,7 @@ class ZarrLoadShardedStrategy(LoadStrategy):
             }
         context.require_same_save(repr(index).encode(), "descriptions of tensors")
         with context.comm.local_phase("reading shards"):
-            filled = iter([_with_memory(shard) for shard in tensors])
+            filled = iter([_with_zeros(shard) for shard in tensors])
             values = [objects[n] if n in objects else next(filled) for n in range(len(wanted))]
             reads = [read for shard in values if isinstance(shard, ShardedTensor) for read in _plan(shard, index)]
             synchronize_devices(read.target for read in reads)
@@ -154,12 +154,8 @@ def _check_chunks(tensors: Sequence[ShardedTensor], index: Index, reader: Checkp
                 checked.add(file)
 
 
-def _with_memory(shard: ShardedTensor) -> ShardedTensor:
-    """Return the shard with a plain tensor to fill: its own, or a new one on the CPU."""
-    # no part of a quantized wrapper can be filled on its own: a plain tensor is returned in its place
-    if shard.data is None or is_quantized(shard.data):
-        shard = shard.without_data()
-        shard.init_data("cpu")
+def _with_zeros(shard: ShardedTensor) -> ShardedTensor:
+    shard = with_memory(shard)
     if shard.allow_shape_mismatch and shard.data is not None:
         shard.data.zero_()  # it may be larger than the stored tensor
     return shard

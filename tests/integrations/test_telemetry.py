@@ -18,6 +18,7 @@ from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.background.saving import wait_for_dropped
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manager import CheckpointConfig, CheckpointManager
+from shardckpt.manager.marks import identify_save, mark_checkpoint
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager, hookimpl
 from tests.readmes import READMES
@@ -423,6 +424,41 @@ def test_a_background_save_that_fails_is_one_event_and_one_line(
         manager.close()
     assert _count_failures("save", registry) == 2
     assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 2
+
+
+def _cut(step: Path) -> None:
+    (file,) = step.glob("__0_0.distcp")
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _flip(step: Path) -> None:
+    (file,) = step.glob("__0_0.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def _mark(step: Path) -> None:
+    mark_checkpoint(step, identify_save(step), "failed", checked="digests", files=1)
+
+
+@pytest.mark.parametrize("damage", [_cut, _flip, _mark], ids=["cut", "flipped", "marked"])
+def test_a_damaged_step_that_a_load_does_without_counts(tmp_path: Path, damage: Any) -> None:
+    """However the damage of the newest step is known, taking the one before is a load of it that failed, and counts."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    registry, events = prometheus_client.CollectorRegistry(), _Events()
+    with CheckpointManager(CheckpointConfig(folder=str(tmp_path)), {"model": torch.nn.Linear(64, 64)}) as manager:
+        for step in (1, 2):
+            manager.save(step, force=True)
+        damage(tmp_path / "step-2")
+        with _registered(PrometheusListener(registry)), _registered(events):
+            assert manager.load()
+    assert manager.loaded_step == 1
+    assert _count_failures("load", registry) == 1
+    assert events.failures[""].error_type == "CorruptCheckpointError"
+    assert "step-2" in events.failures[""].directory
 
 
 def _damage(checkpoint: Path) -> None:

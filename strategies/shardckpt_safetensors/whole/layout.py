@@ -55,12 +55,10 @@ class WholeFile(NamedTuple):
     Attributes:
         name: Its name.
         layout: Its header, and its payloads.
-        cuts: The numbers of the payloads, in the order of the file.
     """
 
     name: str
     layout: FileLayout
-    cuts: list[int]
 
     @property
     def head(self) -> bytes:
@@ -93,19 +91,19 @@ class WholeLayout:
     def __init__(self, tensors: Sequence[TensorInfo], cuts: Sequence[Cut], limit: int) -> None:
         self.tensors = tensors
         self.cuts = cuts
-        numbers = {cut.written.name: number for number, cut in enumerate(cuts)}
+        self._numbers = numbers = {cut.written.name: number for number, cut in enumerate(cuts)}
         self.files: list[WholeFile] = []
         self.places = [(0, 0)] * len(cuts)
         for name, names in assign_files({cut.written.name: cut.nbytes for cut in cuts}, limit).items():
             layout = lay_out([cuts[numbers[each]].written for each in names])
             for span in layout.tensors:
                 self.places[numbers[span.tensor.name]] = (len(self.files), span.start)
-            self.files.append(WholeFile(name, layout, [numbers[span.tensor.name] for span in layout.tensors]))
+            self.files.append(WholeFile(name, layout))
 
     def find_cut(self, number: int, at: int) -> int:
         """Return the number of the payload that has a byte of a file."""
         file = self.files[number]
-        return file.cuts[file.find_payload(at)]
+        return self._numbers[file.layout.tensors[file.find_payload(at)].tensor.name]
 
     def segments(self, number: int, start: int, stop: int) -> tuple[list[int], int]:
         """Return the lengths of the segments of a range of a file, and how many payloads begin in it.

@@ -97,11 +97,8 @@ class WholeWork:
 
 def _write(file: SharedFile, write: PlannedWrite, tensor: torch.Tensor) -> None:
     values = tensor.detach()
-    if is_ordinary(values):
-        data = tensor_bytes(values)[write.low : write.high]
-        file.write(write.offset, lambda: data, write.segments, write.keys, write.what)
-        return
-    if not (is_plain(values) and values.is_contiguous()):  # its bytes are made when the threads may hold them
+    # of another than an ordinary one, the bytes are made when the threads may hold them
+    if is_ordinary(values) or not (is_plain(values) and values.is_contiguous()):
         file.write(
             write.offset,
             lambda: tensor_bytes(plain_cpu(tensor))[write.low : write.high],

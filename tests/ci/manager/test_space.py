@@ -15,7 +15,9 @@ from shardckpt.errors import NotEnoughSpaceError
 from shardckpt.manager import CheckpointConfig, CheckpointManager, garbage_collection, pin_step
 from shardckpt.manager.garbage_collection import GarbageCollector
 from shardckpt.manager.marks import identify_save, mark_checkpoint
+from shardckpt.plugins import Event, hookimpl
 from tests.faults.disks import small_disk
+from tests.plugged import registered
 
 if TYPE_CHECKING:
     from tests.ranks import Ranks
@@ -62,12 +64,23 @@ def test_a_save_waits_for_removals_that_make_room(
 
 
 def _save_three(directory: str) -> list[int]:
-    with _make_manager(directory, keep_latest_k=2, on_full="prune") as manager:
-        return [step for step in (1, 2, 3) if manager.save(step)] and manager.steps()
+    failed = []
+
+    class Failures:
+        @staticmethod
+        @hookimpl
+        def shardckpt_event(event: Event) -> None:
+            if event.state == "failure":
+                failed.append(event)
+
+    with registered(Failures()), _make_manager(directory, keep_latest_k=2, on_full="prune") as manager:
+        steps = [step for step in (1, 2, 3) if manager.save(step)] and manager.steps()
+    assert failed == []
+    return steps
 
 
 def test_a_full_disk_is_pruned_first_if_asked(ranks: Ranks, tmp_path: Path) -> None:
-    """With on_full="prune" the oldest step goes before the save for which there was no space, on all ranks."""
+    """With on_full="prune" the oldest step goes before the save that has no space, which is no failed one."""
     with small_disk(tmp_path / "disk", "2700k") as disk:
         assert ranks.run(2, _save_three, str(disk)) == [[2, 3], [2, 3]]
     with small_disk(tmp_path / "other", "1500k") as disk, _make_manager(disk, keep_latest_k=1, on_full="prune") as one:
