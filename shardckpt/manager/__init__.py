@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.rng import RandomState
     from shardckpt.manager.save_policies import Moment, SaveAfter, SaveAt, SaveEvery, SavePolicy
     from shardckpt.manager.states import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
+    from shardckpt.manager.step_links import follow_marks
     from shardckpt.manager.step_names import parse_step, split_path
     from shardckpt.manager.step_pruning import StepResult, prune_steps, remove_step
     from shardckpt.manager.summaries import CheckpointSummary, find_local_holds, list_plain
@@ -66,6 +67,7 @@ __getattr__ = lazy_getattr(
         "save_policies": ("Moment", "SaveAfter", "SaveAt", "SaveEvery", "SavePolicy"),
         "states": ("DATALOADER", "LR_SCHEDULER", "MODEL", "OPTIMIZER", "TRAIN_STATE"),
         "step_pruning": ("StepResult", "prune_steps", "remove_step"),
+        "step_links": ("follow_marks",),
         "step_names": ("parse_step", "split_path"),
         "summaries": ("CheckpointSummary", "find_local_holds", "list_plain"),
         "titan": ("make_titan_config", "merge_loader_states"),
@@ -118,6 +120,7 @@ __all__ = [
     "find_local_holds",
     "find_named_step",
     "find_step",
+    "follow_marks",
     "identify_save",
     "lease_step",
     "list_checkpoints",
