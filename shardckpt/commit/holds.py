@@ -27,7 +27,7 @@ from shardckpt.commit.owner import Owner, claim_name, is_claimed, release_name
 from shardckpt.commit.small_files import SmallFile, SmallFiles, Time
 from shardckpt.commit.staging_names import HOLDS_NAME
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError, escape_text, listed
-from shardckpt.storage import RemotePath, on_store
+from shardckpt.storage import RemotePath, is_full, on_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator
@@ -200,7 +200,13 @@ class Holds:
         name, mark = make_hold(directory, kind, describe_process(), MARK_SECONDS)
         claim_name(name)
         try:
-            self.put(name, mark)
+            try:
+                self.put(name, mark)
+            except StorageError as exc:
+                if kind != "removal" or not is_full(exc):
+                    raise
+                # the removal frees space, and until then there is none for another's lease or save either
+                logger.info("removing %s without a mark of it: %s", directory, exc)
             yield name
         finally:
             release_name(name)
