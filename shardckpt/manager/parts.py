@@ -96,10 +96,11 @@ class Retention(ManagerPart):
             # the new one.
             self._gc.wait()
             self._folder.forget(step)
-        if existing and existing[-1] > step:
+        later = next((each for each in reversed(existing) if each > step and self._folder.is_taken(each)), None)
+        if later is not None:
             self._warn_once(
-                f"{self._folder} has steps after {step}, the newest is {existing[-1]}: a later load takes that one, "
-                "unless they are moved away"
+                f"{self._folder} has steps after {step}, the newest is {later}: a later load takes that one; "
+                f"manager.discard_after({step}) removes them"
             )
         for metric in self._metrics:
             if metric not in metrics:
