@@ -65,13 +65,14 @@ def run(options: Any) -> Output:
     found = list_folder(options.folder, recursive=options.recursive)
     metric, mode = _choose_metric(options.metric, found)
     fine = all(each.state in ("whole", "other") and not each.has_failed for each in found)
-    return Output(lambda: found, lambda: _describe(options.folder, found, metric, mode), FINE if fine else FOUND)
+    return Output(lambda: found, lambda: _describe(options, found, metric, mode), FINE if fine else FOUND)
 
 
-def _describe(folder: str, found: Sequence[CheckpointSummary], metric: str, mode: str) -> list[str]:
+def _describe(options: Any, found: Sequence[CheckpointSummary], metric: str, mode: str) -> list[str]:
     best = _find_best(found, metric, mode)
     lines = _make_table(found, metric, best) if found else []
-    lines += _summarize(folder, found)
+    lines += _summarize(options.folder, found)
+    lines += describe_leftovers(options.folder, found, recursive=options.recursive)
     if best is not None:
         least, other, most = ("smallest", "max", "largest") if mode == "min" else ("largest", "min", "smallest")
         name = escape_text(metric)
@@ -91,13 +92,20 @@ def list_folder(folder: str, *, recursive: bool = False) -> list[CheckpointSumma
     return found
 
 
-def describe_leftovers(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
-    """Return a line for a folder, and for each folder of checkpoints in it, where killed saves have left something."""
+def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], *, recursive: bool = False) -> list[str]:
+    """Return a line for a folder, and for each folder of checkpoints in it, where killed saves have left something.
+
+    With ``recursive`` also for folders that have nothing else.
+    """
     from shardckpt.cli.amounts import format_bytes
+    from shardckpt.commit import walk_folders
+    from shardckpt.engine import find_local
 
     lines: list[str] = []
     seen: set[Path] = set()  # what is beside a folder is in the one around it, too
     inner = {each.name if each.inside else each.name.rpartition("/")[0] for each in found} - {""}
+    if recursive and (top := find_local(folder)) is not None:
+        inner |= {str(each.relative_to(top)) for each in walk_folders(top).used if each != top}
     for name in ("", *sorted(inner)):
         place = f"{folder.rstrip('/') or '/'}/{name}" if name else folder
         left = [each for each in _find_leftovers(place) if each.path not in seen]
@@ -226,7 +234,7 @@ def _name_state(found: CheckpointSummary) -> str:
 
 
 def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
-    """Return the last lines: how many checkpoints there are, and what killed saves have left beside them."""
+    """Return how many checkpoints there are, in what state, and how many bytes they have on disk."""
     from shardckpt.cli.amounts import format_bytes, format_many
     from shardckpt.maintenance import FILE_SUFFIXES
 
@@ -259,7 +267,7 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
             f"{format_many(bad, 'step')} damaged, incomplete or marked as failed: `shardckpt prune {folder} --damaged "
             "--dry-run` says which may go"
         )
-    return lines + describe_leftovers(folder, found)
+    return lines
 
 
 def _count_bad_steps(folder: str, found: Sequence[CheckpointSummary]) -> int:

@@ -18,8 +18,8 @@ one, until one is intact, which is kept; with --damaged, too, all of them are re
 A metric that no step has, and a --keep-step that is not there, are errors, and nothing is removed.
 A checkpoint that has nothing beside it is one, too: its folder was meant.
 
-With -r each folder of steps below PATH is pruned by itself, by the same rules; what is an error for one of them is one
-for all, before anything is removed.
+With -r each folder below PATH that has steps, or only what killed saves have left, is pruned by itself; what is an
+error for one of them is one for all, before anything is removed.
 Exit code: 1 if --verify has found a damaged step; 2 if something could not be removed.
 """
 
@@ -125,6 +125,7 @@ def run(options: Any) -> Output:
         _refuse_folder_of_runs(options.path)
     found = [_prune(each, policies, steps) for each, steps in zip(folders, planned, strict=True)]
     verified, steps, leftovers = ([*chain.from_iterable(each)] for each in zip(*found, strict=True))
+    leftovers = [*{each.path: each for each in leftovers}.values()]  # what is beside a folder is in the one around it
     leftovers += _prune_spools(options)
     if options.path is not None and not steps and not leftovers:
         refuse_checkpoint(options.path)
@@ -136,7 +137,9 @@ def run(options: Any) -> Output:
 
 
 def _list_runs(options: Any) -> list[argparse.Namespace]:
-    """Return the options for each folder: PATH, or with ``-r`` those in it that checkpoints are in."""
+    """Return the options for each folder: PATH, or with ``-r`` those in it that checkpoints or leftovers are in."""
+    from shardckpt.commit import walk_folders
+    from shardckpt.engine import find_local
     from shardckpt.errors import StorageError
     from shardckpt.manager import list_checkpoints
 
@@ -144,6 +147,8 @@ def _list_runs(options: Any) -> list[argparse.Namespace]:
         return [options]
     above = options.path.rstrip("/") or "/"
     inside = {each.name.rpartition("/")[0] for each in list_checkpoints(options.path, recursive=True)}
+    if (place := find_local(options.path)) is not None:  # a first save that was killed has left nothing else
+        inside |= {"" if each == place else str(each.relative_to(place)) for each in walk_folders(place).used}
     if not inside:
         raise StorageError(f"{options.path} has no folder of checkpoints in it, and nothing was removed")
     return [
@@ -177,7 +182,7 @@ def _prune(
     verified, failed = _verify_newest(options) if options.verify else ([], [])
     with show_progress("prune"):
         leftovers = _prune_leftovers(options)  # before the steps, whose removal takes theirs along
-        if planned and (failed or not options.dry_run):
+        if planned and (verified or not options.dry_run):  # what was read has a mark now, or is in failed
             planned = _prune_steps(options, policies, failed, dry_run=options.dry_run)
     all_left_over = {(str(each.path), each.nbytes) for each in leftovers if each.is_removed}
     return verified, [each for each in planned if (each.path, each.nbytes) not in all_left_over], leftovers

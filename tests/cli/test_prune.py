@@ -238,6 +238,23 @@ def test_prune_of_a_folder_of_runs(runs: Path, capsys: pytest.CaptureFixture[str
     assert [*runs.rglob(".step-*")] == []
 
 
+@pytest.mark.parametrize("above", [".", "killed"])
+def test_a_folder_with_nothing_but_leftovers_is_seen(
+    runs: Path, above: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A first save that was killed has left a hidden directory alone: ls -r names the call, and prune -r removes it."""
+    (runs / "killed" / "run").mkdir(parents=True)
+    left = owners.leave(runs / "killed" / "run" / "step-1", owners.dead())
+    folder = str(runs / above)
+    main(["ls", "-r", folder])
+    assert f"`shardckpt prune {runs}/{above}/".replace("/./", "/") in capsys.readouterr().out.replace("/./", "/")
+    assert main(["prune", "-r", folder, "--dry-run", "--keep-latest", "9"]) == 0
+    said = capsys.readouterr().out
+    assert len([line for line in said.splitlines() if "run/.step-1." in line]) == 1
+    assert main(["prune", "-r", folder]) == 0
+    assert not left.exists()
+
+
 def test_what_is_an_error_for_one_run_is_one_for_all(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A metric that the steps of one run lack is an error that names the run, and nothing is removed of the others."""
     assert main(["prune", "-r", str(runs), "--keep-best", "loss"]) == 2

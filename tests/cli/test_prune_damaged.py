@@ -85,14 +85,16 @@ def test_policies_do_not_count_what_is_damaged(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_verify_finds_flipped_bits_in_all_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With --verify every step is read, not only the newest, and those that fail go; what is marked is not read."""
+    """With --verify all steps are read, and those that fail go, as a dry run says; what is marked is not read again."""
     folders.save_all(tmp_path, 1, 2, 3)
     for step in (1, 3):
         data = tmp_path / f"step-{step}" / "__0_0.distcp"
         data.write_bytes(bytes(data.stat().st_size))
     assert _prune(capsys, tmp_path)["step-1"] == "it can be loaded"
-    found = _prune(capsys, tmp_path, "--verify", code=1)
-    assert found["step-3"].startswith("marked failed on ")
+    dry = _prune(capsys, tmp_path, "--verify", "--dry-run", code=1)
+    assert dry["step-3"].startswith("marked failed on ")
+    assert folders.names_in(tmp_path) == {"step-1", "step-2", "step-3", ".shardckpt-marks"}
+    assert _prune(capsys, tmp_path, "--verify", code=1) == dry
     assert folders.names_in(tmp_path) == {"step-2", ".shardckpt-marks"}
     assert main(["prune", str(tmp_path), "--damaged", "--verify"]) == 0
     assert "verification" not in capsys.readouterr().out

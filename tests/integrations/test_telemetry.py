@@ -491,7 +491,7 @@ def test_the_alerts_ask_for_what_is_exported(tmp_path: Path) -> None:
         _meet_each_alert(tmp_path)
     samples = [sample for metric in registry.collect() for sample in metric.samples]
     text = READMES["shardckpt/integrations/README.md"]
-    rules = re.findall(r"^\|[^|]+\| `([^`]*shardckpt_[^`]*[<>] [\d.]+)` \|$", text, re.MULTILINE)
+    rules = re.findall(r"^  - {alert: \w+, expr: '([^']*shardckpt_[^']*[<>] [\d.]+)'}$", text, re.MULTILINE)
     assert len(rules) == 10
     for rule in rules:
         assert rule.count("(") == rule.count(")")
