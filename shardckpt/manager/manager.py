@@ -6,6 +6,7 @@ import logging
 import time
 import warnings
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -562,16 +563,20 @@ class CheckpointManager:
 
     @contextmanager
     def _explaining_full(self, step: int, comm: Comm) -> Iterator[None]:
-        """Collective: if there is no space, add to the error the steps that the retention would free."""
+        """Collective: if there is no space, add to the error the steps that the retention would free, or cannot."""
         try:
             yield
         except NotEnoughSpaceError as error:
-            found = comm.main_runs(
-                "choosing what could go", lambda: [text for part in self._parts for text in part.list_removable(step)]
-            )
+            is_pruned = self.config.on_full == "prune"
+            lists = [part.list_kept if is_pruned else partial(part.list_removable, step) for part in self._parts]
+            found = comm.main_runs("choosing what could go", lambda: [text for each in lists for text in each()])
             if not found:
                 raise
-            raise NotEnoughSpaceError(
-                f"{error} Once step {step} is complete, the retention policies will no longer keep {listed(found)}: "
-                "remove these yourself if you can do without them before."
-            ) from error
+            if is_pruned:
+                advice = f"on_full='prune' was tried, and may remove none of what is left: {listed(found, limit=6)}."
+            else:
+                advice = (
+                    f"Once step {step} is complete, the retention policies will no longer keep {listed(found)}: remove "
+                    "these yourself if you can do without them before."
+                )
+            raise NotEnoughSpaceError(f"{error} {advice}") from error
