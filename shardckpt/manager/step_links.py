@@ -12,18 +12,15 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardckpt.engine import find_local
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.metrics import rank_steps, read_settings
-from shardckpt.manager.steps import StepFolder
-from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import has_local_files, sync_directory, wrap_os_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Mapping
     from typing import Any
 
-    from shardckpt.manager.steps import StepCheckpoint
+    from shardckpt.manager.steps import StepCheckpoint, StepFolder
 
 logger = logging.getLogger(__name__)
 
@@ -132,24 +129,6 @@ def begin_links(folder: StepFolder) -> None:
         _refuse_other_file(folder.place / name, has_own=has_own)
     if has_own:
         update_links(folder, steps)
-
-
-def follow_marks(checkpoints: Iterable[str]) -> None:
-    """Let the links beside checkpoints that were marked lead to what a load takes now, where a manager keeps links.
-
-    Args:
-        checkpoints: Their paths; of URLs, which have no links, nothing is done.
-    """
-    for place in {local.parent for each in checkpoints if (local := find_local(each)) is not None}:
-        if any((place / name).is_symlink() for name in LINKS):
-            folder = StepFolder(place, get_plugin_manager())
-            try:
-                steps = [folder.inspect_step(step) for step in folder.steps()]
-            except CheckpointingException as exc:  # one is being replaced: the manager that does it moves the links
-                logger.warning("the links of %s are not looked at: %s", folder, exc)
-                continue
-            if find_own_links(folder, steps):
-                update_links(folder, steps)
 
 
 def _have_links(steps: Collection[StepCheckpoint]) -> bool:
