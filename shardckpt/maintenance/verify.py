@@ -154,11 +154,12 @@ def _repair(directory: Path, error: CorruptCheckpointError) -> list[FileResult]:
     found = _check_files(directory, path, manifest)
     found.pop(MARKER_NAME, None)
     if any(result.fault for result in found.values()):
-        found[MARKER_NAME] = _make_result(MARKER_NAME, 0, error, "structure")
+        lost = CorruptCheckpointError(f"{MARKER_NAME} is lost or damaged, and is written back where nothing else is")
+        found[MARKER_NAME] = _make_result(MARKER_NAME, 0, lost, "structure")
     else:
         size = _write_marker(path, record, error)
         note = f"it was lost or damaged, and was written back as {RECORD_NAME} says"
-        found[MARKER_NAME] = _make_result(MARKER_NAME, size, None, "structure", note)
+        found[MARKER_NAME] = _make_result(MARKER_NAME, size, None, "digests", note)  # the record has one of itself
     return _sort_results(path, manifest, found)
 
 

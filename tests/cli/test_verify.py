@@ -247,6 +247,8 @@ def test_a_lost_metadata_json_is_written_back(tmp_path: Path, how: str, capsys: 
     said = capsys.readouterr().out
     assert "metadata.json" in said
     assert "was lost or damaged, and was written back as shardckpt.json says" in said
+    assert "intact" in said
+    assert "without digests" not in said
     assert marker.read_bytes() == written
     assert main(["verify", f"{place}/step-1", "--repair"]) == 0
     assert "every byte" in capsys.readouterr().out
