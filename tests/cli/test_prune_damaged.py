@@ -155,8 +155,9 @@ def test_what_can_be_mended_stays(tmp_path: Path, lost: str, capsys: pytest.Capt
     else:
         (tmp_path / "step-1" / name).unlink()
     kept = _prune(capsys, tmp_path, "--older-than", 0)["step-1"]
-    way = f"its data is all there: `shardckpt convert {tmp_path}/step-1 NEW` writes it anew, or says what it needs; "
-    assert kept.startswith(f"{way}else remove it by hand; damaged: ")
+    way = f"`shardckpt convert {tmp_path}/step-1 NEW` writes it anew, or says what it needs; else remove it by hand"
+    assert kept.startswith(f"its data is all there{f': {way}' * (name == 'shardckpt.json')}; damaged: ")
+    assert (f"`shardckpt verify {tmp_path}/step-1 --repair` writes it back" in kept) == (name == "metadata.json")
     assert name in kept
     damage(tmp_path / "step-1" / "__0_0.distcp", "cut to a half")
     assert _prune(capsys, tmp_path, "--older-than", 0)["step-1"].startswith("damaged: ")
