@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.states import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
     from shardckpt.manager.step_names import parse_step, split_path
     from shardckpt.manager.step_pruning import StepResult, prune_steps, remove_step
-    from shardckpt.manager.summaries import CheckpointSummary, find_local_holds, list_plain
+    from shardckpt.manager.summaries import CheckpointSummary, find_local_holds, list_once, list_plain
     from shardckpt.manager.titan import make_titan_config, merge_loader_states
 
 __getattr__ = lazy_getattr(
@@ -69,7 +69,7 @@ __getattr__ = lazy_getattr(
         "states": ("DATALOADER", "LR_SCHEDULER", "MODEL", "OPTIMIZER", "TRAIN_STATE"),
         "step_pruning": ("StepResult", "prune_steps", "remove_step"),
         "step_names": ("parse_step", "split_path"),
-        "summaries": ("CheckpointSummary", "find_local_holds", "list_plain"),
+        "summaries": ("CheckpointSummary", "find_local_holds", "list_once", "list_plain"),
         "titan": ("make_titan_config", "merge_loader_states"),
     },
 )
@@ -124,6 +124,7 @@ __all__ = [
     "identify_save",
     "lease_step",
     "list_checkpoints",
+    "list_once",
     "list_plain",
     "list_settings",
     "make_titan_config",

@@ -56,6 +56,24 @@ def test_ls_shows_a_metric_and_the_best_of_it(tmp_path: Path, capsys: pytest.Cap
     assert lines[-1].startswith("*: the largest loss")
 
 
+def test_each_folder_has_its_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With -r a star is at the best of each folder, by its manager's settings; metrics that are not shown are named."""
+    for step in (1, 2):
+        folders.save(tmp_path / "a", step, loss=step, config={"best_metric": "loss", "best_mode": "min"})
+        folders.save(tmp_path / "b", step, loss=9 + step)
+        folders.save(tmp_path / "c", step, loss=7, acc=step, lr=1, config={"best_metric": "acc", "best_mode": "max"})
+    (tmp_path / "a" / "from-b").symlink_to("../b/step-1")
+
+    def find_stars(*arguments: object) -> dict[str, str]:
+        lines = _list(capsys, "-r", *arguments)
+        assert lines[-1].startswith("*: ")
+        assert lines[-2].startswith(("more metrics: lr: --metric NAME", "6 checkpoints"))
+        return {line.split()[0]: line.split(" *")[0].split("  ")[-1].strip() for line in lines[2:-1] if " *" in line}
+
+    assert find_stars(tmp_path) == {"a/step-1": "loss 1", "b/step-1": "loss 10", "c/step-2": "acc 2"}
+    assert find_stars(tmp_path, "--metric", "loss:max") == {"a/step-2": "2", "b/step-2": "11", "c/step-2": "7"}
+
+
 def test_the_best_is_whole_has_not_failed_and_is_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No star for a step that is damaged or marked as failed; of equal values, the newer step has it."""
     for step, loss in ((1, 0.5), (2, 0.5), (3, 0.25), (4, 0.125)):
