@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.colour import paint
+from shardckpt.cli.convert import add_verbose
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output
 from shardckpt.cli.renames import add_rename_option, read_renames
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardckpt.cli.colour import Style
-    from shardckpt.maintenance import DiffReport, TensorDifference
+    from shardckpt.maintenance import DiffReport, ObjectReport, TensorDifference
+
+#: A list or dict with more differences than that, such as the state of a random generator, is one row.
+_MOST_VALUES = 16
 
 
 def add(verbs: Any) -> None:
@@ -53,6 +57,9 @@ def add(verbs: Any) -> None:
         "--tensors-only", action="store_true", help="leave out objects and common state, as with --mapping and --prefix"
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures of both, and of what differs")
+    add_verbose(
+        parser, f"a row for each value, also of lists and dicts with more than {_MOST_VALUES} that differ, as in --json"
+    )
     parser.set_defaults(reads=("first", "second"), run=run)
 
 
@@ -111,18 +118,34 @@ def _describe(report: DiffReport, options: Any) -> list[str]:
         equal = f"{report.objects.equal:,} {'entry is' if report.objects.equal == 1 else 'entries are'}"
         different = report.objects.differences
         if different:
-            styles = [_find_style(difference.kind) for difference in different]
-            titles = ("object", "differs in", "first", "second")
-            lines += fit_table(titles, different, styles, 1)
+            rows = [*different] if options.verbose else _fold_values(report.objects)
+            styles = [_find_style(row[1]) for row in rows]
+            lines += fit_table(("object", "differs in", "first", "second"), rows, styles, 1)
         summary += f"; objects and common state: {equal} equal, {format_many(len(different), 'value')} not"
     lines.append(paint(summary, "good" if report.are_same else "bad"))
-    return [
-        *lines,
-        *filter(None, [_describe_left_out(report), _advise_names(report, options), _advise_rows(report, options)]),
-    ]
+    more = (_describe_left_out, _advise_names, _advise_rows, _advise_objects)
+    return [*lines, *filter(None, (describe(report, options) for describe in more))]
 
 
-def _describe_left_out(report: DiffReport) -> str:
+def _fold_values(report: ObjectReport) -> list[tuple[str, ...]]:
+    """Return the rows of values, with one for each outermost list or dict of which many places differ."""
+    within = {
+        key: [key[:at] for at, letter in enumerate(key) if letter == "[" and key[:at] in report.containers]
+        for key, *_ in report.differences
+    }
+    places: dict[str, set[str]] = {}
+    for key, containers in within.items():
+        for container, place in zip(containers, [*containers[1:], key][: len(containers)], strict=True):
+            places.setdefault(container, set()).add(place)
+    rows: dict[str, tuple[str, ...]] = {}
+    for each in report.differences:
+        name = next((name for name in within[each.key] if len(places[name]) > _MOST_VALUES), "")
+        many = (name, f"{len(places.get(name, ()))} of {report.containers.get(name, 0)} places", "-", "-")
+        rows[name or each.key] = many if name else each
+    return [*rows.values()]
+
+
+def _describe_left_out(report: DiffReport, _: Any) -> str:
     """Return what was not compared, since a folder of the Hub has no optimizer's state; ``""`` if nothing was."""
     from shardckpt.cli.amounts import format_many
 
@@ -198,6 +221,14 @@ def _advise_rows(report: DiffReport, options: Any) -> str:
     if not options.mapping or options.cut_vocabulary or not shapes:
         return ""
     return "where the first has more rows of the vocabulary, Megatron has padded it: --cut-vocabulary leaves these out"
+
+
+def _advise_objects(report: DiffReport, options: Any) -> str:
+    """Return which options show more or less of the objects and the common state; ``""`` if these are equal."""
+    if report.objects is None or not report.objects.differences:
+        return ""
+    is_folded = not options.verbose and len(_fold_values(report.objects)) < len(report.objects.differences)
+    return f"{'--verbose lists each value; ' * is_folded}--tensors-only leaves out objects and common state"
 
 
 def _find_prefix(longer: set[str], shorter: set[str]) -> str:

@@ -259,7 +259,9 @@ def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the cells before the metric and the writer, and those behind them."""
     from shardckpt.cli.amounts import format_bytes, format_seconds
 
-    state, reason = ", ".join((_name_state(found), *found.links)), found.reason.removeprefix("is ")
+    failed, mark = ([found.mark], []) if found.has_failed else ([], [found.mark])
+    names = failed if failed and found.state == "whole" else [*failed, _name_state(found)]  # its sizes alone are right
+    state, reason = ", ".join((*names, *found.links)), found.reason.removeprefix("is ")
     state = reason if found.inside else f"{state}: {reason}" if reason else state
     cells = (
         found.name,
@@ -270,7 +272,7 @@ def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     )
     return cells, (
         found.fingerprint[:_DIGITS] or "-",
-        ", ".join((state, *filter(None, [found.mark]), *found.held)),
+        ", ".join((state, *filter(None, mark), *found.held)),
     )
 
 

@@ -236,7 +236,7 @@ def _prune(
     verified, failed = _verify_newest(options) if options.verify else ([], [])
     with show_progress("prune"):
         leftovers = _prune_leftovers(options)  # before the steps, whose removal takes theirs along
-        if planned and (failed or not options.dry_run):
+        if planned and (verified or not options.dry_run):  # what was read has a mark now, or is in failed
             planned = _prune_steps(options, policies, failed, dry_run=options.dry_run)
     all_left_over = {(str(each.path), each.nbytes) for each in leftovers if each.is_removed}
     return verified, [each for each in planned if (each.path, each.nbytes) not in all_left_over], leftovers

@@ -13,6 +13,9 @@ What else is in a folder is counted and named as skipped; a folder of checkpoint
 With --mark the verdict is kept beside the checkpoint: ls shows it, a CheckpointManager does not load a failed step, and
 no retention policy removes the newest verified one. It is about this save: it ends when another replaces it.
 
+With --repair a metadata.json that is lost or cut is written back, if shardckpt.json is there, which says what it had,
+and all other files match their digests. Nothing else can be repaired: what is damaged is in no other file.
+
 exit codes:
   0  intact: all bytes match their digests; or as far as can be checked without digests, unless --require-digests
   1  damaged: a file is missing, or not what was written; or incomplete: the save did not end
@@ -69,10 +72,16 @@ def add(verbs: Any) -> None:
         action="store_true",
         help="exit with 1 where a file has no digest: its values are not known",
     )
-    parser.add_argument(
+    kept = parser.add_mutually_exclusive_group()
+    kept.add_argument(
         "--mark",
         action="store_true",
         help="keep the verdict, verified or failed, beside the checkpoint, in .shardckpt-marks",
+    )
+    kept.add_argument(
+        "--repair",
+        action="store_true",
+        help="write a lost or damaged metadata.json back, where all other files match their digests",
     )
     parser.add_argument("-r", "--recursive", action="store_true", help="also those in the folders of a folder")
     parser.set_defaults(reads=("paths",), run=run)
@@ -98,7 +107,7 @@ def run(options: Any) -> Output:
     from shardckpt.cli.progress import show_progress
     from shardckpt.huggingface import own_process
     from shardckpt.maintenance import INTACT
-    from shardckpt.manager import find_checkpoints
+    from shardckpt.manager import find_checkpoints, follow_marks
 
     paths: dict[str, None] = {}
     skipped: dict[str, CheckpointSummary] = {}
@@ -114,8 +123,11 @@ def run(options: Any) -> Output:
     threads = ThreadPoolExecutor(max(1, min(len(paths), settings.io_threads())))
     with show_progress("verify"), own_process(), threads:
         answers += threads.map(
-            lambda path: check(path, mark=options.mark, require_digests=options.require_digests), paths
+            lambda path: check(path, mark=options.mark, require_digests=options.require_digests, repair=options.repair),
+            paths,
         )
+    if options.mark:
+        follow_marks(paths)
     for answer in answers:
         if answer.error is not None and (answer.exit_code == FAILED or options.traceback):
             print_error(answer.error, options)  # what was found is in the answer
@@ -133,13 +145,14 @@ def run(options: Any) -> Output:
     )
 
 
-def check(path: str, *, mark: bool = False, require_digests: bool = False) -> Answer:
+def check(path: str, *, mark: bool = False, require_digests: bool = False, repair: bool = False) -> Answer:
     """Verify a checkpoint, and keep the verdict beside it if that is asked for.
 
     Args:
         path: The checkpoint's directory or URL, or a file.
         mark: Whether to keep the verdict.
         require_digests: Whether a file without a digest counts as damaged, for the exit code.
+        repair: As for :func:`shardckpt.maintenance.verify_checkpoint`.
 
     Returns:
         What was found; an error that is a checkpoint's, or a store's, is in it.
@@ -154,7 +167,7 @@ def check(path: str, *, mark: bool = False, require_digests: bool = False) -> An
                 save = identify_save(path)
             except NotMarkedError as exc:
                 unmarked = str(exc)
-        files = verify_checkpoint(path)
+        files = verify_checkpoint(path, repair=repair)
         code = get_exit_code(files, require_digests=require_digests)
         found = get_exit_code(files)  # that a file has no digest is no fault of it
         if save is not None and found != NO_ANSWER:
@@ -194,9 +207,12 @@ def _is_incomplete(error: CheckpointingException, path: str) -> bool:
 
 
 def _describe(answers: Sequence[Answer]) -> Iterator[str]:
+    from shardckpt.manifest import MARKER_NAME
+
     several = len(answers) > 1
     for answer in answers:
-        shown = [file for file in answer.files if file.fault or not several]
+        # what the marker has as a note is that it was repaired
+        shown = [r for r in answer.files if r.fault or not several or (r.note and r.name == MARKER_NAME)]
         if shown:
             rows = [(r.name, r.nbytes, _said(r, answer.path)) for r in shown]
             yield from fit_table(("file", "bytes", "result"), rows, [*map(_find_file_style, shown)])

@@ -22,6 +22,7 @@ from shardckpt.engine import (
     Operation,
     TensorSums,
     commit_files,
+    find_incomplete_files,
     refuse_objects,
 )
 from shardckpt.errors import (
@@ -250,12 +251,21 @@ class Conversion:
         manifest = reader.manifest
         if self.rename or self.is_merge:
             return  # no copy
-        if (manifest.backend, manifest.version) == own and manifest.record is not None and not self._is_changed:
-            stock = ", which stock dcp.load reads" if self.kind == DCP else ""
-            raise CheckpointingException(
-                f"{self.source} is a {own[0]!r} checkpoint of version {own[1]} already{stock}: copy its directory, or "
-                "name another backend or version; to and from URLs convert copies"
-            )
+        if (manifest.backend, manifest.version) != own or manifest.record is None or self._is_changed:
+            return
+        if bad := find_incomplete_files(
+            None, reader
+        ):  # what can be read is written anew, and a copy would lack it, too
+            faults = listed([f"{file.name} {file.fault}" for file in bad])
+            logger.warning("%s is damaged: %s: what is not in these is written anew", self.source, faults)
+            return
+        stock = ", which stock dcp.load reads" if self.kind == DCP else ""
+        raise CheckpointingException(
+            f"{self.source} is a {own[0]!r} checkpoint of version {own[1]} already{stock}: copy its directory, or name "
+            "another backend or version; to and from URLs convert copies. All its files are there; if `shardckpt "
+            f"verify {self.source}` finds it damaged, --leave-out NAME, of each tensor that cannot be read, or "
+            "--prefix, of those that can, writes the rest"
+        )
 
     def _write(self, operation: Operation, proof: StagedProof) -> _Written:
         if self.kind == FOLDER:

@@ -45,10 +45,12 @@ class ObjectReport(NamedTuple):
     Attributes:
         equal: Number of objects, and of entries of the common state, that both have alike.
         differences: What differs, sorted by key.
+        containers: How many places each list, tuple or dict has that differences are in, by its key.
     """
 
     equal: int = 0
     differences: tuple[ObjectDifference, ...] = ()
+    containers: Mapping[str, int] = types.MappingProxyType({})
 
 
 def diff_objects(first: OpenCheckpoint, second: OpenCheckpoint) -> ObjectReport:
@@ -70,13 +72,14 @@ def diff_objects(first: OpenCheckpoint, second: OpenCheckpoint) -> ObjectReport:
     """
     ones, others = _read(first), _read(second)
     equal, found = 0, []
+    containers: dict[str, int] = {}
     # a pickle of a few bytes may have containers that hold one twice, which hold one twice, and so on
     visited: set[tuple[int, int]] = set()
     for name in sorted({*ones, *others}):
-        differences = list(_compare(name, ones.get(name, _ABSENT), others.get(name, _ABSENT), visited))
+        differences = list(_compare(name, ones.get(name, _ABSENT), others.get(name, _ABSENT), visited, containers))
         equal += not differences
         found += differences
-    return ObjectReport(equal, tuple(found))
+    return ObjectReport(equal, tuple(found), containers)
 
 
 def _read(checkpoint: OpenCheckpoint) -> Mapping[str, Any]:
@@ -88,7 +91,9 @@ def _read(checkpoint: OpenCheckpoint) -> Mapping[str, Any]:
     return found | {shard.unique_key: value for shard, value in zip(shards, values, strict=True)}
 
 
-def _compare(name: str, one: Any, other: Any, visited: set[tuple[int, int]]) -> Iterator[ObjectDifference]:
+def _compare(
+    name: str, one: Any, other: Any, visited: set[tuple[int, int]], containers: dict[str, int]
+) -> Iterator[ObjectDifference]:
     if one is _ABSENT or other is _ABSENT:
         kind: Any = "only in second" if one is _ABSENT else "only in first"
         yield ObjectDifference(name, kind, _show(one), _show(other))
@@ -98,8 +103,11 @@ def _compare(name: str, one: Any, other: Any, visited: set[tuple[int, int]]) -> 
         pair = id(one), id(other)  # of objects that live as long as the values of both checkpoints
         if pair not in visited:
             visited.add(pair)
-            for place, part, its in _pair_parts(one, other):
-                yield from _compare(f"{name}[{place}]", part, its, visited)
+            pairs = [*_pair_parts(one, other)]
+            for place, part, its in pairs:
+                for difference in _compare(f"{name}[{place}]", part, its, visited, containers):
+                    containers[name] = len(pairs)
+                    yield difference
     elif not _are_equal(one, other):
         yield ObjectDifference(name, "value", _show(one), _show(other))
 

@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from shardckpt.engine import Progress, find_faults, is_damage, list_digested_files, locate
+from shardckpt.commit import is_under_way
+from shardckpt.engine import Progress, find_faults, is_damage, list_digested_files, locate, read_integrity
 from shardckpt.errors import (
     CannotLoadError,
     CheckpointingException,
     CheckpointReplacedError,
+    CorruptCheckpointError,
     IncompleteCheckpointError,
     NotACheckpointError,
     StorageError,
 )
 from shardckpt.maintenance.sources import Checked, check_all_files, check_source
-from shardckpt.manifest import INTEGRITY_NAME, MARKER_LIMIT, MARKER_NAME, RECORD_NAME, Marker, find_folders
+from shardckpt.manifest import (
+    GENERATION,
+    INTEGRITY_NAME,
+    MARKER_LIMIT,
+    MARKER_NAME,
+    RECORD_LIMIT,
+    RECORD_NAME,
+    Manifest,
+    Marker,
+    Record,
+    find_folders,
+)
 from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint, name_origin, parse_file
 from shardckpt.storage import (
     CheckpointReader,
     detect_replacement,
     file_size,
+    is_there,
+    list_folders,
+    open_directory,
+    put_file,
+    real_path,
     refuse_linked_folders,
+    replaced_error,
     retry_if_replaced,
+    was_replaced,
     wrap_os_errors,
 )
 from shardckpt.strategy import ChecksFiles
@@ -33,7 +55,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from pathlib import Path
 
-    from shardckpt.manifest import Manifest, Record
     from shardckpt.storage import Crcs
 
 #: Exit codes of ``shardckpt verify``; the worst of several checkpoints is the highest.
@@ -63,7 +84,7 @@ class FileResult:
     note: str = ""
 
 
-def verify_checkpoint(directory: str | os.PathLike[str]) -> list[FileResult]:
+def verify_checkpoint(directory: str | os.PathLike[str], *, repair: bool = False) -> list[FileResult]:
     """Check every file of a checkpoint. Not collective: threads of this process share the work.
 
     Files with a digest in ``shardckpt.json`` or ``integrity.json`` are read completely and compared with it. If none
@@ -80,6 +101,8 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> list[FileResult]:
 
     Args:
         directory: The checkpoint's directory or URL; or such a folder or file.
+        repair: Whether to write a ``metadata.json`` back that is lost, or cannot be parsed: it has nothing that
+            ``shardckpt.json`` does not say. It is written if all other files are as written, and its result says so.
 
     Returns:
         A result for every file, sorted by name, foreign files last; :func:`get_exit_code` summarizes them.
@@ -90,10 +113,10 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> list[FileResult]:
         CheckpointingException: it cannot be checked: it has no digests, and its strategy needs them; or a file that
             lists the others cannot be read.
     """
-    return retry_if_replaced(lambda: _verify(locate(directory, get_plugin_manager())), directory)
+    return retry_if_replaced(lambda: _verify(locate(directory, get_plugin_manager()), repair=repair), directory)
 
 
-def _verify(directory: Path) -> list[FileResult]:
+def _verify(directory: Path, *, repair: bool) -> list[FileResult]:
     plugins = get_plugin_manager()
     try:
         path, manifest = hold_checkpoint(directory, plugins)
@@ -101,6 +124,72 @@ def _verify(directory: Path) -> list[FileResult]:
         place = directory.parent if directory.is_file() else directory
         errors = check_source(directory, plugins, exc)
         return [_make_result(name, _size(place / name), *found) for name, found in sorted(errors.items())]
+    except CorruptCheckpointError as exc:
+        if not repair:
+            raise
+        return _repair(directory, exc)
+    found = _check_files(directory, path, manifest)
+    if manifest.record is not None and (error := _check_marker(path, manifest.record)) is not None:
+        found[MARKER_NAME] = _make_result(MARKER_NAME, _size(path / MARKER_NAME), error, "structure")
+    return _sort_results(path, manifest, found)
+
+
+def _repair(directory: Path, error: CorruptCheckpointError) -> list[FileResult]:
+    """Check a checkpoint by its record; if all other files are as written, write its lost or damaged marker back.
+
+    Args:
+        directory: The checkpoint.
+        error: Why it cannot be opened; raised if this is not for its marker alone.
+    """
+    path = open_directory(directory)
+    try:
+        record = parse_file(Record.parse, path / RECORD_NAME, RECORD_LIMIT)
+    except CheckpointingException:
+        raise error from None
+    # an overwrite at a URL leaves the record of the save before it beside its own folder for a while
+    is_replaced = is_under_way(path) or any(re.match(GENERATION, name) for name in list_folders(directory))
+    if is_replaced or _has_marker(path):
+        raise error
+    manifest = Manifest(backend=record.backend, version=record.version, record=record)
+    found = _check_files(directory, path, manifest)
+    found.pop(MARKER_NAME, None)
+    if any(result.fault for result in found.values()):
+        lost = CorruptCheckpointError(f"{MARKER_NAME} is lost or damaged, and is written back where nothing else is")
+        found[MARKER_NAME] = _make_result(MARKER_NAME, 0, lost, "structure")
+    else:
+        size = _write_marker(path, record, error)
+        note = f"it was lost or damaged, and was written back as {RECORD_NAME} says"
+        found[MARKER_NAME] = _make_result(MARKER_NAME, size, None, "digests", note)  # the record has one of itself
+    return _sort_results(path, manifest, found)
+
+
+def _has_marker(path: Path) -> bool:
+    """Return whether a directory has a marker that can be parsed, whatever it says."""
+    if not is_there(path / MARKER_NAME):
+        return False
+    try:
+        parse_file(Marker.parse, path / MARKER_NAME, MARKER_LIMIT)
+    except CorruptCheckpointError:
+        return False
+    return True
+
+
+def _write_marker(path: Path, record: Record, error: CorruptCheckpointError) -> int:
+    """Write a marker as the save of a record did, and return its bytes; ``error`` if another one was written then."""
+    marker = Marker(sharded_backend=record.backend, sharded_backend_version=record.version).dump()
+    integrity = read_integrity(path)
+    if integrity is not None and integrity.files.get(MARKER_NAME) != hashlib.sha256(marker).hexdigest():
+        raise error
+    if was_replaced(path):
+        raise replaced_error(path, f"{MARKER_NAME} was to be written")
+    target = real_path(path) / MARKER_NAME
+    with wrap_os_errors("write", target):
+        put_file(target, marker, f".{MARKER_NAME}.shardckpt-tmp")
+    return len(marker)
+
+
+def _check_files(directory: Path, path: Path, manifest: Manifest) -> dict[str, FileResult]:
+    """Return what was found of the files that have digests, or that the strategy checks, by their names."""
     digested = list_digested_files(path, manifest)
     found: dict[str, FileResult] = {}
     if digested is not None:
@@ -113,8 +202,11 @@ def _verify(directory: Path) -> list[FileResult]:
             # right digests do not make what was written right; a record names every file
             if result.fault or (result.name not in found and manifest.record is None):
                 found[result.name] = result
-    if manifest.record is not None and (error := _check_marker(path, manifest.record)) is not None:
-        found[MARKER_NAME] = _make_result(MARKER_NAME, _size(path / MARKER_NAME), error, "structure")
+    return found
+
+
+def _sort_results(path: Path, manifest: Manifest, found: dict[str, FileResult]) -> list[FileResult]:
+    """Return what was found, with what is in the directory and is not a file of the checkpoint, last."""
     return [
         *(found[name] for name in sorted(found)),
         *(FileResult(name, 0, "", foreign=True) for name in _list_foreign(path, manifest, found)),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.holds import Hold, Lease, find_holds, find_step, lease_step, pin_step, unpin_step
     from shardckpt.manager.listing import find_checkpoints, list_checkpoints
     from shardckpt.manager.manager import CheckpointManager
+    from shardckpt.manager.marked_links import follow_marks
     from shardckpt.manager.marks import Mark, NotMarkedError, StepState, identify_save, mark_checkpoint
     from shardckpt.manager.metrics import CONTENT_KEY, rank_steps, read_metrics
     from shardckpt.manager.named_steps import find_named_step, refuse_named_step
@@ -45,6 +46,7 @@ __getattr__ = lazy_getattr(
         "holds": ("Hold", "Lease", "find_holds", "find_step", "lease_step", "pin_step", "unpin_step"),
         "listing": ("find_checkpoints", "list_checkpoints"),
         "manager": ("CheckpointManager",),
+        "marked_links": ("follow_marks",),
         "marks": ("Mark", "NotMarkedError", "StepState", "identify_save", "mark_checkpoint"),
         "metrics": ("CONTENT_KEY", "rank_steps", "read_metrics"),
         "named_steps": ("find_named_step", "refuse_named_step"),
@@ -118,6 +120,7 @@ __all__ = [
     "find_local_holds",
     "find_named_step",
     "find_step",
+    "follow_marks",
     "identify_save",
     "lease_step",
     "list_checkpoints",

@@ -110,6 +110,8 @@ def _explain_mendable(directory: Path, plugins: PluginManager) -> str:
         return "" if is_answer else f"what is left of it cannot be read now: {str(exc).splitlines()[0]}"
     if not incomplete <= _DESCRIPTIONS:
         return ""
+    if manifest.record is not None:  # what is wrong with the marker says how to repair it
+        return "its data is all there"
     return (
         f"its data is all there: `shardckpt convert {directory} NEW` writes it anew, or says what it needs; else "
         "remove it by hand"

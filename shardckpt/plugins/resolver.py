@@ -269,7 +269,10 @@ def _parse_record(data: bytes) -> Record:
 
 
 def _parse_marker(directory: Path) -> Marker:
-    return parse_file(Marker.parse, directory / MARKER_NAME, MARKER_LIMIT)
+    try:
+        return parse_file(Marker.parse, directory / MARKER_NAME, MARKER_LIMIT)
+    except CorruptCheckpointError as exc:
+        raise CorruptCheckpointError(f"{exc}{_advise_repair(directory)}") from exc.__cause__
 
 
 def choose_reader(
@@ -354,14 +357,13 @@ def parse_file(parse: Callable[[bytes], _T], path: Path, limit: int) -> _T:
         raise CorruptCheckpointError(f"{path} is damaged: {describe_invalid(exc):.500}") from exc
 
 
-def _advise_lost_marker(directory: Path) -> str:
-    """Return how to write a lost ``metadata.json`` anew, which has nothing that the record does not say."""
+def _advise_repair(directory: Path) -> str:
+    """Return how to write ``metadata.json`` anew, which has nothing that the record does not say."""
     try:
-        record = parse_file(Record.parse, directory / RECORD_NAME, RECORD_LIMIT)
+        parse_file(Record.parse, directory / RECORD_NAME, RECORD_LIMIT)
     except CheckpointingException:
         return ""
-    marker = Marker(sharded_backend=record.backend, sharded_backend_version=record.version)
-    return f". Write it again, and verify the checkpoint: {marker.dump().decode()}"
+    return f". If all other files match their digests, `shardckpt verify {directory} --repair` writes it back"
 
 
 def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
@@ -373,9 +375,8 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
             "delete what an interrupted save has left"
         )
     if (directory / RECORD_NAME).exists():
-        advice = _advise_lost_marker(directory)
         raise CorruptCheckpointError(
-            f"{directory} has {RECORD_NAME} and no {MARKER_NAME}: {MARKER_NAME} was lost{advice}"
+            f"{directory} has {RECORD_NAME} and no {MARKER_NAME}: {MARKER_NAME} was lost{_advise_repair(directory)}"
         )
     for entry in plugins.registry.entries(StrategyAction.LOAD_SHARDED):
         strategy = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -108,16 +107,14 @@ def test_a_long_line_is_broken_on_a_terminal_and_no_command_in_it(monkeypatch: p
 def test_what_is_to_be_copied_is_not_broken(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The content of a lost ``metadata.json`` has a line to itself in ``ls`` and ``verify``, and is JSON."""
-    written = json.loads((checkpoint / "metadata.json").read_text())
+    """The call that writes a lost ``metadata.json`` back is in one line of ``ls`` and ``verify``."""
     (checkpoint / "metadata.json").unlink()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
     for verb in (["ls"], ["verify"], ["verify", str(checkpoint)]):
         assert main([*verb, str(checkpoint)]) == 1
-        copied = [line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("{")]
-        assert [*map(json.loads, copied)] == [written]
+        assert f"`shardckpt verify {checkpoint} --repair`" in capsys.readouterr().out
 
 
 @table(

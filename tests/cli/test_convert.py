@@ -13,6 +13,7 @@ import shardckpt
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
+from tests.damage import flip
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -86,6 +87,25 @@ def test_what_only_other_libraries_look_for_does_not_read_as_lost(
     assert main([verb, *sources, str(tmp_path / "hf"), "--to", "hf"]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not written: ")]
     assert said == ["not written: step", "not written: 1 object for readers of other libraries alone"]
+
+
+def test_a_damaged_checkpoint_of_the_same_format_is_rescued(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What lacks a file is said to be damaged, and what is whole is written; else the error names the ways."""
+    old, new = str(tmp_path / "old"), str(tmp_path / "new")
+    dc.save({name: ShardedTensor.from_rank_offsets(name, torch.ones(1 << 20)) for name in "abc"}, old)
+    flip(tmp_path / "old" / "__0_0.distcp", 6 << 20)
+    assert main(["convert", old, new]) == 2
+    said = capsys.readouterr().err
+    assert f"if `shardckpt verify {old}` finds it damaged, --leave-out NAME" in said
+    assert main(["convert", old, new, "--leave-out", "c"]) == 2
+    assert "tensor 'b'" in capsys.readouterr().err
+    assert main(["convert", old, new, "--leave-out", "b"]) == 0
+    (tmp_path / "new" / ".metadata").unlink()
+    assert main(["convert", new, f"{new}er"]) == 0
+    assert f"{new} is damaged: .metadata is missing: what is not in these is written anew" in caplog.text
+    assert main(["verify", f"{new}er"]) == 0
 
 
 def test_a_directory_with_the_name_of_a_file_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

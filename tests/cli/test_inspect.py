@@ -200,7 +200,7 @@ def test_inspect_works_where_metadata_json_is_lost(
         line for line in listing if "bytes on disk" not in line
     ]
     assert said.startswith("damaged: metadata.json is missing: ")
-    assert "Write it again, and verify the checkpoint: {" in said
+    assert f"`shardckpt verify {path} --repair`" in said
     assert main(["inspect", str(path), "w[:2]"]) == 1
     assert "min 1, max 1" in capsys.readouterr().out
     damage(path / "shardckpt.json", "cut to a half")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import TYPE_CHECKING
 
@@ -83,6 +84,19 @@ def test_the_best_is_whole_has_not_failed_and_is_the_newest(tmp_path: Path, caps
     found = _column(lines, "loss")
     assert found == {"step-1": "0.5", "step-2": "0.5 *", "step-3": "0.25", "step-4": "0.125"}
     assert [line for line in lines if line.startswith("4 checkpoints, 2 whole, 1 marked as failed, ")]
+
+
+def test_the_state_of_a_failed_step_begins_with_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is marked as failed is not called whole; another mark follows the state."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    for step, verdict in ((1, "verified"), (2, "failed"), (3, "failed")):
+        path = tmp_path / f"step-{step}"
+        mark_checkpoint(path, identify_save(path), verdict, checked="digests", files=1)
+    folders.damage(tmp_path / "step-3")
+    verified, failed, cut = (line.split("  ")[-1] for line in _list(capsys, tmp_path)[2:5])
+    assert verified.startswith("whole, marked verified on ")
+    assert re.fullmatch("marked failed on .* by digests", failed)
+    assert re.match("marked failed on .* by digests, damaged: __0_0.distcp has", cut)
 
 
 def test_columns_without_anything_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,14 +85,16 @@ def test_policies_do_not_count_what_is_damaged(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_verify_finds_flipped_bits_in_all_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With --verify every step is read, not only the newest, and those that fail go; what is marked is not read."""
+    """With --verify all steps are read, and those that fail go, as a dry run says; what is marked is not read again."""
     folders.save_all(tmp_path, 1, 2, 3)
     for step in (1, 3):
         data = tmp_path / f"step-{step}" / "__0_0.distcp"
         data.write_bytes(bytes(data.stat().st_size))
     assert _prune(capsys, tmp_path)["step-1"] == "it can be loaded"
-    found = _prune(capsys, tmp_path, "--verify", code=1)
-    assert found["step-3"].startswith("marked failed on ")
+    dry = _prune(capsys, tmp_path, "--verify", "--dry-run", code=1)
+    assert dry["step-3"].startswith("marked failed on ")
+    assert folders.names_in(tmp_path) == {"step-1", "step-2", "step-3", ".shardckpt-marks"}
+    assert _prune(capsys, tmp_path, "--verify", code=1) == dry
     assert folders.names_in(tmp_path) == {"step-2", ".shardckpt-marks"}
     assert main(["prune", str(tmp_path), "--damaged", "--verify"]) == 0
     assert "verification" not in capsys.readouterr().out
@@ -153,8 +155,9 @@ def test_what_can_be_mended_stays(tmp_path: Path, lost: str, capsys: pytest.Capt
     else:
         (tmp_path / "step-1" / name).unlink()
     kept = _prune(capsys, tmp_path, "--older-than", 0)["step-1"]
-    way = f"its data is all there: `shardckpt convert {tmp_path}/step-1 NEW` writes it anew, or says what it needs; "
-    assert kept.startswith(f"{way}else remove it by hand; damaged: ")
+    way = f"`shardckpt convert {tmp_path}/step-1 NEW` writes it anew, or says what it needs; else remove it by hand"
+    assert kept.startswith(f"its data is all there{f': {way}' * (name == 'shardckpt.json')}; damaged: ")
+    assert (f"`shardckpt verify {tmp_path}/step-1 --repair` writes it back" in kept) == (name == "metadata.json")
     assert name in kept
     damage(tmp_path / "step-1" / "__0_0.distcp", "cut to a half")
     assert _prune(capsys, tmp_path, "--older-than", 0)["step-1"].startswith("damaged: ")

@@ -223,16 +223,62 @@ def test_verify_names_a_lost_json_file(tmp_path: Path, checkpoint: Path, capsys:
     assert " is missing, which Megatron writes last" in capsys.readouterr().out
 
 
-def test_a_lost_metadata_json_is_written_again_as_advised(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The error has the lost content, since shardckpt.json knows it: with that the checkpoint is intact and loads."""
-    marker = checkpoint / "metadata.json"
-    written = json.loads(marker.read_text())
-    marker.unlink()
-    assert main(["verify", str(checkpoint)]) == 1
-    advice = capsys.readouterr().out.partition("Write it again, and verify the checkpoint: ")[2]
-    assert json.loads(advice) == written
-    marker.write_text(advice)
-    assert main(["verify", str(checkpoint)]) == 0
+def _make_state() -> dict[str, Any]:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}
+
+
+@table("how", ["lost", "cut", "lost, of a store", "lost, with hashes", "lost, beside others"])
+def test_a_lost_metadata_json_is_written_back(tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error, ls and prune name one call, which writes the very bytes and says so; after it all is intact."""
+    place = f"local://{tmp_path}/run" if "store" in how else f"{tmp_path}/run"
+    for step in (1, 2):
+        dist_checkpointing.save(
+            {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))},
+            f"{place}/step-{step}",
+            verify_integrity="hashes" in how,
+        )
+    marker = tmp_path / "run" / "step-1" / "metadata.json"
+    written = marker.read_bytes()
+    damage(marker, "cut by a byte" if how == "cut" else "missing")
+    for verb in ("ls", "verify", "prune --damaged --dry-run --older-than 0"):
+        main([verb.split()[0], place, *verb.split()[1:]])
+        assert f"`shardckpt verify {place}/step-1 --repair`" in capsys.readouterr().out, verb
+    assert main(["verify", place if "others" in how else f"{place}/step-1", "--repair"]) == 0
+    said = capsys.readouterr().out
+    assert "metadata.json" in said
+    assert "was lost or damaged, and was written back as shardckpt.json says" in said
+    assert "intact" in said
+    assert "without digests" not in said
+    assert marker.read_bytes() == written
+    assert main(["verify", f"{place}/step-1", "--repair"]) == 0
+    assert "every byte" in capsys.readouterr().out
+    assert sorted(path.name for path in marker.parent.iterdir()) == sorted(
+        path.name for path in (tmp_path / "run" / "step-2").iterdir()
+    )
+
+
+@table("fault", ["a flipped byte", "a cut record", "another save's", "another hash", "being overwritten"])
+def test_what_is_damaged_is_not_repaired(tmp_path: Path, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where something does not match its digest, or nothing says what metadata.json had, none is written."""
+    step = tmp_path / "step-1"
+    place = f"local://{step}" if fault == "being overwritten" else str(step)
+    dist_checkpointing.save(_make_state(), place, verify_integrity=fault == "another hash")
+    before = '{"sharded_backend": "zarr", "sharded_backend_version": 1}' if fault == "another save's" else "{"
+    (step / "metadata.json").write_text(before)
+    if fault == "a flipped byte":
+        damage(step / "__0_0.distcp", "zeros")
+    elif fault == "a cut record":
+        damage(step / "shardckpt.json", "cut by a byte")
+    elif fault == "another hash":
+        found = json.loads((step / "integrity.json").read_text())
+        found["files"]["metadata.json"] = "0" * 64
+        (step / "integrity.json").write_text(json.dumps(found))
+    elif fault == "being overwritten":
+        (step / f"generation-{'5' * 32}").mkdir()
+        (step / f"generation-{'5' * 32}" / "common.pt").write_bytes(b"new")
+    assert main(["verify", place, "--repair"]) == 1
+    assert "written back as" not in capsys.readouterr().out
+    assert (step / "metadata.json").read_text() == before
 
 
 def test_verify_of_many(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -166,8 +167,6 @@ def test_a_file_of_torch_save_differs_from_dcp_in_its_values_alone(tmp_path: Pat
 
 def test_the_verb_exits_with_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """0 is the same, 1 different, 2 an error: scripts rely on it. JSON has no infinity."""
-    import json
-
     save_values(tmp_path / "one", _values())
     save_values(tmp_path / "two", _values() | {"nan": torch.zeros(2)})
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
@@ -215,6 +214,35 @@ def test_objects_and_common_state_are_compared(tmp_path: Path, capsys: pytest.Ca
     assert "rng/shard_0_1['seed']" in capsys.readouterr().out
     assert main(["diff", str(one), str(two), "--tensors-only"]) == 0
     assert main(["diff", str(one), str(two), "--json"]) == 1
+
+
+def test_a_long_list_is_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a random generator's 600 numbers one row says how many differ; --verbose and JSON have all.
+
+    A list with few differences, and a value behind brackets in a name, have a row each; a list of lists has one.
+    """
+    for name, shift in (("one", 0), ("two", 1)):
+        state = [0, *range(1 + shift, 600 + shift)]
+        groups = [{"lr": number + shift, "few": [1, 2 + shift]} for number in range(20)]
+        args: dict[str, object] = {"rng": (3, state), "few": [1, 2, 3 + shift], "a[0]": shift, "groups": groups}
+        _save_objects(tmp_path / name, "safetensors", args, 1)
+    call = ["diff", str(tmp_path / "one"), str(tmp_path / "two")]
+    assert main(call) == 1
+    said = capsys.readouterr().out
+    assert [line.split(maxsplit=1) for line in said.splitlines() if line.startswith("common")] == [
+        ["common['args']['rng'][1]", "599 of 600 places  -      -"],
+        ["common['args']['few'][2]", "value              int 3  int 4"],
+        ["common['args']['a[0]']", "value              int 0  int 1"],
+        ["common['args']['groups']", "20 of 20 places    -      -"],
+    ]
+    assert "641 values not" in said
+    assert "--verbose lists each value; --tensors-only leaves out objects and common state" in said
+    assert main([*call, "--verbose"]) == 1
+    said = capsys.readouterr().out
+    assert said.count("common['args']['rng'][1]") == 599
+    assert "--verbose" not in said
+    assert main([*call, "--json"]) == 1
+    assert len(json.loads(capsys.readouterr().out)["objects"]["differences"]) == 641
 
 
 def test_values_that_are_not_numbers_are_equal_in_any_class(tmp_path: Path) -> None:
