@@ -203,7 +203,7 @@ def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     from shardckpt.cli.amounts import format_bytes, format_seconds
 
     state, reason = ", ".join((_name_state(found), *found.links)), found.reason.removeprefix("is ")
-    state = reason if found.inside else f"{state}: {reason}" if reason else state
+    state = reason if found.inside or found.is_refused else f"{state}: {reason}" if reason else state
     cells = (
         found.name,
         "-" if found.step is None else found.step,

@@ -121,6 +121,20 @@ def test_a_folder_of_the_hub_keeps_its_other_files(
     assert (tmp_path / "back" / "tokenizer.json").is_file()
 
 
+def test_ls_names_the_classes_of_a_file_and_a_call_that_reads_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It cannot be read here, which is not to be no checkpoint; no argument of Python is asked of the command."""
+    path = tmp_path / "bad.pt"
+    torch.save({"w": torch.ones(2), "o": _Unknown()}, path)
+    main(["ls", str(path)])
+    said = capsys.readouterr().out
+    assert f"cannot be read here: it names {_Unknown.__module__}._Unknown, and the command imports no classes" in said
+    assert "allow_globals" not in said
+    assert f"`shardckpt convert {path} NEW --leave-out NAME`" in said
+    assert main(["convert", str(path), str(tmp_path / "new"), "--leave-out", "o"]) == 0
+
+
 def test_a_damaged_checkpoint_of_the_same_format_is_rescued(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
