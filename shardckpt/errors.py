@@ -213,7 +213,7 @@ def name_known(wanted: str, known: Collection[str], what: str, limit: int = 6, a
     Returns:
         ``(did you mean loss? metrics: loss, ppl)``; without the question where none is near.
     """
-    names = sorted(set(known))
+    names = sorted(set(known), key=natural_order)
     return f"({ask_nearest(wanted, [*names, *also])}{what}: {listed(names, limit=limit) or 'none'})"
 
 
@@ -261,10 +261,21 @@ def parse_globals(allow_globals: object) -> tuple[Any, ...]:
     return found
 
 
+#: More digits than a number has that is compared with others.
+_MOST_DIGITS = 19
+
+
 def find_nearest(wanted: str, known: Sequence[str]) -> str:
-    """Return the one of some names that is most like another, or whose last part is; ``""`` if none is much like it."""
+    """Return the one of some names that is most like another, or whose last part is; ``""`` if none is much like it.
+
+    Of names with a number behind the same text, as those of steps, the one with the nearest number.
+    """
     import difflib  # slow to import
 
+    stem, number = _split_number(wanted)
+    numbers = {name: found for name in known for text, found in (_split_number(name),) if text == stem}
+    if stem and number is not None and (near := [name for name, found in numbers.items() if found is not None]):
+        return min(near, key=lambda name: abs((numbers[name] or 0) - number))
     if len(known) > _MOST_COMPARED:  # a comparison takes microseconds, and a typing error changes the length by few
         known = [name for name in known if abs(len(name) - len(wanted)) < 3][:_MOST_COMPARED]  # noqa: PLR2004 - few
     if found := difflib.get_close_matches(wanted, known, 1):
@@ -272,6 +283,12 @@ def find_nearest(wanted: str, known: Sequence[str]) -> str:
     ends = {name.rpartition(".")[2]: name for name in reversed(known)}
     end = difflib.get_close_matches(wanted.rpartition(".")[2], [*ends], 1)
     return ends[end[0]] if end else ""
+
+
+def _split_number(name: str) -> tuple[str, int | None]:
+    """Return what stands before the number at a name's end, and the number; None without one."""
+    stem = name.rstrip("0123456789")
+    return stem, int(name[len(stem) :]) if 0 < len(name) - len(stem) < _MOST_DIGITS else None
 
 
 def name_prefixes(wanted: str, keys: Iterable[str], limit: int = 6) -> str:

@@ -7,11 +7,11 @@ files, indexes and sizes are looked at, of DeepSpeed's files and torch.save's th
 are not compared: verify does that, and what verify --mark has found is said, as are the leases and pins that keep a
 checkpoint from removal.
 
-Of the metrics that CheckpointManager.save was given, that of its best_metric is shown, or else the first that most
-have, with a star at the best of the whole ones. The links latest and best are said of the steps that they lead to. What
-all rows say alike is said below them, and columns that no row has anything in are left out; on a terminal, names that
-are too long lose their middle. Exit code: 1 if a checkpoint is damaged or incomplete, is marked as failed, or cannot be
-read here.
+Of the metrics that CheckpointManager.save was given, that of its best_metric is shown, or else the first that most in
+the folder have, with a star at the best of the whole ones; with -r for each folder by itself. The links latest and best
+are said of the steps that they lead to. What all rows say alike is said below them, and columns that no row has
+anything in are left out; on a terminal, names that are too long lose their middle. Exit code: 1 if a checkpoint is
+damaged or incomplete, is marked as failed, or cannot be read here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import fit_table
-from shardckpt.errors import CheckpointingException, escape_text, name_known
+from shardckpt.errors import CheckpointingException, escape_text, listed, name_known
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 #: The formats of ours that are read, as their plugins register them, by backend and version.
 FORMATS = frozenset({(name, 1) for name in ("ep", "safetensors", "torch_checkpointing", "torch_dist", "zarr")})
+#: What the best value of a metric is called.
+_BEST = {"min": "the smallest", "max": "the largest"}
 #: Of a fingerprint's 32 digits, those that are shown: enough for an eye that compares rows.
 _DIGITS = 12
 
@@ -63,19 +65,29 @@ def run(options: Any) -> Output:
         CheckpointingException: no checkpoint has the metric that is asked for.
     """
     found = list_folder(options.folder, recursive=options.recursive)
-    metric, mode = _choose_metric(options.metric, found)
+    metrics = _choose_metrics(options.metric, found)
     fine = all(each.state in ("whole", "other") and not each.has_failed for each in found)
-    return Output(lambda: found, lambda: _describe(options.folder, found, metric, mode), FINE if fine else FOUND)
+    return Output(lambda: found, lambda: _describe(options, found, metrics), FINE if fine else FOUND)
 
 
-def _describe(folder: str, found: Sequence[CheckpointSummary], metric: str, mode: str) -> list[str]:
-    best = _find_best(found, metric, mode)
-    lines = _make_table(found, metric, best) if found else []
-    lines += _summarize(folder, found)
-    if best is not None:
-        least, other, most = ("smallest", "max", "largest") if mode == "min" else ("largest", "min", "smallest")
-        name = escape_text(metric)
-        lines.append(f"*: the {least} {name} of what is whole; --metric {name}:{other} shows the {most}")
+def _describe(options: Any, found: Sequence[CheckpointSummary], metrics: dict[str, tuple[str, str]]) -> list[str]:
+    best = _find_best(found, metrics)
+    lines = _make_table(found, metrics, best) if found else []
+    lines += _summarize(options.folder, found, recursive=options.recursive)
+    lines += describe_leftovers(options.folder, found, recursive=options.recursive)
+    hidden = {name for each in found for name in each.metrics} - {name for name, _ in metrics.values()}
+    if hidden and options.metric is None:
+        lines.append(f"more metrics: {listed(sorted(hidden), limit=6)}: --metric NAME shows one")
+    shown = sorted({metrics[folder] for folder in best})
+    if len(shown) == 1:
+        (metric, mode), each = shown[0], " in each folder" * (len(best) > 1)
+        other, name = "max" if mode == "min" else "min", escape_text(metric)
+        lines.append(f"*: {_BEST[mode]} {name} of what is whole{each}; --metric {name}:{other} shows {_BEST[other]}")
+    elif shown:
+        names = ", ".join(f"{_BEST[mode]} {escape_text(metric)}" for metric, mode in shown)
+        lines.append(
+            f"*: the best of what is whole in each folder, by its settings: {names}; --metric shows one of all"
+        )
     return lines
 
 
@@ -91,13 +103,20 @@ def list_folder(folder: str, *, recursive: bool = False) -> list[CheckpointSumma
     return found
 
 
-def describe_leftovers(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
-    """Return a line for a folder, and for each folder of checkpoints in it, where killed saves have left something."""
+def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], *, recursive: bool = False) -> list[str]:
+    """Return a line for a folder, and for each folder of checkpoints in it, where killed saves have left something.
+
+    With ``recursive`` also for folders that have nothing else.
+    """
     from shardckpt.cli.amounts import format_bytes
+    from shardckpt.commit import walk_folders
+    from shardckpt.engine import find_local
 
     lines: list[str] = []
     seen: set[Path] = set()  # what is beside a folder is in the one around it, too
     inner = {each.name if each.inside else each.name.rpartition("/")[0] for each in found} - {""}
+    if recursive and (top := find_local(folder)) is not None:
+        inner |= {str(each.relative_to(top)) for each in walk_folders(top).used if each != top}
     for name in ("", *sorted(inner)):
         place = f"{folder.rstrip('/') or '/'}/{name}" if name else folder
         left = [each for each in _find_leftovers(place) if each.path not in seen]
@@ -134,42 +153,60 @@ def _parse_metric(text: str) -> tuple[str, str]:
     return (name, mode) if name and mode in ("min", "max") else (text, "min")
 
 
-def _choose_metric(wanted: tuple[str, str] | None, found: Sequence[CheckpointSummary]) -> tuple[str, str]:
-    """Return the metric to show, ``""`` for none, and which of its values is the best.
+def _choose_metrics(wanted: tuple[str, str] | None, found: Sequence[CheckpointSummary]) -> dict[str, tuple[str, str]]:
+    """Return for each folder the metric to show, ``""`` for none, and which of its values is the best.
 
     Raises:
         CheckpointingException: No checkpoint has the one that is wanted.
     """
-    many = Counter(name for each in found for name in each.metrics)
-    if wanted is None:
-        named = [each.ranking for each in found if each.ranking is not None and each.ranking[0] in many]
-        return named[-1] if named else (max(many, key=many.__getitem__, default=""), "min")
-    if wanted[0] not in many:
+    known = {name for each in found for name in each.metrics}
+    if wanted is not None and wanted[0] not in known:
         raise CheckpointingException(
-            f"no checkpoint here has the metric {wanted[0]!r} {name_known(wanted[0], many, 'metrics')}"
+            f"no checkpoint here has the metric {wanted[0]!r} {name_known(wanted[0], known, 'metrics')}"
         )
-    return wanted
+    folders: dict[str, list[CheckpointSummary]] = {}
+    for each in found:
+        folders.setdefault(_name_folder(each), []).append(each)
+    return {folder: wanted or _choose_metric(inside) for folder, inside in folders.items()}
 
 
-def _find_best(found: Sequence[CheckpointSummary], metric: str, mode: str) -> CheckpointSummary | None:
-    """Return the checkpoint with the best value among those that are whole and not marked as failed."""
-    from shardckpt.manager import rank_steps
-
-    # by their places: a step may be there twice
-    sound = {n: each.metrics for n, each in enumerate(found) if each.state == "whole" and not each.has_failed}
-    ranked = rank_steps(sound, metric, mode)
-    return found[ranked[0]] if ranked else None
+def _choose_metric(found: Sequence[CheckpointSummary]) -> tuple[str, str]:
+    """Return the metric of one folder: that of its manager's settings, or else the first that most have."""
+    many = Counter(name for each in found for name in each.metrics)
+    named = [each.ranking for each in found if each.ranking is not None and each.ranking[0] in many]
+    return named[-1] if named else (max(many, key=many.__getitem__, default=""), "min")
 
 
-def _make_table(found: Sequence[CheckpointSummary], metric: str, best: CheckpointSummary | None) -> list[str]:
+def _name_folder(found: CheckpointSummary) -> str:
+    return found.name.rpartition("/")[0]
+
+
+def _find_best(found: Sequence[CheckpointSummary], metrics: dict[str, tuple[str, str]]) -> dict[str, CheckpointSummary]:
+    """Return the checkpoint with the best value of each folder, of those that are whole and not marked as failed."""
+    from shardckpt.manager import list_once, rank_steps
+
+    sound = [each for each in list_once(found) if each.state == "whole" and not each.has_failed]
+    best = {}
+    for folder, (metric, mode) in metrics.items():
+        # by their places: a step may be there twice
+        inside = {n: each.metrics for n, each in enumerate(sound) if _name_folder(each) == folder}
+        if ranked := rank_steps(inside, metric, mode):
+            best[folder] = sound[ranked[0]]
+    return best
+
+
+def _make_table(
+    found: Sequence[CheckpointSummary], metrics: dict[str, tuple[str, str]], best: dict[str, CheckpointSummary]
+) -> list[str]:
     """Return the table; who wrote the checkpoints is left to the last lines if it is the same of all."""
-    alike = _find_writer(found)
+    alike, shown = _find_writer(found), {metric for metric, _ in metrics.values() if metric}
+    head = escape_text(*shown) if len(shown) == 1 else "metric"
     rows = [
-        (*cells, _show_metric(each, metric, best), "-" if alike else _name_writer(each), *rest)
+        (*cells, _show_metric(each, metrics, best, named=len(shown) > 1), "-" if alike else _name_writer(each), *rest)
         for each in found
         for cells, rest in [_row(each)]
     ]
-    names = ("checkpoint", "step", "age", "size", "strategy", escape_text(metric), "written by", "fingerprint", "state")
+    names = ("checkpoint", "step", "age", "size", "strategy", head, "written by", "fingerprint", "state")
     return fit_table(names, rows, [*map(_find_style, found)], optional=("fingerprint", "written by", "strategy"))
 
 
@@ -180,12 +217,21 @@ def _find_style(found: CheckpointSummary) -> Style:
     return states.get(found.state, "bad")
 
 
-def _show_metric(found: CheckpointSummary, metric: str, best: CheckpointSummary | None) -> str:
+def _show_metric(
+    found: CheckpointSummary,
+    metrics: dict[str, tuple[str, str]],
+    best: dict[str, CheckpointSummary],
+    *,
+    named: bool,
+) -> str:
     from shardckpt.cli.amounts import format_metric
 
+    folder = _name_folder(found)
+    metric = metrics[folder][0]
     if metric not in found.metrics:
         return "-"
-    return format_metric(found.metrics[metric]) + " *" * (found is best)
+    name = f"{escape_text(metric)} " * named
+    return name + format_metric(found.metrics[metric]) + " *" * (found is best.get(folder))
 
 
 def _name_writer(found: CheckpointSummary) -> str:
@@ -202,7 +248,9 @@ def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the cells before the metric and the writer, and those behind them."""
     from shardckpt.cli.amounts import format_bytes, format_seconds
 
-    state, reason = ", ".join((_name_state(found), *found.links)), found.reason.removeprefix("is ")
+    failed, mark = ([found.mark], []) if found.has_failed else ([], [found.mark])
+    names = failed if failed and found.state == "whole" else [*failed, _name_state(found)]  # its sizes alone are right
+    state, reason = ", ".join((*names, *found.links)), found.reason.removeprefix("is ")
     state = reason if found.inside or found.is_refused else f"{state}: {reason}" if reason else state
     cells = (
         found.name,
@@ -213,7 +261,7 @@ def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     )
     return cells, (
         found.fingerprint[:_DIGITS] or "-",
-        ", ".join((state, *filter(None, [found.mark]), *found.held)),
+        ", ".join((state, *filter(None, mark), *found.held)),
     )
 
 
@@ -223,13 +271,14 @@ def _name_state(found: CheckpointSummary) -> str:
     return "no checkpoint" if found.state == "other" else found.state
 
 
-def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
-    """Return the last lines: how many checkpoints there are, and what killed saves have left beside them."""
+def _summarize(folder: str, found: Sequence[CheckpointSummary], *, recursive: bool = False) -> list[str]:
+    """Return how many checkpoints there are, in what state, and how many bytes they have on disk."""
     from shardckpt.cli.amounts import format_bytes, format_many
     from shardckpt.maintenance import FILE_SUFFIXES
+    from shardckpt.manager import list_once
 
     rows = len(found)
-    found = [*{each.path: each for each in found}.values()]  # a link to what is there, too, is nothing more
+    found = list_once(found)
     checkpoints = [each for each in found if each.is_checkpoint]
     whole = [each.has_failed for each in checkpoints if each.state == "whole"]
     failed = f", {sum(whole)} marked as failed" if any(whole) else ""
@@ -239,17 +288,20 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
     summary = f"{many}, {whole.count(False)} whole{failed}, {format_bytes(sum(e.nbytes for e in checkpoints))}{by}"
     # the row of a folder counts all of these, by the names of files
     none = sum(each.state == "other" and each.name.endswith(FILE_SUFFIXES) for each in found)
-    summary += f"; {format_many(none, 'file')} beside them: no checkpoint" if none else ""
+    summary += f"; {none:,} more by the names of files: no checkpoint" if none else ""
     summary += f"; {format_many(rows - len(found), 'row')} of the same by another path" if rows > len(found) else ""
     lines = [summary] if checkpoints or not folders else []
     if folders:
         inside = sum(each.inside for each in folders)
         more = f"{inside} more" if checkpoints else format_many(inside, "checkpoint")
-        lines.append(f"{more} in {format_many(len(folders), 'folder')}: `shardckpt ls -r {folder}` lists them")
+        where = f"in {format_many(len(folders), 'folder')}, by the names of files"
+        lines.append(f"{more} {where}: `shardckpt ls -r {folder}` lists them")
     sums: dict[str, int] = {}
     for each in found:
         sums[_name_state(each)] = sums.get(_name_state(each), 0) + each.nbytes
-    if len(sums) > 1:
+    if recursive:  # so that it comes to what the rows of folders come to
+        sums["other files"] = _measure_others(folder, found)
+    if len(sums := {state: nbytes for state, nbytes in sums.items() if nbytes}) > 1:
         by_state = ", ".join(f"{state} {format_bytes(nbytes)}" for state, nbytes in sums.items())
         lines.append(f"on disk: {format_bytes(sum(sums.values()))}: {by_state}")
     if bad := _count_bad_steps(folder, found):
@@ -257,7 +309,16 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
             f"{format_many(bad, 'step')} damaged, incomplete or marked as failed: `shardckpt prune {folder} --damaged "
             "--dry-run` says which may go"
         )
-    return lines + describe_leftovers(folder, found)
+    return lines
+
+
+def _measure_others(folder: str, found: Sequence[CheckpointSummary]) -> int:
+    """Return the bytes in a folder of this machine, logs and what killed saves have left, that no row has."""
+    from shardckpt.engine import find_local, measure
+
+    if (top := find_local(folder)) is None or not top.is_dir():
+        return 0
+    return max(0, measure(top) - sum(each.nbytes for each in found if each.path.startswith(f"{top}/")))
 
 
 def _count_bad_steps(folder: str, found: Sequence[CheckpointSummary]) -> int:

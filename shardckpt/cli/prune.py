@@ -18,9 +18,10 @@ one, until one is intact, which is kept; with --damaged, too, all of them are re
 A metric that no step has, and a --keep-step that is not there, are errors, and nothing is removed.
 A checkpoint that has nothing beside it is one, too: its folder was meant.
 
-With -r each folder of steps below PATH is pruned by itself, by the same rules; what is an error for one of them is one
-for all, before anything is removed.
-Exit code: 1 if --verify has found a damaged step; 2 if something could not be removed.
+With -r each folder below PATH that has steps, or only what killed saves have left, is pruned by itself; what is an
+error for one of them is one for all, before anything is removed; with --skip-errors that folder alone is left as it
+was, and the exit code is 2. Links in PATH to folders elsewhere are not followed.
+Exit code: 1 if --verify has found a damaged step; 2 if something could not be removed, or a folder was skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
 from shardckpt.cli.folders import refuse_checkpoint
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import fit_table
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, format_many, listed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +54,15 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument("path", nargs="?", help="a folder of checkpoints, or one checkpoint: a directory or a URL")
     parser.add_argument(
-        "-r", "--recursive", action="store_true", help="prune each folder of steps in PATH, and in its folders"
+        "-r",
+        "--recursive",
+        action="store_true",
+        help="prune each folder of steps in PATH, and in its folders, no links",
+    )
+    parser.add_argument(
+        "--skip-errors",
+        action="store_true",
+        help="with -r: prune the other folders where an option is an error for one, such as a metric that it lacks",
     )
     parser.add_argument(
         "--spool",
@@ -118,38 +127,83 @@ def run(options: Any) -> Output:
 
     policies = _make_policies(options)
     _refuse_wrong_calls(options, policies)
-    folders = _list_runs(options)
-    planned = [_plan(each, policies) for each in folders]  # what is refused of one folder is refused before all
-    if _chooses_steps(options, policies) and not any(planned):
+    folders, links = _list_runs(options)
+    folders, planned, skipped = _plan_all(folders, policies)
+    if _chooses_steps(options, policies) and not skipped and not any(planned):
         refuse_checkpoint(options.path)
         _refuse_folder_of_runs(options.path)
     found = [_prune(each, policies, steps) for each, steps in zip(folders, planned, strict=True)]
     verified, steps, leftovers = ([*chain.from_iterable(each)] for each in zip(*found, strict=True))
+    leftovers = [*{each.path: each for each in leftovers}.values()]  # what is beside a folder is in the one around it
     leftovers += _prune_spools(options)
     if options.path is not None and not steps and not leftovers:
         refuse_checkpoint(options.path)
     unseen = "" if options.path is None else explain_unseen_uploads(options.path)
-    answer = Pruned(options.dry_run, verified, steps, leftovers, unseen)
+    answer = Pruned(options.dry_run, verified, steps, leftovers, unseen, links, skipped)
     return Output(
         lambda: answer._asdict() | {"freed": answer.freed}, lambda: _describe(answer, options, policies), answer.code
     )
 
 
-def _list_runs(options: Any) -> list[argparse.Namespace]:
-    """Return the options for each folder: PATH, or with ``-r`` those in it that checkpoints are in."""
+def _list_runs(options: Any) -> tuple[list[argparse.Namespace], list[str]]:
+    """Return the options for each folder: PATH, or with ``-r`` those in it that checkpoints or leftovers are in.
+
+    And the links to folders of checkpoints elsewhere, which are left alone: these may be another user's.
+    """
+    from shardckpt.commit import walk_folders
+    from shardckpt.engine import find_local
     from shardckpt.errors import StorageError
     from shardckpt.manager import list_checkpoints
 
     if not options.recursive:
-        return [options]
+        return [options], []
     above = options.path.rstrip("/") or "/"
     inside = {each.name.rpartition("/")[0] for each in list_checkpoints(options.path, recursive=True)}
+    links: set[str] = set()
+    if (place := find_local(options.path)) is not None:
+        used, ends = ({path.relative_to(place).as_posix() for path in each} for each in walk_folders(place))
+        links = {end for end in ends if any(f"{name}/".startswith(f"{end}/") for name in inside)}
+        inside = {name for name in inside if not any(f"{name}/".startswith(f"{end}/") for end in links)}
+        inside |= {"" if name == "." else name for name in used}  # a first save that was killed leaves nothing else
+    unfollowed = [f"{above}/{name}" for name in sorted(links)]
     if not inside:
-        raise StorageError(f"{options.path} has no folder of checkpoints in it, and nothing was removed")
+        raise StorageError(
+            f"{options.path} has no folder of checkpoints in it, and nothing was removed{_describe_links(unfollowed)}"
+        )
     return [
         argparse.Namespace(**{**vars(options), "path": f"{above}/{name}" if name else options.path})
         for name in sorted(inside)
-    ]
+    ], unfollowed
+
+
+def _describe_links(links: Sequence[str]) -> str:
+    """Return that links were not followed; ``""`` if there are none."""
+    return (
+        f"; not followed: {format_many(len(links), 'link')} to other folders: {listed(links, limit=6)}" if links else ""
+    )
+
+
+def _plan_all(
+    folders: Sequence[argparse.Namespace], policies: Sequence[Any]
+) -> tuple[list[argparse.Namespace], list[list[StepResult]], list[Skipped]]:
+    """Return the folders to prune, what would become of the steps of each, and with --skip-errors those that are left.
+
+    Raises:
+        CheckpointingException: What is asked for cannot be done in a folder, or with --skip-errors in none of them.
+    """
+    from shardckpt.cli.failure import print_error
+
+    fit, planned, skipped = [], [], []
+    for each in folders:
+        try:
+            planned.append(_plan(each, policies))
+            fit.append(each)
+        except CheckpointingException as exc:  # noqa: PERF203 - before anything is removed of any folder
+            if not each.skip_errors or (each is folders[-1] and not fit):
+                raise
+            print_error(exc, each)
+            skipped.append(Skipped(each.path, str(exc)))
+    return fit, planned, skipped
 
 
 def _plan(options: Any, policies: Sequence[Any]) -> list[StepResult]:
@@ -165,7 +219,10 @@ def _plan(options: Any, policies: Sequence[Any]) -> list[StepResult]:
     except CheckpointingException as exc:
         from shardckpt.distributed import replace_text
 
-        raise (replace_text(exc, f"{options.path}: {exc}") if options.recursive else exc) from exc.__cause__
+        if not options.recursive:
+            raise
+        how = "" if options.skip_errors else "; --skip-errors prunes the other folders"
+        raise replace_text(exc, f"{options.path}: {exc}{how}") from exc.__cause__
 
 
 def _prune(
@@ -234,14 +291,23 @@ def _find_age(options: Any) -> float | None:
     return None if options.damaged else options.older_than
 
 
+class Skipped(NamedTuple):
+    """A folder that was left as it is, since an option is an error there."""
+
+    path: str
+    error: str
+
+
 class Pruned(NamedTuple):
-    """What was verified, removed and kept, or with ``--dry-run`` would be, and which uploads cannot be seen."""
+    """What was verified, removed and kept, or with ``--dry-run`` would be, and what was not looked at."""
 
     dry_run: bool
     verified: Sequence[Verified]
     steps: Sequence[StepResult]
     leftovers: Sequence[PruneResult]
     unseen: str
+    links: Sequence[str]
+    skipped: Sequence[Skipped]
 
     @property
     def everything(self) -> list[PruneResult | StepResult]:
@@ -256,7 +322,7 @@ class Pruned(NamedTuple):
     @property
     def code(self) -> int:
         """The exit code: what --verify has found is a finding, what could not be removed a failure."""
-        if any(result.error for result in self.everything):
+        if self.skipped or any(result.error for result in self.everything):
             return FAILED
         return FINE if all(verdict == "verified" for _, verdict in self.verified) else FOUND
 
@@ -273,6 +339,11 @@ def _describe(found: Pruned, options: Any, policies: Sequence[Any]) -> list[str]
             lines += fit_table((what, "size", "result"), rows)
     if found.unseen:
         lines.append(found.unseen)
+    if found.links:
+        lines.append(_describe_links(found.links).removeprefix("; "))
+    if found.skipped:
+        many = format_many(len(found.skipped), "folder")
+        lines.append(f"left as it was after an error: {many}: {listed([path for path, _ in found.skipped], limit=6)}")
     if options.path is not None and not found.everything:
         lines += _describe_inner_leftovers(options.path)
     if all(result.kept for result in found.everything):
@@ -290,6 +361,8 @@ def _refuse_wrong_calls(options: Any, policies: list[Any]) -> None:
     """Exit with the parser's error if options do not go together."""
     if options.path is None and (options.spool is None or options.recursive):
         options.parser.error("give a PATH" + ", or --spool" * (not options.recursive))
+    if options.skip_errors and not options.recursive:
+        options.parser.error("--skip-errors needs -r: it leaves one folder of several as it is")
     if _chooses_steps(options, policies):
         if options.path is None:
             options.parser.error(
@@ -305,7 +378,6 @@ def _refuse_wrong_calls(options: Any, policies: list[Any]) -> None:
 
 def _refuse_folder_of_runs(path: str) -> None:
     """Raise if a folder without steps has checkpoints of other names, or folders of checkpoints: these were meant."""
-    from shardckpt.errors import listed
     from shardckpt.manager import list_checkpoints
 
     found = list_checkpoints(path)

@@ -1,13 +1,14 @@
 """List the installed strategies and migrations, and the distribution that each is from.
 
 A strategy saves or loads a format (backend) in a version. Plugins that do not work, or of which another has claimed a
-part before, come last, with the reason.
+part before, come last, with the reason. Exit code 1 if there is one that is not left out by SHARDCKPT_DISABLED_PLUGINS.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output
 
 
@@ -48,4 +49,5 @@ def run(_: Any) -> Output:
             *fit_table(header, rows, optional=("class", "distribution")),
             *(f"\n{how} working: {p.name} ({p.module}) of {p.distribution}: {fault}" for how, p, fault in faults),
         ],
+        FINE if all(plugin.is_disabled for _, plugin, _ in faults) else FOUND,
     )

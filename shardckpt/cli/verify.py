@@ -107,7 +107,7 @@ def run(options: Any) -> Output:
     from shardckpt.cli.progress import show_progress
     from shardckpt.huggingface import own_process
     from shardckpt.maintenance import INTACT
-    from shardckpt.manager import find_checkpoints
+    from shardckpt.manager import find_checkpoints, follow_marks
 
     paths: dict[str, None] = {}
     skipped: dict[str, CheckpointSummary] = {}
@@ -126,6 +126,8 @@ def run(options: Any) -> Output:
             lambda path: check(path, mark=options.mark, require_digests=options.require_digests, repair=options.repair),
             paths,
         )
+    if options.mark:
+        follow_marks(paths)
     for answer in answers:
         if answer.error is not None and (answer.exit_code == FAILED or options.traceback):
             print_error(answer.error, options)  # what was found is in the answer

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         remove_leftover,
         spool_folder,
         used_bytes,
+        walk_folders,
         why_kept,
     )
     from shardckpt.commit.owner import Owner, claim_name, release_name
@@ -103,6 +104,7 @@ __getattr__ = lazy_getattr(
             "remove_leftover",
             "spool_folder",
             "used_bytes",
+            "walk_folders",
             "why_kept",
         ),
         "owner": (
@@ -208,6 +210,7 @@ __all__ = [
     "temporary_name",
     "upload_files",
     "used_bytes",
+    "walk_folders",
     "why_kept",
     "why_unfinished_kept",
 ]

@@ -4,7 +4,8 @@ A lease is a reader's, and ends with it. A pin has a label, and lasts until it i
 in the hidden directory ``.shardckpt-holds`` beside the checkpoints, on a store an object there: a checkpoint itself is
 never written into. A removal, too, writes a mark there before it looks for holds, as a reader writes its lease before
 it looks for such marks; and so does a save that takes the place of a checkpoint. So of a lease and a removal at the
-same time at least one sees the other, and the removal gives way.
+same time at least one sees the other, and the removal gives way. Only where the file system is full, and so nobody can
+write a lease, does a removal do without its mark.
 
 Leases end at a time of day: the clocks of hosts that share a folder must agree to about a minute.
 """
@@ -27,7 +28,7 @@ from shardckpt.commit.owner import Owner, claim_name, is_claimed, release_name
 from shardckpt.commit.small_files import SmallFile, SmallFiles, Time
 from shardckpt.commit.staging_names import HOLDS_NAME
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError, escape_text, listed
-from shardckpt.storage import RemotePath, on_store
+from shardckpt.storage import RemotePath, is_full, on_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator
@@ -200,7 +201,13 @@ class Holds:
         name, mark = make_hold(directory, kind, describe_process(), MARK_SECONDS)
         claim_name(name)
         try:
-            self.put(name, mark)
+            try:
+                self.put(name, mark)
+            except StorageError as exc:
+                if kind != "removal" or not is_full(exc):
+                    raise
+                # the removal frees space, and until then there is none for another's lease or save either
+                logger.info("removing %s without a mark of it: %s", directory, exc)
             yield name
         finally:
             release_name(name)

@@ -15,12 +15,13 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt import settings
 from shardckpt.commit.owner import Owner, is_claimed
 from shardckpt.commit.staging_names import REMOVED, REPLACED, STAGING, Leftover, discarded_name, parse_temporary, stem
 from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.manifest import MARKER_NAME
 from shardckpt.storage import sync_directory, wrap_os_errors
 
 if TYPE_CHECKING:
@@ -59,6 +60,26 @@ def find_leftovers_of(path: Path) -> list[Leftover]:
     """
     inside = find_leftovers(path, lambda _: True) if path.is_dir() else []
     return [*find_leftovers(path.parent, belongs_to(path)), *inside]
+
+
+class FoundFolders(NamedTuple):
+    """What a walk has found: ``used``, the folders with leftovers in them, and ``links`` to folders: these end it."""
+
+    used: list[Path]
+    links: list[Path]
+
+
+def walk_folders(top: Path) -> FoundFolders:
+    """Find the folders that leftovers are in, at any depth; not what is hidden or in a checkpoint, nor behind links."""
+    found = FoundFolders([], [])
+    for path, names, files in os.walk(top):
+        folder = Path(path)
+        if any("shardckpt-" in name for name in names) and find_leftovers(folder, lambda _: True):
+            found.used.append(folder)
+        is_checkpoint = MARKER_NAME in files
+        names[:] = [] if is_checkpoint else sorted(name for name in names if not name.startswith("."))
+        found.links.extend(folder / name for name in names if (folder / name).is_symlink())
+    return found
 
 
 def belongs_to(target: Path) -> Callable[[str], bool]:

@@ -14,6 +14,7 @@ from shardckpt.engine.amounts import format_bytes
 from shardckpt.engine.pruning import prune_leftovers
 from shardckpt.errors import CheckpointingException, NotEnoughSpaceError
 from shardckpt.mapping import ShardedTensor, is_main_replica
+from shardckpt.storage import is_full
 from shardckpt.tensors import ORDINARY
 
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ class Forecast(NamedTuple):
 
 #: What a removal of keys does, which keeps the files that it does not rewrite.
 REMOVE = "remove keys from"
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 #: Of a save that is not forecast.
 NO_FORECAST = Forecast()
@@ -150,12 +150,15 @@ def explain_full(error: StorageError, target: Path) -> StorageError:
         error: What a file operation has raised.
         target: What was to be written.
     """
-    cause = error.__cause__
-    if isinstance(error, NotEnoughSpaceError) or not isinstance(cause, OSError) or cause.errno not in _FULL:
+    if isinstance(error, NotEnoughSpaceError) or not is_full(error):
         return error
     folder, free = target.parent, find_free_bytes(target.parent)
     has = "" if free == UNKNOWN else f"The file system of {folder} has {format_bytes(free)} free now. "
-    quota = "A quota permits less than that: `quota -s` says how much. " if cause.errno == errno.EDQUOT else ""
+    quota = (
+        "A quota permits less than that: `quota -s` says how much. "
+        if getattr(error.__cause__, "errno", 0) == errno.EDQUOT
+        else ""
+    )
     text = f"{error}. {has}{quota}{_name_removable(folder)}"
     return NotEnoughSpaceError(text).with_traceback(error.__traceback__)
 

@@ -77,10 +77,16 @@ def is_marked(names: Iterable[str]) -> bool:
     return any(name in _MARKS or _PARTS.fullmatch(name) for name in names)
 
 
-def list_local_names(place: Path) -> Callable[[str], Names]:
+def is_visible_in(path: str, top: str) -> bool:
+    """Return whether a real path is below another, and not in what is hidden there."""
+    inner = path.removeprefix(f"{top}/")
+    return inner != path and not any(part.startswith(".") for part in inner.split("/"))
+
+
+def list_local_names(place: Path, top: Path | None = None) -> Callable[[str], Names]:
     """Return what lists the folders in a directory of this machine; links are followed directly in it alone.
 
-    A link to what is beside it, as ``latest``, is left out: that is listed by its own name.
+    A link to what is beside it, as ``latest``, or to what is in ``top``, is left out: that is listed by its own name.
     """
     place = real_path(place)
 
@@ -89,8 +95,10 @@ def list_local_names(place: Path) -> Callable[[str], Names]:
         with wrap_os_errors("list", place / folder), os.scandir(place / folder) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):  # a link to itself is neither
-                    if entry.is_symlink() and os.path.dirname(os.path.realpath(entry.path)) == own:  # noqa: PTH120 - a text
-                        continue
+                    if entry.is_symlink():
+                        real = os.path.realpath(entry.path)
+                        if os.path.dirname(real) == own or (top and is_visible_in(real, str(top))):  # noqa: PTH120 - a text
+                            continue
                     if entry.is_dir(follow_symlinks=not folder):
                         names.folders.append(entry.name)
                     elif entry.is_file():
@@ -113,4 +121,12 @@ def list_stored_names(paths: Iterable[str]) -> Callable[[str], Names]:
     return lambda folder: Names(*map(list, found.get(folder, ({}, {}))))
 
 
-__all__ = ["FILE_SUFFIXES", "Names", "is_marked", "list_inside", "list_local_names", "list_stored_names"]
+__all__ = [
+    "FILE_SUFFIXES",
+    "Names",
+    "is_marked",
+    "is_visible_in",
+    "list_inside",
+    "list_local_names",
+    "list_stored_names",
+]

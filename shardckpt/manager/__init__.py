@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.holds import Hold, Lease, find_holds, find_step, lease_step, pin_step, unpin_step
     from shardckpt.manager.listing import find_checkpoints, list_checkpoints
     from shardckpt.manager.manager import CheckpointManager
+    from shardckpt.manager.marked_links import follow_marks
     from shardckpt.manager.marks import Mark, NotMarkedError, StepState, identify_save, mark_checkpoint
     from shardckpt.manager.metrics import CONTENT_KEY, rank_steps, read_metrics
     from shardckpt.manager.named_steps import find_named_step, refuse_named_step
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.states import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
     from shardckpt.manager.step_names import parse_step, split_path
     from shardckpt.manager.step_pruning import StepResult, prune_steps, remove_step
-    from shardckpt.manager.summaries import CheckpointSummary, find_local_holds, list_plain
+    from shardckpt.manager.summaries import CheckpointSummary, find_local_holds, list_once, list_plain
     from shardckpt.manager.titan import make_titan_config, merge_loader_states
 
 __getattr__ = lazy_getattr(
@@ -45,6 +46,7 @@ __getattr__ = lazy_getattr(
         "holds": ("Hold", "Lease", "find_holds", "find_step", "lease_step", "pin_step", "unpin_step"),
         "listing": ("find_checkpoints", "list_checkpoints"),
         "manager": ("CheckpointManager",),
+        "marked_links": ("follow_marks",),
         "marks": ("Mark", "NotMarkedError", "StepState", "identify_save", "mark_checkpoint"),
         "metrics": ("CONTENT_KEY", "rank_steps", "read_metrics"),
         "named_steps": ("find_named_step", "refuse_named_step"),
@@ -67,7 +69,7 @@ __getattr__ = lazy_getattr(
         "states": ("DATALOADER", "LR_SCHEDULER", "MODEL", "OPTIMIZER", "TRAIN_STATE"),
         "step_pruning": ("StepResult", "prune_steps", "remove_step"),
         "step_names": ("parse_step", "split_path"),
-        "summaries": ("CheckpointSummary", "find_local_holds", "list_plain"),
+        "summaries": ("CheckpointSummary", "find_local_holds", "list_once", "list_plain"),
         "titan": ("make_titan_config", "merge_loader_states"),
     },
 )
@@ -118,9 +120,11 @@ __all__ = [
     "find_local_holds",
     "find_named_step",
     "find_step",
+    "follow_marks",
     "identify_save",
     "lease_step",
     "list_checkpoints",
+    "list_once",
     "list_plain",
     "list_settings",
     "make_titan_config",

@@ -195,7 +195,7 @@ class CheckpointConfig(BaseModel):
         initial_load_model_only: Whether only the model of ``initial_load_path`` is loaded.
         initial_load_in_hf: Whether ``initial_load_path`` is a Hugging Face folder.
         load_step: The step that ``load`` loads; -1 for the newest. Later steps are not removed: a restart with -1
-            loads the newest of them, unless they are moved away.
+            loads the newest of them, unless ``discard_after`` removes them.
         load_only: If True, ``save`` does nothing.
         create_seed_checkpoint: Whether ``save(0)`` saves the model alone, as a start for other runs.
         step_0_model_only: Whether the model alone is loaded from step 0, whatever else that has, as torchtitan's
@@ -557,22 +557,33 @@ def find_faults(given: Any) -> list[str]:
     """
     if not isinstance(given, Mapping):
         return [f"{show_given(given)} is no table of settings by name"]
-    try:
-        config = parse_config(given)
-    except ConfigurationError as exc:
-        if isinstance(exc.__cause__, ValidationError):
-            return list_faults(exc.__cause__, [*CheckpointConfig.model_fields], _find_hint)
-        return [str(exc)]
-    faults = []
+    faults, wrong = _find_wrong_values(given)
+    right = {name: value for name, value in given.items() if name not in wrong}
+    if wrong:  # then nothing has looked at contradictions; one that names a wrong setting may be gone with it
+        others, _ = _find_wrong_values(right)
+        faults += [text for text in others if wrong.isdisjoint(re.findall(r"\w+", text))]
     for name, find in (
         ("hf_mapping", find_mapping),
         ("strategy", lambda given: find_saver(given, get_plugin_manager())),
     ):
         try:
-            find(getattr(config, name))
+            if name not in wrong:
+                find(right.get(name, CheckpointConfig.model_fields[name].default))
         except CheckpointingException as exc:  # noqa: PERF203 - there are two
             faults.append(f"{name}: {exc}")
     return faults
+
+
+def _find_wrong_values(given: Mapping[str, Any]) -> tuple[list[str], set[str]]:
+    """Return what is wrong in settings by themselves, else between them, and the names of those wrong by themselves."""
+    try:
+        parse_config(given)
+    except ConfigurationError as exc:
+        if not isinstance(cause := exc.__cause__, ValidationError):
+            return [str(exc)], set()
+        names = {str(fault["loc"][0]) for fault in cause.errors() if fault["loc"]}
+        return list_faults(cause, [*CheckpointConfig.model_fields], _find_hint), names
+    return [], set()
 
 
 class Setting(NamedTuple):

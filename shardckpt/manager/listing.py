@@ -41,6 +41,8 @@ from shardckpt.manager.summaries import (
     arrange,
     count_inside,
     describe_other,
+    is_listed_elsewhere,
+    list_once,
     name_below,
 )
 from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, RECORD_NAME, Manifest
@@ -75,7 +77,7 @@ def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False)
 
     Args:
         folder: A directory or URL with checkpoints in it; or one checkpoint.
-        recursive: Whether to look into the folders in it, too, and theirs; of a link, not.
+        recursive: Whether to look into the folders in it, too, and theirs, and behind links that lead out of it.
 
     Returns:
         A summary of every directory in it, in ascending order of steps, those without a step last; if ``folder`` is a
@@ -124,8 +126,8 @@ def _list(
     here = (*above, own.path)
 
     def list_deeper(each: CheckpointSummary) -> list[CheckpointSummary]:
-        """Return what is below a folder, by paths from this one; a link to a folder around it has nothing new."""
-        if each.path in here:
+        """Return what is below a folder, by paths from this one; a link into what is listed has nothing new."""
+        if has_local_files(place) and is_listed_elsewhere(each, here):
             return []
         path = f"{os.fspath(folder).rstrip('/')}/{each.name}"
         deeper = _list(path, locate(path, plugins), plugins, recursive=True, above=here)
@@ -174,11 +176,9 @@ def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
         )
     if not found or found[0].path == str(place):
         return FoundCheckpoints([path], [])
-    once = {each.path: each for each in found}  # links name what is there by its own name, too: that one is kept
-    once.update((each.path, each) for each in found if each.path.endswith(f"/{each.name}"))
     above = "" if path == "." else f"{path.rstrip('/')}/"
     skipped = [replace(each, path=f"{above}{each.name}") for each in listed_ones if not each.is_checkpoint]
-    return FoundCheckpoints([f"{above}{each.name}" for each in once.values()], skipped)
+    return FoundCheckpoints([f"{above}{each.name}" for each in list_once(found)], skipped)
 
 
 def _list_below(place: Path) -> dict[str, dict[str, int]] | None:
@@ -368,7 +368,7 @@ def _describe_rest(
 def _count_inside(directory: Path) -> int:
     """Return how many checkpoints there may be below a directory, as names say; of a store, by its listing, if any."""
     if (remote := on_store(directory)) is None:
-        return count_inside(list_local_names(directory))
+        return count_inside(list_local_names(directory, directory.parent))
     return 0 if remote.listing is None else count_inside(list_stored_names(remote.listing))
 
 

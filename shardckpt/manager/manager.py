@@ -6,6 +6,8 @@ import logging
 import time
 import warnings
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from shardckpt import settings
@@ -98,14 +100,26 @@ class CheckpointManager:
         self._preempted = False
         self._closed = False
         #: The folder, for events and logs, and the rank that has them.
-        self._place, self._rank = config.folder, 0
+        self._place = config.folder if "://" in config.folder else str(Path(config.folder).absolute())
+        self._rank = 0
         self._writer: StepWriter | None = None
         self._parts: list[ManagerPart] = []
         if not config.enable_checkpoint and fault_tolerance is None:
             return
-        allow_globals = parse_globals(allow_globals)
         comm = Comm(process_group)
         self._rank, self._world_size = comm.rank, comm.world_size
+        with report_failure("load" if config.load_only else "save", self._place, self._rank):
+            self._begin(config, states, comm, parse_globals(allow_globals), fault_tolerance)
+
+    def _begin(
+        self,
+        config: CheckpointConfig,
+        states: Mapping[str, Any],
+        comm: Comm,
+        allow_globals: tuple[Any, ...],
+        fault_tolerance: FaultTolerance | None,
+    ) -> None:
+        """Collective: look at the states and the folder, and make what saves and loads."""
         with comm.collective_phase("looking at the states"):
             check_named(states)
             named = add_random_state(states) if config.save_rng else states
@@ -119,14 +133,14 @@ class CheckpointManager:
                 config.check_names(self._states.names)
         folder = self._folder if config.enable_checkpoint else None
         self._writer, self._parts = make_parts(
-            config, folder, self._states, process_group, allow_globals, fault_tolerance
+            config, folder, self._states, self._group, allow_globals, fault_tolerance
         )
         #: Names of the states that parts save and load themselves.
         self._part_states = {name for part in self._parts for name in part.own_states}
         self._clock = SaveClock(config.save_when)
         self._reader = StepReader(
             self._states,
-            process_group,
+            self._group,
             allow_globals,
             {*config.exclude_from_loading, *self._part_states},
             config.exclude_from_last_save,
@@ -549,16 +563,20 @@ class CheckpointManager:
 
     @contextmanager
     def _explaining_full(self, step: int, comm: Comm) -> Iterator[None]:
-        """Collective: if there is no space, add to the error the steps that the retention would free."""
+        """Collective: if there is no space, add to the error the steps that the retention would free, or cannot."""
         try:
             yield
         except NotEnoughSpaceError as error:
-            found = comm.main_runs(
-                "choosing what could go", lambda: [text for part in self._parts for text in part.list_removable(step)]
-            )
+            is_pruned = self.config.on_full == "prune"
+            lists = [part.list_kept if is_pruned else partial(part.list_removable, step) for part in self._parts]
+            found = comm.main_runs("choosing what could go", lambda: [text for each in lists for text in each()])
             if not found:
                 raise
-            raise NotEnoughSpaceError(
-                f"{error} Once step {step} is complete, the retention policies will no longer keep {listed(found)}: "
-                "remove these yourself if you can do without them before."
-            ) from error
+            if is_pruned:
+                advice = f"on_full='prune' was tried, and may remove none of what is left: {listed(found, limit=6)}."
+            else:
+                advice = (
+                    f"Once step {step} is complete, the retention policies will no longer keep {listed(found)}: remove "
+                    "these yourself if you can do without them before."
+                )
+            raise NotEnoughSpaceError(f"{error} {advice}") from error

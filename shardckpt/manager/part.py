@@ -47,6 +47,10 @@ class ManagerPart:
         """Return what could go, as the error says it, when there is no space for a step; called on the main rank."""
         return []
 
+    def list_kept(self) -> list[str]:
+        """Return what stays when there is no space, each with the reason, as the error says it; on the main rank."""
+        return []
+
     def make_room(self, step: int) -> list[int]:  # noqa: ARG002 - parts that override it use it
         """Remove what may go already, when there is no space for a step; return it. Called on the main rank."""
         return []

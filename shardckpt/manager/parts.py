@@ -17,9 +17,10 @@ from shardckpt.manager.replicas import Replica
 from shardckpt.manager.retention import KeepBest, KeepLatest, Metrics, find_needed_steps, steps_to_remove
 from shardckpt.manager.states import MODEL
 from shardckpt.manager.step_links import begin_links
+from shardckpt.manager.step_pruning import prune_steps
 from shardckpt.manager.steps import MODEL_PREFIX, StepFolder
 from shardckpt.manager.writer import StepWriter
-from shardckpt.storage import put_file
+from shardckpt.storage import find_url, put_file
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -96,10 +97,11 @@ class Retention(ManagerPart):
             # the new one.
             self._gc.wait()
             self._folder.forget(step)
-        if existing and existing[-1] > step:
+        later = next((each for each in reversed(existing) if each > step and self._folder.is_taken(each)), None)
+        if later is not None:
             self._warn_once(
-                f"{self._folder} has steps after {step}, the newest is {existing[-1]}: a later load takes that one, "
-                "unless they are moved away"
+                f"{self._folder} has steps after {step}, the newest is {later}: a later load takes that one; "
+                f"manager.discard_after({step}) removes them"
             )
         for metric in self._metrics:
             if metric not in metrics:
@@ -123,6 +125,24 @@ class Retention(ManagerPart):
             hold = held.get(self._folder.names.name(each))
             why = f", {hold[0]} now" if hold else ""
             texts.append(f"step {each} ({format_bytes(measure_freed(self._folder.path(each)))}{why})")
+        return texts
+
+    def list_kept(self) -> list[str]:
+        """Return the steps that are there, the newest first, each with what keeps it."""
+        protected = {*self._protected} & {*self._folder.steps()}
+        try:
+            found = prune_steps(find_url(self._folder.place), self._policies, protected, names="step-", dry_run=True)
+            held = self._folder.holds.find()
+        except Exception:  # as above
+            logger.warning("cannot say what keeps the steps of %s", self._folder, exc_info=True)
+            return []
+        texts = []
+        for each in reversed(found):
+            holds = [
+                text for text in map(str, held.get(self._folder.names.name(each.step), ())) if text not in each.kept
+            ]
+            why = ", ".join((each.kept or "it could not be removed: the log says why", *holds))
+            texts.append(f"step {each.step} ({format_bytes(each.nbytes)}: {why})")
         return texts
 
     def make_room(self, step: int) -> list[int]:

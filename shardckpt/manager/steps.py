@@ -158,6 +158,8 @@ class StepFolder:
         self.plugins = plugins
         #: Whole steps of a store that this object has looked at: to look at one takes several requests.
         self._known: dict[int, StepCheckpoint] = {}
+        #: Steps that proved damaged when they were read, though their files have the right sizes.
+        self.damaged: set[int] = set()
 
     @property
     def holds(self) -> Holds:
@@ -213,6 +215,15 @@ class StepFolder:
     def forget(self, step: int | None = None) -> None:
         """Look at a step again, which was saved anew; by default, at all."""
         self._known = {each: found for each, found in self._known.items() if step not in (None, each)}
+        self.damaged = {each for each in self.damaged if step not in (None, each)}
+
+    def is_taken(self, step: int) -> bool:
+        """Return whether a load of the newest step would not skip this one, as far as is known."""
+        try:
+            found = self.inspect_step(step)
+        except CheckpointingException:  # it is being replaced, or the store does not answer
+            return True
+        return found.error is None and not found.has_failed and step not in self.damaged
 
     def inspect_step(self, step: int, marks: Collection[str] | None = None) -> StepCheckpoint:
         """Inspect a step's directory: its JSON files, and that the other files exist with the right sizes.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from shardckpt.commit import HOLDS_NAME
 from shardckpt.engine import find_local, find_save_time, measure
 from shardckpt.errors import CheckpointingException, format_many, listed
-from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, list_inside, list_local_names
+from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, is_visible_in, list_inside, list_local_names
 from shardckpt.manager.metrics import read_metrics, read_save_time, read_settings
 from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
@@ -151,7 +151,7 @@ def _list_folder(
     for each in found:
         if not each.inside:
             deep.append(each)
-        elif each.path not in here:
+        elif not is_listed_elsewhere(each, here):
             below = _list_folder(str(place / each.name), formats, recursive=True, above=here)
             deep += name_below(each.name, below)
     return deep
@@ -199,7 +199,7 @@ def _begin(directory: Path) -> CheckpointSummary:
 def _summarize_other(directory: Path) -> CheckpointSummary:
     """Return the summary of a directory that is a checkpoint to no reader, as all names in it say."""
     names = _list_names(directory)
-    summary, inside = _begin(directory), count_inside(list_local_names(directory))
+    summary, inside = _begin(directory), count_inside(list_local_names(directory, directory.parent))
     is_dead_save = bool(names.all) and not inside and summary.step is not None
     if is_dead_save or describe_foreign(directory, names.all):
         raise _NeedsReaderError
@@ -306,6 +306,25 @@ def arrange(found: Iterable[CheckpointSummary], holds: Mapping[str, Collection[H
         for each in rows
     ]
     return sorted(held, key=lambda each: (each.step is None, each.step, each.name))
+
+
+def list_once(found: Iterable[CheckpointSummary]) -> list[CheckpointSummary]:
+    """Return summaries without those of links to what is among them by its own name, or by another link."""
+    found = [*found]
+    once = {each.path: each for each in found}
+    once.update((each.path, each) for each in found if each.path.endswith(f"/{each.name}"))
+    return [*once.values()]
+
+
+def is_listed_elsewhere(found: CheckpointSummary, above: tuple[str, ...]) -> bool:
+    """Return whether a recursive listing has a folder by another path: one that is around it, or that a link leads to.
+
+    Args:
+        found: The folder.
+        above: The real paths of those that it is in, from the one that is listed on.
+    """
+    is_link = found.path != f"{above[-1]}/{found.name}"
+    return found.path in above or (is_link and is_visible_in(found.path, above[0]))
 
 
 def name_below(folder: str, found: Iterable[CheckpointSummary]) -> list[CheckpointSummary]:

@@ -40,6 +40,11 @@ class Plugin:
     #: What of it is switched off, since another plugin has claimed it before: a text for each pair.
     conflicts: tuple[str, ...] = ()
 
+    @property
+    def is_disabled(self) -> bool:
+        """Whether the user has left it out."""
+        return bool(self.fault) and self.error is None
+
 
 class PluginManager:
     """The plugins of this process, and the registry that they fill; plugins are imported when it is first used."""

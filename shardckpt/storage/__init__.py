@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from shardckpt.storage.filesystem import (
         check_file_name,
         file_size,
+        is_full,
         is_there,
         make_folders,
         name_siblings,
@@ -170,6 +171,7 @@ __getattr__ = lazy_getattr(
         "filesystem": (
             "check_file_name",
             "file_size",
+            "is_full",
             "is_there",
             "make_folders",
             "name_siblings",
@@ -371,6 +373,7 @@ __all__ = [
     "has_changed",
     "has_local_files",
     "header_length",
+    "is_full",
     "is_of_save",
     "is_read_again",
     "is_there",

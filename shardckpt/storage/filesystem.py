@@ -112,6 +112,12 @@ class wrap_os_errors:  # noqa: N801 - used as a function; no generator, since ea
             raise StorageError(f"cannot {self._action} {self._path}: {error.strerror or error} ({code})") from error
 
 
+def is_full(error: BaseException) -> bool:
+    """Return whether a file operation has failed because the file system is full, or a quota is used up."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def open_new(path: Path, *, shared: bool = False) -> int:
     """Create a file for writing, and return its descriptor; the caller closes it.
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping
 
     from shardckpt.storage.store_abilities import ObjectWriter
+    from shardckpt.storage.store_errors import StoreProblem
 
     _Base = Path  # for mypy: code that reads a checkpoint takes a RemotePath as a Path, and uses what it has
 else:
@@ -51,6 +52,7 @@ _FIRST_DELAY = 0.25  # seconds; each further one is twice as long
 _LONGEST_DELAY = 8.0
 #: The URLs of which this process has said that listings leave objects out.
 _reported: set[str] = set()
+_MOST_SHOWN = 200  # characters of a client's text beside the cause that we know
 _LEAST_PART = 5 << 20  # bytes; S3 takes no smaller parts
 
 
@@ -461,15 +463,24 @@ def attempt(action: str, path: RemotePath, call: Callable[[], _T]) -> _T:
         except CheckpointingException:
             raise
         except Exception as exc:  # stores raise errors of many kinds
-            shown = mask_secrets(f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__)
             problem = find_problem(exc)
+            why = _explain(exc, problem)
             # what the store says goes before the class: s3fs has PermissionError for a session that has ended, too
             is_permanent = isinstance(exc, _PERMANENT) if problem is None else problem.is_permanent
             if is_permanent or number >= attempts:
                 times = "" if number == 1 else f" in {number} attempts"
-                advice = "" if problem is None else f"; {problem.advice}"
-                raise StorageError(f"cannot {action} {path}{times}: {shown}{advice}") from exc
-            logger.warning("cannot %s %s, attempt %d of %d: %s", action, path, number, attempts, shown)
+                raise StorageError(f"cannot {action} {path}{times}: {why}") from exc
+            logger.warning("cannot %s %s, attempt %d of %d: %s", action, path, number, attempts, why)
         delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (number - 1))
         time.sleep(delay * random.uniform(0.5, 1))  # noqa: S311 - so that a thousand ranks do not come back at once
         number += 1
+
+
+def _explain(error: Exception, problem: StoreProblem | None) -> str:
+    """Return the cause of a client's error and what to do, then the client's text, cut; of an unknown cause, that."""
+    shown = mask_secrets(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+    if problem is None:
+        return shown
+    if len(shown) > _MOST_SHOWN:
+        shown = f"{shown[:_MOST_SHOWN]} ..."
+    return f"{problem.advice}; the client: {shown}"

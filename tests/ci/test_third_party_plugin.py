@@ -48,7 +48,7 @@ def test_a_broken_release_is_named_and_breaks_nothing_else(environment: Environm
     assert refusal["builtin"]
     assert f"npy of shardckpt-npy 1.0: {fault}" in refusal["message"]
     [(code, listing)] = environment.session("commands", "strategies")
-    assert code == 0
+    assert code == 1
     assert f"not working: npy (shardckpt_npy.plugin) of shardckpt-npy 1.0: {fault}" in listing
     assert not rows_of(listing)
     assert "torch_dist" in listing

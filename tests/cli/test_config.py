@@ -110,6 +110,18 @@ def test_names_and_contradictions_of_a_file_are_checked(tmp_path: Path, capsys: 
         ({"strategy": "torch_dst", "hf_mapping": "lama"}, ["did you mean torch_dist?", "did you mean llama?"]),
         ({"async_mode": "async", "keep_latest_k": 1, "keep_best_k": 2}, ["keep_latest_k=1 with", "a best_metric"]),
         ([1], ["is no table of settings"]),
+        (
+            {
+                "strategy": "safetensor",
+                "hf_mapping": "lama",
+                "keep_latest_k": -1,
+                "async_mode": "async",
+                "load_only": True,
+                "create_seed_checkpoint": True,
+            },
+            ["did you mean safetensors?", "did you mean llama?", "keep_latest_k=-1", "load_only saves nothing"],
+        ),
+        ({"strategy": 3, "best_metric": 1, "keep_best_k": 2}, ["strategy=3", "best_metric=1"]),
     ):
         (tmp_path / "a.json").write_text(json.dumps(settings_))
         assert main(["config", "--check", str(tmp_path / "a.json")]) == 2

@@ -66,7 +66,7 @@ def test_ls_counts_what_is_in_folders(zoo: Path, capsys: pytest.CaptureFixture[s
     assert said["shards"].split("  ")[-1].startswith("unreadable: a Hugging Face folder of .bin files")
     assert said["empty"].endswith("no checkpoint: an empty directory")
     assert said["loose.pt"].endswith("whole")
-    assert f"9 more in 4 folders: `shardckpt ls -r {zoo}` lists them" in out
+    assert f"9 more in 4 folders, by the names of files: `shardckpt ls -r {zoo}` lists them" in out
     main(["ls", str(zoo), "--json"])
     assert {each["name"]: each["inside"] for each in json.loads(capsys.readouterr().out) if each["inside"]} == {
         "team": 6,

@@ -10,6 +10,7 @@ import torch
 
 from shardckpt import ShardedTensor, dist_checkpointing
 from shardckpt.cli import main
+from shardckpt.cli.amounts import format_bytes
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import find_checkpoints, list_checkpoints, pin_step
 
@@ -55,7 +56,7 @@ def test_what_links_lead_to_is_counted_once(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_links_are_not_counted_from_above(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``ls`` of the folder above counts each checkpoint once; what a link leads out to counts, too."""
+    """``ls`` of the folder above counts each checkpoint once; what a link leads out to counts there."""
     for step in (1, 2):
         _save(tmp_path / "runs" / f"step-{step}")
     _save(tmp_path / "elsewhere")
@@ -64,16 +65,39 @@ def test_links_are_not_counted_from_above(tmp_path: Path, capsys: pytest.Capture
     torch.save({"w": torch.ones(2)}, tmp_path / "runs" / "3.pt")
     (tmp_path / "runs" / "newest.pt").symlink_to("3.pt")
     main(["ls", str(tmp_path)])
-    assert "a folder of 4 checkpoints" in capsys.readouterr().out
+    assert "a folder of 3 checkpoints" in capsys.readouterr().out
     (tmp_path / "elsewhere").rename(tmp_path / "runs" / "other")
     (tmp_path / "runs" / "base").unlink()
     main(["ls", str(tmp_path)])
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"4 checkpoints in 1 folder: `shardckpt ls -r {tmp_path}` lists them", (
+    assert last == f"4 checkpoints in 1 folder, by the names of files: `shardckpt ls -r {tmp_path}` lists them", (
         "and no word of 0 of them here"
     )
     main(["ls", str(tmp_path / "runs")])
     assert "\n4 checkpoints, 4 whole" in capsys.readouterr().out
+
+
+def test_ls_and_ls_r_come_to_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What ls counts in folders is what ls -r has rows of, each once, and the bytes on disk are the same, too."""
+    for step in (1, 2):
+        _save(tmp_path / "a" / "run" / f"step-{step}")
+    torch.save([1], tmp_path / "a" / "list.pt")
+    (tmp_path / "a" / "train.log").write_text("x" * 5000)
+    (tmp_path / "b").mkdir()
+    _save(tmp_path / "b" / "step-3")
+    for name, target in (("run", "../a/run"), ("one", "../a/run/step-1"), ("list.pt", "../a/list.pt")):
+        (tmp_path / "b" / name).symlink_to(target)
+    (tmp_path / "all").symlink_to("a")
+    main(["ls", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "\n4 checkpoints in 2 folders, by the names of files: " in out
+    main(["ls", "-r", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "\n3 checkpoints, 3 whole, " in out
+    assert "; 1 more by the names of files: no checkpoint" in out
+    nbytes = sum(each.stat().st_size for each in tmp_path.rglob("*") if each.is_file() and not each.is_symlink())
+    assert f"\non disk: {format_bytes(nbytes)}: " in out
+    assert f", other files {format_bytes(5000)}" in out
 
 
 def test_links_to_folders_are_followed_and_end(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_ls_says_what_the_names_of_files_count_too_much(tmp_path: Path, capsys: 
     assert "a folder of 3 checkpoints" in capsys.readouterr().out
     assert main(["ls", "-r", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "; 2 files beside them: no checkpoint; 1 row of the same by another path" in said
+    assert "; 2 more by the names of files: no checkpoint; 1 row of the same by another path" in said
     assert said.count("1 checkpoint, 1 whole") == 1
 
 

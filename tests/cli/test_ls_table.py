@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,24 @@ def test_ls_shows_a_metric_and_the_best_of_it(tmp_path: Path, capsys: pytest.Cap
     assert lines[-1].startswith("*: the largest loss")
 
 
+def test_each_folder_has_its_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With -r a star is at the best of each folder, by its manager's settings; metrics that are not shown are named."""
+    for step in (1, 2):
+        folders.save(tmp_path / "a", step, loss=step, config={"best_metric": "loss", "best_mode": "min"})
+        folders.save(tmp_path / "b", step, loss=9 + step)
+        folders.save(tmp_path / "c", step, loss=7, acc=step, lr=1, config={"best_metric": "acc", "best_mode": "max"})
+    (tmp_path / "a" / "from-b").symlink_to("../b/step-1")
+
+    def find_stars(*arguments: object) -> dict[str, str]:
+        lines = _list(capsys, "-r", *arguments)
+        assert lines[-1].startswith("*: ")
+        assert lines[-2].startswith(("more metrics: lr: --metric NAME", "6 checkpoints"))
+        return {line.split()[0]: line.split(" *")[0].split("  ")[-1].strip() for line in lines[2:-1] if " *" in line}
+
+    assert find_stars(tmp_path) == {"a/step-1": "loss 1", "b/step-1": "loss 10", "c/step-2": "acc 2"}
+    assert find_stars(tmp_path, "--metric", "loss:max") == {"a/step-2": "2", "b/step-2": "11", "c/step-2": "7"}
+
+
 def test_the_best_is_whole_has_not_failed_and_is_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No star for a step that is damaged or marked as failed; of equal values, the newer step has it."""
     for step, loss in ((1, 0.5), (2, 0.5), (3, 0.25), (4, 0.125)):
@@ -65,6 +84,19 @@ def test_the_best_is_whole_has_not_failed_and_is_the_newest(tmp_path: Path, caps
     found = _column(lines, "loss")
     assert found == {"step-1": "0.5", "step-2": "0.5 *", "step-3": "0.25", "step-4": "0.125"}
     assert [line for line in lines if line.startswith("4 checkpoints, 2 whole, 1 marked as failed, ")]
+
+
+def test_the_state_of_a_failed_step_begins_with_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is marked as failed is not called whole; another mark follows the state."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    for step, verdict in ((1, "verified"), (2, "failed"), (3, "failed")):
+        path = tmp_path / f"step-{step}"
+        mark_checkpoint(path, identify_save(path), verdict, checked="digests", files=1)
+    folders.damage(tmp_path / "step-3")
+    verified, failed, cut = (line.split("  ")[-1] for line in _list(capsys, tmp_path)[2:5])
+    assert verified.startswith("whole, marked verified on ")
+    assert re.fullmatch("marked failed on .* by digests", failed)
+    assert re.match("marked failed on .* by digests, damaged: __0_0.distcp has", cut)
 
 
 def test_columns_without_anything_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -238,6 +238,45 @@ def test_prune_of_a_folder_of_runs(runs: Path, capsys: pytest.CaptureFixture[str
     assert [*runs.rglob(".step-*")] == []
 
 
+@pytest.mark.parametrize("above", [".", "killed"])
+def test_a_folder_with_nothing_but_leftovers_is_seen(
+    runs: Path, above: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A first save that was killed has left a hidden directory alone: ls -r names the call, and prune -r removes it."""
+    (runs / "killed" / "run").mkdir(parents=True)
+    left = owners.leave(runs / "killed" / "run" / "step-1", owners.dead())
+    folder = str(runs / above)
+    main(["ls", "-r", folder])
+    assert f"`shardckpt prune {runs}/{above}/".replace("/./", "/") in capsys.readouterr().out.replace("/./", "/")
+    assert main(["prune", "-r", folder, "--dry-run", "--keep-latest", "9"]) == 0
+    said = capsys.readouterr().out
+    assert len([line for line in said.splitlines() if "run/.step-1." in line]) == 1
+    assert main(["prune", "-r", folder]) == 0
+    assert not left.exists()
+
+
+def test_prune_does_not_follow_links_out_of_its_path(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A link to another team's run is left alone and named; one within PATH is the run itself, which is pruned once."""
+    (runs.parent / "other").mkdir()
+    (runs / "a").rename(runs.parent / "other" / "a")
+    (runs / "a").symlink_to("../other/a")
+    (runs / "again").symlink_to("old/b")
+    assert main(["prune", "-r", str(runs), "--keep-latest", "1"]) == 0
+    out = capsys.readouterr().out
+    assert f"not followed: 1 link to other folders: {runs}/a" in out.splitlines()
+    assert _steps(tmp_path / "other" / "a") == [1, 2, 3]
+    assert _steps(runs / "old" / "b") == [3]
+    assert "again" not in out
+    main(["ls", "-r", str(tmp_path)])
+    assert "again" not in capsys.readouterr().out
+    (tmp_path / "links").mkdir()
+    (runs / "a").rename(tmp_path / "links" / "a")
+    assert main(["prune", "-r", str(tmp_path / "links")]) == 2
+    assert f"nothing was removed; not followed: 1 link to other folders: {tmp_path}/links/a" in capsys.readouterr().err
+
+
 def test_what_is_an_error_for_one_run_is_one_for_all(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A metric that the steps of one run lack is an error that names the run, and nothing is removed of the others."""
     assert main(["prune", "-r", str(runs), "--keep-best", "loss"]) == 2
@@ -245,6 +284,25 @@ def test_what_is_an_error_for_one_run_is_one_for_all(runs: Path, capsys: pytest.
     assert len([*runs.rglob("metadata.json")]) == 6
     assert main(["prune", str(runs), "--keep-latest", "1"]) == 2
     assert "checkpoints are in its folders a, old: give one of these, or -r for all" in capsys.readouterr().err
+
+
+def test_skip_errors_prunes_the_other_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names the option; with it the run without the metric stays, its error is said, and the rest goes."""
+    arguments = ["prune", "-r", str(runs), "--keep-best", "loss"]
+    assert main(arguments) == 2
+    assert "--skip-errors prunes the other folders" in capsys.readouterr().err
+    assert main([*arguments, "--skip-errors"]) == 2
+    said = capsys.readouterr()
+    assert f"{runs}/old/b: no step has a value of the metric 'loss'" in said.err
+    assert f"left as it was after an error: 1 folder: {runs}/old/b" in said.out.splitlines()
+    assert (_steps(runs / "a"), _steps(runs / "old" / "b")) == ([1, 3], [1, 2, 3])
+    assert main([*arguments, "--skip-errors", "--json"]) == 2
+    assert [each["path"] for each in json.loads(capsys.readouterr().out)["skipped"]] == [f"{runs}/old/b"]
+    assert main(["prune", "-r", str(runs / "old"), "--keep-best", "loss", "--skip-errors"]) == 2
+    assert "no step has a value" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["prune", str(runs), "--skip-errors"])
+    assert "--skip-errors needs -r" in capsys.readouterr().err
 
 
 def test_the_beginning_of_several_options_names_these(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

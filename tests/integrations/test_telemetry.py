@@ -320,9 +320,18 @@ def _fail_to_list(path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> N
         getattr(manager, method)(1)
 
 
+def _fail_to_begin(path: Path, **settings: Any) -> None:
+    """Make a manager whose folder would be below a file."""
+    (path / "file").touch()
+    CheckpointManager(CheckpointConfig(folder=str(path / "file" / "x"), links=True, **settings), {})
+
+
 @table(
     ("operation", "fail", "phase"),
     [
+        ("save", lambda path, _: _fail_to_begin(path), "beginning to save checkpoints"),
+        ("save", lambda path, _: _fail_to_begin(path, strategy="nothing"), "looking at the configuration"),
+        ("load", lambda path, _: _fail_to_begin(path, hf_mapping="x", load_only=True), "looking at the configuration"),
         ("save", lambda path, patch: _fail_to_list(path, patch, "save"), "describing the states"),
         ("load", lambda path, patch: _fail_to_list(path, patch, "load"), "choosing the step"),
         ("save", lambda *_: dc.save({}, "nobody://serves/this"), "reading the arguments"),
@@ -340,7 +349,7 @@ def test_each_failure_is_one_event_one_count_and_one_line(
     fail: Any,
     phase: str,
 ) -> None:
-    """Wherever a save or load fails, before it begins too, one failure has its phase and error, and one ERROR line."""
+    """Wherever a save, a load or a manager's constructor fails, one failure has phase and error, and one ERROR line."""
     prometheus_client = pytest.importorskip("prometheus_client")
     from shardckpt.integrations.prometheus import PrometheusListener
 
@@ -482,7 +491,7 @@ def test_the_alerts_ask_for_what_is_exported(tmp_path: Path) -> None:
         _meet_each_alert(tmp_path)
     samples = [sample for metric in registry.collect() for sample in metric.samples]
     text = READMES["shardckpt/integrations/README.md"]
-    rules = re.findall(r"^\|[^|]+\| `([^`]*shardckpt_[^`]*[<>] [\d.]+)` \|$", text, re.MULTILINE)
+    rules = re.findall(r"^  - {alert: \w+, expr: '([^']*shardckpt_[^']*[<>] [\d.]+)'}$", text, re.MULTILINE)
     assert len(rules) == 10
     for rule in rules:
         assert rule.count("(") == rule.count(")")

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, KeyMismatchError, NotACheckpointError
 from shardckpt.manager import CheckpointConfig, CheckpointManager, garbage_collection
 from shardckpt.manager.garbage_collection import GarbageCollector
@@ -190,6 +191,30 @@ def test_steps_that_lie_ahead_are_named(tmp_path: Path, caplog: pytest.LogCaptur
         assert manager.load(2)
         _saved(manager, state, 3, 4)
     assert caplog.text.count("the newest is 30: a later load takes that one") == 2  # after 3, and after 4
+    assert "manager.discard_after(4) removes them" in caplog.text
+
+
+@table("damage", ["marker", "bytes", "mark"])
+def test_later_steps_that_no_load_takes_are_not_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    """Who has fallen back from a damaged step, or from one marked as failed, is not told that it lies ahead."""
+    config, states = CheckpointConfig(folder=tmp_path, keep_latest_k=0), {"model": torch.nn.Linear(64, 64)}
+    with CheckpointManager(config, states) as manager:
+        for step in (50, 60):
+            manager.save(step, force=True)
+    if damage == "marker":
+        (tmp_path / "step-60" / "metadata.json").unlink()
+    else:
+        for path in (tmp_path / "step-60").glob("*.distcp"):
+            path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    if damage == "mark":
+        assert main(["verify", str(tmp_path), "--mark"]) == 1
+    with CheckpointManager(config, states) as manager:
+        assert manager.load()
+        assert manager.loaded_step == 50
+        manager.save(55, force=True)
+    assert "a later load takes" not in caplog.text
 
 
 def test_what_does_not_fit_names_the_checkpoint(tmp_path: Path) -> None:

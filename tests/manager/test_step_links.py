@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from torch import nn
 
+from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, ConfigurationError
 from shardckpt.manager import CheckpointConfig, CheckpointManager, KeepBest, KeepLatest, pin_step, prune_steps
+from tests import backends
 from tests.manager import folders
 from tests.tables import table
 
@@ -39,6 +41,22 @@ def test_links_follow_commits(tmp_path: Path, mode: str) -> None:
             manager.save(step, metrics={"loss": loss})
             manager.wait()
             assert _links(tmp_path) == {"latest": f"step-{step}", "best": f"step-{best}"}
+
+
+def test_links_follow_verdicts(tmp_path: Path) -> None:
+    """No load takes a step that `verify --mark` finds damaged: links go to another, and come back once it is mended."""
+    with _save(tmp_path, {1: 0.5, 2: 0.4, 3: 0.1}):
+        pass
+    data = tmp_path / "step-3" / backends.data_file(0)
+    whole = data.read_bytes()
+    data.write_bytes(bytes(byte ^ 1 for byte in whole))
+    assert main(["verify", str(tmp_path / "step-3")]) == 1
+    assert _links(tmp_path) == {"latest": "step-3", "best": "step-3"}
+    assert main(["verify", str(tmp_path / "latest"), "--mark"]) == 1
+    assert _links(tmp_path) == {"latest": "step-2", "best": "step-2"}
+    data.write_bytes(whole)
+    assert main(["verify", str(tmp_path), "--mark"]) == 0
+    assert _links(tmp_path) == {"latest": "step-3", "best": "step-3"}
 
 
 def test_links_hold_no_step_and_are_moved_before_it_goes(tmp_path: Path) -> None:

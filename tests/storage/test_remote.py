@@ -9,8 +9,9 @@ import fsspec
 import pytest
 
 from shardckpt.engine import locate
+from shardckpt.errors import StorageError
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import RemotePath, list_folders, list_objects
+from shardckpt.storage import RemotePath, attempt, list_folders, list_objects
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +54,30 @@ def test_a_folder_that_cannot_be_pickled_is_named() -> None:
     """The error names the URL without its password, the plugin's class, and what to send instead."""
     with pytest.raises(pickle.PicklingError, match=r"vault://user:\*\*\*@host/run/a cannot .* _Locked .*send the URL"):
         pickle.dumps(RemotePath(_Locked()) / "a")  # type: ignore[arg-type]
+
+
+class EndpointConnectionError(Exception):
+    """As botocore's is called."""
+
+
+def test_the_cause_of_a_stores_error_comes_first(folder: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What to do is said before the client's text, which is cut; where the cause is unknown, that text is whole."""
+    monkeypatch.setenv("SHARDCKPT_REMOTE_ATTEMPTS", "1")
+
+    def list_nothing(error: Exception) -> str:
+        def fail() -> None:
+            raise error
+
+        with pytest.raises(StorageError) as caught:
+            attempt("list", folder, fail)
+        return str(caught.value)
+
+    long = "http://127.0.0.1:9" + " refused" * 50
+    said = list_nothing(EndpointConnectionError(long))
+    assert said.startswith(f"cannot list {folder}: no store answers there: check the host and the port")
+    assert "; the client: EndpointConnectionError: http://127.0.0.1:9 refused" in said
+    assert len(said) < len(long) + 100
+    assert list_nothing(ValueError(long)) == f"cannot list {folder}: ValueError: {long}"
 
 
 class _OddNames:

@@ -6,6 +6,7 @@ import errno
 import gc
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
@@ -17,8 +18,6 @@ from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 MIB = 1 << 20
 
@@ -84,3 +83,15 @@ def test_a_quota_is_said_with_what_could_go(
     said = capsys.readouterr().err
     assert "Disk quota exceeded (EDQUOT). The file system of" in said
     assert "`quota -s` says how much. What interrupted saves have left there could go, 6 B: `shardckpt prune" in said
+
+
+def test_a_full_disk_is_freed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where not a byte is free, old steps are removed all the same: nothing needs to be written first."""
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        for step in (1, 2, 3):
+            _save(disk / f"step-{step}", MIB // 4)
+        with pytest.raises(OSError, match="No space"), (disk / "filler").open("wb") as filler:
+            filler.write(bytes(8 * MIB))
+        assert main(["prune", str(disk), "--keep-latest", "1"]) == 0
+        assert sorted(path.name for path in disk.iterdir()) == ["filler", "step-3"]
+    assert "no space" not in capsys.readouterr().err.lower()

@@ -79,13 +79,17 @@ def _save_three(directory: str) -> list[int]:
     return steps
 
 
+TRIED = r"on_full='prune' was tried, and may remove none .*: step 1 \(1.1 MB: it is the newest, .*, pinned as 'paper'"
+
+
 def test_a_full_disk_is_pruned_first_if_asked(ranks: Ranks, tmp_path: Path) -> None:
     """With on_full="prune" the oldest step goes before the save that has no space, which is no failed one."""
     with small_disk(tmp_path / "disk", "2700k") as disk:
         assert ranks.run(2, _save_three, str(disk)) == [[2, 3], [2, 3]]
     with small_disk(tmp_path / "other", "1500k") as disk, _make_manager(disk, keep_latest_k=1, on_full="prune") as one:
         assert one.save(1)
-        with pytest.raises(NotEnoughSpaceError):
+        pin_step(disk, 1, "paper")
+        with pytest.raises(NotEnoughSpaceError, match=TRIED):
             one.save(2)
         assert one.steps() == [1]
 
