@@ -86,7 +86,11 @@ def add_target_options(parser: Any) -> None:
         "--leave-out", action="append", default=[], metavar="NAME", help="what not to write; may be repeated"
     )
     add_rename_option(parser, "SRC")
-    parser.add_argument("--assets", metavar="DIR", help="hf: copy a model's other files (config, tokenizer) from here")
+    parser.add_argument(
+        "--assets",
+        metavar="DIR",
+        help="hf: copy a model's other files (config, tokenizer) from here (SRC, if it is such a folder)",
+    )
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="hf: largest weight file (5GB)")
     add_verbose(parser, PROOF_HELP)
 
@@ -208,6 +212,8 @@ def describe_conversion(report: ConversionReport, target: str, how: str = "", *,
     if report.resumed:
         lines.append(f"went on with {report.resumed:,} bytes that a killed run had written")
     lines += _describe_left_out(report)
+    if report.assets:
+        lines.append(f"copied: {listed(report.assets, limit=_NAMES_SHOWN)}")
     if report.rewritten:
         places = [f"{place} ({kind})" for place, kind in report.rewritten.items()]
         lines.append(f"written as builtin types: {listed(places)}")

@@ -262,7 +262,7 @@ def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     failed, mark = ([found.mark], []) if found.has_failed else ([], [found.mark])
     names = failed if failed and found.state == "whole" else [*failed, _name_state(found)]  # its sizes alone are right
     state, reason = ", ".join((*names, *found.links)), found.reason.removeprefix("is ")
-    state = reason if found.inside else f"{state}: {reason}" if reason else state
+    state = reason if found.inside or found.is_refused else f"{state}: {reason}" if reason else state
     cells = (
         found.name,
         "-" if found.step is None else found.step,

@@ -182,7 +182,14 @@ def show_common(path: str, value: Any) -> Output:
 def _describe_common(path: str, value: Any) -> list[str]:
     import pprint  # slow to import
 
-    return [f"{escape_text(path)}: common state, {type(value).__name__}", *pprint.pformat(value, width=100).split("\n")]
+    from shardckpt.huggingface import forget_structure
+
+    shown = forget_structure(value) if path == COMMON and isinstance(value, dict) else value
+    lines = [f"{escape_text(path)}: common state, {type(value).__name__}"]
+    lines += pprint.pformat(shown, width=100).split("\n")
+    if shown is not value:
+        lines.append("not shown: how it and the tensors are nested (common.content_metadata has it, as has --json)")
+    return lines
 
 
 def _parse_part(part: str, text: str) -> Any:

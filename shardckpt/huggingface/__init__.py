@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.dtypes import get_dtype_size, parse_dtype
     from shardckpt.huggingface.export import Exported, ExportedTensor, export_to_huggingface
     from shardckpt.huggingface.export_budget import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES
-    from shardckpt.huggingface.folder import CONFIG, Folder
+    from shardckpt.huggingface.folder import CONFIG, Folder, resolve_link
     from shardckpt.huggingface.header import FileLayout, lay_out, parse_header
     from shardckpt.huggingface.hub_tensor import HubTensor, read_hub_boxes
     from shardckpt.huggingface.load import huggingface_index, load_from_huggingface, read_hub_folder
@@ -69,7 +69,7 @@ __getattr__ = lazy_getattr(
         "dtypes": ("get_dtype_size", "parse_dtype"),
         "export": ("Exported", "ExportedTensor", "export_to_huggingface"),
         "export_budget": ("LEAST_EXPORTING", "LEAST_EXPORTING_ON_STORES"),
-        "folder": ("CONFIG", "Folder"),
+        "folder": ("CONFIG", "Folder", "resolve_link"),
         "header": ("FileLayout", "lay_out", "parse_header"),
         "hub_tensor": ("HubTensor", "read_hub_boxes"),
         "adapters": ("find_adapter_mapping",),
@@ -170,6 +170,7 @@ __all__ = [
     "read_config",
     "read_hub_boxes",
     "read_hub_folder",
+    "resolve_link",
     "review_folder",
     "review_others",
     "save_state_dict",

@@ -15,7 +15,7 @@ from shardckpt.storage import parse_size
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -57,7 +57,7 @@ def parse_options(
     keep: Collection[str] = (),
     max_shard_size: int | str = "5GB",
     format: str = SAFETENSORS,  # noqa: A002 - what the user calls it
-    assets: str | os.PathLike[str] | None = None,
+    assets: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     leave_out: Collection[str] = (),
     strict: bool = False,
     cut_vocabulary: bool = False,

@@ -94,6 +94,7 @@ class ConversionReport:
         plain_objects: How many of ``left_out``, the last, are PlainObject shards: values that only other libraries look
             for under these keys.
         unmatched: Keys of tensors that match no rule of the mapping, and have kept their names.
+        assets: Paths of the files that were copied beside the weights, into a Hugging Face folder.
     """
 
     old: tuple[str, int]
@@ -107,6 +108,7 @@ class ConversionReport:
     resumed: int = 0
     plain_objects: int = 0
     unmatched: tuple[str, ...] = ()
+    assets: tuple[str, ...] = ()
 
 
 class _Written(NamedTuple):
@@ -202,6 +204,7 @@ class Conversion:
                 resumed=sum(journal.nbytes for journal in self.journals),
                 plain_objects=len(written.plain_objects),
                 unmatched=tuple(written.unmatched),
+                assets=tuple(map(str, self.options.assets)),
             )
 
     def _make_journal(self, stored: SummedCheckpoint, written: object) -> Journal | None:

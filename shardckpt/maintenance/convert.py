@@ -12,9 +12,12 @@ from shardckpt.engine import (
 )
 from shardckpt.errors import CheckpointingException, UnknownBackendError, UnsafePickleError
 from shardckpt.huggingface import (
+    CONFIG,
     MegatronMapping,
     StoredNames,
+    list_assets,
     parse_options,
+    resolve_link,
 )
 from shardckpt.maintenance.conversion import DCP, FILE, FOLDER, Conversion, ConversionReport
 from shardckpt.maintenance.sources import identify_source, open_for_trainer, open_source, read_hub_config
@@ -23,6 +26,7 @@ from shardckpt.storage import (
     LEAST_READING,
     check_memory_budget,
     has_local_files,
+    is_there,
     parse_size,
     retry_if_replaced,
 )
@@ -32,6 +36,7 @@ from shardckpt.stubs import make_stub_class
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Collection, Mapping
+    from pathlib import Path
 
     import torch
 
@@ -107,7 +112,8 @@ def convert_checkpoint(
         cut_vocabulary: As for :func:`shardckpt.huggingface.export_to_huggingface`.
         leave_out: Names of tensors in the target that are not written, of objects, and of entries of the common state.
             These may have values of any class: none of those that are not allowed is imported.
-        assets: For ``"hf"``: a folder of the model's other files, which are copied.
+        assets: For ``"hf"``: a folder of the model's other files, which are copied; by default ``old``, if it is a
+            Hugging Face folder whose names do not change, and ``new`` has no ``config.json`` of its own.
         max_shard_size: For ``"hf"``: bytes of tensors in a file.
         allow_globals: Classes and functions that pickled objects may name, besides those that every load accepts.
         rename: What keys of ``old`` and paths of its common state begin with, and what they are read as, before all
@@ -192,6 +198,7 @@ def run_conversion(
             "out"
         )
     plugins = get_plugin_manager()
+    written["assets"] = _find_assets(old, new, to, plugins, is_renamed=bool(rename), **written)
     options = parse_options(locate(new, plugins) if to == FOLDER else None, **written)
     saver = None if to in (FOLDER, FILE) else _find_saver(to, plugins)
     if options.assets and to != FOLDER:
@@ -244,6 +251,35 @@ def run_conversion(
         # what is not written may be all that needs these classes; a stub that is to be pickled is an error
         stubs = tuple((make_stub_class(*name.rpartition(".")[::2]), name) for name in exc.refused)
     return retry_if_replaced(lambda: attempt((*allow_globals, *stubs)), old)
+
+
+def _find_assets(
+    old: str | os.PathLike[str],
+    new: str | os.PathLike[str],
+    to: Any,
+    plugins: PluginManager,
+    *,
+    is_renamed: bool,
+    assets: str | os.PathLike[str] | None,
+    prefix: str | None,
+    mapping: str | KeyMapping | None,
+    **_: Any,
+) -> str | os.PathLike[str] | list[Path] | None:
+    """Return the assets that were given, or else the source's, if names stay, and the target has no configuration."""
+    source = locate(old, plugins)
+    is_local = has_local_files(source)
+    if to != FOLDER or assets is not None or is_renamed or prefix or mapping or (is_local and not source.is_dir()):
+        return assets
+    if (
+        is_there(locate(new, plugins) / CONFIG)
+        or not is_there(source / CONFIG)
+        or read_hub_config(source, plugins) is None
+    ):
+        return None
+    if not is_local:
+        return old
+    # nobody has named these files: a link of a downloaded folder must not lead to others of this machine
+    return [path for path in list_assets(old) if not path.is_symlink() or resolve_link(source, path.name) != path]
 
 
 #: What others call the formats that no strategy writes; a plugin's backend may have the name.

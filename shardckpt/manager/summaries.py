@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: What a directory is, see :class:`CheckpointSummary`.
 State = Literal["whole", "damaged", "unreadable", "incomplete", "other"]
+#: What the reason begins with for a file that may be a checkpoint, and names classes that nobody has allowed.
+CANNOT_READ = "cannot be read here"
 #: What files are called that are beside checkpoints: pointers, texts and TensorBoard's.
 _LATEST = ("latest", "best")
 _TEXTS = (".txt", ".log", ".out", ".err", ".yaml", ".yml", ".toml", ".csv", ".jsonl", ".md", ".sh", ".py")
@@ -91,6 +93,11 @@ class CheckpointSummary:
     def is_checkpoint(self) -> bool:
         """Whether a checkpoint is there, or was to be."""
         return self.state != "other"
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it is a file that may be a checkpoint, and names classes that nobody has allowed."""
+        return self.reason.startswith(CANNOT_READ)
 
 
 def list_plain(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import shardckpt
 from shardckpt import dist_checkpointing as dc
@@ -87,6 +88,51 @@ def test_what_only_other_libraries_look_for_does_not_read_as_lost(
     assert main([verb, *sources, str(tmp_path / "hf"), "--to", "hf"]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not written: ")]
     assert said == ["not written: step", "not written: 1 object for readers of other libraries alone"]
+
+
+def test_a_folder_of_the_hub_keeps_its_other_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its configuration and tokenizer come along, and are named; no link to elsewhere, and nothing for other names."""
+    (tmp_path / "secret").write_text("secret")
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    save_file({"model.w": torch.ones(2)}, hub / "model.safetensors")
+    (hub / "config.json").write_text('{"model_type": "llama"}')
+    (hub / "tokenizer.json").write_text("{}")
+    (hub / "vocab.txt").symlink_to(tmp_path / "secret")
+    assert main(["convert", str(hub), str(tmp_path / "new"), "--to", "hf", "--dtype", "bfloat16"]) == 0
+    assert f"copied: {hub}/config.json, {hub}/tokenizer.json" in capsys.readouterr().out
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["model_type"] == "llama"
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {
+        *("config.json", "model.safetensors", "tokenizer.json")
+    }
+    assert "gets no config.json" not in caplog.text
+    assert main(["convert", str(hub), str(tmp_path / "part"), "--to", "hf", "--prefix", "model."]) == 0
+    assert "copied" not in capsys.readouterr().out
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.json").write_text('{"model_type": "own"}')
+    assert main(["convert", str(hub), str(tmp_path / "own"), "--to", "hf", "--overwrite"]) == 0
+    assert json.loads((tmp_path / "own" / "config.json").read_text())["model_type"] == "own"
+    store = f"local://{tmp_path}/store"
+    (hub / "vocab.txt").unlink()
+    assert main(["convert", str(hub), store, "--to", "hf"]) == 0
+    assert main(["convert", store, str(tmp_path / "back"), "--to", "hf"]) == 0
+    assert (tmp_path / "back" / "tokenizer.json").is_file()
+
+
+def test_ls_names_the_classes_of_a_file_and_a_call_that_reads_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It cannot be read here, which is not to be no checkpoint; no argument of Python is asked of the command."""
+    path = tmp_path / "bad.pt"
+    torch.save({"w": torch.ones(2), "o": _Unknown()}, path)
+    main(["ls", str(path)])
+    said = capsys.readouterr().out
+    assert f"cannot be read here: it names {_Unknown.__module__}._Unknown, and the command imports no classes" in said
+    assert "allow_globals" not in said
+    assert f"`shardckpt convert {path} NEW --leave-out NAME`" in said
+    assert main(["convert", str(path), str(tmp_path / "new"), "--leave-out", "o"]) == 0
 
 
 def test_a_damaged_checkpoint_of_the_same_format_is_rescued(

@@ -289,3 +289,19 @@ def test_values_of_the_common_state(tmp_path: Path, capsys: pytest.CaptureFixtur
     for typo in ("argz", "common.argz", "common.args.name"):
         assert main(["inspect", str(tmp_path / "c"), typo]) == 2
         assert "did you mean " in capsys.readouterr().err
+
+
+def test_the_common_state_of_a_file_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a nested file, as Lightning's, the nesting is not shown beside the values; by its name, and in JSON, it is."""
+    path = str(tmp_path / "last.ckpt")
+    torch.save({"state_dict": {"w": torch.ones(2)}, "epoch": 3, "hyper_parameters": {"lr": 0.1}}, path)
+    assert main(["inspect", path, "common"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("hyper_parameters") == 1
+    assert "not shown: how it and the tensors are nested (common.content_metadata has it" in said
+    assert main(["inspect", path, "common.content_metadata"]) == 0
+    said = capsys.readouterr().out
+    assert "state_dict.w" in said
+    assert "not shown" not in said
+    assert main(["inspect", path, "common", "--json"]) == 0
+    assert "state_dict.w" in capsys.readouterr().out
