@@ -256,9 +256,7 @@ class Conversion:
             return  # no copy
         if (manifest.backend, manifest.version) != own or manifest.record is None or self._is_changed:
             return
-        if bad := find_incomplete_files(
-            None, reader
-        ):  # what can be read is written anew, and a copy would lack it, too
+        if bad := find_incomplete_files(None, reader):  # what can be read is written anew; a copy would be damaged, too
             faults = listed([f"{file.name} {file.fault}" for file in bad])
             logger.warning("%s is damaged: %s: what is not in these is written anew", self.source, faults)
             return
