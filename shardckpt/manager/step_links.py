@@ -42,8 +42,8 @@ def choose_best(metrics: Mapping[int, Mapping[str, Any]], rankings: Mapping[int,
 
 
 def find_own_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> tuple[str, ...]:
-    """Return the names of the links that a manager of the folder keeps, as the newest sound of its steps says."""
-    newest = max((each for each in steps if each.is_sound), key=lambda each: each.step, default=None)
+    """Return the names of the links that a manager of the folder keeps, as the newest whole of its steps says."""
+    newest = max((each for each in steps if each.is_whole), key=lambda each: each.step, default=None)
     if newest is None or not has_local_files(folder.place) or not read_settings(newest.content).links:
         return ()
     return (*LINKS, *map(_name_temporary, LINKS))
@@ -54,14 +54,15 @@ def choose_targets(folder: StepFolder, steps: Collection[StepCheckpoint]) -> dic
 
     Args:
         folder: The folder.
-        steps: Those that are there, and stay; of these the sound ones count.
+        steps: Those that are there, and stay; of these the whole ones count, also where a strategy is not installed
+            here: what others find by these names must not depend on this process.
     """
-    sound = {each.step: each for each in steps if each.is_sound}
+    whole = {each.step: each for each in steps if each.is_whole}
     best = choose_best(
-        {step: each.metrics for step, each in sound.items()},
-        {step: read_settings(each.content).ranking for step, each in sound.items()},
+        {step: each.metrics for step, each in whole.items()},
+        {step: read_settings(each.content).ranking for step, each in whole.items()},
     )
-    chosen = {LATEST: max(sound, default=None), BEST: best}
+    chosen = {LATEST: max(whole, default=None), BEST: best}
     return {word: folder.names.name(step) for word, step in chosen.items() if step is not None}
 
 

@@ -92,9 +92,14 @@ class StepCheckpoint:
         return self.mark is not None and self.mark.verdict == "failed"
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is committed, has all its files, and no verification has marked it as failed."""
+        return self.error is None and not self.has_failed
+
+    @property
     def is_sound(self) -> bool:
         """Whether a load takes it: it can be loaded, and no verification has marked it as failed."""
-        return self.is_loadable and not self.has_failed
+        return self.is_loadable and self.is_whole
 
     @property
     def is_damaged(self) -> bool:

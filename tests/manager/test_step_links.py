@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from shardckpt.cli import main
-from shardckpt.errors import CheckpointingException, ConfigurationError
+from shardckpt.errors import CheckpointingException, ConfigurationError, UnknownBackendError
 from shardckpt.manager import CheckpointConfig, CheckpointManager, KeepBest, KeepLatest, pin_step, prune_steps
 from tests import backends
 from tests.manager import folders
@@ -57,6 +57,20 @@ def test_links_follow_verdicts(tmp_path: Path) -> None:
     data.write_bytes(whole)
     assert main(["verify", str(tmp_path), "--mark"]) == 0
     assert _links(tmp_path) == {"latest": "step-3", "best": "step-3"}
+
+
+def test_links_do_not_depend_on_what_is_installed_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manager that has no strategy for the steps ends with an error, and leaves the links to who has."""
+
+    def refuse(*_: Any) -> None:
+        raise UnknownBackendError("no strategy for it here")
+
+    with _save(tmp_path, {1: 0.1, 2: 0.4}):
+        pass
+    monkeypatch.setattr("shardckpt.manager.steps.choose_reader", refuse)
+    with _save(tmp_path, {}) as manager, pytest.raises(UnknownBackendError):
+        manager.load()
+    assert _links(tmp_path) == {"latest": "step-2", "best": "step-1"}
 
 
 def test_links_hold_no_step_and_are_moved_before_it_goes(tmp_path: Path) -> None:
