@@ -70,6 +70,7 @@ def _check(file: str, section: str) -> Output:
         ConfigurationError: It cannot be read, or has a wrong setting: says each.
     """
     from shardckpt.errors import ConfigurationError, format_many, name_known
+    from shardckpt.huggingface import find_code
     from shardckpt.manager import find_faults
 
     given = _read(file)
@@ -84,7 +85,10 @@ def _check(file: str, section: str) -> Output:
             lines += "\n(where the settings are a table of the file: --section NAME)"
         raise ConfigurationError(f"{file}: {format_many(len(faults), 'wrong setting')} of a CheckpointConfig{lines}")
     text = f"{file}: a CheckpointConfig, {format_many(len(given), 'setting')}: all right"
-    return Output(lambda: {"file": file, "settings": given}, lambda: [text])
+    code = find_code(given.get("hf_mapping") or "")
+    not_run = [str(code)] if code else []
+    words = [f"hf_mapping: {path} is code, and was not run: a training runs it at its start" for path in not_run]
+    return Output(lambda: {"file": file, "settings": given, "not_run": not_run}, lambda: [text, *words])
 
 
 def _read(file: str) -> Any:

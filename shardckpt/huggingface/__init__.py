@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.hub_tensor import HubTensor, read_hub_boxes
     from shardckpt.huggingface.load import huggingface_index, load_from_huggingface, read_hub_folder
     from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
+    from shardckpt.huggingface.mapping_file import find_code
     from shardckpt.huggingface.megatron import MEGATRON_NAME, split_qkv, split_vocabulary
     from shardckpt.huggingface.models import MegatronMapping, find_mapping
     from shardckpt.huggingface.names import (
@@ -75,6 +76,7 @@ __getattr__ = lazy_getattr(
         "adapters": ("find_adapter_mapping",),
         "load": ("huggingface_index", "load_from_huggingface", "read_hub_folder"),
         "load_strategy": ("HuggingFaceLoadStrategy",),
+        "mapping_file": ("find_code",),
         "megatron": ("MEGATRON_NAME", "split_qkv", "split_vocabulary"),
         "models": ("MegatronMapping", "find_mapping"),
         "names": (
@@ -136,6 +138,7 @@ __all__ = [
     "encode_weights_index",
     "export_to_huggingface",
     "find_adapter_mapping",
+    "find_code",
     "find_config",
     "find_export",
     "find_mapping",

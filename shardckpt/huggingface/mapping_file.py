@@ -37,6 +37,25 @@ def find_file_mapping(text: str) -> KeyMapping | None:
     Raises:
         CheckpointingException: The file is not there, fails, or has no mapping.
     """
+    path, name = _find_file(text) or (None, "")
+    if path is None:
+        return None
+    value = read_json(path, CONFIG_LIMIT) if path.suffix == ".json" else _run(path, name or _DEFAULT_NAME)
+    return _make_mapping(value, text)
+
+
+def find_code(mapping: str) -> Path | None:
+    """Return the Python file that a search for this mapping runs; None if it runs none.
+
+    Raises:
+        CheckpointingException: The file is not there.
+    """
+    path, _ = _find_file(mapping) or (None, "")
+    return path if path is not None and path.suffix == ".py" else None
+
+
+def _find_file(text: str) -> tuple[Path, str | None] | None:
+    """Return the file that a text names, which is there, and the name in it; None if it names none."""
     found = _FILE.fullmatch(text)
     if found is None:
         return None
@@ -44,11 +63,9 @@ def find_file_mapping(text: str) -> KeyMapping | None:
     if not path.is_file():
         beside = name_siblings(path.absolute())
         raise CheckpointingException(f"mapping {text!r}: there is no file {path} {beside}".rstrip())
-    if path.suffix == ".json":
-        if found["name"]:
-            raise CheckpointingException(f"mapping {text!r}: a name after the colon is for Python files")
-        return _make_mapping(read_json(path, CONFIG_LIMIT), str(path))
-    return _make_mapping(_run(path, found["name"] or _DEFAULT_NAME), text)
+    if path.suffix == ".json" and found["name"]:
+        raise CheckpointingException(f"mapping {text!r}: a name after the colon is for Python files")
+    return path, found["name"]
 
 
 def read_config_file(text: str) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from pydantic import (
 from shardckpt import settings
 from shardckpt.engine import expand_home, find_saver
 from shardckpt.errors import CheckpointingException, ConfigurationError, ask_nearest, name_known, show_given
-from shardckpt.huggingface import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES, find_mapping, parse_dtype
+from shardckpt.huggingface import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES, find_code, find_mapping, parse_dtype
 from shardckpt.manager.faults import describe_faults, describe_unknown, list_faults
 from shardckpt.manager.retention import (
     RETENTION,
@@ -553,7 +553,8 @@ def parse_config(given: Any) -> CheckpointConfig:
 def find_faults(given: Any) -> list[str]:
     """Return what is wrong in settings of a file, each fault with what is expected; empty if nothing is.
 
-    Strategy and key mapping must be installed here. Folders are not looked at: a training may run elsewhere.
+    Strategy and key mapping must be installed here. Folders are not looked at: a training may run elsewhere. Nothing
+    that the settings name is run: a mapping's Python file must be there.
     """
     if not isinstance(given, Mapping):
         return [f"{show_given(given)} is no table of settings by name"]
@@ -563,7 +564,7 @@ def find_faults(given: Any) -> list[str]:
         others, _ = _find_wrong_values(right)
         faults += [text for text in others if wrong.isdisjoint(re.findall(r"\w+", text))]
     for name, find in (
-        ("hf_mapping", find_mapping),
+        ("hf_mapping", lambda given: (given and find_code(given)) or find_mapping(given)),
         ("strategy", lambda given: find_saver(given, get_plugin_manager())),
     ):
         try:

@@ -135,3 +135,20 @@ def test_names_and_contradictions_of_a_file_are_checked(tmp_path: Path, capsys: 
     for name, word in (("a.json", "JSONDecodeError"), ("b.json", "FileNotFoundError"), ("a.ini", ".toml")):
         assert main(["config", "--check", str(tmp_path / name)]) == 2
         assert word in capsys.readouterr().err
+
+
+def test_a_file_that_settings_name_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mapping's Python file is looked for, its code is not run, and the answer says so."""
+    ran = tmp_path / "ran"
+    (tmp_path / "rules.py").write_text(f"open({str(ran)!r}, 'w').close()\nMAPPING = {{'a': 'b'}}\n")
+    (tmp_path / "a.json").write_text(json.dumps({"hf_mapping": f"{tmp_path}/rules.py:MAPPING"}))
+    assert main(["config", "--check", str(tmp_path / "a.json")]) == 0
+    assert not ran.exists()
+    assert f"hf_mapping: {tmp_path}/rules.py is code, and was not run" in capsys.readouterr().out
+    assert main(["config", "--check", str(tmp_path / "a.json"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["not_run"] == [f"{tmp_path}/rules.py"]
+    for name, words in (("rule.py:MAPPING", "there is no file"), ("rules.py:a-b", "FILE.py:MAPPING")):
+        (tmp_path / "a.json").write_text(json.dumps({"hf_mapping": f"{tmp_path}/{name}"}))
+        assert main(["config", "--check", str(tmp_path / "a.json")]) == 2
+        assert words in capsys.readouterr().err
+    assert not ran.exists()
