@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from shardckpt.errors import CheckpointingException, ask_nearest
+from shardckpt.errors import ConfigurationError, ask_nearest
 
 if TYPE_CHECKING:
     from shardckpt.planning import Ints
@@ -64,7 +64,7 @@ def parse_dtype(
         The dtype; None for None.
 
     Raises:
-        CheckpointingException: it is not a floating-point dtype, or has fewer bits.
+        ConfigurationError: it is not a floating-point dtype, or has fewer bits.
     """
     if dtype is None:
         return None
@@ -73,7 +73,7 @@ def parse_dtype(
     if not isinstance(found, torch.dtype) or not is_unpacked_float(found) or 8 * found.itemsize < bits:
         expected = "float64, float32, float16" + (", bfloat16 or an 8-bit float" if bits == 8 else " or bfloat16")  # noqa: PLR2004
         question = ask_nearest(name, ("bfloat16", "float16", "float32", "float64"))
-        raise CheckpointingException(
+        raise ConfigurationError(
             f"{argument}={dtype!r}: {question}expected {expected} (other tensors stay as they are)"
         )
     return found

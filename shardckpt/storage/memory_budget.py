@@ -11,7 +11,7 @@ import re
 from typing import NamedTuple
 
 from shardckpt import settings
-from shardckpt.errors import CheckpointingException, format_many
+from shardckpt.errors import CheckpointingException, ConfigurationError, format_many
 from shardckpt.storage.digest import MAX_SEGMENT
 from shardckpt.storage.store_abilities import LimitsUploads
 
@@ -84,13 +84,13 @@ def parse_size(size: int | str, argument: str = "max_shard_size") -> int:
         The size in bytes.
 
     Raises:
-        CheckpointingException: it is not a size, not above 0, or 2^63 or more.
+        ConfigurationError: it is not a size, not above 0, or 2^63 or more.
     """
     found = _SIZE.fullmatch(str(size))
     factor = _UNITS.get(found[2].upper()) if found else None
     nbytes = float(found[1]) * factor if found and factor else 0.0  # inf for hundreds of digits
     if not 1 <= nbytes < _LIMIT:
-        raise CheckpointingException(
+        raise ConfigurationError(
             f"{argument}={size!r:.100}: expected a number of bytes above 0 and below 2^63, or text "
             "such as '5GB', '500MB' or '2GiB'"
         )
@@ -101,7 +101,7 @@ def parse_memory_budget(budget: int | str | None) -> int | None:
     """Return a caller's ``memory_budget`` in bytes; None if there is none.
 
     Raises:
-        CheckpointingException: it is not a size.
+        ConfigurationError: it is not a size.
     """
     return None if budget is None else parse_size(budget, "memory_budget")
 

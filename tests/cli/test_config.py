@@ -122,11 +122,15 @@ def test_names_and_contradictions_of_a_file_are_checked(tmp_path: Path, capsys: 
             ["did you mean safetensors?", "did you mean llama?", "keep_latest_k=-1", "load_only saves nothing"],
         ),
         ({"strategy": 3, "best_metric": 1, "keep_best_k": 2}, ["strategy=3", "best_metric=1"]),
+        (
+            {"memory_budget": "1 gigabyte", "export_dtype": "int8", "interval": 0, "strategy": "torch_dist@9"},
+            ["memory_budget='1 gigabyte'", "export_dtype='int8'", "interval=0", "strategy: "],
+        ),
     ):
         (tmp_path / "a.json").write_text(json.dumps(settings_))
         assert main(["config", "--check", str(tmp_path / "a.json")]) == 2
         errors = capsys.readouterr().err
-        assert f"{len(words)} wrong setting" in errors
+        assert f"a.json: {len(words)} wrong setting" in errors
         assert all(each in errors for each in words)
     for words in (["--section", "a"], ["interval", "--check", str(tmp_path / "a.json")]):
         assert main(["config", *words]) == 2
