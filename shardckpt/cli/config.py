@@ -13,7 +13,7 @@ from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from shardckpt.manager import Setting
     from shardckpt.settings import Variable
@@ -75,7 +75,8 @@ def _check(file: str, section: str) -> Output:
 
     given = _read(file)
     for name in filter(None, section.split(".")):
-        tables = given if isinstance(given, dict) else {}
+        items = given.items() if isinstance(given, dict) else ()
+        tables = {key: value for key, value in items if isinstance(value, dict)}
         if name not in tables:
             raise ConfigurationError(f"{file} has no section {name!r} {name_known(name, tables, 'sections')}")
         given = tables[name]
@@ -97,19 +98,44 @@ def _read(file: str) -> Any:
     from pathlib import Path
 
     from shardckpt.errors import ConfigurationError
+    from shardckpt.manifest import parse_json
 
-    readers = {".json": ("json", "loads"), ".toml": ("tomllib", "loads")}
-    readers |= dict.fromkeys((".yaml", ".yml"), ("yaml", "safe_load"))
+    readers: dict[str, Callable[[str], Any]] = {
+        ".json": lambda text: parse_json(text.encode()),
+        ".toml": lambda text: import_module("tomllib").loads(text),
+        **dict.fromkeys((".yaml", ".yml"), _parse_yaml),
+    }
     if (ending := Path(file).suffix.lower()) not in readers:
         raise ConfigurationError(f"{file}: the name of a file of settings ends with {', '.join(readers)}")
-    module, function = readers[ending]
     try:
-        return getattr(import_module(module), function)(Path(file).read_text("utf-8"))
+        return readers[ending](Path(file).read_text("utf-8"))
     except ImportError as exc:
-        how = "pip install pyyaml" if module == "yaml" else "TOML takes Python 3.11 or newer, JSON any"
-        raise ConfigurationError(f"{file} cannot be read, there is no module {module} here: {how}") from exc
+        how = "TOML takes Python 3.11 or newer, JSON any" if ending == ".toml" else "pip install pyyaml"
+        raise ConfigurationError(f"{file} cannot be read, there is no module {exc.name} here: {how}") from exc
     except Exception as exc:  # of any of the parsers
         raise ConfigurationError(f"{file} cannot be read: {type(exc).__name__}: {exc}") from exc
+
+
+def _parse_yaml(text: str) -> Any:
+    """Return what a text of YAML has.
+
+    Raises:
+        ValueError: A mapping has a key twice, of which PyYAML takes the last.
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    to_check, checked = [yaml.compose(text, yaml.SafeLoader)], set[int]()
+    while to_check:
+        node = to_check.pop()
+        if id(node) in checked or not isinstance(node, yaml.CollectionNode):
+            continue
+        checked.add(id(node))
+        pairs = node.value if isinstance(node, yaml.MappingNode) else [(None, each) for each in node.value]
+        to_check += [value for _, value in pairs]
+        names = [key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode)]
+        if twice := [name for at, name in enumerate(names) if name in names[:at]]:
+            raise ValueError(f"a mapping has {twice[0]!r:.100} twice")
+    return yaml.safe_load(text)
 
 
 def _explain(settings: Sequence[Setting], variables: Sequence[Variable]) -> list[str]:

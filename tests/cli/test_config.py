@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from typing import TYPE_CHECKING
 
@@ -156,3 +157,44 @@ def test_a_file_that_settings_name_is_not_run(tmp_path: Path, capsys: pytest.Cap
         assert main(["config", "--check", str(tmp_path / "a.json")]) == 2
         assert words in capsys.readouterr().err
     assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", '{"interval": 3, "interval": 5}'),
+        ("a.json", '{"a": {"interval": 3, "interval": 5}}'),
+        ("a.yaml", "interval: 3\ninterval: 5\n"),
+        ("a.yaml", "a:\n- {interval: 3, interval: 5}\n"),
+    ],
+)
+def test_a_setting_that_a_file_has_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str
+) -> None:
+    """It is an error, as a parser would take one of the two."""
+    if name.endswith(".yaml"):
+        pytest.importorskip("yaml")
+    (tmp_path / name).write_text(text)
+    assert main(["config", "--check", str(tmp_path / name)]) == 2
+    assert re.search(r"'interval'.*twice|twice.*'interval'", capsys.readouterr().err)
+
+
+def test_a_value_is_merged_in_yaml(tmp_path: Path) -> None:
+    """A key beside ``<<`` takes the place of a merged one, and is there once."""
+    pytest.importorskip("yaml")
+    text = "b: &b {interval: 3, folder: x}\na: {d: &d {<<: *b, interval: 5}, c: {<<: *d, interval: 7}}\n"
+    (tmp_path / "a.yaml").write_text(text)
+    assert main(["config", "--check", str(tmp_path / "a.yaml"), "--section", "a.c"]) == 0
+
+
+def test_only_tables_are_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong section lists the tables of the file, not its values; a value is no section."""
+    (tmp_path / "a.json").write_text(json.dumps({"seed": 1, "train": {"checkpoint": {}, "lr": 0.1}}))
+    for section, words in (
+        ("trian", "no section 'trian' (did you mean train? sections: train)"),
+        ("seed", "no section 'seed' (sections: train)"),
+        ("train.lr", "no section 'lr' (sections: checkpoint)"),
+        ("train.checkpoint.x", "no section 'x' (sections: none)"),
+    ):
+        assert main(["config", "--check", str(tmp_path / "a.json"), "--section", section]) == 2
+        assert words in capsys.readouterr().err
