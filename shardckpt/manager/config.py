@@ -21,9 +21,17 @@ from pydantic import (
 )
 
 from shardckpt import settings
+from shardckpt.distributed import replace_text
 from shardckpt.engine import expand_home, find_saver
 from shardckpt.errors import CheckpointingException, ConfigurationError, ask_nearest, name_known, show_given
-from shardckpt.huggingface import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES, find_code, find_mapping, parse_dtype
+from shardckpt.huggingface import (
+    LEAST_EXPORTING,
+    LEAST_EXPORTING_ON_STORES,
+    find_code,
+    find_mapping,
+    list_assets,
+    parse_dtype,
+)
 from shardckpt.manager.faults import describe_faults, describe_unknown, list_faults
 from shardckpt.manager.retention import (
     RETENTION,
@@ -459,6 +467,18 @@ class CheckpointConfig(BaseModel):
         find_mapping(self.hf_mapping)
         if not self.load_only:
             self.make_saver(None)
+
+    def check_assets(self) -> None:
+        """Check that the folder of ``hf_assets_path`` has what the export of the last step copies.
+
+        Raises:
+            CheckpointingException: it does not exist, cannot be listed, or has nothing to copy.
+        """
+        if self.last_save_in_hf and self.hf_assets_path and not self.load_only:
+            try:
+                list_assets(self.hf_assets_path, self.hf_mapping)
+            except CheckpointingException as exc:
+                raise replace_text(exc, f"hf_assets_path: {exc}") from exc.__cause__
 
     def make_saver(self, prefix: str | None) -> SaveStrategy:
         """Return the strategy that saves the steps.

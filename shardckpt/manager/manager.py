@@ -131,6 +131,8 @@ class CheckpointManager:
                 self._folder = StepFolder(config.folder, get_plugin_manager())
                 self._place = str(self._folder)
                 config.check_names(self._states.names)
+                if comm.is_main:
+                    config.check_assets()
         folder = self._folder if config.enable_checkpoint else None
         self._writer, self._parts = make_parts(
             config, folder, self._states, self._group, allow_globals, fault_tolerance

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -71,6 +72,16 @@ def test_configurations_that_contradict_themselves(given: dict[str, Any], messag
     """Are refused when they are made, by name."""
     with pytest.raises((ValueError, CheckpointingException), match=message):
         CheckpointConfig(**given)
+
+
+@table(("options", "words"), [({}, "there is no such folder"), ({"load_only": True}, "")])
+def test_the_folder_of_assets_is_there_at_the_start(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    """What the export of the last step would miss is an error before the first, where anything is saved."""
+    wrong = CheckpointConfig(
+        folder=str(tmp_path / "run"), last_save_in_hf=True, hf_assets_path=str(tmp_path / "nope"), **options
+    )
+    with pytest.raises(CheckpointingException, match=f"hf_assets_path: .*{words}") if words else nullcontext():
+        CheckpointManager(wrong, {"progress": Progress()}).close()
 
 
 def test_the_seed_s_name_for_the_last_save(tmp_path: Path) -> None:
