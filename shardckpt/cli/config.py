@@ -48,7 +48,7 @@ def run(options: Any) -> Output:
         raise ConfigurationError(f"--check checks all settings of the file: leave out {' '.join(options.setting)}")
     if options.check:
         return _check(options.check, options.section or "")
-    variables = {each.name: each for each in list_variables()}
+    variables = {each.name: _look_further(each) for each in list_variables()}
     names = [name for name in options.setting if name.startswith("SHARDCKPT_")]
     if unknown := [name for name in names if name not in variables]:
         known = name_known(unknown[0], variables, "variables", len(variables))
@@ -61,6 +61,23 @@ def run(options: Any) -> Output:
         lambda: _explain(settings, chosen) if options.setting else _make_tables(settings, chosen),
         FOUND if any(each.is_wrong for each in chosen) else FINE,
     )
+
+
+def _look_further(variable: Variable) -> Variable:
+    """Return a variable with what is wrong where its value points: plugins that are none, a file of stores."""
+    from shardckpt import settings
+    from shardckpt.errors import CheckpointingException
+    from shardckpt.integrations.s3_options import check_options
+    from shardckpt.plugins import list_unknown_disabled, read_stores
+
+    faults = list_unknown_disabled() if variable.name == settings.DISABLED_PLUGINS else []
+    if variable.name == settings.STORES:
+        try:
+            for url, options in read_stores().items():
+                check_options(url, options)
+        except CheckpointingException as exc:
+            faults = [str(exc)]
+    return variable._replace(text="; ".join(faults), is_wrong=True) if faults else variable
 
 
 def _check(file: str, section: str) -> Output:

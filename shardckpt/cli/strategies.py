@@ -23,7 +23,7 @@ def add(verbs: Any) -> None:
 def run(_: Any) -> Output:
     """Return a row per strategy and migration, then the plugins that do not work, or not all of them."""
     from shardckpt.cli.table import fit_table
-    from shardckpt.plugins import get_plugin_manager
+    from shardckpt.plugins import get_plugin_manager, list_unknown_disabled
 
     registry = get_plugin_manager().registry
     rows = [
@@ -36,6 +36,7 @@ def run(_: Any) -> Output:
     ]
     faults = [("not", plugin, plugin.fault) for plugin in get_plugin_manager().broken()]
     faults += [("partly", plugin, text) for plugin in get_plugin_manager().plugins() for text in plugin.conflicts]
+    warnings = list_unknown_disabled()
     header = ("backend", "version", "does", "distribution", "class", "what")
     return Output(
         lambda: {
@@ -44,10 +45,12 @@ def run(_: Any) -> Output:
                 {"works": how, "plugin": p.name, "module": p.module, "distribution": p.distribution, "fault": fault}
                 for how, p, fault in faults
             ],
+            "warnings": warnings,
         },
         lambda: [
             *fit_table(header, rows, optional=("class", "distribution")),
             *(f"\n{how} working: {p.name} ({p.module}) of {p.distribution}: {fault}" for how, p, fault in faults),
+            *(f"\n{text}" for text in warnings),
         ],
         FINE if all(plugin.is_disabled for _, plugin, _ in faults) else FOUND,
     )

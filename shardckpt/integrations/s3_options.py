@@ -31,7 +31,7 @@ def make_obstore_options(url: str, options: Mapping[str, str]) -> dict[str, Any]
     """
     if url.partition("://")[0] not in SCHEMES:
         return {"config": dict(options)} if options else {}
-    _check(url, options)
+    check_options(url, options)
     found: dict[str, Any] = {"config": {_NAMES[name][0]: text for name, text in options.items() if name != _PROFILE}}
     if _PROFILE in options:
         try:
@@ -57,16 +57,17 @@ def make_s3fs_options(url: str, options: Mapping[str, str]) -> dict[str, Any]:
     """
     if url.partition("://")[0] not in SCHEMES:
         return dict(options)
-    _check(url, options)
+    check_options(url, options)
     found: dict[str, Any] = {_NAMES[name][1]: text for name, text in options.items() if name in _NAMES}
     if "region_name" in found:
         found["client_kwargs"] = {"region_name": found.pop("region_name")}
     return found | {name: text for name, text in options.items() if name == _PROFILE}
 
 
-def _check(url: str, options: Mapping[str, str]) -> None:
+def check_options(url: str, options: Mapping[str, str]) -> None:
+    """Raise the error of an option that S3 does not know; those of other stores are not known here."""
     unknown = options.keys() - {*_NAMES, _PROFILE}
-    if unknown:
+    if unknown and url.partition("://")[0] in SCHEMES:
         wrong = min(unknown)
         raise CheckpointingException(
             f"{mask_password(url)}: SHARDCKPT_STORES has the option {wrong!r}, which S3 does not "

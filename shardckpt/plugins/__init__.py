@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         UsesConfig,
         get_key_map_entries,
     )
-    from shardckpt.plugins.manager import PluginManager, get_plugin_manager
+    from shardckpt.plugins.manager import PluginManager, get_plugin_manager, list_unknown_disabled
     from shardckpt.plugins.origin import describe_origin, describe_strategy, name_origin
     from shardckpt.plugins.outline import (
         Outline,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         parse_file,
         read_manifest,
     )
-    from shardckpt.plugins.stores import ABSENT, find_options, name_stored_siblings, open_folder
+    from shardckpt.plugins.stores import ABSENT, find_options, name_stored_siblings, open_folder, read_stores
 
 # lazy: ``shardckpt.hookimpl`` must not import torch
 __getattr__ = lazy_getattr(
@@ -55,7 +55,7 @@ __getattr__ = lazy_getattr(
             "UsesConfig",
             "get_key_map_entries",
         ),
-        "manager": ("PluginManager", "get_plugin_manager"),
+        "manager": ("PluginManager", "get_plugin_manager", "list_unknown_disabled"),
         "outline": ("Outline", "cut_shapes", "find_own_formats", "hold_plain", "is_object_key", "read_outline"),
         "origin": ("describe_origin", "describe_strategy", "name_origin"),
         "registry": ("StrategyRegistry", "parse_key"),
@@ -68,7 +68,7 @@ __getattr__ = lazy_getattr(
             "parse_file",
             "read_manifest",
         ),
-        "stores": ("ABSENT", "find_options", "name_stored_siblings", "open_folder"),
+        "stores": ("ABSENT", "find_options", "name_stored_siblings", "open_folder", "read_stores"),
     },
 )
 
@@ -102,6 +102,7 @@ __all__ = [
     "hold_same",
     "hookimpl",
     "is_object_key",
+    "list_unknown_disabled",
     "name_origin",
     "name_stored_siblings",
     "open_folder",
@@ -109,4 +110,5 @@ __all__ = [
     "parse_key",
     "read_manifest",
     "read_outline",
+    "read_stores",
 ]

@@ -183,25 +183,14 @@ class PluginManager:
             for entry_point in list_entry_points():
                 self._plugins.append(self._load(entry_point))
             self._is_complete = True
-            self._warn_of_disabled()
+            for text in list_unknown_disabled():
+                logger.warning("%s", text)
         finally:
             self._is_importing = False
             if not self._is_complete:
                 for plugin in self._manager.get_plugins() - known:
                     self._manager.unregister(plugin)
                 self._plugins, self._registry.content = [], before
-
-    def _warn_of_disabled(self) -> None:
-        """Warn of names to disable that no plugin has: a misspelt one goes on working."""
-        names = {plugin.name for plugin in self._plugins}
-        for name in sorted(settings.disabled_plugins() - names):
-            logger.warning(
-                "%s names %r, and no plugin is called so: %sthere are %s",
-                settings.DISABLED_PLUGINS,
-                name,
-                ask_nearest(name, names),
-                listed(sorted(names)),
-            )
 
     def _load(self, entry_point: importlib.metadata.EntryPoint) -> Plugin:
         source = entry_point.dist
@@ -296,6 +285,18 @@ def list_entry_points() -> list[importlib.metadata.EntryPoint]:
 
     named = [importlib.metadata.EntryPoint(value, value, hookspecs.GROUP) for value in settings.plugins()]
     return [*sorted(importlib.metadata.entry_points(group=hookspecs.GROUP), key=order), *named]
+
+
+def list_unknown_disabled() -> list[str]:
+    """Return a text for each name to disable that no plugin has: the one that is meant goes on working."""
+    if not settings.disabled_plugins():
+        return []
+    names = {entry_point.name for entry_point in list_entry_points()}
+    return [
+        f"{settings.DISABLED_PLUGINS} names {name!r}, and no plugin is called so: {ask_nearest(name, names)}there are "
+        f"{listed(sorted(names))}"
+        for name in sorted(settings.disabled_plugins() - names)
+    ]
 
 
 @functools.cache

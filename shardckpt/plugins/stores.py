@@ -69,7 +69,13 @@ def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
 
 
 def find_options(url: str) -> dict[str, str]:
-    """Return what the file of ``SHARDCKPT_STORES`` says of the bucket of a URL; ``{}`` if nothing.
+    """Return what the file of ``SHARDCKPT_STORES`` says of the bucket of a URL; ``{}`` if nothing."""
+    scheme, _, rest = url.partition("://")
+    return read_stores().get(f"{scheme}://{rest.partition('/')[0]}", {})
+
+
+def read_stores() -> dict[str, dict[str, str]]:
+    """Return what the file of ``SHARDCKPT_STORES`` says, by bucket; ``{}`` if there is none.
 
     Raises:
         CheckpointingException: the file cannot be read, or is no object of buckets with an object of texts each.
@@ -80,7 +86,7 @@ def find_options(url: str) -> dict[str, str]:
     from pydantic import ValidationError  # slow to import, and mostly there is no such file
 
     try:
-        found = _make_parser().validate_json(Path(file).read_bytes())
+        return _make_parser().validate_json(Path(file).read_bytes())
     except OSError as exc:
         raise CheckpointingException(f"{settings.STORES}={file}: cannot read it: {exc.strerror}") from exc
     except ValidationError as exc:
@@ -89,8 +95,6 @@ def find_options(url: str) -> dict[str, str]:
         raise CheckpointingException(
             f'{settings.STORES}={file}: expected {{"s3://bucket": {{"endpoint": "https://...", ...}}, ...}}: {wrong}'
         ) from None
-    scheme, _, rest = url.partition("://")
-    return found.get(f"{scheme}://{rest.partition('/')[0]}", {})
 
 
 @functools.cache

@@ -198,3 +198,35 @@ def test_only_tables_are_sections(tmp_path: Path, capsys: pytest.CaptureFixture[
     ):
         assert main(["config", "--check", str(tmp_path / "a.json"), "--section", section]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_a_plugin_to_disable_that_is_none_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``config`` and ``strategies`` say so, with the nearest; a name of one is fine."""
+    monkeypatch.setenv("SHARDCKPT_DISABLED_PLUGINS", "obstor")
+    assert main(["config", "SHARDCKPT_DISABLED_PLUGINS"]) == 1
+    assert "names 'obstor', and no plugin is called so: did you mean obstore?" in capsys.readouterr().out
+    assert main(["strategies"]) == 0
+    assert "names 'obstor', and no plugin is called so: did you mean obstore?" in capsys.readouterr().out
+    assert main(["strategies", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["warnings"]) == 1
+    monkeypatch.setenv("SHARDCKPT_DISABLED_PLUGINS", "obstore")
+    assert main(["config", "SHARDCKPT_DISABLED_PLUGINS"]) == 0
+
+
+def test_a_file_of_stores_is_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is missing, is no table of buckets, or has an option that S3 does not is wrong; a right one is fine."""
+    monkeypatch.setenv("SHARDCKPT_STORES", str(tmp_path / "stores.json"))
+    for stores, words in (
+        (None, "cannot read it"),
+        ({"bucket": {}}, 'expected {"s3://bucket"'),
+        ({"s3://bucket": {"endpont": "http://a"}}, "did you mean endpoint?"),
+        ({"s3://bucket": {"endpoint": "http://a"}, "gs://other": {"any": "x"}}, ""),
+    ):
+        if stores is not None:
+            (tmp_path / "stores.json").write_text(json.dumps(stores))
+        assert main(["config", "SHARDCKPT_STORES"]) == (1 if words else 0)
+        assert words in " ".join(capsys.readouterr().out.split())
