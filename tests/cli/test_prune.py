@@ -183,7 +183,7 @@ def test_a_failed_step_takes_no_others_place(folder: Path, capsys: pytest.Captur
 
 
 def test_a_step_without_its_record_takes_no_others_place(folder: Path) -> None:
-    """One that ``ls`` calls damaged, since its digests are lost, stays as the newest, and beside it the newest whole."""
+    """One that ``ls`` calls damaged, since its digests are lost, stays as the newest, and the newest whole one, too."""
     (folder / "step-5" / "shardckpt.json").unlink()
     assert main(["ls", str(folder)]) == 1
     assert main(["prune", str(folder), "--keep-latest", "1"]) == 0
