@@ -22,6 +22,7 @@ from shardckpt.manager import (
     SaveAt,
     SaveEvery,
     config,
+    find_faults,
 )
 from tests.manager.training import Progress
 from tests.tables import table
@@ -82,6 +83,14 @@ def test_the_folder_of_assets_is_there_at_the_start(tmp_path: Path, options: dic
     )
     with pytest.raises(CheckpointingException, match=f"hf_assets_path: .*{words}") if words else nullcontext():
         CheckpointManager(wrong, {"progress": Progress()}).close()
+
+
+@table("value", [None, -5, float("inf"), "1 gigabyte", "a\0b", "x@y", [[1]], {"policy": "KeepBest", "metric": 3}])
+def test_no_wrong_setting_hides_another(value: object) -> None:
+    """Whatever a setting of a file is, another that is wrong is named, too."""
+    for name in CheckpointConfig.model_fields:
+        other = "interval" if name == "keep_latest_k" else "keep_latest_k"
+        assert any(fault.startswith(f"{other}=-1") for fault in find_faults({name: value, other: -1})), name
 
 
 def test_the_seed_s_name_for_the_last_save(tmp_path: Path) -> None:
