@@ -22,7 +22,9 @@ from shardckpt.manager.marks import identify_save, mark_checkpoint
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager, hookimpl
 from tests.readmes import READMES
+from tests.resources import list_threads
 from tests.tables import table
+from tests.testing.own_store import Folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -489,6 +491,7 @@ def test_the_alerts_ask_for_what_is_exported(tmp_path: Path) -> None:
     registry = prometheus_client.CollectorRegistry()
     with _registered(PrometheusListener(registry, folder=tmp_path)):
         _meet_each_alert(tmp_path)
+    _measure(registry)
     samples = [sample for metric in registry.collect() for sample in metric.samples]
     text = READMES["shardckpt/integrations/README.md"]
     rules = re.findall(r"^  - {alert: \w+, expr: '([^']*shardckpt_[^']*[<>] [\d.]+)'}$", text, re.MULTILINE)
@@ -505,9 +508,21 @@ def test_the_alerts_ask_for_what_is_exported(tmp_path: Path) -> None:
                 for sample in samples
             ), f"no sample for {name} of {rule}"
     names = {metric.name + "_total" * (metric.type == "counter") for metric in registry.collect()}
+    _wait_for_measures()
     for readme in ("shardckpt/integrations/README.md", "shardckpt/manager/README.md"):
         named = set(re.findall(r"`(shardckpt_\w+)`", READMES[readme])) - {"shardckpt_event"}
         assert named == names, readme
+
+
+def _measure(registry: Any) -> None:
+    """Have folders measured, and wait for it: the next scrape has it."""
+    list(registry.collect())
+    _wait_for_measures()
+
+
+def _wait_for_measures() -> None:
+    for thread in list_threads("shardckpt-measure"):
+        thread.join()
 
 
 def test_what_is_measured_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,7 +535,10 @@ def test_what_is_measured_of_a_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     PrometheusListener(registry, folder="runs")
 
     def measure(name: str) -> float:
-        return float(registry.get_sample_value(f"shardckpt_{name}", {"folder": str(tmp_path / "runs")}))
+        _measure(registry)
+        value = float(registry.get_sample_value(f"shardckpt_{name}", {"folder": str(tmp_path / "runs")}))
+        _wait_for_measures()
+        return value
 
     assert measure("free_bytes") > 0
     assert measure("damaged_checkpoints") == 0
@@ -533,3 +551,63 @@ def test_what_is_measured_of_a_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("shardckpt.integrations.prometheus.measure", lambda _: 1 / 0)
     assert math.isnan(measure("folder_bytes"))
     assert measure("free_bytes") > 0
+
+
+class _Gated(Folder):
+    """Answers when its gate is open, and then fails where it is told to."""
+
+    def __init__(self, url: str, plugin: _Gates) -> None:
+        super().__init__(url)
+        self._plugin = plugin
+
+    def tree(self) -> dict[str, int]:
+        self._plugin.gate.wait()
+        if self._plugin.is_down:
+            raise ConnectionError("no route to the store")
+        return super().tree()
+
+
+class _Gates:
+    """Serves gated:///PATH."""
+
+    def __init__(self) -> None:
+        self.gate, self.is_down = threading.Event(), False
+
+    @hookimpl
+    def shardckpt_filesystem(self, url: str) -> _Gated | None:
+        return _Gated(url.rstrip("/"), self) if url.startswith("gated://") else None
+
+
+def test_no_scrape_waits_for_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A scrape gives what was measured last, NaN before and after a failure; an outage is one warning, its end one."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    monkeypatch.setenv("SHARDCKPT_REMOTE_ATTEMPTS", "3")
+    monkeypatch.setattr("shardckpt.storage.remote._FIRST_DELAY", 0)
+    registry, store = prometheus_client.CollectorRegistry(), _Gates()
+    (tmp_path / "file").write_bytes(b"12345")
+    url = f"gated://{tmp_path}"
+
+    def scrape() -> float:
+        return float(registry.get_sample_value("shardckpt_folder_bytes", {"folder": url}))
+
+    with _registered(store):
+        PrometheusListener(registry, folder=url)
+        try:
+            assert [math.isnan(scrape()) for _ in range(2)] == [True, True]
+            assert len(list_threads("shardckpt-measure")) == 1
+        finally:
+            store.gate.set()
+            _wait_for_measures()
+        found = []
+        for store.is_down in (False, True, True, False, False):
+            found.append(scrape())
+            _wait_for_measures()
+    assert [str(each) for each in found] == ["5.0", "5.0", "nan", "nan", "5.0"]
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(lines) == 2, lines
+    assert re.search(r"cannot be measured, and are NaN until they can: .*no route to the store", lines[0])
+    assert lines[1].endswith(f"of {url} are measured again")
