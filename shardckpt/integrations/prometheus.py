@@ -128,6 +128,7 @@ class PrometheusListener:
     - ``shardckpt_phase_seconds{operation, phase, result}``, a histogram: writing, the commit and others.
     - ``shardckpt_bytes_total{operation}``: bytes that this rank has written, or loaded, by operations that have ended.
     - ``shardckpt_last_success_timestamp_seconds{operation}``: when one last ended well; for an alert on its age.
+    - ``shardckpt_start_timestamp_seconds``: when this listener was made; for an alert on a job that has never saved.
     - ``shardckpt_failures_total{operation}``: operations that failed, before they began, too, as a manager's save that
       cannot list its folder, and a manager's load of a damaged step that it did without; 0 of saves and loads from
       the start, so that ``increase`` sees the first.
@@ -181,6 +182,9 @@ class PrometheusListener:
             ("operation",),
             registry=registry,
         )
+        Gauge(
+            "shardckpt_start_timestamp_seconds", "When this rank began to count operations", registry=registry
+        ).set_to_current_time()
         self._failures = Counter(
             "shardckpt_failures", "Operations on checkpoints that failed", ("operation",), registry=registry
         )

@@ -520,6 +520,19 @@ def _measure(registry: Any) -> None:
     _wait_for_measures()
 
 
+def test_a_job_that_never_saves_meets_its_alert() -> None:
+    """The rule about the age of the last save has a sample before the first save: when the listener began."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    registry = prometheus_client.CollectorRegistry()
+    PrometheusListener(registry)
+    rule = re.search(r"alert: NoSaveFor2Hours, expr: '(.*)'}", READMES["shardckpt/integrations/README.md"])
+    assert rule
+    found = [registry.get_sample_value(name) for name in re.findall(r"shardckpt_\w+", rule[1])]
+    assert [each for each in found if each is not None and each > 1e9]
+
+
 def _wait_for_measures() -> None:
     for thread in list_threads("shardckpt-measure"):
         thread.join()
