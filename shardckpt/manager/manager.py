@@ -579,4 +579,6 @@ class CheckpointManager:
                     f"Once step {step} is complete, the retention policies will no longer keep {listed(found)}: remove "
                     "these yourself if you can do without them before."
                 )
-            raise NotEnoughSpaceError(f"{error} {advice}") from error
+            advised = NotEnoughSpaceError(f"{error} {advice}")
+            advised.phase = error.phase
+            raise advised from error

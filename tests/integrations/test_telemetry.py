@@ -322,6 +322,33 @@ def _fail_to_list(path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> N
         getattr(manager, method)(1)
 
 
+def _fail_for_space(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save a second step, for which the retention has something to free, to a disk that is full by then."""
+    config = CheckpointConfig(folder=str(path), interval=1, keep_latest_k=1)
+    with CheckpointManager(config, {"model": torch.nn.Linear(2, 2)}) as manager:
+        manager.save(1)
+        monkeypatch.setattr("shardckpt.engine.committers.find_free_bytes", lambda _: 0)
+        manager.save(2)
+
+
+def _fail_to_read(path: Path, _: pytest.MonkeyPatch) -> None:
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}, path)
+    _flip(path)
+    dc.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(1000))}, path)
+
+
+def _cut(step: Path) -> None:
+    (file,) = step.glob("__0_0.distcp")
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _flip(step: Path) -> None:
+    (file,) = step.glob("__0_0.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 def _fail_to_begin(path: Path, **settings: Any) -> None:
     """Make a manager whose folder would be below a file."""
     (path / "file").touch()
@@ -341,6 +368,8 @@ def _fail_to_begin(path: Path, **settings: Any) -> None:
         ("save", lambda path, _: dc.save({"a": 1}, path / "c", "nothing"), "preparing the state dict"),
         ("load", lambda path, _: dc.load({"a": 1}, path / "c"), "reading the manifest"),
         ("save", lambda path, _: [dc.save({"a": 1}, path / "c") for _ in "ab"], "staging"),
+        ("save", _fail_for_space, "forecasting the space"),
+        ("load", _fail_to_read, "reading shards"),
     ],
 )
 def test_each_failure_is_one_event_one_count_and_one_line(
@@ -364,6 +393,7 @@ def test_each_failure_is_one_event_one_count_and_one_line(
     assert _count_failures(operation, registry) == 1
     failed = events.failures[""]
     assert (failed.operation, failed.failed_phase) == (operation, phase)
+    assert set(events.failures) - {""} <= {phase}
     assert failed.error_type == type(caught.value).__name__
     labels = {"operation": operation, "phase": phase, "error": failed.error_type}
     assert registry.get_sample_value("shardckpt_last_failure_timestamp_seconds", labels) > 1e9
@@ -426,18 +456,6 @@ def test_a_background_save_that_fails_is_one_event_and_one_line(
         manager.close()
     assert _count_failures("save", registry) == 2
     assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 2
-
-
-def _cut(step: Path) -> None:
-    (file,) = step.glob("__0_0.distcp")
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def _flip(step: Path) -> None:
-    (file,) = step.glob("__0_0.distcp")
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
 
 
 def _mark(step: Path) -> None:
