@@ -132,6 +132,7 @@ class PrometheusListener:
     - ``shardckpt_failures_total{operation}``: operations that failed, before they began, too, as a manager's save that
       cannot list its folder, and a manager's load of a damaged step that it did without; 0 of saves and loads from
       the start, so that ``increase`` sees the first.
+    - ``shardckpt_skipped_saves_total``: steps that ``on_busy="skip"`` left out, since a save was under way.
     - ``shardckpt_last_failure_timestamp_seconds{operation, phase, error}``: when one last failed, in which phase
       (``""`` for none), and with which class of error, ``StorageError``.
     - ``shardckpt_in_flight{operation}``: operations that have begun and not ended, saves in the background among them.
@@ -188,6 +189,9 @@ class PrometheusListener:
         self._failures = Counter(
             "shardckpt_failures", "Operations on checkpoints that failed", ("operation",), registry=registry
         )
+        self._skipped = Counter(
+            "shardckpt_skipped_saves", "Steps that were due, and left out while another was saved", registry=registry
+        )
         for operation in ("save", "load"):
             self._failures.labels(operation)
         self._failure = Gauge(
@@ -233,6 +237,9 @@ class PrometheusListener:
             self._open.setdefault(event.operation, set()).add(event.number)
             self._show_in_flight(event.operation)
         if event.state not in ("end", "failure"):
+            return
+        if event.phase == "skipping the step":
+            self._skipped.inc()
             return
         if event.phase == "writing" and event.nbytes and event.seconds:
             self._rate.labels(event.operation).set(event.nbytes / event.seconds)

@@ -127,6 +127,18 @@ def test_opentelemetry_has_spans_of_operations_and_phases(tmp_path: Path) -> Non
     meters.shutdown()
 
 
+class _Holds:
+    """Lets a save go on writing until it is told to end."""
+
+    def __init__(self, may_end: threading.Event) -> None:
+        self._may_end = may_end
+
+    @hookimpl
+    def shardckpt_event(self, event: Event) -> None:
+        if (event.phase, event.state) == ("writing", "end"):
+            self._may_end.wait()
+
+
 class _Events:
     """Notes the ends and failures of phases and operations."""
 
@@ -536,6 +548,27 @@ def _measure(registry: Any) -> None:
     """Have folders measured, and wait for it: the next scrape has it."""
     list(registry.collect())
     _wait_for_measures()
+
+
+def test_prometheus_counts_skipped_saves(tmp_path: Path) -> None:
+    """A step that a busy manager leaves out counts, and is no operation that ended, nor one in flight."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    registry, written = prometheus_client.CollectorRegistry(), threading.Event()
+    config = CheckpointConfig(folder=str(tmp_path), interval=1, async_mode="async", on_busy="skip")
+    with (
+        _registered(PrometheusListener(registry)),
+        _registered(_Holds(written)),
+        CheckpointManager(config, {"model": torch.nn.Linear(2, 2)}) as manager,
+    ):
+        try:
+            assert [manager.save(step) for step in (1, 2, 3)] == [True, False, False]
+        finally:
+            written.set()
+    assert registry.get_sample_value("shardckpt_skipped_saves_total") == 2
+    assert registry.get_sample_value("shardckpt_operation_seconds_count", {"operation": "save", "result": "end"}) == 1
+    assert registry.get_sample_value("shardckpt_in_flight", {"operation": "save"}) == 0
 
 
 def test_a_job_that_never_saves_meets_its_alert() -> None:
