@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from typing import TYPE_CHECKING, TypeVar
 
 from shardckpt.cli.interrupted import find_target
 from shardckpt.cli.output import say_error, show_json
-from shardckpt.errors import CheckpointingException, StorageError, UnsafePickleError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError, UnsafePickleError
 
 if TYPE_CHECKING:
     import argparse
@@ -78,7 +80,8 @@ def _indent(text: str) -> str:
 def _describe_error(error: Exception, options: argparse.Namespace) -> str:
     """Return an error's text; of one that was not made for users, with its class, and how to see more."""
     if isinstance(error, CheckpointingException):
-        return f"{error}{name_plugin(error)}{_advise_of_globals(error, options)}"
+        advice = _advise_of_globals(error, options) or _advise_of_damage(error, options)
+        return f"{error}{name_plugin(error)}{advice}"
     return f"{type(error).__name__}: {error}{name_plugin(error)}; shardckpt --traceback shows the whole traceback"
 
 
@@ -94,7 +97,7 @@ def _advise_of_globals(error: CheckpointingException, options: argparse.Namespac
         return ""
     given = [*map(repr, values)]
     if call == _OPENING[1] and os.path.isfile(getattr(options, options.reads[0])):  # noqa: PTH113 - or a URL
-        (module, call, _), given = _CALLS["convert"], [*given, "'NEW'"]
+        (module, call, _), given = _CALLS["convert"], [*given, "'NEW'", "'torch_dist'"]
     parts = [name.rpartition(".") for name in error.refused]
     lines = [f"from {module} import {call}", *(f"from {home} import {name}" for home, _, name in parts)]
     lines.append(f"{call}({', '.join(given)}, allow_globals=[{', '.join(name for *_, name in parts)}])")
@@ -106,6 +109,14 @@ def _advise_of_globals(error: CheckpointingException, options: argparse.Namespac
         )
     begin = f"\nThe command imports no classes.{without} In Python, with its other options as arguments:"
     return "\n".join([begin, *lines])
+
+
+def _advise_of_damage(error: CheckpointingException, options: argparse.Namespace) -> str:
+    """Return how the rest is written where the bytes of one tensor are damaged; ``""`` for other errors."""
+    if options.verb not in ("convert", "merge") or not isinstance(error, CorruptCheckpointError):
+        return ""
+    named = re.search(r"tensor '([^']+)'", str(error))
+    return f"\n--leave-out {shlex.quote(named[1])} writes the rest" if named else ""
 
 
 def name_plugin(error: Exception) -> str:

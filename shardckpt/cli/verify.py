@@ -34,7 +34,7 @@ from shardckpt.cli.exit_codes import FAILED
 from shardckpt.cli.failure import name_siblings, print_error
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import fit_table
-from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, escape_text, listed
+from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, StorageError, escape_text, listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -97,6 +97,8 @@ class Answer:
     error: CheckpointingException | None = None
     #: Why the verdict is not kept beside it, though that was asked for; ``""`` if it is.
     unmarked: str = ""
+    #: Whether that is since it could not be written: as on a full disk.
+    is_unwritten: bool = False
 
 
 def run(options: Any) -> Output:
@@ -141,7 +143,7 @@ def run(options: Any) -> Output:
             ),
         ],
         lambda: [*_describe(answers), *_describe_skipped(passed)],
-        max(answer.exit_code for answer in answers),
+        max(FAILED if answer.is_unwritten else answer.exit_code for answer in answers),
     )
 
 
@@ -161,7 +163,7 @@ def check(path: str, *, mark: bool = False, require_digests: bool = False, repai
     from shardckpt.manager import NotMarkedError, identify_save, mark_checkpoint
 
     try:
-        save, unmarked = None, ""
+        save, unmarked, is_unwritten = None, "", False
         if mark:
             try:
                 save = identify_save(path)
@@ -173,17 +175,20 @@ def check(path: str, *, mark: bool = False, require_digests: bool = False, repai
         if save is not None and found != NO_ANSWER:
             own = [file for file in files if not file.foreign]
             bad = [file for file in own if file.fault]
-            mark_checkpoint(
-                path,
-                save,
-                "verified" if found == INTACT else "failed",
-                checked="digests" if has_digests(files) else "structure",
-                files=len(own),
-                faults=[file.fault if file.name in file.fault else f"{file.name}: {file.fault}" for file in bad],
-            )
+            try:
+                mark_checkpoint(
+                    path,
+                    save,
+                    "verified" if found == INTACT else "failed",
+                    checked="digests" if has_digests(files) else "structure",
+                    files=len(own),
+                    faults=[file.fault if file.name in file.fault else f"{file.name}: {file.fault}" for file in bad],
+                )
+            except StorageError as exc:  # what was found of the bytes is true all the same
+                unmarked, is_unwritten = str(exc), True
     except CheckpointingException as exc:
         return judge_error(exc, path)
-    return Answer(path, files, code, unmarked=unmarked)
+    return Answer(path, files, code, unmarked=unmarked, is_unwritten=is_unwritten)
 
 
 def judge_error(error: CheckpointingException, path: str) -> Answer:

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     )
     from shardckpt.engine.operation import Operation, report_busy, report_failure, report_skipped
     from shardckpt.engine.optimizer_keys import is_optimizer_key, is_parameter_key
-    from shardckpt.engine.patterns import check_patterns, matches_any
+    from shardckpt.engine.patterns import check_patterns, is_below, matches_any
     from shardckpt.engine.plan_cache import CachedPlan, PlanCache, saved_plans
     from shardckpt.engine.progress import Progress, wants_progress
     from shardckpt.engine.pruning import (
@@ -172,7 +172,7 @@ __getattr__ = lazy_getattr(
             "refuse_overlap",
         ),
         "operation": ("Operation", "report_busy", "report_failure", "report_skipped"),
-        "patterns": ("check_patterns", "matches_any"),
+        "patterns": ("check_patterns", "is_below", "matches_any"),
         "plan_cache": (
             "CachedPlan",
             "PlanCache",
@@ -272,6 +272,7 @@ __all__ = [
     "format_bytes",
     "format_count",
     "format_seconds",
+    "is_below",
     "is_damage",
     "is_optimizer_key",
     "is_parameter_key",

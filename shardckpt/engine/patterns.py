@@ -16,6 +16,11 @@ def matches_any(name: str, patterns: Collection[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def is_below(key: str, names: Collection[str]) -> bool:
+    """Return whether a key is one of some names, or a path in one."""
+    return key in names or any(key.startswith(f"{name}.") for name in names)
+
+
 def check_patterns(argument: str, patterns: Collection[str], names: Collection[str]) -> None:
     """Raise CheckpointingException if a pattern of an argument matches none of the names."""
     for pattern in patterns:

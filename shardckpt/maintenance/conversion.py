@@ -23,6 +23,7 @@ from shardckpt.engine import (
     TensorSums,
     commit_files,
     find_incomplete_files,
+    is_below,
     refuse_objects,
 )
 from shardckpt.errors import (
@@ -120,11 +121,6 @@ class _Written(NamedTuple):
     plain_objects: Collection[str]
     rewritten: dict[str, str]
     unmatched: Sequence[str]
-
-
-def _is_below(key: str, names: Collection[str]) -> bool:
-    """Return whether a key is one of some names, or a path in one."""
-    return key in names or any(key.startswith(f"{name}.") for name in names)
 
 
 def _count_bytes(index: Sequence[ShardedBase]) -> int:
@@ -276,9 +272,13 @@ class Conversion:
         objects, common = self._read_values(stored)
         # the names of values are no tensors'
         others = {*map(plain_name, index), *stored.common()}
-        kept_out = self.options.leave_out - others
-        kept_out |= {shard.key for shard in index if isinstance(shard, ShardedTensor)} & self.options.leave_out
-        options = self.options._replace(leave_out=frozenset(kept_out))
+        keys = [shard.key for shard in index if isinstance(shard, ShardedTensor)]
+        left = {key for key in keys if is_below(key, self.options.leave_out)}
+        # a name that nothing has is an error of the plan
+        unknown = {
+            name for name in self.options.leave_out - others - left if not any(is_below(key, {name}) for key in left)
+        }
+        options = self.options._replace(leave_out=frozenset(left | unknown))
         found = plan_tensors([s for s in index if isinstance(s, ShardedTensor)], options, others)
         planned, unmatched = found.tensors, found.unmatched
         tensors = list(planned.values())
@@ -313,7 +313,7 @@ class Conversion:
         values = stored.values([*described])
         objects = [replace(shard, data=value) for shard, value in zip(described, values, strict=True)]
         leave_out = self.options.leave_out
-        objects = [shard for shard in objects if plain_name(shard) not in leave_out]
+        objects = [shard for shard in objects if not is_below(plain_name(shard), leave_out)]
         common = {key: value for key, value in stored.common().items() if key not in leave_out}
         if self._is_changed or stored.names:
             common = forget_structure(common)
@@ -321,7 +321,7 @@ class Conversion:
             if isinstance(stored.strategy, ReadsPlainObjects):
                 with stored.operation.local_phase("reading plain objects"):
                     plain = stored.strategy.read_plain_objects(stored.context)
-                objects += [shard for shard in plain if not _is_below(shard.key, leave_out)]
+                objects += [shard for shard in plain if not is_below(shard.key, leave_out)]
             if self.kind == DCP:
                 objects += self._describe_common(stored, objects, common)
         return objects, common

@@ -110,8 +110,9 @@ def convert_checkpoint(
             For ``"hf"`` the default is that of :func:`shardckpt.huggingface.export_to_huggingface`.
         strict: Whether tensors that match no rule of the mapping are an error, before anything is written.
         cut_vocabulary: As for :func:`shardckpt.huggingface.export_to_huggingface`.
-        leave_out: Names of tensors in the target that are not written, of objects, and of entries of the common state.
-            These may have values of any class: none of those that are not allowed is imported.
+        leave_out: Names of tensors in the target that are not written, of objects, and of entries of the common state;
+            but for ``"hf"``, a name stands for what is below it, too: ``optimizer`` for ``optimizer.state.w``. These
+            may have values of any class: none of those that are not allowed is imported.
         assets: For ``"hf"``: a folder of the model's other files, which are copied; by default ``old``, if it is a
             Hugging Face folder whose names do not change, and ``new`` has no ``config.json`` of its own.
         max_shard_size: For ``"hf"``: bytes of tensors in a file.

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from shardckpt.engine import OpenCheckpoint, Operation, TensorBox, is_optimizer_key, make_memory, read_boxes
+from shardckpt.engine import (
+    OpenCheckpoint,
+    Operation,
+    TensorBox,
+    is_below,
+    is_optimizer_key,
+    make_memory,
+    read_boxes,
+)
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMismatchError, listed, name_known
 from shardckpt.huggingface import forget_structure, plain_name
 from shardckpt.maintenance.combine import Angle, Combination, combine, make_average
@@ -165,11 +173,11 @@ class MergedLoadStrategy(LoadStrategy):
         ]
 
     def _is_left_out(self, name: str) -> bool:
-        return name in self.rules.leave_out or (self.rules.optimizer == "drop" and is_optimizer_key(name))
+        return is_below(name, self.rules.leave_out) or (self.rules.optimizer == "drop" and is_optimizer_key(name))
 
     def _check_names(self, names: set[str]) -> None:
         """Raise unless all that is to be left out is there."""
-        absent = self.rules.leave_out - names
+        absent = {each for each in self.rules.leave_out if not any(is_below(name, {each}) for name in names)}
         if absent and (absent := absent - self.base.common().keys()):
             raise KeyMismatchError(
                 f"leave_out: no source has a tensor, object or entry named {listed([*map(repr, sorted(absent))])} "

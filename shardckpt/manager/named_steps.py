@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from shardckpt.commit import NAME_MAX
@@ -117,10 +118,11 @@ def _find_best(folder: str, sound: list[CheckpointSummary]) -> CheckpointSummary
     metrics = {number: each.metrics for number, each in enumerate(sound)}  # in ascending order of their steps
     best = choose_best(metrics, {number: each.ranking for number, each in enumerate(sound)})
     if best is None:
-        names = {name for each in sound for name in each.metrics}
+        names = Counter(name for each in sound for name in each.metrics)
+        first = max(names, key=names.__getitem__, default="NAME")  # as ls chooses the one that it shows
         advice = (
             "CheckpointConfig(best_metric=...) of the manager that saves them does. `shardckpt ls "
-            f"{folder} --metric {min(names, default='NAME')}` shows the best by one: name that step in place of best "
+            f"{folder} --metric {first}` (or {first}:max) shows the best by one: name that step in place of best "
             f"{name_known('', names, 'metrics')}"
         )
         raise CheckpointingException(

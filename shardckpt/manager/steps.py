@@ -72,6 +72,8 @@ class StepCheckpoint:
         refusal: Why no installed strategy can read a complete checkpoint; None if one can.
         changed_at: When its last file was written, in seconds since 1970; None if it is not complete, or on a store.
         mark: The verdict of a verification of this save; None if there is none.
+        has_lost_record: Whether its files say that it had a ``shardckpt.json``, which is gone: a load takes it, without
+            digests, and it takes no whole step's place.
     """
 
     step: int
@@ -80,6 +82,7 @@ class StepCheckpoint:
     refusal: CannotLoadError | None = None
     changed_at: float | None = None
     mark: Mark | None = None
+    has_lost_record: bool = False
 
     @property
     def is_loadable(self) -> bool:
@@ -137,7 +140,7 @@ class StepCheckpoint:
         return Metrics(
             read_metrics(self.content),
             self.changed_at if saved_at is None else saved_at,
-            "candidate" if self.mark is None else self.mark.verdict,
+            "failed" if self.has_lost_record else "candidate" if self.mark is None else self.mark.verdict,
         )
 
 
@@ -248,16 +251,17 @@ class StepFolder:
         """
         directory = self.path(step)
         manifest: Manifest | None = None
+        has_lost_record = False
 
         def check() -> Manifest:
-            nonlocal manifest
+            nonlocal manifest, has_lost_record
             manifest = None  # forget that of an earlier attempt: the checkpoint was replaced since
             place, manifest = hold_checkpoint(directory, self.plugins)
             with detect_replacement(place):
                 _check_files(place, manifest)
             strategy = choose_reader(directory, manifest, self.plugins)
             if manifest.record is None:
-                _check_indexed_files(place, manifest, strategy)
+                has_lost_record = _check_indexed_files(place, manifest, strategy)
             return manifest
 
         try:
@@ -275,7 +279,8 @@ class StepFolder:
         name = self.names.name(step)
         has_mark = marks is None or name_mark(name) in marks
         mark = find_mark(self.find(MARKS_NAME), name, found.record) if has_mark else None
-        return StepCheckpoint(step, manifest, changed_at=_find_time(directory), mark=mark)
+        changed_at = _find_time(directory)
+        return StepCheckpoint(step, manifest, changed_at=changed_at, mark=mark, has_lost_record=has_lost_record)
 
     def committed(self) -> list[StepCheckpoint]:
         """Return the checkpoints that can be loaded, in ascending order of steps."""
@@ -294,19 +299,22 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
         raise CorruptCheckpointError(f"{directory}: of {total}: {listed(faults, '; ', limit=6)}")
 
 
-def _check_indexed_files(directory: Path, manifest: Manifest, strategy: LoadStrategy) -> None:
+def _check_indexed_files(directory: Path, manifest: Manifest, strategy: LoadStrategy) -> bool:
     """Raise unless every file that the index names exists and is long enough for what it has there.
 
-    A lost record of ours is no fault here: what the index names can be loaded without it.
+    Returns:
+        Whether a record of ours is lost, which is no fault: what the index names can be loaded without it.
     """
     try:
         with CheckpointReader(directory, manifest, verify=False) as reader:
-            bad = [file for file in find_incomplete_files(strategy, reader) if file.name != RECORD_NAME]
+            bad = {file.name: file.fault for file in find_incomplete_files(strategy, reader)}
     except UnsafePickleError:  # no damage, which would be skipped: who loads it gets this error
-        return
-    faults = [f"{file.name} {file.fault}" for file in bad]
-    if faults:
+        return False
+    has_lost_record = bad.pop(RECORD_NAME, None) is not None
+    if bad:
+        faults = [f"{name} {fault}" for name, fault in bad.items()]
         raise CorruptCheckpointError(f"{directory}: {listed(faults, '; ', limit=6)}")
+    return has_lost_record
 
 
 def _file_fault(directory: Path, name: str, size: int | None) -> str:

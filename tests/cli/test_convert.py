@@ -90,6 +90,23 @@ def test_what_only_other_libraries_look_for_does_not_read_as_lost(
     assert said == ["not written: step", "not written: 1 object for readers of other libraries alone"]
 
 
+@table("verb", ["convert", "merge"])
+def test_a_name_that_is_left_out_stands_for_what_is_below_it(
+    tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--leave-out optimizer`` leaves no tensor of the optimizer behind, and none of another name out."""
+    state = {"optimizer": {"state": {0: {"step": torch.ones(())}}, "lr": 0.1}, "optimizers": torch.ones(2), "step": 3}
+    torch.save(state, tmp_path / "old.pt")
+    sources = [str(tmp_path / "old.pt")] * (1 + (verb == "merge"))
+    new = str(tmp_path / "new")
+    assert main([verb, *sources, new, "--to", "torch_dist", "--leave-out", "optimizer"]) == 0
+    with dc.open_checkpoint(new) as found:
+        assert list(found) == ["optimizers"]
+        assert set(found.common) - {"content_metadata"} == {"step"}
+    assert main([verb, *sources, f"{new}-2", "--to", "torch_dist", "--leave-out", "optim"]) == 2
+    assert "'optim'" in capsys.readouterr().err
+
+
 def test_a_folder_of_the_hub_keeps_its_other_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,7 +163,9 @@ def test_a_damaged_checkpoint_of_the_same_format_is_rescued(
     said = capsys.readouterr().err
     assert f"if `shardckpt verify {old}` finds it damaged, --leave-out NAME" in said
     assert main(["convert", old, new, "--leave-out", "c"]) == 2
-    assert "tensor 'b'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "tensor 'b'" in said
+    assert "--leave-out b writes the rest" in said
     assert main(["convert", old, new, "--leave-out", "b"]) == 0
     (tmp_path / "new" / ".metadata").unlink()
     assert main(["convert", new, f"{new}er"]) == 0
@@ -174,7 +193,7 @@ def test_a_refused_pickle_is_read_as_the_command_advises(tmp_path: Path, capsys:
     for call, expected in (
         (["convert", str(source), str(target), "--to", "ep"], f"convert_checkpoint('{source}', '{target}', 'ep', "),
         (["diff", str(source), str(source)], f"diff_checkpoints('{source}', '{source}', "),
-        (["inspect", str(source)], f"convert_checkpoint('{source}', 'NEW', "),
+        (["inspect", str(source)], f"convert_checkpoint('{source}', 'NEW', 'torch_dist', "),
     ):
         assert main(call) == 2
         lines = [line.strip() for line in capsys.readouterr().err.splitlines()]

@@ -182,6 +182,14 @@ def test_a_failed_step_takes_no_others_place(folder: Path, capsys: pytest.Captur
     assert _steps(folder) == [4, 5]
 
 
+def test_a_step_without_its_record_takes_no_others_place(folder: Path) -> None:
+    """One that ``ls`` calls damaged, since its digests are lost, stays as the newest, and the newest whole one, too."""
+    (folder / "step-5" / "shardckpt.json").unlink()
+    assert main(["ls", str(folder)]) == 1
+    assert main(["prune", str(folder), "--keep-latest", "1"]) == 0
+    assert _steps(folder) == [4, 5]
+
+
 def test_prune_says_where_the_words_lead_then(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``best`` of another step is said in the row of the step that goes, in a dry run and with --json, too."""
     for step, loss in ((1, 0.1), (2, 0.5), (3, 0.4)):

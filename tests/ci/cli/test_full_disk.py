@@ -95,3 +95,15 @@ def test_a_full_disk_is_freed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert main(["prune", str(disk), "--keep-latest", "1"]) == 0
         assert sorted(path.name for path in disk.iterdir()) == ["filler", "step-3"]
     assert "no space" not in capsys.readouterr().err.lower()
+
+
+def test_a_verdict_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was found of the bytes is in the answer all the same; the exit code says that it was not kept."""
+    with small_disk(tmp_path / "disk", "2m") as disk:
+        step = _save(disk / "step-1", MIB // 4)
+        with pytest.raises(OSError, match="No space"), (disk / "filler").open("wb") as filler:
+            filler.write(bytes(4 * MIB))
+        assert main(["verify", str(step), "--mark"]) == 2
+    said = capsys.readouterr().out
+    assert "intact" in said
+    assert "not marked: cannot " in said
