@@ -121,7 +121,6 @@ def _advise_of_damage(error: CheckpointingException, options: argparse.Namespace
 
 def name_plugin(error: Exception) -> str:
     """Return whose code raised an error, in brackets, or ``""``."""
-    from shardckpt.plugins import describe_origin, get_plugin_manager
+    from shardckpt.plugins import bracket_origin, get_plugin_manager
 
-    origin = describe_origin(error, get_plugin_manager())
-    return f" ({origin})" if origin else ""
+    return bracket_origin(error, get_plugin_manager())

@@ -170,7 +170,7 @@ class OpenCheckpoint:
         # nothing is filled if a rank has failed so far: the caller's tensors stay as they are
         if not is_synced:
             self.context.comm.sync_errors()
-        with self.operation.local_phase("loading shards"):
+        with self.operation.local_phase("reading shards"):
             values = self.strategy.load(wanted, self.context)
             # all of them before the first is copied
             values = check_values(self.strategy, wanted, values, self.operation.plugins, self._find_dtypes)

@@ -233,6 +233,13 @@ def report_skipped(directory: object, why: str) -> None:
     _report_unbegun("load", mask_password(str(directory)), 0, error, 0.0)
 
 
+def report_busy(directory: object, rank: int) -> None:
+    """Report a step that is not saved because the save before it has not ended: a phase of no operation."""
+    start = Event("save", "skipping the step", "start", mask_password(str(directory)), rank, number=next(_numbers))
+    for event in (start, replace(start, state="end")):
+        get_plugin_manager().report(event)
+
+
 def log_failure(kind: str, directory: object, rank: int, error: BaseException, started: float) -> None:
     """Log a failure on the main rank, unless that was done: an error passes through several calls."""
     if not _has_mark(error, "is_logged"):

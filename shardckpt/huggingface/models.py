@@ -20,7 +20,7 @@ from shardckpt.huggingface.megatron import (
     list_shared_expert_rules,
 )
 from shardckpt.huggingface.rules import Rule, RuleMapping
-from shardckpt.plugins import Identity, KeyMapping, UsesConfig, get_plugin_manager
+from shardckpt.plugins import Identity, KeyMapping, UsesConfig, bracket_origin, get_plugin_manager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -194,17 +194,19 @@ def _find(mapping: str | KeyMapping | None) -> KeyMapping:
     in_file = find_file_mapping(mapping)
     if in_file is not None:
         return in_file
+    plugins = get_plugin_manager()
     try:
-        found = get_plugin_manager().hook.shardckpt_key_mapping(model_type=mapping)
+        found = plugins.hook.shardckpt_key_mapping(model_type=mapping)
     except Exception as exc:
-        raise PluginError(f"a plugin's shardckpt_key_mapping failed: {type(exc).__name__}: {exc}") from exc
+        origin = bracket_origin(exc, plugins)
+        raise PluginError(f"a plugin's shardckpt_key_mapping failed: {type(exc).__name__}: {exc}{origin}") from exc
     found = _BUILT_IN.get(mapping) if found is None else found
     if found is None:
         raise CheckpointingException(
             f"no mapping for models of type {mapping!r} {name_known(mapping, _BUILT_IN, 'built in', len(_BUILT_IN))}; "
             "plugins add others by shardckpt_key_mapping; a file of rules is FILE.json or FILE.py:MAPPING; None keeps "
             "the names"
-            f"{get_plugin_manager().faults_text()}"
+            f"{plugins.faults_text()}"
         )
     return _validate(found, f"the mapping of {mapping!r}")
 

@@ -17,20 +17,22 @@ from __future__ import annotations
 import logging
 import math
 import shutil
+import threading
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
 
 from shardckpt.engine import locate, measure
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import list_checkpoints
 from shardckpt.plugins import get_plugin_manager, hookimpl
-from shardckpt.storage import find_url, has_local_files
+from shardckpt.storage import find_url, has_local_files, quiet_attempts
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Iterator
     from pathlib import Path
 
     from prometheus_client import CollectorRegistry
@@ -43,12 +45,12 @@ logger = logging.getLogger(__name__)
 _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 
 
-def _measure(name: str, place: Path, function: Callable[[], float]) -> float:
-    """Return a measure of a folder; NaN where it cannot be taken: an error here would cost the whole scrape."""
+def _find_free(place: Path) -> float:
+    """Return the bytes that a folder's file system has free; NaN on an error, which would cost the whole scrape."""
     try:
-        return function()
-    except Exception as exc:  # noqa: BLE001 - of any store
-        logger.warning("shardckpt_%s of %s cannot be measured: %s: %s", name, place, type(exc).__name__, exc)
+        return shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists())).free
+    except OSError as exc:
+        logger.warning("shardckpt_free_bytes of %s cannot be measured: %s: %s", place, type(exc).__name__, exc)
         return math.nan
 
 
@@ -59,6 +61,66 @@ def _count_damaged(place: Path) -> int:
     return sum(each.state == "damaged" or each.has_failed for each in list_checkpoints(find_url(place)))
 
 
+class _FolderCollector:
+    """What is measured by listing a folder: each scrape gives what was measured last, and has it measured anew.
+
+    A store that does not answer keeps no scrape waiting: Prometheus would give up, and have no metric of this rank.
+
+    Args:
+        place: The folder.
+    """
+
+    _TEXTS: ClassVar = {
+        "shardckpt_folder_bytes": "Bytes in a folder of checkpoints",
+        "shardckpt_damaged_checkpoints": (
+            "Checkpoints in a folder that are damaged, or that a verification has marked as failed"
+        ),
+    }
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._values = (math.nan, math.nan)
+        self._is_failing = False
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        """Return the metrics without values: to register them takes no measurement."""
+        return [GaugeMetricFamily(name, text, labels=["folder"]) for name, text in self._TEXTS.items()]
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Return the metrics as they were measured last."""
+        values = self._values
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                # no daemon: it may be in torch when the program ends, which then waits for it
+                self._thread = threading.Thread(target=self._measure, name="shardckpt-measure", daemon=False)
+                self._thread.start()
+        for family, value in zip(self.describe(), values, strict=True):
+            family.add_metric([str(self._place)], value)
+            yield family
+
+    def _measure(self) -> None:
+        try:
+            with quiet_attempts():
+                self._values = (measure(self._place), _count_damaged(self._place))
+        except Exception as exc:  # noqa: BLE001 - of any store
+            self._values = (math.nan, math.nan)
+            if not self._is_failing:
+                logger.warning(
+                    "%s of %s cannot be measured, and are NaN until they can: %s: %s",
+                    " and ".join(self._TEXTS),
+                    self._place,
+                    type(exc).__name__,
+                    exc,
+                )
+            self._is_failing = True
+            return
+        if self._is_failing:
+            logger.warning("%s of %s are measured again", " and ".join(self._TEXTS), self._place)
+        self._is_failing = False
+
+
 class PrometheusListener:
     """Fills these metrics; ``operation`` is ``save``, ``load`` or another that :class:`shardckpt.Event` names.
 
@@ -66,19 +128,21 @@ class PrometheusListener:
     - ``shardckpt_phase_seconds{operation, phase, result}``, a histogram: writing, the commit and others.
     - ``shardckpt_bytes_total{operation}``: bytes that this rank has written, or loaded, by operations that have ended.
     - ``shardckpt_last_success_timestamp_seconds{operation}``: when one last ended well; for an alert on its age.
+    - ``shardckpt_start_timestamp_seconds``: when this listener was made; for an alert on a job that has never saved.
     - ``shardckpt_failures_total{operation}``: operations that failed, before they began, too, as a manager's save that
       cannot list its folder, and a manager's load of a damaged step that it did without; 0 of saves and loads from
       the start, so that ``increase`` sees the first.
+    - ``shardckpt_skipped_saves_total``: steps that ``on_busy="skip"`` left out, since a save was under way.
     - ``shardckpt_last_failure_timestamp_seconds{operation, phase, error}``: when one last failed, in which phase
       (``""`` for none), and with which class of error, ``StorageError``.
     - ``shardckpt_in_flight{operation}``: operations that have begun and not ended, saves in the background among them.
     - ``shardckpt_blocked_seconds{operation}``, a histogram: what the training waited for each.
     - ``shardckpt_written_bytes_per_second{operation}``: of the last phase ``writing``.
-    - ``shardckpt_folder_bytes{folder}``: the size of ``folder``, by its whole path; this and the next two are measured
-      at each scrape, and NaN where that fails.
-    - ``shardckpt_free_bytes{folder}``: what its file system has free; not of a URL.
+    - ``shardckpt_folder_bytes{folder}``: the size of ``folder``, by its whole path. A scrape does not wait for it: it
+      gives what the scrape before has had measured, and NaN if that was the first, or the folder could not be listed.
     - ``shardckpt_damaged_checkpoints{folder}``: the checkpoints in it that are damaged as ``shardckpt ls`` sees it, or
-      that ``shardckpt verify --mark`` has marked as failed.
+      that ``shardckpt verify --mark`` has marked as failed; measured with its size.
+    - ``shardckpt_free_bytes{folder}``: what its file system has free at the scrape; not of a URL.
 
     Args:
         registry: Has the metrics; by default that of the process.
@@ -119,8 +183,14 @@ class PrometheusListener:
             ("operation",),
             registry=registry,
         )
+        Gauge(
+            "shardckpt_start_timestamp_seconds", "When this rank began to count operations", registry=registry
+        ).set_to_current_time()
         self._failures = Counter(
             "shardckpt_failures", "Operations on checkpoints that failed", ("operation",), registry=registry
+        )
+        self._skipped = Counter(
+            "shardckpt_skipped_saves", "Steps that were due, and left out while another was saved", registry=registry
         )
         for operation in ("save", "load"):
             self._failures.labels(operation)
@@ -150,21 +220,15 @@ class PrometheusListener:
         self._open: dict[str, set[int]] = {}
         if folder is not None:
             place = locate(folder, get_plugin_manager())
-            measures: dict[str, tuple[str, Callable[[], float]]] = {
-                "folder_bytes": ("Bytes in a folder of checkpoints", lambda: measure(place)),
-                "damaged_checkpoints": (
-                    "Checkpoints in a folder that are damaged, or that a verification has marked as failed",
-                    lambda: _count_damaged(place),
-                ),
-            }
+            registry.register(_FolderCollector(place))
             if has_local_files(place):
-                measures["free_bytes"] = (
+                free = Gauge(
+                    "shardckpt_free_bytes",
                     "Bytes that the file system of a folder of checkpoints has free",
-                    lambda: shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists())).free,
+                    ("folder",),
+                    registry=registry,
                 )
-            for name, (text, function) in measures.items():
-                gauge = Gauge(f"shardckpt_{name}", text, ("folder",), registry=registry)
-                gauge.labels(str(place)).set_function(partial(_measure, name, place, function))
+                free.labels(str(place)).set_function(partial(_find_free, place))
 
     @hookimpl
     def shardckpt_event(self, event: Event) -> None:
@@ -173,6 +237,9 @@ class PrometheusListener:
             self._open.setdefault(event.operation, set()).add(event.number)
             self._show_in_flight(event.operation)
         if event.state not in ("end", "failure"):
+            return
+        if event.phase == "skipping the step":
+            self._skipped.inc()
             return
         if event.phase == "writing" and event.nbytes and event.seconds:
             self._rate.labels(event.operation).set(event.nbytes / event.seconds)

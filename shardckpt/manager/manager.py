@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from shardckpt import settings
 from shardckpt.distributed import Comm
-from shardckpt.engine import making_room, pause_gc, report_failure
+from shardckpt.engine import making_room, pause_gc, report_busy, report_failure
 from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, listed, parse_globals, refuse_copy, show_given
 from shardckpt.manager.casting import cast_shards
 from shardckpt.manager.config import AsyncMode, CheckpointConfig, parse_config
@@ -214,6 +214,7 @@ class CheckpointManager:
             return False
         if self._writer.busy and self.config.on_busy == "skip" and not forced:
             logger.warning("step %d is skipped: the checkpoint of step %s is still being written", step, self._last)
+            report_busy(self._folder.path(step), self._rank)
             return False
         self._advance(self._writer, blocking=True)
         in_background = self.config.async_mode is not AsyncMode.DISABLED and not last_step
@@ -581,4 +582,6 @@ class CheckpointManager:
                     f"Once step {step} is complete, the retention policies will no longer keep {listed(found)}: remove "
                     "these yourself if you can do without them before."
                 )
-            raise NotEnoughSpaceError(f"{error} {advice}") from error
+            advised = NotEnoughSpaceError(f"{error} {advice}")
+            advised.phase = error.phase
+            raise advised from error

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         get_key_map_entries,
     )
     from shardckpt.plugins.manager import PluginManager, get_plugin_manager, list_unknown_disabled
-    from shardckpt.plugins.origin import describe_origin, describe_strategy, name_origin
+    from shardckpt.plugins.origin import bracket_origin, describe_origin, describe_strategy, name_origin
     from shardckpt.plugins.outline import (
         Outline,
         cut_shapes,
@@ -57,7 +57,7 @@ __getattr__ = lazy_getattr(
         ),
         "manager": ("PluginManager", "get_plugin_manager", "list_unknown_disabled"),
         "outline": ("Outline", "cut_shapes", "find_own_formats", "hold_plain", "is_object_key", "read_outline"),
-        "origin": ("describe_origin", "describe_strategy", "name_origin"),
+        "origin": ("bracket_origin", "describe_origin", "describe_strategy", "name_origin"),
         "registry": ("StrategyRegistry", "parse_key"),
         "resolver": (
             "Accept",
@@ -86,6 +86,7 @@ __all__ = [
     "StrategyAction",
     "StrategyRegistry",
     "UsesConfig",
+    "bracket_origin",
     "check_key",
     "choose_reader",
     "cut_shapes",

@@ -66,6 +66,12 @@ def describe_origin(error: BaseException, plugins: PluginManager, code: Any = No
     return ""
 
 
+def bracket_origin(error: BaseException, plugins: PluginManager) -> str:
+    """Return which plugin's code raised an error, to append to the text of what a hook's failure fails, or ``""``."""
+    origin = describe_origin(error, plugins)
+    return f" ({origin})" if origin else ""
+
+
 class name_origin:  # noqa: N801 - used as a function; no generator, since each load has one
     """A context manager to call a plugin's code outside the phases of an operation: an error names the plugin.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, PluginError, StorageError, name_known
+from shardckpt.plugins.origin import bracket_origin
 from shardckpt.storage import RemotePath, list_folders, mask_password
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
     except CheckpointingException:
         raise
     except Exception as exc:  # a plugin may fail in any way
-        raise StorageError(f"cannot open {mask_password(url)}: {type(exc).__name__}: {exc}") from exc
+        origin = bracket_origin(exc, plugins)
+        raise StorageError(f"cannot open {mask_password(url)}: {type(exc).__name__}: {exc}{origin}") from exc
     names = ", ".join(sorted(impl.plugin_name for impl in hook.get_hookimpls())) or "none"
     if folder is None:
         raise StorageError(

@@ -83,6 +83,7 @@ if TYPE_CHECKING:
         RemotePath,
         attempt,
         list_objects,
+        quiet_attempts,
     )
     from shardckpt.storage.resumable import ResumableWriter
     from shardckpt.storage.safetensors_header import (
@@ -226,6 +227,7 @@ __getattr__ = lazy_getattr(
             "RemotePath",
             "attempt",
             "list_objects",
+            "quiet_attempts",
         ),
         "resumable": ("ResumableWriter",),
         "safetensors_header": (
@@ -400,6 +402,7 @@ __all__ = [
     "parse_size",
     "plan_upload",
     "put_file",
+    "quiet_attempts",
     "read_box",
     "read_file",
     "read_fingerprints",

@@ -9,6 +9,8 @@ import os
 import random
 import tempfile
 import time
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
@@ -26,7 +28,7 @@ from shardckpt.storage.store_abilities import (
 from shardckpt.storage.store_errors import find_problem, mask_password, mask_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 
     from shardckpt.storage.store_abilities import ObjectWriter
     from shardckpt.storage.store_errors import StoreProblem
@@ -38,6 +40,9 @@ else:
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+#: The level at which an attempt that is repeated is logged.
+_level = ContextVar("shardckpt_level_of_attempts", default=logging.WARNING)
 
 #: Errors that another attempt would meet again.
 _PERMANENT = (
@@ -441,6 +446,16 @@ def _make_path(folder: RemoteFolder, name: str) -> RemotePath:
     return path / name if name else path
 
 
+@contextmanager
+def quiet_attempts() -> Iterator[None]:
+    """Log attempts that are repeated in the block at DEBUG: the caller comes again, and says once what fails."""
+    token = _level.set(logging.DEBUG)
+    try:
+        yield
+    finally:
+        _level.reset(token)
+
+
 def attempt(action: str, path: RemotePath, call: Callable[[], _T]) -> _T:
     """Call a store, and repeat the call after errors that may pass, ``SHARDCKPT_REMOTE_ATTEMPTS`` times in all.
 
@@ -470,7 +485,7 @@ def attempt(action: str, path: RemotePath, call: Callable[[], _T]) -> _T:
             if is_permanent or number >= attempts:
                 times = "" if number == 1 else f" in {number} attempts"
                 raise StorageError(f"cannot {action} {path}{times}: {why}") from exc
-            logger.warning("cannot %s %s, attempt %d of %d: %s", action, path, number, attempts, why)
+            logger.log(_level.get(), "cannot %s %s, attempt %d of %d: %s", action, path, number, attempts, why)
         delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (number - 1))
         time.sleep(delay * random.uniform(0.5, 1))  # noqa: S311 - so that a thousand ranks do not come back at once
         number += 1

@@ -7,7 +7,7 @@ from typing import Any
 from tests.faults.deaths import NEW, OLD, Scenario, StepJob
 
 SAVE_STEPS = ("preparing the state dict", "validating", "staging", "writing", "committing")
-LOAD_STEPS = ("reading the manifest", "choosing a strategy", "reading the index", "loading shards")
+LOAD_STEPS = ("reading the manifest", "choosing a strategy", "reading the index", "reading shards")
 
 
 def scenario(world: int, victim: int, operation: str, step: str, how: str, store: str = "file") -> Scenario:
@@ -17,7 +17,7 @@ def scenario(world: int, victim: int, operation: str, step: str, how: str, store
 
 EVERY_RANK = [
     scenario(world, victim, operation, step, how, store)
-    for operation, step in (("save", "writing"), ("load", "loading shards"))
+    for operation, step in (("save", "writing"), ("load", "reading shards"))
     for store in ("file", "tcp", "agent")
     for how in ("kill", "stop")
     for world in (2, 3, 4)

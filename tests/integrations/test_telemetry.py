@@ -22,7 +22,9 @@ from shardckpt.manager.marks import identify_save, mark_checkpoint
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager, hookimpl
 from tests.readmes import READMES
+from tests.resources import list_threads
 from tests.tables import table
+from tests.testing.own_store import Folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -123,6 +125,18 @@ def test_opentelemetry_has_spans_of_operations_and_phases(tmp_path: Path) -> Non
     assert loaded.value == 4000
     tracers.shutdown()
     meters.shutdown()
+
+
+class _Holds:
+    """Lets a save go on writing until it is told to end."""
+
+    def __init__(self, may_end: threading.Event) -> None:
+        self._may_end = may_end
+
+    @hookimpl
+    def shardckpt_event(self, event: Event) -> None:
+        if (event.phase, event.state) == ("writing", "end"):
+            self._may_end.wait()
 
 
 class _Events:
@@ -320,6 +334,33 @@ def _fail_to_list(path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> N
         getattr(manager, method)(1)
 
 
+def _fail_for_space(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save a second step, for which the retention has something to free, to a disk that is full by then."""
+    config = CheckpointConfig(folder=str(path), interval=1, keep_latest_k=1)
+    with CheckpointManager(config, {"model": torch.nn.Linear(2, 2)}) as manager:
+        manager.save(1)
+        monkeypatch.setattr("shardckpt.engine.committers.find_free_bytes", lambda _: 0)
+        manager.save(2)
+
+
+def _fail_to_read(path: Path, _: pytest.MonkeyPatch) -> None:
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}, path)
+    _flip(path)
+    dc.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(1000))}, path)
+
+
+def _cut(step: Path) -> None:
+    (file,) = step.glob("__0_0.distcp")
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _flip(step: Path) -> None:
+    (file,) = step.glob("__0_0.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 def _fail_to_begin(path: Path, **settings: Any) -> None:
     """Make a manager whose folder would be below a file."""
     (path / "file").touch()
@@ -339,6 +380,8 @@ def _fail_to_begin(path: Path, **settings: Any) -> None:
         ("save", lambda path, _: dc.save({"a": 1}, path / "c", "nothing"), "preparing the state dict"),
         ("load", lambda path, _: dc.load({"a": 1}, path / "c"), "reading the manifest"),
         ("save", lambda path, _: [dc.save({"a": 1}, path / "c") for _ in "ab"], "staging"),
+        ("save", _fail_for_space, "forecasting the space"),
+        ("load", _fail_to_read, "reading shards"),
     ],
 )
 def test_each_failure_is_one_event_one_count_and_one_line(
@@ -362,6 +405,7 @@ def test_each_failure_is_one_event_one_count_and_one_line(
     assert _count_failures(operation, registry) == 1
     failed = events.failures[""]
     assert (failed.operation, failed.failed_phase) == (operation, phase)
+    assert set(events.failures) - {""} <= {phase}
     assert failed.error_type == type(caught.value).__name__
     labels = {"operation": operation, "phase": phase, "error": failed.error_type}
     assert registry.get_sample_value("shardckpt_last_failure_timestamp_seconds", labels) > 1e9
@@ -426,18 +470,6 @@ def test_a_background_save_that_fails_is_one_event_and_one_line(
     assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 2
 
 
-def _cut(step: Path) -> None:
-    (file,) = step.glob("__0_0.distcp")
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def _flip(step: Path) -> None:
-    (file,) = step.glob("__0_0.distcp")
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 def _mark(step: Path) -> None:
     mark_checkpoint(step, identify_save(step), "failed", checked="digests", files=1)
 
@@ -489,6 +521,7 @@ def test_the_alerts_ask_for_what_is_exported(tmp_path: Path) -> None:
     registry = prometheus_client.CollectorRegistry()
     with _registered(PrometheusListener(registry, folder=tmp_path)):
         _meet_each_alert(tmp_path)
+    _measure(registry)
     samples = [sample for metric in registry.collect() for sample in metric.samples]
     text = READMES["shardckpt/integrations/README.md"]
     rules = re.findall(r"^  - {alert: \w+, expr: '([^']*shardckpt_[^']*[<>] [\d.]+)'}$", text, re.MULTILINE)
@@ -505,9 +538,55 @@ def test_the_alerts_ask_for_what_is_exported(tmp_path: Path) -> None:
                 for sample in samples
             ), f"no sample for {name} of {rule}"
     names = {metric.name + "_total" * (metric.type == "counter") for metric in registry.collect()}
+    _wait_for_measures()
     for readme in ("shardckpt/integrations/README.md", "shardckpt/manager/README.md"):
         named = set(re.findall(r"`(shardckpt_\w+)`", READMES[readme])) - {"shardckpt_event"}
         assert named == names, readme
+
+
+def _measure(registry: Any) -> None:
+    """Have folders measured, and wait for it: the next scrape has it."""
+    list(registry.collect())
+    _wait_for_measures()
+
+
+def test_prometheus_counts_skipped_saves(tmp_path: Path) -> None:
+    """A step that a busy manager leaves out counts, and is no operation that ended, nor one in flight."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    registry, written = prometheus_client.CollectorRegistry(), threading.Event()
+    config = CheckpointConfig(folder=str(tmp_path), interval=1, async_mode="async", on_busy="skip")
+    with (
+        _registered(PrometheusListener(registry)),
+        _registered(_Holds(written)),
+        CheckpointManager(config, {"model": torch.nn.Linear(2, 2)}) as manager,
+    ):
+        try:
+            assert [manager.save(step) for step in (1, 2, 3)] == [True, False, False]
+        finally:
+            written.set()
+    assert registry.get_sample_value("shardckpt_skipped_saves_total") == 2
+    assert registry.get_sample_value("shardckpt_operation_seconds_count", {"operation": "save", "result": "end"}) == 1
+    assert registry.get_sample_value("shardckpt_in_flight", {"operation": "save"}) == 0
+
+
+def test_a_job_that_never_saves_meets_its_alert() -> None:
+    """The rule about the age of the last save has a sample before the first save: when the listener began."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    registry = prometheus_client.CollectorRegistry()
+    PrometheusListener(registry)
+    rule = re.search(r"alert: NoSaveFor2Hours, expr: '(.*)'}", READMES["shardckpt/integrations/README.md"])
+    assert rule
+    found = [registry.get_sample_value(name) for name in re.findall(r"shardckpt_\w+", rule[1])]
+    assert [each for each in found if each is not None and each > 1e9]
+
+
+def _wait_for_measures() -> None:
+    for thread in list_threads("shardckpt-measure"):
+        thread.join()
 
 
 def test_what_is_measured_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,7 +599,10 @@ def test_what_is_measured_of_a_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     PrometheusListener(registry, folder="runs")
 
     def measure(name: str) -> float:
-        return float(registry.get_sample_value(f"shardckpt_{name}", {"folder": str(tmp_path / "runs")}))
+        _measure(registry)
+        value = float(registry.get_sample_value(f"shardckpt_{name}", {"folder": str(tmp_path / "runs")}))
+        _wait_for_measures()
+        return value
 
     assert measure("free_bytes") > 0
     assert measure("damaged_checkpoints") == 0
@@ -533,3 +615,63 @@ def test_what_is_measured_of_a_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("shardckpt.integrations.prometheus.measure", lambda _: 1 / 0)
     assert math.isnan(measure("folder_bytes"))
     assert measure("free_bytes") > 0
+
+
+class _Gated(Folder):
+    """Answers when its gate is open, and then fails where it is told to."""
+
+    def __init__(self, url: str, plugin: _Gates) -> None:
+        super().__init__(url)
+        self._plugin = plugin
+
+    def tree(self) -> dict[str, int]:
+        self._plugin.gate.wait()
+        if self._plugin.is_down:
+            raise ConnectionError("no route to the store")
+        return super().tree()
+
+
+class _Gates:
+    """Serves gated:///PATH."""
+
+    def __init__(self) -> None:
+        self.gate, self.is_down = threading.Event(), False
+
+    @hookimpl
+    def shardckpt_filesystem(self, url: str) -> _Gated | None:
+        return _Gated(url.rstrip("/"), self) if url.startswith("gated://") else None
+
+
+def test_no_scrape_waits_for_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A scrape gives what was measured last, NaN before and after a failure; an outage is one warning, its end one."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    monkeypatch.setenv("SHARDCKPT_REMOTE_ATTEMPTS", "3")
+    monkeypatch.setattr("shardckpt.storage.remote._FIRST_DELAY", 0)
+    registry, store = prometheus_client.CollectorRegistry(), _Gates()
+    (tmp_path / "file").write_bytes(b"12345")
+    url = f"gated://{tmp_path}"
+
+    def scrape() -> float:
+        return float(registry.get_sample_value("shardckpt_folder_bytes", {"folder": url}))
+
+    with _registered(store):
+        PrometheusListener(registry, folder=url)
+        try:
+            assert [math.isnan(scrape()) for _ in range(2)] == [True, True]
+            assert len(list_threads("shardckpt-measure")) == 1
+        finally:
+            store.gate.set()
+            _wait_for_measures()
+        found = []
+        for store.is_down in (False, True, True, False, False):
+            found.append(scrape())
+            _wait_for_measures()
+    assert [str(each) for each in found] == ["5.0", "5.0", "nan", "nan", "5.0"]
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(lines) == 2, lines
+    assert re.search(r"cannot be measured, and are NaN until they can: .*no route to the store", lines[0])
+    assert lines[1].endswith(f"of {url} are measured again")

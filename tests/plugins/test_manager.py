@@ -10,11 +10,13 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
-from shardckpt.errors import CheckpointingException, PluginError, ShardingError
+from shardckpt.errors import CheckpointingException, PluginError, ShardingError, StorageError
+from shardckpt.huggingface.models import find_mapping
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.entries import USER, StrategyAction
 from shardckpt.plugins.hookspecs import Event, hookimpl
 from shardckpt.plugins.manager import Plugin, PluginManager, get_plugin_manager, list_entry_points
+from shardckpt.plugins.stores import open_folder
 from shardckpt.strategy import SaveStrategy
 from shardckpt_torch_dist import TorchDistLoadShardedStrategy
 from tests.plugins.manager import Recorder, recorder
@@ -390,7 +392,7 @@ def test_a_load_is_seen_from_start_to_end(recorder: Recorder, tmp_path: Path) ->
     recorder.events.clear()
     dc.load(_state(0.0), tmp_path / "checkpoint")
     assert {event.operation for event in recorder.events} == {"load"}
-    assert {"reading the manifest", "choosing a strategy", "loading shards"} <= {e.phase for e in recorder.events}
+    assert {"reading the manifest", "choosing a strategy", "reading shards"} <= {e.phase for e in recorder.events}
     for phase in {event.phase for event in recorder.events}:
         assert recorder.states(phase) == ["start", "end"]
     assert recorder.events[-1].strategy.startswith("('torch_dist', 1) shardckpt_torch_dist.load.")
@@ -538,6 +540,32 @@ def shardckpt_filesystem(url):
     assert sys.modules[module].seen == []
     assert len(manager.hook.shardckpt_event.get_hookimpls()) == 1
     assert manager.hook.shardckpt_filesystem(url="watched://", options={}) == "a folder"
+
+
+def test_a_failing_hook_is_named(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in a hook for URLs or mappings says whose it is, of which distribution, and in which line."""
+    module = site.install(
+        "broken",
+        "breaks",
+        """
+from shardckpt import hookimpl
+
+@hookimpl
+def shardckpt_filesystem(url):
+    raise ValueError("boom")
+
+@hookimpl
+def shardckpt_key_mapping(model_type):
+    raise ValueError("kboom")
+""",
+    )
+    manager = PluginManager()
+    monkeypatch.setattr("shardckpt.huggingface.models.get_plugin_manager", lambda: manager)
+    origin = rf"\(in {module}.%s of plugin breaks \(broken [^)]*\), .*:%d\)"
+    with pytest.raises(StorageError, match=r"cannot open .*: boom " + origin % ("shardckpt_filesystem", 6)):
+        open_folder("memory://b/p", manager)
+    with pytest.raises(PluginError, match="failed: ValueError: kboom " + origin % ("shardckpt_key_mapping", 10)):
+        find_mapping("llama")
 
 
 def test_a_misspelt_variable_is_named(
