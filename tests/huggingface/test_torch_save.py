@@ -78,9 +78,8 @@ def test_plain_dcp_becomes_the_file_of_torchs_converter(tmp_path: Path) -> None:
     check_equal(torch.load(tmp_path / "a.pt", weights_only=True), expected, "state")
     convert_checkpoint(tmp_path / "dcp", tmp_path / "b.pt", "torch", dtype="bfloat16", leave_out=["optim", "model.w"])
     found = torch.load(tmp_path / "b.pt", weights_only=True)
-    assert found.keys() == expected.keys()
+    assert found.keys() == expected.keys() - {"optim"}
     assert found["model"].keys() == expected["model"].keys() - {"w"}
-    assert found["optim"].keys() == {"state"}
     check_equal(found["lists"], [torch.ones(1).bfloat16(), {"seed": 5}], "lists")
 
 
