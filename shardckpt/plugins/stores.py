@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, PluginError, StorageError, name_known
-from shardckpt.plugins.origin import bracket_origin
 from shardckpt.storage import RemotePath, list_folders, mask_password
 
 if TYPE_CHECKING:
@@ -50,6 +49,8 @@ def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
     except CheckpointingException:
         raise
     except Exception as exc:  # a plugin may fail in any way
+        from shardckpt.plugins.origin import bracket_origin  # slow to import
+
         origin = bracket_origin(exc, plugins)
         raise StorageError(f"cannot open {mask_password(url)}: {type(exc).__name__}: {exc}{origin}") from exc
     names = ", ".join(sorted(impl.plugin_name for impl in hook.get_hookimpls())) or "none"
