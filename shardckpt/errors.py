@@ -138,7 +138,7 @@ class BrokenPluginError(CannotLoadError):
 
 
 class RefusedByPolicyError(CannotLoadError):
-    """The caller's ``accept=`` leaves this backend or version out."""
+    """The caller's ``accept=``, a manager's, or ``SHARDCKPT_ACCEPT`` leaves this backend or version out."""
 
 
 class StrategyMismatchError(CannotLoadError):

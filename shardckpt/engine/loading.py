@@ -31,7 +31,7 @@ from shardckpt.errors import (
 )
 from shardckpt.mapping import ShardedObject, ShardedTensor, StoredNames
 from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts, is_exact, make_changed_error
-from shardckpt.plugins import Accept, choose_reader, hold_checkpoint, hold_same
+from shardckpt.plugins import CALLER, Accept, choose_reader, hold_checkpoint, hold_same
 from shardckpt.storage import CheckpointReader, is_read_again, retry_if_replaced
 from shardckpt.strategy import BuildsObjects, LoadContext, LoadStrategy, StoredColumns, lists_columns
 from shardckpt.tensors import can_change_values, fill, overlaps_itself
@@ -75,6 +75,7 @@ class LoadOptions:
     Attributes:
         strategy: A LoadStrategy, a backend, or (backend, version); None: as the checkpoint says.
         accept: The backends and versions that the caller accepts; None: all.
+        accept_of: Where that is given, for errors.
         allow_globals: Classes and functions that legacy pickles may name.
         memory_budget: Bytes that reading may hold at a time beside the tensors; None: as many as are fast.
         crcs: As for :class:`~shardckpt.storage.CheckpointReader`: ``parts`` if what is read is written anew.
@@ -82,6 +83,7 @@ class LoadOptions:
 
     strategy: Any = None
     accept: Accept | None = None
+    accept_of: str = field(default=CALLER, kw_only=True)
     allow_globals: tuple[Any, ...] = ()
     memory_budget: int | None = None
     crcs: Crcs | None = None
@@ -225,7 +227,7 @@ def open_checkpoint(
         with operation.local_phase("choosing a strategy"):
             if not comm.is_main:  # since the main rank has read the manifest, another save may have replaced the files
                 place = hold_same(directory, manifest, plugins)
-            strategy = choose_reader(directory, manifest, plugins, options.strategy, options.accept)
+            strategy = choose_reader(directory, manifest, plugins, options.strategy, options.accept, options.accept_of)
             operation.set_strategy(strategy)
             reader = CheckpointReader(place, manifest, memory_budget=options.memory_budget, crcs=options.crcs)
         with reader:

@@ -43,7 +43,7 @@ from shardckpt.huggingface import (
 )
 from shardckpt.maintenance.foreign import describe_file, describe_folder
 from shardckpt.manifest import Manifest
-from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
+from shardckpt.plugins import check_policy, find_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import CheckpointReader, has_local_files, is_read_again, open_directory, wrap_os_errors
 from shardckpt.strategy import ChecksFiles, LoadContext, find_error
 
@@ -113,10 +113,13 @@ def open_source(location: Path, plugins: PluginManager, how: Reading = _AS_IT_IS
 
     Raises:
         NotACheckpointError: It is something else, which the error names.
+        RefusedByPolicyError: ``SHARDCKPT_ACCEPT`` leaves its format out.
         KeyMismatchError: It has nothing of a name that is to be renamed, or two things would have one name.
         CheckpointingException: It cannot be read.
     """
-    with _open(location, *_recognise(location, plugins, unmarked=how.unmarked), plugins, how) as opened:
+    place, manifest, strategy = _recognise(location, plugins, unmarked=how.unmarked)
+    check_policy(location, manifest)
+    with _open(location, place, manifest, strategy, plugins, how) as opened:
         yield _rename(opened, how.rename) if how.rename else opened
 
 
@@ -360,7 +363,7 @@ def _recognise(
             raise
         strategy, place = found
         return place, Manifest(backend=strategy.backend, version=strategy.version), strategy
-    return place, manifest, choose_reader(location, manifest, plugins)
+    return place, manifest, find_reader(location, manifest, plugins)
 
 
 def _recognise_file(path: Path, place: Path) -> LoadStrategy:

@@ -44,7 +44,7 @@ from shardckpt.manager.save_policies import SAVING, SavePolicy
 from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import parse_step
 from shardckpt.manager.steps import MODEL_PREFIX
-from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins import get_plugin_manager, parse_keys
 from shardckpt.storage import LEAST_READING, mask_password, parse_memory_budget, show_budget, show_mib
 from shardckpt.strategy import StoresHubFolders
 
@@ -232,6 +232,9 @@ class CheckpointConfig(BaseModel):
         resize: Patterns of the keys of tensors that may have another shape than is stored, such as
             ``("*embed_tokens.weight*",)`` for a vocabulary that has grown; see
             :func:`shardckpt.dist_checkpointing.load`.
+        accept: The strategies whose checkpoints may be loaded, ``initial_load_path`` included: ``"safetensors"``,
+            ``("safetensors", "ep@1")``, ``"huggingface"``; None for all. A checkpoint of another is an error,
+            and so is one that ``SHARDCKPT_ACCEPT`` leaves out. See ``shardckpt/plugins/README.md``.
         on_unused: What a load does about stored tensors and objects of the states that it sets, or of states that the
             manager does not have, which nothing asks for: ``"warn"`` once, ``"error"``, or ``"ignore"``. States that
             are excluded, and all but the model where that alone is loaded, do not count.
@@ -329,6 +332,7 @@ class CheckpointConfig(BaseModel):
     memory_budget: int | str | None = None
     allow_dtype_cast: bool = False
     resize: tuple[str, ...] = ()
+    accept: tuple[str, ...] | None = None
     on_unused: Literal["warn", "error", "ignore"] = "warn"
     show_progress: bool = False
     save_on_sigterm: bool = False
@@ -351,6 +355,17 @@ class CheckpointConfig(BaseModel):
     @classmethod
     def _as_names(cls, names: Any) -> Any:
         return (names,) if isinstance(names, str) else names
+
+    @field_validator("accept", mode="before")
+    @classmethod
+    def _as_keys(cls, given: Any) -> Any:
+        if given is None:
+            return None
+        try:
+            keys = parse_keys(given)
+        except CheckpointingException as exc:
+            raise ValueError(f"accept: {exc}") from exc
+        return tuple(backend if version is None else f"{backend}@{version}" for backend, version in keys)
 
     @field_validator("save_on_signals", mode="before")
     @classmethod

@@ -152,6 +152,7 @@ class CheckpointManager:
             allow_dtype_cast=config.allow_dtype_cast,
             rename=config.rename,
             resize=config.resize,
+            accept=config.accept,
         )
 
     def is_due(self, step: int) -> bool:

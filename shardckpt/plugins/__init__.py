@@ -28,11 +28,14 @@ if TYPE_CHECKING:
         is_object_key,
         read_outline,
     )
-    from shardckpt.plugins.registry import StrategyRegistry, parse_key
+    from shardckpt.plugins.registry import StrategyRegistry, parse_key, parse_keys
     from shardckpt.plugins.resolver import (
+        CALLER,
         Accept,
+        check_policy,
         choose_reader,
         describe_legacy_megatron,
+        find_reader,
         hold_checkpoint,
         hold_same,
         parse_file,
@@ -58,11 +61,14 @@ __getattr__ = lazy_getattr(
         "manager": ("PluginManager", "get_plugin_manager", "list_unknown_disabled"),
         "outline": ("Outline", "cut_shapes", "find_own_formats", "hold_plain", "is_object_key", "read_outline"),
         "origin": ("bracket_origin", "describe_origin", "describe_strategy", "name_origin"),
-        "registry": ("StrategyRegistry", "parse_key"),
+        "registry": ("StrategyRegistry", "parse_key", "parse_keys"),
         "resolver": (
+            "CALLER",
             "Accept",
+            "check_policy",
             "choose_reader",
             "describe_legacy_megatron",
+            "find_reader",
             "hold_checkpoint",
             "hold_same",
             "parse_file",
@@ -74,6 +80,7 @@ __getattr__ = lazy_getattr(
 
 __all__ = [
     "ABSENT",
+    "CALLER",
     "Accept",
     "Event",
     "Identity",
@@ -88,6 +95,7 @@ __all__ = [
     "UsesConfig",
     "bracket_origin",
     "check_key",
+    "check_policy",
     "choose_reader",
     "cut_shapes",
     "describe_legacy_megatron",
@@ -95,6 +103,7 @@ __all__ = [
     "describe_strategy",
     "find_options",
     "find_own_formats",
+    "find_reader",
     "get_key_map_entries",
     "get_plugin_manager",
     "get_strategy_key",
@@ -109,6 +118,7 @@ __all__ = [
     "open_folder",
     "parse_file",
     "parse_key",
+    "parse_keys",
     "read_manifest",
     "read_outline",
     "read_stores",

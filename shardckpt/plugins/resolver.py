@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from shardckpt import settings
 from shardckpt.commit import (
     is_temporary,
     is_under_way,
@@ -95,6 +96,8 @@ _records = ParseCache[Record]()
 
 #: What a caller accepts: a backend, "backend@version" or (backend, version), or several of these.
 Accept = str | tuple[str, int] | Collection[str | tuple[str, int]]
+#: Where that is given, for errors, by default.
+CALLER = "the caller's accept="
 
 
 def read_manifest(directory: Path, plugins: PluginManager, *, moved: bool = False) -> Manifest:
@@ -276,7 +279,12 @@ def _parse_marker(directory: Path) -> Marker:
 
 
 def choose_reader(
-    directory: Path, manifest: Manifest, plugins: PluginManager, wanted: Any = None, accept: Accept | None = None
+    directory: Path,
+    manifest: Manifest,
+    plugins: PluginManager,
+    wanted: Any = None,
+    accept: Accept | None = None,
+    accept_of: str = CALLER,
 ) -> LoadStrategy:
     """Return the strategy that reads a checkpoint; this is the version gate.
 
@@ -285,7 +293,8 @@ def choose_reader(
         manifest: Its manifest.
         plugins: The plugin manager.
         wanted: The strategy that the caller asks for: an instance, a backend, or (backend, version); None: any.
-        accept: What the caller accepts; None: everything.
+        accept: As for :func:`check_policy`.
+        accept_of: As for :func:`check_policy`.
 
     Returns:
         The caller's instance, or a strategy of the newest registered version that can read the checkpoint.
@@ -293,7 +302,12 @@ def choose_reader(
     Raises:
         CannotLoadError: none reads it; a subclass for each case, with every candidate's reason.
     """
-    _check_policy(directory, manifest, accept)
+    check_policy(directory, manifest, accept, accept_of)
+    return find_reader(directory, manifest, plugins, wanted)
+
+
+def find_reader(directory: Path, manifest: Manifest, plugins: PluginManager, wanted: Any = None) -> LoadStrategy:
+    """Return what :func:`choose_reader` returns, whatever may be read: for what this process has written itself."""
     if isinstance(wanted, LoadStrategy):
         get_strategy_key(wanted)
         reason = wanted.cannot_load(_rename_manifest(directory, wanted, manifest, plugins))
@@ -489,17 +503,29 @@ def _has_tensors(path: Path) -> bool:
     return first.startswith((b"PK\x03\x04", b"\x80")) or first[_HEADER_AT:] == b"{"
 
 
-def _check_policy(directory: Path, manifest: Manifest, accept: Accept | None) -> None:
-    if accept is None:
-        return
-    accepted = parse_keys(accept)
-    if any(backend == manifest.backend and version in (None, manifest.version) for backend, version in accepted):
-        return
-    allowed = ", ".join(repr(backend if version is None else f"{backend}@{version}") for backend, version in accepted)
-    near = next((f": {near}" for backend, _ in accepted if (near := ask_nearest(backend, {manifest.backend}))), "")
-    raise RefusedByPolicyError(
-        f"{_describe(directory, manifest)}; the caller's accept= allows {allowed or 'nothing'}{near.rstrip()}"
-    )
+def check_policy(directory: Path, manifest: Manifest, accept: Accept | None = None, accept_of: str = CALLER) -> None:
+    """Check that a checkpoint may be read: that both the caller and the job's ``SHARDCKPT_ACCEPT`` accept its format.
+
+    Args:
+        directory: The checkpoint, for errors.
+        manifest: Its manifest.
+        accept: What the caller accepts; None: everything.
+        accept_of: Where ``accept`` was given, for errors.
+
+    Raises:
+        RefusedByPolicyError: one of them leaves it out.
+    """
+    for source, given in ((accept_of, accept), (settings.ACCEPT, settings.accept())):
+        accepted = [(manifest.backend, None)] if given is None else parse_keys(given)
+        if any(backend == manifest.backend and version in (None, manifest.version) for backend, version in accepted):
+            continue
+        allowed = ", ".join(
+            repr(backend if version is None else f"{backend}@{version}") for backend, version in accepted
+        )
+        near = next((f": {near}" for backend, _ in accepted if (near := ask_nearest(backend, {manifest.backend}))), "")
+        raise RefusedByPolicyError(
+            f"{_describe(directory, manifest)}; {source} allows {allowed or 'nothing'}{near.rstrip()}"
+        )
 
 
 def _refusal_error(

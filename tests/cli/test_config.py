@@ -40,7 +40,7 @@ def test_a_setting_by_another_librarys_name(capsys: pytest.CaptureFixture[str]) 
     assert main(["config", "timeout"]) == 2
     assert "init_process_group(timeout=" in capsys.readouterr().err
     assert main(["config", "max_to_kep"]) == 2
-    assert "there is no setting 'max_to_kep' (did you mean max_to_keep? settings: allow" in capsys.readouterr().err
+    assert "there is no setting 'max_to_kep' (did you mean max_to_keep? settings: accept, " in capsys.readouterr().err
 
 
 def test_every_variable_is_listed_with_its_value(
