@@ -206,7 +206,10 @@ _VARIABLES: dict[str, tuple[str, Callable[[], object]]] = {
         remote_threads,
     ),
     REMOTE_TIMEOUT: (
-        "Seconds that one request to a store may take, where the client can be told",
+        (
+            "Seconds that one request to a store may take, where the client can be told; and that failed requests of a "
+            "manager's save in the background may keep the training waiting"
+        ),
         remote_timeout,
     ),
     SPACE_CHECK: (

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         name_library,
         refuse_overlap,
     )
-    from shardckpt.engine.operation import Operation, report_busy, report_failure, report_skipped
+    from shardckpt.engine.operation import Operation, report_failure, report_phase, report_skipped
     from shardckpt.engine.optimizer_keys import is_optimizer_key, is_parameter_key
     from shardckpt.engine.patterns import check_patterns, is_below, matches_any
     from shardckpt.engine.plan_cache import CachedPlan, PlanCache, saved_plans
@@ -171,7 +171,7 @@ __getattr__ = lazy_getattr(
             "open_folder",
             "refuse_overlap",
         ),
-        "operation": ("Operation", "report_busy", "report_failure", "report_skipped"),
+        "operation": ("Operation", "report_failure", "report_phase", "report_skipped"),
         "patterns": ("check_patterns", "is_below", "matches_any"),
         "plan_cache": (
             "CachedPlan",
@@ -313,8 +313,8 @@ __all__ = [
     "refuse_overlap",
     "rename_key",
     "rename_stored",
-    "report_busy",
     "report_failure",
+    "report_phase",
     "report_read",
     "report_skipped",
     "save_checkpoint",

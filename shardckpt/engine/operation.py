@@ -233,11 +233,19 @@ def report_skipped(directory: object, why: str) -> None:
     _report_unbegun("load", mask_password(str(directory)), 0, error, 0.0)
 
 
-def report_busy(directory: object, rank: int) -> None:
-    """Report a step that is not saved because the save before it has not ended: a phase of no operation."""
-    start = Event("save", "skipping the step", "start", mask_password(str(directory)), rank, number=next(_numbers))
-    for event in (start, replace(start, state="end")):
-        get_plugin_manager().report(event)
+@contextmanager
+def report_phase(kind: str, phase: str, directory: object, rank: int) -> Iterator[None]:
+    """Report the block as a phase that no operation has: what comes before it, or in its place."""
+    plugins, started = get_plugin_manager(), time.perf_counter()
+    start = Event(kind, phase, "start", mask_password(str(directory)), rank, number=next(_numbers))
+    plugins.report(start)
+    try:
+        yield
+    except Exception as exc:
+        failure = _describe_failure(kind, exc, phase)
+        plugins.report(replace(start, seconds=time.perf_counter() - started, **failure))
+        raise
+    plugins.report(replace(start, state="end", seconds=time.perf_counter() - started))
 
 
 def log_failure(kind: str, directory: object, rank: int, error: BaseException, started: float) -> None:

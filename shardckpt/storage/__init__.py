@@ -82,6 +82,7 @@ if TYPE_CHECKING:
         RemoteFolder,
         RemotePath,
         attempt,
+        limit_attempts,
         list_objects,
         quiet_attempts,
     )
@@ -227,6 +228,7 @@ __getattr__ = lazy_getattr(
             "RemotePath",
             "attempt",
             "list_objects",
+            "limit_attempts",
             "quiet_attempts",
         ),
         "resumable": ("ResumableWriter",),
@@ -379,6 +381,7 @@ __all__ = [
     "is_of_save",
     "is_read_again",
     "is_there",
+    "limit_attempts",
     "limit_uploads",
     "list_folders",
     "list_names",

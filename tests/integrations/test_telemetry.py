@@ -373,7 +373,7 @@ def _fail_to_begin(path: Path, **settings: Any) -> None:
         ("save", lambda path, _: _fail_to_begin(path), "beginning to save checkpoints"),
         ("save", lambda path, _: _fail_to_begin(path, strategy="nothing"), "looking at the configuration"),
         ("load", lambda path, _: _fail_to_begin(path, hf_mapping="x", load_only=True), "looking at the configuration"),
-        ("save", lambda path, patch: _fail_to_list(path, patch, "save"), "describing the states"),
+        ("save", lambda path, patch: _fail_to_list(path, patch, "save"), "looking at the folder"),
         ("load", lambda path, patch: _fail_to_list(path, patch, "load"), "choosing the step"),
         ("save", lambda *_: dc.save({}, "nobody://serves/this"), "reading the arguments"),
         ("load", lambda *_: dc.load({}, "nobody://serves/this"), "reading the arguments"),
