@@ -41,7 +41,14 @@ if TYPE_CHECKING:
         parse_file,
         read_manifest,
     )
-    from shardckpt.plugins.stores import ABSENT, find_options, name_stored_siblings, open_folder, read_stores
+    from shardckpt.plugins.stores import (
+        ABSENT,
+        check_served,
+        find_options,
+        name_stored_siblings,
+        open_folder,
+        read_stores,
+    )
 
 # lazy: ``shardckpt.hookimpl`` must not import torch
 __getattr__ = lazy_getattr(
@@ -74,7 +81,7 @@ __getattr__ = lazy_getattr(
             "parse_file",
             "read_manifest",
         ),
-        "stores": ("ABSENT", "find_options", "name_stored_siblings", "open_folder", "read_stores"),
+        "stores": ("ABSENT", "check_served", "find_options", "name_stored_siblings", "open_folder", "read_stores"),
     },
 )
 
@@ -96,6 +103,7 @@ __all__ = [
     "bracket_origin",
     "check_key",
     "check_policy",
+    "check_served",
     "choose_reader",
     "cut_shapes",
     "describe_legacy_megatron",

@@ -122,6 +122,19 @@ def test_names_and_contradictions_of_a_file_are_checked(tmp_path: Path, capsys: 
             },
             ["did you mean safetensors?", "did you mean llama?", "keep_latest_k=-1", "load_only saves nothing"],
         ),
+        ({"steps_in_hf": True}, ["strategy: steps_in_hf: "]),
+        (
+            {"folder": "ftp2://user:secret@host/run", "best_metric": "eval_loss:min", "accept": ["a@b"]},
+            [
+                "folder: cannot open ftp2://user:***@host/run: no installed plugin serves ftp2://",
+                "'eval_loss';",
+                "'a@b'",
+            ],
+        ),
+        (
+            {"retention": [{"policy": "KeepBest", "metric": "acc:max"}], "initial_load_path": "x2://y/z"},
+            ["name alone is 'acc'; whether less is better is best_mode='max'", "initial_load_path: cannot open x2://"],
+        ),
         ({"strategy": 3, "best_metric": 1, "keep_best_k": 2}, ["strategy=3", "best_metric=1"]),
         (
             {"memory_budget": "1 gigabyte", "export_dtype": "int8", "interval": 0, "strategy": "torch_dist@9"},
