@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         UsesConfig,
         get_key_map_entries,
     )
+    from shardckpt.plugins.legacy_megatron import describe_legacy_megatron
     from shardckpt.plugins.manager import PluginManager, get_plugin_manager, list_unknown_disabled
     from shardckpt.plugins.origin import bracket_origin, describe_origin, describe_strategy, name_origin
     from shardckpt.plugins.outline import (
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
         Accept,
         check_policy,
         choose_reader,
-        describe_legacy_megatron,
         find_reader,
         hold_checkpoint,
         hold_same,
@@ -65,6 +65,7 @@ __getattr__ = lazy_getattr(
             "UsesConfig",
             "get_key_map_entries",
         ),
+        "legacy_megatron": ("describe_legacy_megatron",),
         "manager": ("PluginManager", "get_plugin_manager", "list_unknown_disabled"),
         "outline": ("Outline", "cut_shapes", "find_own_formats", "hold_plain", "is_object_key", "read_outline"),
         "origin": ("bracket_origin", "describe_origin", "describe_strategy", "name_origin"),
@@ -74,7 +75,6 @@ __getattr__ = lazy_getattr(
             "Accept",
             "check_policy",
             "choose_reader",
-            "describe_legacy_megatron",
             "find_reader",
             "hold_checkpoint",
             "hold_same",

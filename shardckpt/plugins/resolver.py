@@ -6,7 +6,6 @@ import copy
 import functools
 import logging
 import os
-import re
 import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,6 +40,7 @@ from shardckpt.errors import (
 )
 from shardckpt.manifest import HUB_FILES, MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
 from shardckpt.plugins.entries import StrategyAction, get_strategy_key
+from shardckpt.plugins.legacy_megatron import describe_legacy_megatron
 from shardckpt.plugins.origin import describe_origin, name_origin
 from shardckpt.plugins.registry import parse_key, parse_keys
 from shardckpt.plugins.stores import ABSENT, open_folder
@@ -81,9 +81,6 @@ _OF_HUB = (
 _RETIRED = {
     "tensorstore": "Megatron-Core 0.15, the last that reads it, saves it in its newer format",
 }
-#: The folders of ranks in Megatron's legacy format, and the file in each.
-_LEGACY_RANK = re.compile(r"mp_rank_\d+(_\d+)*")
-_LEGACY_FILE = "model_optim_rng.pt"
 #: Where the header of a safetensors file begins, behind its length.
 _HEADER_AT = 8
 
@@ -433,26 +430,6 @@ def _unrecognised_error(directory: Path, names: Collection[str]) -> CannotLoadEr
         f".metadata (found {listed(names, limit=3)}). If it was complete once, restore that file from a copy; "
         "`shardckpt ls` names files of other formats"
     )
-
-
-def describe_legacy_megatron(directory: Path, names: Collection[str]) -> str:
-    """Return that a folder is a legacy checkpoint of Megatron, and what reads it; ``""`` if it is none.
-
-    Args:
-        directory: The folder.
-        names: The names of what is in it.
-    """
-    ranks = sorted(filter(_LEGACY_RANK.fullmatch, names))
-    if not ranks:
-        return ""
-    call = f"`shardckpt convert {directory / ranks[0] / _LEGACY_FILE} NEW`"
-    advice = f"{call} writes a checkpoint of it, which loads"
-    if len(ranks) > 1:
-        advice = (
-            "nothing here joins the shards of ranks: load it with Megatron, and save it in a distributed format; "
-            f"{call} writes what one rank has"
-        )
-    return f"a legacy checkpoint of Megatron (--ckpt-format torch) of {format_many(len(ranks), 'rank')}: {advice}"
 
 
 def _list_checkpoints(directory: Path) -> list[str]:
