@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.engine.amounts import format_bytes
 from shardckpt.engine.gc_pause import pause_gc
 from shardckpt.engine.progress import Progress, wants_progress
-from shardckpt.errors import CorruptCheckpointError
+from shardckpt.errors import CorruptCheckpointError, list_causes
 from shardckpt.plugins import Event, describe_origin, get_plugin_manager
 from shardckpt.storage import mask_password
 
@@ -290,14 +290,7 @@ def _has_mark(error: BaseException, name: str) -> bool:
 
     Not one that was being handled: who loads an older step after a failure has two failures.
     """
-    seen = set[int]()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:  # a chain of causes may be a ring
-        if vars(found).get(name):
-            return True
-        seen.add(id(found))
-        found = found.__cause__
-    return False
+    return any(vars(found).get(name) for found in list_causes(error))
 
 
 class _Phase:
