@@ -72,7 +72,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Targets that are no backends: a Hugging Face folder, a file of torch.save, a folder for stock DCP.
-FOLDER, FILE, DCP = "hf", "torch", "dcp"
+FOLDER: str = "hf"
+FILE: str = "torch"
+DCP: str = "dcp"
 _CONTENT = "content_metadata"
 
 
