@@ -6,8 +6,6 @@ from shardckpt.chunks.coalesced_reads import ReadAhead as ReadAhead
 from shardckpt.chunks.coalesced_reads import read_in_order as read_in_order
 from shardckpt.chunks.coalesced_reads import read_units as read_units
 from shardckpt.chunks.entire import SMALL_ITEM as SMALL_ITEM
-from shardckpt.chunks.entire import EntireChunks as EntireChunks
-from shardckpt.chunks.files import count_files as count_files
 from shardckpt.chunks.items import LocalItems as LocalItems
 from shardckpt.chunks.items import Sources as Sources
 from shardckpt.chunks.items import collect_items as collect_items
@@ -16,7 +14,6 @@ from shardckpt.chunks.merge import LocalPlan as LocalPlan
 from shardckpt.chunks.merge import MergedPlan as MergedPlan
 from shardckpt.chunks.merge import has_scales as has_scales
 from shardckpt.chunks.merge import merge_plans as merge_plans
-from shardckpt.chunks.owners import OwnedParts as OwnedParts
 from shardckpt.chunks.owners import merge_by_owners as merge_by_owners
 from shardckpt.chunks.parts import make_finder as make_finder
 from shardckpt.chunks.parts import match_parts as match_parts

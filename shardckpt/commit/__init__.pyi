@@ -15,7 +15,6 @@ from shardckpt.commit.holds import MARK_SECONDS as MARK_SECONDS
 from shardckpt.commit.holds import Hold as Hold
 from shardckpt.commit.holds import Holds as Holds
 from shardckpt.commit.holds import describe_process as describe_process
-from shardckpt.commit.holds import find_holds_beside as find_holds_beside
 from shardckpt.commit.holds import hold_place as hold_place
 from shardckpt.commit.holds import make_hold as make_hold
 from shardckpt.commit.leftovers import belongs_to as belongs_to

@@ -89,7 +89,6 @@ from shardckpt.engine.space import refuse_full as refuse_full
 from shardckpt.engine.streaming import STREAM_BYTES as STREAM_BYTES
 from shardckpt.engine.streaming import TensorBox as TensorBox
 from shardckpt.engine.streaming import compute_fingerprints as compute_fingerprints
-from shardckpt.engine.streaming import make_destination as make_destination
 from shardckpt.engine.streaming import make_memory as make_memory
 from shardckpt.engine.streaming import read_boxes as read_boxes
 from shardckpt.engine.tensor_sums import TensorSums as TensorSums

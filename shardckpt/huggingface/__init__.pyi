@@ -17,7 +17,6 @@ from shardckpt.huggingface.convert import torch_save_to_dcp as torch_save_to_dcp
 from shardckpt.huggingface.dtypes import get_dtype_size as get_dtype_size
 from shardckpt.huggingface.dtypes import parse_dtype as parse_dtype
 from shardckpt.huggingface.export import Exported as Exported
-from shardckpt.huggingface.export import ExportedTensor as ExportedTensor
 from shardckpt.huggingface.export import export_to_huggingface as export_to_huggingface
 from shardckpt.huggingface.export_budget import LEAST_EXPORTING as LEAST_EXPORTING
 from shardckpt.huggingface.export_budget import LEAST_EXPORTING_ON_STORES as LEAST_EXPORTING_ON_STORES
@@ -36,7 +35,6 @@ from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy as Huggi
 from shardckpt.huggingface.mapping_file import find_code as find_code
 from shardckpt.huggingface.megatron import MEGATRON_NAME as MEGATRON_NAME
 from shardckpt.huggingface.megatron import split_qkv as split_qkv
-from shardckpt.huggingface.megatron import split_vocabulary as split_vocabulary
 from shardckpt.huggingface.models import MegatronMapping as MegatronMapping
 from shardckpt.huggingface.models import find_mapping as find_mapping
 from shardckpt.huggingface.names import ADAPTER as ADAPTER

@@ -12,7 +12,6 @@ from shardckpt.planning.boxes import part_view as part_view
 from shardckpt.planning.boxes import shard_parts as shard_parts
 from shardckpt.planning.boxes import unflattened_box as unflattened_box
 from shardckpt.planning.boxes import with_memory as with_memory
-from shardckpt.planning.coverage import Overlap as Overlap
 from shardckpt.planning.coverage import find_hole as find_hole
 from shardckpt.planning.coverage import find_overlap as find_overlap
 from shardckpt.planning.coverage import find_uncovered as find_uncovered

@@ -51,7 +51,6 @@ from shardckpt.storage.identity import is_of_save as is_of_save
 from shardckpt.storage.input_file import open_existing as open_existing
 from shardckpt.storage.input_file import read_file as read_file
 from shardckpt.storage.journal import JOURNAL_NAME as JOURNAL_NAME
-from shardckpt.storage.journal import NOTE_BYTES as NOTE_BYTES
 from shardckpt.storage.journal import FileProgress as FileProgress
 from shardckpt.storage.journal import Journal as Journal
 from shardckpt.storage.memory_budget import LEAST_READING as LEAST_READING

@@ -18,7 +18,6 @@ from shardckpt.tensors.memory import ORDINARY as ORDINARY
 from shardckpt.tensors.memory import PAGE as PAGE
 from shardckpt.tensors.memory import are_contiguous as are_contiguous
 from shardckpt.tensors.memory import find_addresses as find_addresses
-from shardckpt.tensors.memory import find_host_addresses as find_host_addresses
 from shardckpt.tensors.memory import has_values_on_host as has_values_on_host
 from shardckpt.tensors.memory import is_ordinary as is_ordinary
 from shardckpt.tensors.memory import is_plain as is_plain
