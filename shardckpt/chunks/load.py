@@ -178,7 +178,7 @@ class ChunkLoadStrategy(LoadStrategy):
                     yield StoredBox(chunk.key, *chunk.box, chunk.file)
 
     def _stored(self, context: LoadContext) -> dict[str, _StoredTensor]:
-        return context.reader.parsed("chunks", lambda: _group(self.list_chunks(context)))
+        return context.reader.parsed(f"chunks of {self.backend}", lambda: _group(self.list_chunks(context)))
 
 
 class _StoredTensor:
