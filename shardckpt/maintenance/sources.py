@@ -83,6 +83,8 @@ class Reading(NamedTuple):
         check: As for :func:`shardckpt.engine.open_checkpoint`.
         unmarked: As for :func:`~shardckpt.plugins.hold_checkpoint`.
         rename: What its keys and the paths of its common state begin with, and what is read in its place.
+        trainer: Maps a trainer's names to the Hub's: a Hugging Face folder is read by the trainer's.
+        dtype: As for :func:`shardckpt.huggingface.name_for_trainer`.
     """
 
     allow_globals: tuple[Any, ...] = ()
@@ -91,6 +93,8 @@ class Reading(NamedTuple):
     check: bool = True
     unmarked: bool = False
     rename: Mapping[str, str] | None = None
+    trainer: RuleMapping | None = None
+    dtype: torch.dtype | None = None
 
 
 _AS_IT_IS = Reading()
@@ -117,10 +121,14 @@ def open_source(location: Path, plugins: PluginManager, how: Reading = _AS_IT_IS
         KeyMismatchError: It has nothing of a name that is to be renamed, or two things would have one name.
         CheckpointingException: It cannot be read.
     """
-    place, manifest, strategy = _recognise(location, plugins, unmarked=how.unmarked)
+    place, manifest, found = _recognise(location, plugins, unmarked=how.unmarked)
     check_policy(location, manifest)
-    with _open(location, place, manifest, strategy, plugins, how) as opened:
-        yield _rename(opened, how.rename) if how.rename else opened
+    with _open(location, place, manifest, found, plugins, how) as opened:
+        named = opened
+        if how.trainer is not None and isinstance(opened.strategy, HuggingFaceLoadStrategy):
+            strategy = name_for_trainer(opened.strategy, how.trainer, how.dtype)
+            named = OpenCheckpoint(strategy, opened.context, opened.operation)
+        yield _rename(named, how.rename) if how.rename else named
 
 
 def _rename(opened: OpenCheckpoint, rename: Mapping[str, str]) -> OpenCheckpoint:
@@ -136,30 +144,6 @@ def _rename(opened: OpenCheckpoint, rename: Mapping[str, str]) -> OpenCheckpoint
         except KeyMismatchError:
             raise exc from None  # what is renamed may be in the common state
     return rename_stored(opened, rename, names)
-
-
-@contextmanager
-def open_for_trainer(
-    mapping: RuleMapping,
-    dtype: torch.dtype | None,
-    location: Path,
-    plugins: PluginManager,
-    how: Reading,
-) -> Iterator[OpenCheckpoint]:
-    """Open a Hugging Face folder under a trainer's names; the other arguments are those of :func:`open_source`.
-
-    Args:
-        mapping: As for :func:`shardckpt.huggingface.name_for_trainer`.
-        dtype: As for that function.
-        location: As for :func:`open_source`.
-        plugins: As for :func:`open_source`.
-        how: As for :func:`open_source`.
-    """
-    with open_source(location, plugins, how) as opened:
-        if not isinstance(opened.strategy, HuggingFaceLoadStrategy):
-            raise CheckpointReplacedError(f"{location} was a Hugging Face folder, and is something else now")
-        named = name_for_trainer(opened.strategy, mapping, dtype)
-        yield OpenCheckpoint(named, opened.context, opened.operation)
 
 
 def read_hub_config(location: Path, plugins: PluginManager) -> dict[str, Any] | None:
