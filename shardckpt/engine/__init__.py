@@ -8,6 +8,7 @@ from shardckpt import lazy_getattr
 
 if TYPE_CHECKING:
     from shardckpt.engine.amounts import format_bytes, format_count, format_seconds
+    from shardckpt.engine.damage import hide_damaged
     from shardckpt.engine.display import show_progress
     from shardckpt.engine.externally_coordinated import (
         ExternalSave,
@@ -106,6 +107,7 @@ __getattr__ = lazy_getattr(
             "format_seconds",
         ),
         "optimizer_keys": ("is_optimizer_key", "is_parameter_key"),
+        "damage": ("hide_damaged",),
         "display": ("show_progress",),
         "externally_coordinated": (
             "ExternalSave",
@@ -272,6 +274,7 @@ __all__ = [
     "format_bytes",
     "format_count",
     "format_seconds",
+    "hide_damaged",
     "is_below",
     "is_damage",
     "is_optimizer_key",

@@ -85,6 +85,7 @@ def merge_checkpoints(
     max_shard_size: int | str = "5GB",
     allow_globals: tuple[Any, ...] = (),
     rename: Mapping[str, str] | None = None,
+    skip_damaged: bool = False,
 ) -> MergeReport:
     """Write the weighted average, or the spherical interpolation, of checkpoints: completely or not at all.
 
@@ -133,6 +134,7 @@ def merge_checkpoints(
         max_shard_size: As for :func:`convert_checkpoint`.
         allow_globals: As for :func:`convert_checkpoint`.
         rename: As for :func:`convert_checkpoint`, of every source.
+        skip_damaged: As for :func:`convert_checkpoint`, of every source; see ``missing`` for what others have.
 
     Returns:
         What was written, with the proof.
@@ -173,6 +175,7 @@ def merge_checkpoints(
     left_out: list[str] = []
     steps: list[str] = []
     identities: list[str] = []
+    damaged: list[str] = []
 
     @contextmanager
     def open_merge(_: Path, plugins: PluginManager, how: Reading) -> Iterator[OpenCheckpoint]:
@@ -183,6 +186,7 @@ def merge_checkpoints(
             each = how._replace(kept_bytes=kept_bytes, rename=rename)
             opened = [stack.enter_context(open_source(place, plugins, each)) for place in found]
             identities[:] = map(identify_source, found, opened)
+            damaged[:] = [f"{place}: {key}" for place, one in zip(places, opened, strict=True) for key in one.damaged]
             merged, strategy = merge_opened(opened, places, rules)
             yield merged
             left_out[:] = strategy.left_out
@@ -191,7 +195,7 @@ def merge_checkpoints(
     def identify(_: OpenCheckpoint) -> str:
         facts = [getattr(rules, name) for name in MergeRules.__dataclass_fields__ if name != "leave_out"]
         names = sorted((rename or {}).items())
-        return repr(("merge", identities, facts, sorted(rules.leave_out), names)) if all(identities) else ""
+        return repr(("merge", identities, facts, sorted(rules.leave_out), names, damaged)) if all(identities) else ""
 
     conversion = run_conversion(
         sources[base],
@@ -212,6 +216,7 @@ def merge_checkpoints(
         allow_globals=allow_globals,
         identify=identify,
         is_merge=True,
+        skip_damaged=skip_damaged,
     )
     if steps:
         logger.warning(
@@ -225,7 +230,7 @@ def merge_checkpoints(
         tuple(places),
         tuple(weight / divisor for weight in chosen),
         rules.base,
-        replace(conversion, left_out=tuple(everything)),
+        replace(conversion, left_out=tuple(everything), damaged=tuple(damaged)),
     )
 
 

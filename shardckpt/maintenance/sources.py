@@ -12,10 +12,12 @@ from shardckpt.engine import (
     Operation,
     Progress,
     StoredCheckpoint,
+    hide_damaged,
     lend_checkpoint,
     list_keys,
     list_names,
     locate,
+    rename_key,
     rename_stored,
 )
 from shardckpt.errors import (
@@ -83,6 +85,7 @@ class Reading(NamedTuple):
         check: As for :func:`shardckpt.engine.open_checkpoint`.
         unmarked: As for :func:`~shardckpt.plugins.hold_checkpoint`.
         rename: What its keys and the paths of its common state begin with, and what is read in its place.
+        skip_damaged: Whether tensors and objects that cannot be read are left out, and no error; all are read first.
     """
 
     allow_globals: tuple[Any, ...] = ()
@@ -91,6 +94,7 @@ class Reading(NamedTuple):
     check: bool = True
     unmarked: bool = False
     rename: Mapping[str, str] | None = None
+    skip_damaged: bool = False
 
 
 _AS_IT_IS = Reading()
@@ -116,8 +120,14 @@ def open_source(location: Path, plugins: PluginManager, how: Reading = _AS_IT_IS
         KeyMismatchError: It has nothing of a name that is to be renamed, or two things would have one name.
         CheckpointingException: It cannot be read.
     """
-    with _open(location, *_recognise(location, plugins, unmarked=how.unmarked), plugins, how) as opened:
-        yield _rename(opened, how.rename) if how.rename else opened
+    found = _recognise(location, plugins, unmarked=how.unmarked, skip_damaged=how.skip_damaged)
+    with _open(location, *found, plugins, how) as opened:
+        stored = _rename(opened, how.rename) if how.rename else opened
+        if not how.skip_damaged:
+            yield stored
+            return
+        lost = opened.strategy.folder.lost if isinstance(opened.strategy, HuggingFaceLoadStrategy) else ()
+        yield hide_damaged(stored, [rename_key(name, how.rename or {}) for name in lost])
 
 
 def _rename(opened: OpenCheckpoint, rename: Mapping[str, str]) -> OpenCheckpoint:
@@ -155,13 +165,15 @@ def open_for_trainer(
     with open_source(location, plugins, how) as opened:
         if not isinstance(opened.strategy, HuggingFaceLoadStrategy):
             raise CheckpointReplacedError(f"{location} was a Hugging Face folder, and is something else now")
-        named = name_for_trainer(opened.strategy, mapping, dtype)
-        yield OpenCheckpoint(named, opened.context, opened.operation)
+        named = name_for_trainer(opened.strategy, mapping, dtype, opened.damaged)
+        yield OpenCheckpoint(named, opened.context, opened.operation, damaged=opened.damaged)
 
 
 def read_hub_config(location: Path, plugins: PluginManager) -> dict[str, Any] | None:
     """Return the ``config.json`` of a Hugging Face folder, empty without one; None for something else."""
-    with open_source(location, plugins, Reading(check=False)) as opened:
+    # what is damaged is an error where it is read, or none
+    found = _recognise(location, plugins, skip_damaged=True)
+    with _open(location, *found, plugins, Reading(check=False, skip_damaged=True)) as opened:
         return opened.strategy.folder.config if isinstance(opened.strategy, HuggingFaceLoadStrategy) else None
 
 
@@ -200,7 +212,9 @@ def _open(
     with CheckpointReader(
         place, manifest, verify=True, kept_bytes=how.kept_bytes, memory_budget=how.memory_budget, crcs="parts"
     ) as reader:
-        if is_read_again() and manifest.record is not None:  # as when a checkpoint is opened for a load
+        if (
+            is_read_again() and manifest.record is not None and not how.skip_damaged
+        ):  # as when a checkpoint is opened for a load
             reader.open_files([file.name for file in manifest.record.files])
         yield OpenCheckpoint(strategy, LoadContext(reader, comm, how.allow_globals), operation)
         if how.check:
@@ -345,17 +359,22 @@ def _sum_sizes(strategy: ChecksFiles, reader: CheckpointReader) -> int:
 
 
 def _recognise(
-    location: Path, plugins: PluginManager, *, is_staged: bool = False, unmarked: bool = False
+    location: Path,
+    plugins: PluginManager,
+    *,
+    is_staged: bool = False,
+    unmarked: bool = False,
+    skip_damaged: bool = False,
 ) -> tuple[Path, Manifest, LoadStrategy]:
     """Return the directory of the files, the manifest and the strategy that reads them."""
     if location.is_file():
         place = open_directory(location.parent)
-        strategy: LoadStrategy = _recognise_file(location, place)
+        strategy: LoadStrategy = _recognise_file(location, place, skip_damaged=skip_damaged)
         return place, Manifest(backend=strategy.backend, version=strategy.version), strategy
     try:
         place, manifest = hold_checkpoint(location, plugins, moved=is_staged, unmarked=unmarked)
     except (NotACheckpointError, IncompleteCheckpointError) as exc:
-        found = _open_folder(location, exc)
+        found = _open_folder(location, exc, skip_damaged=skip_damaged)
         if found is None:
             raise
         strategy, place = found
@@ -363,7 +382,7 @@ def _recognise(
     return place, manifest, choose_reader(location, manifest, plugins)
 
 
-def _recognise_file(path: Path, place: Path) -> LoadStrategy:
+def _recognise_file(path: Path, place: Path, *, skip_damaged: bool) -> LoadStrategy:
     with wrap_os_errors("open", path), path.open("rb") as file:
         first = file.read(_LENGTH + 1)
     is_torch = is_torch_file(path)
@@ -378,17 +397,19 @@ def _recognise_file(path: Path, place: Path) -> LoadStrategy:
             raise
         is_safetensors = False
     if is_safetensors:
-        return read_all_of_folder(place, path.name)[0]
+        return read_all_of_folder(place, path.name, skip_damaged=skip_damaged)[0]
     raise NotACheckpointError(f"{path} is {describe_file(path)}")
 
 
-def _open_folder(location: Path, error: CheckpointingException) -> tuple[LoadStrategy, Path] | None:
+def _open_folder(
+    location: Path, error: CheckpointingException, *, skip_damaged: bool
+) -> tuple[LoadStrategy, Path] | None:
     """Return what reads another library's folder; None if the error of the checkpoint's readers says what is wrong."""
     place = open_directory(location)
     if not place.is_dir():
         return None
     try:
-        return read_all_of_folder(place)
+        return read_all_of_folder(place, skip_damaged=skip_damaged)
     except NotACheckpointError:
         names = {entry.name for entry in place.iterdir()}
         found = find_files(place, names)
