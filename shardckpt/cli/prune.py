@@ -170,7 +170,15 @@ def _list_runs(options: Any) -> tuple[list[argparse.Namespace], list[str]]:
     unfollowed = [f"{above}/{name}" for name in sorted(links)]
     if not inside:
         raise StorageError(
-            f"{options.path} has no folder of checkpoints in it, and nothing was removed{_describe_links(unfollowed)}"
+            "; ".join(
+                filter(
+                    None,
+                    [
+                        f"{options.path} has no folder of checkpoints in it, and nothing was removed",
+                        _describe_links(unfollowed),
+                    ],
+                )
+            )
         )
     return [
         argparse.Namespace(**{**vars(options), "path": f"{above}/{name}" if name else options.path})
@@ -180,9 +188,8 @@ def _list_runs(options: Any) -> tuple[list[argparse.Namespace], list[str]]:
 
 def _describe_links(links: Sequence[str]) -> str:
     """Return that links were not followed; ``""`` if there are none."""
-    return (
-        f"; not followed: {format_many(len(links), 'link')} to other folders: {listed(links, limit=6)}" if links else ""
-    )
+    many = format_many(len(links), "link")
+    return f"not followed: {many} to other folders: {listed(links, limit=6)}" if links else ""
 
 
 def _plan_all(
@@ -348,7 +355,7 @@ def _describe(found: Pruned, options: Any, policies: Sequence[Any]) -> list[str]
     if found.unseen:
         lines.append(found.unseen)
     if found.links:
-        lines.append(_describe_links(found.links).removeprefix("; "))
+        lines.append(_describe_links(found.links))
     if found.skipped:
         many = format_many(len(found.skipped), "folder")
         lines.append(f"left as it was after an error: {many}: {listed([path for path, _ in found.skipped], limit=6)}")
