@@ -73,8 +73,14 @@ def _module(path: Path) -> str:
     return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
-FILES = {_module(path): path for path in sorted([*CORE.rglob("*.py"), *STRATEGIES.rglob("*.py")])}
-FOLDERS = {name for name, path in FILES.items() if path.name == "__init__.py"}
+def _door(path: Path) -> Path:
+    """A file, or the stub that lists what a package offers."""
+    stub = path.with_suffix(".pyi")
+    return stub if stub.exists() else path
+
+
+FILES = {_module(path): _door(path) for path in sorted([*CORE.rglob("*.py"), *STRATEGIES.rglob("*.py")])}
+FOLDERS = {name for name, path in FILES.items() if path.stem == "__init__"}
 
 
 def _folders(name: str) -> list[str]:
@@ -98,7 +104,9 @@ def _imported(path: Path) -> list[tuple[str, str]]:
 
 
 def _offered(folder: str) -> set[str]:
-    """What a folder's __init__ offers."""
+    """What a folder's __init__ offers, by its stub or its ``__all__``."""
+    if FILES[folder].suffix == ".pyi":
+        return set(importlib.import_module(folder).__all__)
     assigned = [node for node in _parse(FILES[folder]).body if isinstance(node, ast.Assign)]
     return next((set(ast.literal_eval(a.value)) for a in assigned if ast.unparse(a.targets[0]) == "__all__"), set())
 

@@ -7,26 +7,25 @@ import importlib
 import inspect
 import re
 import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from shardckpt import lazy_getattr
+import pytest
+
 from tests.readmes import BLOCKS, READMES
 from tests.tables import table
 from tests.tree import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import pytest
+    from pathlib import Path
 
 #: Modules, and the names in them, that a README has shown.
 PUBLIC = {
     "shardckpt": (
-        "AsyncSaveStrategy BackgroundWork CheckpointReader CheckpointWriter CheckpointingException Event FileWriter "
-        "LoadContext LoadStrategy LocalNonpersistentObject Migration PlanContext PreparedSave SaveContext SaveStrategy "
-        "ShardedObject ShardedTensor ShardedTensorFactory decode_object dist_checkpointing encode_object fingerprint "
-        "hookimpl"
+        "AsyncSaveStrategy BackgroundWork CheckpointReader CheckpointWriter CheckpointingException ChunkLoadStrategy "
+        "Event FileWriter LoadContext LoadStrategy LocalNonpersistentObject Migration PlanContext PreparedSave "
+        "SaveContext SaveStrategy ShardedObject ShardedTensor ShardedTensorFactory StoredChunk decode_object "
+        "dist_checkpointing encode_object fingerprint hookimpl"
     ),
     "shardckpt.dist_checkpointing": (
         "ShardedTensor get_default_load_sharded_strategy get_default_save_sharded_strategy load open_checkpoint save"
@@ -116,12 +115,22 @@ def test_dir_has_what_the_module_offers(module: str) -> None:
     assert {*getattr(found, "__all__", ())} <= {*dir(found)}
 
 
-def test_dir_has_names_before_their_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dir_has_names_before_their_first_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of a lazy package are listed while the modules that have them are not imported yet."""
-    package = ModuleType("lazy_package")
-    monkeypatch.setitem(sys.modules, "lazy_package", package)
-    vars(package)["__getattr__"] = lazy_getattr("lazy_package", {"not_imported": ("late", "later")})
-    assert {"late", "later"} <= {*dir(package)}
+    (folder := tmp_path / "lazy_package").mkdir()
+    (folder / "__init__.py").write_text(
+        "from shardckpt.lazy import attach_stub\n\n__getattr__, __dir__, __all__ = attach_stub(__name__)\n"
+    )
+    (folder / "__init__.pyi").write_text("from lazy_package.late import later as later\n")
+    (folder / "late.py").write_text("later = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    package = importlib.import_module("lazy_package")
+    assert "later" in dir(package)
+    assert package.__all__ == ["later"]
+    assert "lazy_package.late" not in sys.modules
+    assert package.later == 1
+    with pytest.raises(AttributeError, match="no attribute 'never'"):
+        _ = package.never
 
 
 def _ours(value: Any) -> bool:

@@ -8,6 +8,9 @@ Each SRC is what `shardckpt convert` reads; all need the same keys. The weights 
   --linear T         two: 1 - T and T
   --slerp T          two: each tensor along the sphere, T of the way from the first to the second
 
+Sources that have other names: --rename 2:OLD=NEW renames in the second SRC alone; with --mapping megatron folders of
+the Hub and checkpoints of Megatron go together, each read by Megatron's names.
+
 Sums are computed in one dtype and rounded once. The bits of DST depend neither on the order of sources that have the
 same weights, nor on --memory. Tensors that are not floating-point must be equal. Objects and common state are those of
 the last SRC, or see --base.
@@ -28,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.cli.convert import add_target_options, describe_conversion, read_target_options
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output
+from shardckpt.cli.renames import split_renames
 
 if TYPE_CHECKING:
     from shardckpt.maintenance import MergeReport
@@ -80,7 +84,7 @@ def run(options: Any) -> Output:
     if options.base is not None and not 1 <= options.base <= len(options.sources):
         raise CheckpointingException(f"--base {options.base}: there are {len(options.sources)} SRC, numbered from 1")
     _refuse_neighbour(options)
-    target = read_target_options(options)
+    target = read_target_options(options) | {"rename": split_renames(options, len(options.sources))}
     with show_progress("convert", "merge"):  # a merge is a conversion of what it reads
         report = merge_checkpoints(
             options.sources,

@@ -42,6 +42,27 @@ def read_renames(options: Any) -> dict[str, str]:
     return found
 
 
+def split_renames(options: Any, count: int) -> list[dict[str, str]]:
+    """Return the new names by the old ones for each of several sources: those of ``N:OLD=NEW`` for the N-th alone.
+
+    Raises:
+        CheckpointingException: There is no N-th source, or an old name is given twice.
+    """
+    from shardckpt.errors import CheckpointingException
+
+    found: list[dict[str, str]] = [{} for _ in range(count)]
+    for text, new in read_renames(options).items():
+        number, sign, old = text.partition(":")
+        if not (sign and number.isdecimal()):
+            for names in found:
+                names[text] = new
+        elif 1 <= int(number) <= count:
+            found[int(number) - 1][old] = new
+        else:
+            raise CheckpointingException(f"--rename {text}={new}: there are {count} SRC, numbered from 1")
+    return found
+
+
 def _parse_rename(text: str) -> tuple[str, str]:
     old, sign, new = text.partition("=")
     old, new = old.removesuffix("."), new.removesuffix(".")

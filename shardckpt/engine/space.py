@@ -49,7 +49,7 @@ class Forecast(NamedTuple):
 REMOVE = "remove keys from"
 
 #: Of a save that is not forecast.
-NO_FORECAST = Forecast()
+NO_FORECAST: Forecast = Forecast()
 #: Makes room for a save of this thread that does not fit.
 _make_room: ContextVar[Callable[[], None] | None] = ContextVar("shardckpt_make_room", default=None)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: Bytes that are loaded at a time: a multiple of 8, so that no element is cut.
 BLOCK_BYTES = 8 << 20
 #: Bytes of the blocks of a file on a disk: the two threads that the least budget allows write one each, one is filled.
-WRITER_BYTES = 3 * BLOCK_BYTES
+WRITER_BYTES: int = 3 * BLOCK_BYTES
 
 
 def open_writer(folder: Path, journal: Journal | None = None) -> CheckpointWriter:

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from shardckpt.huggingface import HubTensor
+    from shardckpt.huggingface import HubTensor, RuleMapping
     from shardckpt.mapping import ShardedBase, StateDict
     from shardckpt.plugins import PluginManager
     from shardckpt.storage import CheckpointWriter
@@ -72,7 +72,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Targets that are no backends: a Hugging Face folder, a file of torch.save, a folder for stock DCP.
-FOLDER, FILE, DCP = "hf", "torch", "dcp"
+FOLDER: str = "hf"
+FILE: str = "torch"
+DCP: str = "dcp"
 _CONTENT = "content_metadata"
 
 
@@ -151,6 +153,8 @@ class Conversion:
     buffers: tuple[int | None, int | None]
     #: What keys of the source begin with, and what is read in its place.
     rename: dict[str, str]
+    #: Maps a trainer's names to the Hub's, where Hugging Face folders are read by the trainer's.
+    trainer: RuleMapping | None
     #: Whether ``source`` is one of several.
     is_merge: bool
     #: Whether what cannot be read is left out.
@@ -174,8 +178,15 @@ class Conversion:
         with operation.collective_span():
             before = TensorSums(is_logged=self.is_resumable)
             # the proof checks that the source has not changed: after the commit it may
-            how = Reading(self.allow_globals, memory_budget=self.buffers[0], check=False, rename=self.rename)
-            how = how._replace(skip_damaged=self.skip_damaged)
+            how = Reading(
+                self.allow_globals,
+                memory_budget=self.buffers[0],
+                check=False,
+                rename=self.rename,
+                trainer=self.trainer,
+                dtype=self.options.casts.dtype,
+                skip_damaged=self.skip_damaged,
+            )
             with self.opener(self.source, self.plugins, how) as opened:
                 self._check(opened)
                 if self.saver is not None:

@@ -14,13 +14,14 @@ from shardckpt.errors import CheckpointingException, UnknownBackendError, Unsafe
 from shardckpt.huggingface import (
     CONFIG,
     MegatronMapping,
+    RuleMapping,
     StoredNames,
     list_assets,
     parse_options,
     resolve_link,
 )
 from shardckpt.maintenance.conversion import DCP, FILE, FOLDER, Conversion, ConversionReport
-from shardckpt.maintenance.sources import identify_source, open_for_trainer, open_source, read_hub_config
+from shardckpt.maintenance.sources import identify_source, open_source, read_hub_config
 from shardckpt.plugins import StrategyAction, get_plugin_manager
 from shardckpt.storage import (
     LEAST_READING,
@@ -35,7 +36,7 @@ from shardckpt.stubs import make_stub_class
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -183,15 +184,16 @@ def run_conversion(
     identify: Callable[[OpenCheckpoint], str] | None = None,
     buffers: tuple[int | None, int | None] = (None, None),
     rename: Mapping[str, str] | None = None,
-    is_merge: bool = False,
+    others: Sequence[str | os.PathLike[str]] = (),
     skip_damaged: bool = False,
     **written: Any,
 ) -> ConversionReport:
     """Convert what ``opener`` opens for the location of ``old``; the arguments are :func:`convert_checkpoint`'s.
 
-    ``identify`` returns what identifies the values that ``opener`` has opened, or ``""``: a killed conversion of them
-    goes on. By default, what is at ``old`` does. ``memory`` is for tensors; ``buffers`` are the bytes that reading and
-    writing may hold beside them. ``written`` is what :func:`shardckpt.huggingface.parse_options` takes.
+    ``others`` are the other sources of a merge. ``identify`` returns what identifies the values that ``opener`` has
+    opened, or ``""``: a killed conversion of them goes on. By default, what is at ``old`` does. ``memory`` is for
+    tensors; ``buffers`` are the bytes that reading and writing may hold beside them. ``written`` is what
+    :func:`shardckpt.huggingface.parse_options` takes.
     """
     if memory < _LEAST_MEMORY:
         raise CheckpointingException(
@@ -223,13 +225,9 @@ def run_conversion(
         kind = to if isinstance(to, str) else ""
         source = locate(old, plugins)
         refuse_overlap([source], target, in_place=saver is not None)
-        chosen, planned = opener, options
-        if isinstance(options.mapping, MegatronMapping) and to != FOLDER and not (rename or is_merge):
-            config = read_hub_config(source, plugins)
-            if config is not None:  # the way back: the folder's names become the trainer's
-                names = options.mapping.with_config(config, "keep")
-                chosen = partial(open_for_trainer, names, options.casts.dtype)
-                planned = options._replace(mapping=StoredNames(names))
+        sources = [source, *(locate(other, plugins) for other in others)]
+        trainer = None if rename else _find_trainer(sources, options.mapping, to, plugins)
+        planned = options if trainer is None or to == FOLDER else options._replace(mapping=StoredNames(trainer))
         return Conversion(
             source,
             target,
@@ -241,11 +239,12 @@ def run_conversion(
             allowed,
             overwrite=overwrite,
             is_resumable=not isinstance(to, SaveStrategy),  # the options of an instance are not known
-            opener=chosen,
+            opener=opener,
             identify=identify or partial(identify_source, source),
             buffers=buffers,
             rename=dict(rename or {}),
-            is_merge=is_merge,
+            trainer=trainer,
+            is_merge=bool(others),
             skip_damaged=skip_damaged,
         ).run()
 
@@ -258,6 +257,18 @@ def run_conversion(
         # what is not written may be all that needs these classes; a stub that is to be pickled is an error
         stubs = tuple((make_stub_class(*name.rpartition(".")[::2]), name) for name in exc.refused)
     return retry_if_replaced(lambda: attempt((*allow_globals, *stubs)), old)
+
+
+def _find_trainer(sources: Sequence[Path], mapping: KeyMapping, to: Any, plugins: PluginManager) -> RuleMapping | None:
+    """Return the mapping by which Hugging Face folders are read, under a trainer's names; None if none is to be."""
+    if not isinstance(mapping, MegatronMapping if to != FOLDER else RuleMapping):
+        return None
+    configs = [read_hub_config(source, plugins) for source in sources]
+    found = [config for config in configs if config is not None]
+    if isinstance(mapping, MegatronMapping):
+        return mapping.with_config(found[0], "keep") if found else None
+    # the names that are written are the folders' own, unless other sources have a trainer's
+    return mapping if found and len(found) < len(configs) else None
 
 
 def _find_assets(

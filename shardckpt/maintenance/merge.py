@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -20,7 +22,7 @@ from shardckpt.storage import check_memory_budget, parse_size
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
     from shardckpt.engine import OpenCheckpoint
@@ -84,7 +86,7 @@ def merge_checkpoints(
     assets: str | os.PathLike[str] | None = None,
     max_shard_size: int | str = "5GB",
     allow_globals: tuple[Any, ...] = (),
-    rename: Mapping[str, str] | None = None,
+    rename: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None = None,
     skip_damaged: bool = False,
 ) -> MergeReport:
     """Write the weighted average, or the spherical interpolation, of checkpoints: completely or not at all.
@@ -123,7 +125,8 @@ def merge_checkpoints(
             32 MiB. To that come buffers of up to 32 MiB, and the ends of segments that were read and are used next: an
             eighth of it, or 2 MiB a source if that is more.
         overwrite: As for :func:`convert_checkpoint`.
-        mapping: How names and shapes change when the merge is written; see :func:`convert_checkpoint`.
+        mapping: How names and shapes change when the merge is written; see :func:`convert_checkpoint`. With
+            ``"megatron"``, Hugging Face folders merge with Megatron's checkpoints: each is read by Megatron's names.
         dtype: As for :func:`convert_checkpoint`; values are rounded once, from the accumulator to it.
         keep: As for :func:`convert_checkpoint`.
         prefix: As for :func:`convert_checkpoint`.
@@ -133,7 +136,7 @@ def merge_checkpoints(
         assets: As for :func:`convert_checkpoint`.
         max_shard_size: As for :func:`convert_checkpoint`.
         allow_globals: As for :func:`convert_checkpoint`.
-        rename: As for :func:`convert_checkpoint`, of every source.
+        rename: As for :func:`convert_checkpoint`, of every source; or a list with one, or None, for each source.
         skip_damaged: As for :func:`convert_checkpoint`, of every source; see ``missing`` for what others have.
 
     Returns:
@@ -170,6 +173,7 @@ def merge_checkpoints(
         leave_out=parse_leave_out(leave_out),
         memory=budget // 2,
     )
+    renames = _spread_renames(rename, len(places))
     # boxes are small, and end inside segments: else most segments would be read, and checked, twice
     kept_bytes = max(budget // _KEPT_PART // len(places), _LEAST_KEPT)
     left_out: list[str] = []
@@ -183,8 +187,8 @@ def merge_checkpoints(
         # unlike a conversion, it is no other form of one source
         refuse_overlap(found, locate(target, plugins))
         with ExitStack() as stack:
-            each = how._replace(kept_bytes=kept_bytes, rename=rename)
-            opened = [stack.enter_context(open_source(place, plugins, each)) for place in found]
+            each = [how._replace(kept_bytes=kept_bytes, rename=names) for names in renames]
+            opened = [stack.enter_context(open_source(*one)) for one in zip(found, repeat(plugins), each)]
             identities[:] = map(identify_source, found, opened)
             damaged[:] = [f"{place}: {key}" for place, one in zip(places, opened, strict=True) for key in one.damaged]
             merged, strategy = merge_opened(opened, places, rules)
@@ -194,7 +198,7 @@ def merge_checkpoints(
 
     def identify(_: OpenCheckpoint) -> str:
         facts = [getattr(rules, name) for name in MergeRules.__dataclass_fields__ if name != "leave_out"]
-        names = sorted((rename or {}).items())
+        names = [sorted((each or {}).items()) for each in renames]
         return repr(("merge", identities, facts, sorted(rules.leave_out), names, damaged)) if all(identities) else ""
 
     conversion = run_conversion(
@@ -215,7 +219,7 @@ def merge_checkpoints(
         max_shard_size=max_shard_size,
         allow_globals=allow_globals,
         identify=identify,
-        is_merge=True,
+        others=[source for number, source in enumerate(sources) if number != rules.base],
         skip_damaged=skip_damaged,
     )
     if steps:
@@ -232,6 +236,17 @@ def merge_checkpoints(
         rules.base,
         replace(conversion, left_out=tuple(everything), damaged=tuple(damaged)),
     )
+
+
+def _spread_renames(
+    rename: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None, count: int
+) -> Sequence[Mapping[str, str] | None]:
+    """Return what is renamed in each source."""
+    if rename is None or isinstance(rename, Mapping):
+        return [rename] * count
+    if len(rename) != count:
+        raise CheckpointingException(f"rename is a list of {len(rename)}, for {count} sources: one for each, or None")
+    return rename
 
 
 def _choose_weights(places: Sequence[str], weights: Sequence[float] | None, slerp: float | None) -> Sequence[float]:

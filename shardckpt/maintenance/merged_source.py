@@ -152,9 +152,10 @@ class MergedLoadStrategy(LoadStrategy):
         missing = self._choose(found)
         if missing:
             raise KeyMismatchError(
-                f"not all sources have the same tensors: {missing}. Rename them first (convert --mapping, "
-                "--prefix), leave them out (leave_out=..., --leave-out), or say what becomes of them "
-                "(missing='drop' or 'available', --missing)"
+                f"not all sources have the same tensors: {missing}. Read one by other names "
+                "(rename=[None, {old: new}], --rename 2:OLD=NEW; Hub folders beside Megatron's checkpoints by "
+                "mapping='megatron', --mapping megatron), leave them out (leave_out=..., --leave-out), or say what "
+                "becomes of them (missing='drop' or 'available', --missing)"
             )
         self.left_out += [stored_key(shard) for shard in objects if self._is_left_out(plain_name(shard))]
         scales = {shard.key: shard.block_scales for shard in base if isinstance(shard, ShardedTensor)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardckpt.deepspeed import DeepSpeedLoadStrategy, find_files
@@ -86,6 +87,8 @@ class Reading(NamedTuple):
         unmarked: As for :func:`~shardckpt.plugins.hold_checkpoint`.
         rename: What its keys and the paths of its common state begin with, and what is read in its place.
         skip_damaged: Whether tensors and objects that cannot be read are left out, and no error; all are read first.
+        trainer: Maps a trainer's names to the Hub's: a Hugging Face folder is read by the trainer's.
+        dtype: As for :func:`shardckpt.huggingface.name_for_trainer`.
     """
 
     allow_globals: tuple[Any, ...] = ()
@@ -95,6 +98,8 @@ class Reading(NamedTuple):
     unmarked: bool = False
     rename: Mapping[str, str] | None = None
     skip_damaged: bool = False
+    trainer: RuleMapping | None = None
+    dtype: torch.dtype | None = None
 
 
 _AS_IT_IS = Reading()
@@ -122,12 +127,20 @@ def open_source(location: Path, plugins: PluginManager, how: Reading = _AS_IT_IS
     """
     found = _recognise(location, plugins, unmarked=how.unmarked, skip_damaged=how.skip_damaged)
     with _open(location, *found, plugins, how) as opened:
-        stored = _rename(opened, how.rename) if how.rename else opened
-        if not how.skip_damaged:
-            yield stored
-            return
+        yield _hide_and_rename(opened, how)
+
+
+def _hide_and_rename(opened: OpenCheckpoint, how: Reading) -> OpenCheckpoint:
+    """Return what is opened without what is damaged, and under the names that it is to be read by."""
+    names = how.rename or {}
+    if not isinstance(opened.strategy, HuggingFaceLoadStrategy) or how.trainer is None:
         lost = opened.strategy.folder.lost if isinstance(opened.strategy, HuggingFaceLoadStrategy) else ()
-        yield hide_damaged(stored, [rename_key(name, how.rename or {}) for name in lost])
+        named = _rename(opened, names) if names else opened
+        return hide_damaged(named, [rename_key(name, names) for name in lost]) if how.skip_damaged else named
+    damaged = hide_damaged(opened, opened.strategy.folder.lost).damaged if how.skip_damaged else ()
+    strategy = name_for_trainer(opened.strategy, how.trainer, how.dtype, damaged)
+    named = OpenCheckpoint(strategy, opened.context, opened.operation)
+    return replace(_rename(named, names) if names else named, damaged=damaged)
 
 
 def _rename(opened: OpenCheckpoint, rename: Mapping[str, str]) -> OpenCheckpoint:
@@ -143,30 +156,6 @@ def _rename(opened: OpenCheckpoint, rename: Mapping[str, str]) -> OpenCheckpoint
         except KeyMismatchError:
             raise exc from None  # what is renamed may be in the common state
     return rename_stored(opened, rename, names)
-
-
-@contextmanager
-def open_for_trainer(
-    mapping: RuleMapping,
-    dtype: torch.dtype | None,
-    location: Path,
-    plugins: PluginManager,
-    how: Reading,
-) -> Iterator[OpenCheckpoint]:
-    """Open a Hugging Face folder under a trainer's names; the other arguments are those of :func:`open_source`.
-
-    Args:
-        mapping: As for :func:`shardckpt.huggingface.name_for_trainer`.
-        dtype: As for that function.
-        location: As for :func:`open_source`.
-        plugins: As for :func:`open_source`.
-        how: As for :func:`open_source`.
-    """
-    with open_source(location, plugins, how) as opened:
-        if not isinstance(opened.strategy, HuggingFaceLoadStrategy):
-            raise CheckpointReplacedError(f"{location} was a Hugging Face folder, and is something else now")
-        named = name_for_trainer(opened.strategy, mapping, dtype, opened.damaged)
-        yield OpenCheckpoint(named, opened.context, opened.operation, damaged=opened.damaged)
 
 
 def read_hub_config(location: Path, plugins: PluginManager) -> dict[str, Any] | None:

@@ -1,15 +1,6 @@
 """Reads the checkpoints of torch_checkpointing (https://github.com/meta-pytorch/torch_checkpointing)."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from shardckpt import lazy_getattr
-
-if TYPE_CHECKING:
-    from shardckpt_torch_checkpointing.load import TorchCheckpointingLoadStrategy
+from shardckpt.lazy import attach_stub
 
 # lazy: a plugin's registration must not import torch
-__getattr__ = lazy_getattr(__name__, {"load": ("TorchCheckpointingLoadStrategy",)})
-
-__all__ = ["TorchCheckpointingLoadStrategy"]
+__getattr__, __dir__, __all__ = attach_stub(__name__)

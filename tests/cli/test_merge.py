@@ -11,6 +11,8 @@ from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.cli import main
 from shardckpt.engine import display
+from shardckpt.errors import CheckpointingException
+from shardckpt.maintenance import merge_checkpoints
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -52,6 +54,19 @@ def test_merge_of_two_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     found = torch.load(tmp_path / "b.pt")
     assert found["w"].tolist() == pytest.approx([0.5**0.5] * 2)
     assert found["step"] == 1
+
+
+def test_names_of_one_source_are_renamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--rename N:OLD=NEW is for the N-th source alone; one that there is not is an error, and so is a wrong list."""
+    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "a.pt")
+    torch.save({"ema": {"w": torch.full((2,), 3.0)}}, tmp_path / "b.pt")
+    places = [str(tmp_path / name) for name in ("a.pt", "b.pt", "new.pt")]
+    assert main(["merge", *places, "--to", "torch", "--rename", "2:ema=model"]) == 0
+    assert torch.load(places[-1])["model.w"].tolist() == [2.0, 2.0]
+    assert main(["merge", *places, "--to", "torch", "--overwrite", "--rename", "3:ema=model"]) == 2
+    assert "--rename 3:ema=model: there are 2 SRC, numbered from 1" in capsys.readouterr().err
+    with pytest.raises(CheckpointingException, match="rename is a list of 1, for 2 sources"):
+        merge_checkpoints(places[:2], places[2], "torch", rename=[{"ema": "model"}])
 
 
 def test_merge_shows_its_progress(

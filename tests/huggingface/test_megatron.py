@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -101,6 +102,23 @@ def test_a_folder_of_the_hub_becomes_a_checkpoint_of_megatron_and_back(kind: str
     assert [a.key for a, b in zip(filled, shards, strict=True) if not same(a.data, b.data)] == []
     assert main(["convert", c, new, "--to", "hf", "--mapping", "megatron", "--assets", hf, "--strict"]) == 0
     _check(read(tmp_path / "new"), hub)
+
+
+@table("to", ["hf", "torch_dist"])
+def test_a_folder_of_the_hub_merges_with_a_checkpoint_of_megatron(to: str, tmp_path: Path) -> None:
+    """`merge --mapping megatron` reads each source by Megatron's names, and writes the average as either."""
+    hub, shards = _save(tmp_path, "qwen3", "numbered")
+    hf, c, doubled = (str(tmp_path / name) for name in ("hf", "c", "doubled"))
+    export_to_huggingface(c, hf, mapping="megatron", assets=tmp_path / "assets", strict=True)
+    twice = [replace(shard, data=shard.data * 2) for shard in shards if shard.data is not None]
+    dc.save({"model": twice}, doubled)
+    new, exported = str(tmp_path / "new"), str(tmp_path / "exported")
+    assets = ["--assets", hf] if to == "hf" else []
+    assert main(["merge", hf, doubled, new, "--to", to, "--mapping", "megatron", *assets]) == 0
+    if to != "hf":
+        export_to_huggingface(new, exported, mapping="megatron", assets=hf, strict=True)
+    found = read(tmp_path / ("new" if to == "hf" else "exported"))
+    _check(found, {name: (tensor.double() * 1.5).to(tensor.dtype) for name, tensor in hub.items()})
 
 
 def test_rows_that_pad_the_vocabulary_are_cut_only_if_said(tmp_path: Path) -> None:

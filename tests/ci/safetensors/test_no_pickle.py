@@ -81,12 +81,11 @@ def _calls(name: str) -> Iterator[str]:
 
 
 def _find_lazy(package: str, attribute: str) -> str:
-    """The module that a package imports when the name is first used, by the table of ``lazy_getattr``; else itself."""
-    for node in _parse(package):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "lazy_getattr":
-            for module, offered in ast.literal_eval(node.args[1]).items():
-                if attribute in offered:
-                    return f"{package}.{module}"
+    """The module that a package imports when the name is first used, by its stub; else itself."""
+    stub = FILES[package].with_suffix(".pyi")
+    for node in ast.walk(ast.parse(stub.read_text())) if stub.exists() else ():
+        if isinstance(node, ast.ImportFrom) and attribute in {alias.asname for alias in node.names}:
+            return node.module if node.module != package else f"{package}.{attribute}"
     return package
 
 

@@ -1,0 +1,16 @@
+from shardckpt.distributed.comm import Comm as Comm
+from shardckpt.distributed.error_report import ErrorReport as ErrorReport
+from shardckpt.distributed.error_report import replace_text as replace_text
+from shardckpt.distributed.pickling import PicklingError as PicklingError
+from shardckpt.distributed.pickling import SharedPickle as SharedPickle
+from shardckpt.distributed.pickling import can_be_pickled as can_be_pickled
+from shardckpt.distributed.pickling import pickle_parts as pickle_parts
+from shardckpt.distributed.pickling import pickle_to_compare as pickle_to_compare
+from shardckpt.distributed.pickling import pickle_value as pickle_value
+from shardckpt.distributed.pickling import try_pickle as try_pickle
+from shardckpt.distributed.pickling import unpickle_parts as unpickle_parts
+from shardckpt.distributed.pickling import unpickle_trusted as unpickle_trusted
+from shardckpt.distributed.routing import find_owner as find_owner
+from shardckpt.distributed.routing import join_parts as join_parts
+from shardckpt.distributed.routing import place_owner as place_owner
+from shardckpt.distributed.routing import split_parts as split_parts

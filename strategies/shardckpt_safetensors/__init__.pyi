@@ -1,0 +1,3 @@
+from shardckpt_safetensors.load import SafetensorsLoadShardedStrategy as SafetensorsLoadShardedStrategy
+from shardckpt_safetensors.objects import register_codec as register_codec
+from shardckpt_safetensors.save import SafetensorsSaveShardedStrategy as SafetensorsSaveShardedStrategy

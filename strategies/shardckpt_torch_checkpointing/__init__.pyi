@@ -1,0 +1,1 @@
+from shardckpt_torch_checkpointing.load import TorchCheckpointingLoadStrategy as TorchCheckpointingLoadStrategy

@@ -1,0 +1,15 @@
+from shardckpt_torch_dist.dialects.dcp_metadata import to_dcp_tensor as to_dcp_tensor
+from shardckpt_torch_dist.dialects.index_file import encode_index as encode_index
+from shardckpt_torch_dist.dialects.metadata import MAX_PATH_LENGTH as MAX_PATH_LENGTH
+from shardckpt_torch_dist.dialects.metadata import METADATA_FILE as METADATA_FILE
+from shardckpt_torch_dist.dialects.metadata import has_own_index as has_own_index
+from shardckpt_torch_dist.dialects.metadata import needs_common_file as needs_common_file
+from shardckpt_torch_dist.dialects.metadata import read_index as read_index
+from shardckpt_torch_dist.dialects.metadata import read_metadata as read_metadata
+from shardckpt_torch_dist.dialects.metadata_pickle import encode_metadata as encode_metadata
+from shardckpt_torch_dist.dialects.nested_state import NestedState as NestedState
+from shardckpt_torch_dist.dialects.stored import COMMON_KEY as COMMON_KEY
+from shardckpt_torch_dist.dialects.stored import StoredIndex as StoredIndex
+from shardckpt_torch_dist.dialects.stored import parse_object_key as parse_object_key
+from shardckpt_torch_dist.file_names import COMMON_FILE as COMMON_FILE
+from shardckpt_torch_dist.file_names import INDEX_FILE as INDEX_FILE

@@ -1,0 +1,1 @@
+from shardckpt_zarr.load import ZarrLoadShardedStrategy as ZarrLoadShardedStrategy
