@@ -160,7 +160,7 @@ def test_a_narrow_diff_has_how_many_elements_differ(
     """In 80 columns a row still says how many elements differ: it is what the table is read for."""
     for name, value in (("a", 0.0), ("b", 1.25)):
         torch.save(
-            {f"model.layers.{n}.self_attention.linear.weight": torch.full((1, 1, 1, 1, 1000), value) for n in (1, 2)},
+            {f"layers.{n}.attention.weight": torch.full((1, 1, 1, 1, 1000), value) for n in (1, 2)},
             tmp_path / f"{name}.pt",
         )
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
