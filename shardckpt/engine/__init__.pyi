@@ -1,6 +1,7 @@
 from shardckpt.engine.amounts import format_bytes as format_bytes
 from shardckpt.engine.amounts import format_count as format_count
 from shardckpt.engine.amounts import format_seconds as format_seconds
+from shardckpt.engine.damage import hide_damaged as hide_damaged
 from shardckpt.engine.display import show_progress as show_progress
 from shardckpt.engine.externally_coordinated import ExternalSave as ExternalSave
 from shardckpt.engine.externally_coordinated import ExternalSavePart as ExternalSavePart

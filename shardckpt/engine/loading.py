@@ -102,6 +102,8 @@ class OpenCheckpoint:
         fully_parallel: Whether the strategy shares the reading among the ranks.
         names: What keys that are stored begin with, and what is read in its place; see
             :func:`~shardckpt.engine.rename_stored`.
+        damaged: Names of tensors and objects that cannot be read, and so are not in the index; see
+            :func:`~shardckpt.engine.hide_damaged`.
     """
 
     strategy: LoadStrategy
@@ -109,6 +111,7 @@ class OpenCheckpoint:
     operation: Operation
     fully_parallel: bool = field(default=False, kw_only=True)
     names: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    damaged: Collection[str] = field(default=(), kw_only=True)
 
     def common(self) -> StateDict:
         """Collective: return the state that is not sharded."""
@@ -127,7 +130,7 @@ class OpenCheckpoint:
         with self.operation.local_phase("reading the index"):
             index = self.strategy.load_index(self.context)
             checked = check_index(self.strategy, index, self.operation.plugins)
-        return checked
+        return [shard for shard in checked if stored_key(shard) not in self.damaged] if self.damaged else checked
 
     def columns(self) -> StoredColumns:
         """Collective: return the same in columns; a strategy that :class:`ListsColumns` makes no object for them."""
@@ -136,7 +139,7 @@ class OpenCheckpoint:
     @cached_property
     def _columns(self) -> StoredColumns:
         strategy = self.strategy
-        if lists_columns(strategy):
+        if lists_columns(strategy) and not self.damaged:
             with self.operation.local_phase("reading the index"):
                 columns = strategy.list_columns(self.context)
                 checked = check_columns(self.strategy, columns, self.operation.plugins)
