@@ -41,6 +41,7 @@ _OTHERS = {
     **dict.fromkeys(("best", "latest"), "ls, which shows the best step, or inspect FOLDER/best"),
     **dict.fromkeys(("compare", "cmp"), "diff"),
     **dict.fromkeys(("check", "fsck", "validate"), "verify"),
+    **dict.fromkeys(("repair", "fix"), "verify --repair"),
 }
 #: Those that also need the verbs of plugins: to list them, and to say which plugin does not work.
 _NEED_ALL = ("strategies", "completion")

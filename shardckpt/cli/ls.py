@@ -20,7 +20,8 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.cli.exit_codes import FINE, FOUND
+from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
+from shardckpt.cli.failure import print_error
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import fit_table
 from shardckpt.errors import CheckpointingException, escape_text, listed, name_known
@@ -47,7 +48,7 @@ def add(verbs: Any) -> None:
     parser = verbs.add_parser(
         "ls", help="list the checkpoints in a folder, and whether they are whole", description=__doc__
     )
-    parser.add_argument("folder", nargs="?", default=".", help="directory or URL (default: here)")
+    parser.add_argument("folders", nargs="*", metavar="folder", default=["."], help="directory or URL (default: here)")
     parser.add_argument("-r", "--recursive", action="store_true", help="look into the folders in it, too")
     parser.add_argument(
         "--metric",
@@ -55,32 +56,53 @@ def add(verbs: Any) -> None:
         metavar="NAME[:min|max]",
         help="the metric to show, and whether the smallest (min) or the largest value is the best",
     )
-    parser.set_defaults(reads=("folder",), run=run)
+    parser.set_defaults(reads=("folders",), run=run)
 
 
 def run(options: Any) -> Output:
-    """Return a row per directory, and what they are together.
+    """Return a row per directory, and what they are together; of several folders, of each.
 
     Raises:
-        CheckpointingException: no checkpoint has the metric that is asked for.
+        CheckpointingException: no checkpoint has the metric that is asked for, or the only folder cannot be listed.
     """
-    found = list_folder(options.folder, recursive=options.recursive)
-    metrics = _choose_metrics(options.metric, found)
+    listings: dict[str, list[CheckpointSummary]] = {}
+    for folder in dict.fromkeys(options.folders):
+        try:
+            listings[folder] = list_folder(folder, recursive=options.recursive)
+        except CheckpointingException as exc:  # noqa: PERF203 - the others are listed all the same
+            if len(options.folders) == 1:
+                raise
+            print_error(exc, options)
+    found = [each for listing in listings.values() for each in listing]
+    _refuse_unknown_metric(options.metric, found)
     fine = all(each.state in ("whole", "other") and not each.has_failed for each in found)
-    return Output(lambda: found, lambda: _describe(options, found, metrics), FINE if fine else FOUND)
+    code = FAILED if len(listings) < len({*options.folders}) else FINE if fine else FOUND
+    return Output(lambda: found, lambda: _describe_each(options, listings), code)
 
 
-def _describe(options: Any, found: Sequence[CheckpointSummary], metrics: dict[str, tuple[str, str]]) -> list[str]:
+def _describe_each(options: Any, listings: dict[str, list[CheckpointSummary]]) -> list[str]:
+    """Return the lines of each folder, below its name if several were asked for, as those of ls in a shell are."""
+    lines: list[str] = []
+    for folder, found in listings.items():
+        if len(options.folders) > 1:
+            lines += [*[""] * bool(lines), f"{escape_text(folder)}:"]
+        lines += _describe(options, folder, found, _choose_metrics(options.metric, found))
+    return lines
+
+
+def _describe(
+    options: Any, folder: str, found: Sequence[CheckpointSummary], metrics: dict[str, tuple[str, str]]
+) -> list[str]:
     from shardckpt.cli.amounts import format_many
     from shardckpt.commit import walk_folders
     from shardckpt.engine import find_local
 
     best = _find_best(found, metrics)
     lines = _make_table(found, metrics, best) if found else []
-    lines += _summarize(options.folder, found, recursive=options.recursive)
-    top = find_local(options.folder) if options.recursive else None
+    lines += _summarize(folder, found, recursive=options.recursive)
+    top = find_local(folder) if options.recursive else None
     walked = None if top is None else walk_folders(top)
-    lines += describe_leftovers(options.folder, found, [] if walked is None else walked.used)
+    lines += describe_leftovers(folder, found, [] if walked is None else walked.used)
     if top is not None and walked is not None and walked.lost:
         lost = [path.relative_to(top).as_posix() for path in walked.lost]
         lines.append(f"{format_many(len(lost), 'link')} leading nowhere: {listed(lost, limit=6)}")
@@ -164,17 +186,17 @@ def _parse_metric(text: str) -> tuple[str, str]:
     return (name, mode) if name and mode in ("min", "max") else (text, "min")
 
 
-def _choose_metrics(wanted: tuple[str, str] | None, found: Sequence[CheckpointSummary]) -> dict[str, tuple[str, str]]:
-    """Return for each folder the metric to show, ``""`` for none, and which of its values is the best.
-
-    Raises:
-        CheckpointingException: No checkpoint has the one that is wanted.
-    """
+def _refuse_unknown_metric(wanted: tuple[str, str] | None, found: Sequence[CheckpointSummary]) -> None:
+    """Raise CheckpointingException if no checkpoint has the metric that is wanted."""
     known = {name for each in found for name in each.metrics}
     if wanted is not None and wanted[0] not in known:
         raise CheckpointingException(
             f"no checkpoint here has the metric {wanted[0]!r} {name_known(wanted[0], known, 'metrics')}"
         )
+
+
+def _choose_metrics(wanted: tuple[str, str] | None, found: Sequence[CheckpointSummary]) -> dict[str, tuple[str, str]]:
+    """Return for each folder the metric to show, ``""`` for none, and which of its values is the best."""
     folders: dict[str, list[CheckpointSummary]] = {}
     for each in found:
         folders.setdefault(_name_folder(each), []).append(each)

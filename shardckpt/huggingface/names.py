@@ -107,7 +107,7 @@ def encode_weights_index(weight_map: Mapping[str, str], total: int, origin: Mapp
 
 
 def parse_leave_out(names: Collection[str]) -> frozenset[str]:
-    """Return the names that a caller leaves out.
+    """Return the names that a caller leaves out; one with a dot at its end is the name without it.
 
     Args:
         names: The caller's argument ``leave_out``.
@@ -120,7 +120,7 @@ def parse_leave_out(names: Collection[str]) -> frozenset[str]:
     """
     if isinstance(names, str):
         raise CheckpointingException(f"leave_out={names!r}: give a list of names, such as [{names!r}]")
-    return frozenset(names)
+    return frozenset(name.removesuffix(".") for name in names)
 
 
 def is_weights(name: str) -> bool:

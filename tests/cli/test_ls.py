@@ -21,6 +21,7 @@ from shardckpt.plugins import get_plugin_manager, hookimpl
 from tests.backends import Backend, both, both_in_proof
 from tests.cli.checkpoints import GOLDEN, copy_golden, save_plain_dcp
 from tests.commit import owners
+from tests.manager import folders
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -274,6 +275,26 @@ def test_ls_of_one_checkpoint_and_of_none(checkpoint: Path, tmp_path: Path, caps
     assert "1 hidden directory of" in shown
     assert main(["ls", str(tmp_path / "nowhere")]) == 2
     assert "is no directory" in capsys.readouterr().err
+
+
+def test_ls_of_several_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each has its table below its name, a metric of one is shown, and one that is not there hides no other."""
+    for name, step in (("a", 1), ("b", 2)):
+        folders.save(tmp_path / name, step, loss=0.5)
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    _save(tmp_path / "b" / "last")
+    assert main(["ls", a, "-r", b, "--metric", "loss"]) == 0
+    first, second = capsys.readouterr().out.split("\n\n")
+    assert first.startswith(f"{a}:\n")
+    assert "step-2" not in first
+    assert second.startswith(f"{b}:\n")
+    assert "2 checkpoints, 2 whole" in second
+    assert main(["ls", a, f"{b}x", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert [each["path"] for each in json.loads(out)] == [f"{a}/step-1"]
+    assert f"{b}x" in err
+    assert main(["ls", a, b, "--metric", "los"]) == 2
+    assert "did you mean loss?" in capsys.readouterr().err
 
 
 def test_ls_shows_a_fingerprint_and_what_is_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

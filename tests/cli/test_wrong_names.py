@@ -197,6 +197,7 @@ def test_a_name_that_matches_nothing_is_an_error(
         *[("rm", "prune, of steps and of what killed saves have left, or remove, of keys in a checkpoint")],
         *[("gc", "prune"), ("cp", "convert"), ("list", "ls"), ("show", "inspect"), ("compare", "diff")],
         *[("best", "ls, which shows the best step, or inspect FOLDER/best"), ("check", "verify"), ("prun", "prune")],
+        ("repair", "verify --repair"),
     ],
 )
 def test_the_verbs_of_other_commands_name_ours(verb: str, ours: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,10 +229,12 @@ def test_right_names_are_taken(
         "inspect runs/step-1 model.layer.weight[]",
         "convert runs/step-1 new --to ep --prefix model.",
         "export runs/step-1 hf --leave-out layer.weight",
+        "convert runs/step-1 few --to torch --leave-out optimizer.",
         "pin runs 1 --label release --remove",
         "prune runs --keep-best loss --keep-step 1",
     ):
         assert main(call.split()) == 0, (call, capsys.readouterr().err)
+    assert "optimizer" not in {key.partition(".")[0] for key in torch.load("few")}
     assert {path.name for path in (tmp_path / "place" / "runs").iterdir()} == {"step-1", "step-3"}
 
 
