@@ -72,16 +72,25 @@ class CorruptCheckpointError(CheckpointingException):
     """Stored bytes that are not what was written: missing, cut, altered or malformed."""
 
 
+#: How a file that is a whole ``nn.Module`` becomes one that is read, by the paths of both.
+UNPACK_MODULE = (
+    "it is a whole nn.Module: in Python, where you trust whoever wrote it, "
+    "torch.save(torch.load({path!r}, weights_only=False).state_dict(), {new!r}) writes its state dict, which is read"
+)
+
+
 class UnsafePickleError(CheckpointingException):
     """A legacy pickle in a checkpoint that asks for a global outside the allow-list.
 
     Attributes:
         refused: All globals that it asks for and must not, as ``"module.name"``; empty where the error is another one.
         runs_code: Whether one of them runs commands or code, or reaches files: nobody is told how to allow that.
+        is_module: Whether what was pickled is a whole ``nn.Module``, and no state dict.
     """
 
     refused: tuple[str, ...] = ()
     runs_code: bool = False
+    is_module: bool = False
 
 
 class CommunicationError(CheckpointingException):

@@ -378,12 +378,13 @@ def load_object(
         if not exc.refused:
             raise
         collector = _Collector(data, source, inert, storage)
+        whole = None
         with suppress(Exception):  # of a stub, or of an archive in this one: there may be more, which come next time
-            collector.load()
+            whole = collector.load()
         names = list(dict.fromkeys([*exc.refused, *collector.refused]))
-        if len(names) == len(exc.refused):
-            raise
-        raise make_refusal(f"{source}: the pickle asks for", names) from None
+        error = exc if len(names) == len(exc.refused) else make_refusal(f"{source}: the pickle asks for", names)
+        error.is_module = isinstance(whole, Stub) and hasattr(whole, "_modules")
+        raise error from None
 
 
 def _python3_name(module: str, name: str) -> tuple[str, str]:

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 MAPPING_HELP = "names of megatron or of a model (qwen3_moe) to the Hub's, or by rules: FILE.json, FILE.py:MAPPING"
 
 
+#: What --memory is by default.
+MEMORY = "256MiB"
 #: Names that are listed of what was not written; --json has all.
 _NAMES_SHOWN = 4
 #: Of a fingerprint's 32 digits, those that a line of a terminal has room for.
@@ -78,7 +80,7 @@ def add_target_options(parser: Any) -> None:
         help="what to write (torch_dist)",
     )
     parser.add_argument(
-        "--memory", default="256MiB", metavar="SIZE", help="most bytes in memory: tensors and buffers (256MiB)"
+        "--memory", default=MEMORY, metavar="SIZE", help=f"most bytes in memory: tensors and buffers ({MEMORY})"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what is at DST when the new one is complete")
     add_mapping_options(parser)

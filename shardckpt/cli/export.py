@@ -1,12 +1,15 @@
 """Write the tensors of a checkpoint as a folder that Hugging Face tools load.
 
-The checkpoint is not changed. For a model of transformers, give --mapping and --assets.
+The checkpoint is not changed. For a model of transformers, give --mapping and --assets. A file of torch.save or
+safetensors is exported, and the answer given, as by `shardckpt convert --to hf`.
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.cli import convert
 from shardckpt.cli.convert import (
     add_cast_options,
     add_mapping_options,
@@ -19,6 +22,7 @@ from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.folders import named_folders
 from shardckpt.cli.output import Output
 from shardckpt.cli.renames import add_rename_option
+from shardckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from shardckpt.huggingface import Exported
@@ -29,7 +33,7 @@ def add(verbs: Any) -> None:
     parser = verbs.add_parser(
         "export", help="write a checkpoint as a Hugging Face folder (safetensors)", description=__doc__
     )
-    parser.add_argument("checkpoint", help="the checkpoint's directory or URL")
+    parser.add_argument("checkpoint", help="the checkpoint's directory or URL, or a file of torch.save or safetensors")
     parser.add_argument("target", help="the folder to write: absent or empty, or see --overwrite")
     parser.add_argument(
         "--format", choices=("safetensors", "bin"), default="safetensors", help="of the weight files (safetensors)"
@@ -67,6 +71,8 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> Output:
     """Export, and return a row per file."""
+    if os.path.isfile(options.checkpoint):  # noqa: PTH113 - or a URL
+        return _convert_file(options)
     from shardckpt.cli.progress import show_progress
     from shardckpt.huggingface import export_to_huggingface
 
@@ -83,6 +89,21 @@ def run(options: Any) -> Output:
         lambda: _describe(exported, options.target, verbose=options.verbose),
         FOUND if exported.damaged else FINE,
     )
+
+
+def _convert_file(options: Any) -> Output:
+    """Export a file, which has no index to plan an export by: conversions read it.
+
+    Raises:
+        ConfigurationError: its weights are to be written in another format than safetensors.
+    """
+    if options.format != "safetensors":
+        raise ConfigurationError(
+            f"--format {options.format} is written of a checkpoint alone: `shardckpt convert {options.checkpoint} NEW` "
+            f"makes one of the file, and `shardckpt export NEW {options.target} --format {options.format}` exports it"
+        )
+    options.source, options.to, options.memory = options.checkpoint, "hf", options.memory or convert.MEMORY
+    return convert.run(options)
 
 
 def _name_columns(exported: Exported) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardckpt.cli.interrupted import find_target
 from shardckpt.cli.output import say_error, show_json
-from shardckpt.errors import CheckpointingException, StorageError, UnsafePickleError
+from shardckpt.errors import UNPACK_MODULE, CheckpointingException, StorageError, UnsafePickleError
 
 if TYPE_CHECKING:
     import argparse
@@ -94,6 +94,9 @@ def _advise_of_globals(error: CheckpointingException, options: argparse.Namespac
     if not all(isinstance(value, str) for value in values):  # of verify: the error does not say of which of its paths
         return ""
     given = [*map(repr, values)]
+    if error.is_module:
+        path = getattr(options, options.reads[0])
+        return "\n" + UNPACK_MODULE.format(path=path if isinstance(path, str) else "PATH", new="NEW.pt")
     if call == _OPENING[1] and os.path.isfile(getattr(options, options.reads[0])):  # noqa: PTH113 - or a URL
         (module, call, _), given = _CALLS["convert"], [*given, "'NEW'", "'torch_dist'"]
     parts = [name.rpartition(".") for name in error.refused]

@@ -13,6 +13,7 @@ from shardckpt.deepspeed import DeepSpeedLoadStrategy, find_files
 from shardckpt.distributed import Comm
 from shardckpt.engine import find_incomplete_files, find_save_time, is_damage, locate, measure, name_library
 from shardckpt.errors import (
+    UNPACK_MODULE,
     CannotLoadError,
     CheckpointingException,
     IncompleteCheckpointError,
@@ -287,11 +288,12 @@ def _summarize_file(path: Path) -> CheckpointSummary:
     if error is None:
         return replace(summary, state="whole")
     if isinstance(error, UnsafePickleError) and error.refused and not error.runs_code:
+        rest = f"`shardckpt convert {path} NEW --leave-out NAME`, of each entry that has some, writes the rest"
         return replace(
             summary,
             is_refused=True,
             reason=f"cannot be read here: it names {listed(error.refused, limit=3)}, and the command imports no "
-            f"classes; `shardckpt convert {path} NEW --leave-out NAME`, of each entry that has some, writes the rest",
+            f"classes; {UNPACK_MODULE.format(path=str(path), new='NEW.pt') if error.is_module else rest}",
         )
     # A pickle that is no state dict, or that a load refuses, is no checkpoint to this package, and no fault of one.
     state: State = "damaged" if is_damage(error) else "other"

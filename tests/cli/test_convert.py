@@ -152,6 +152,24 @@ def test_ls_names_the_classes_of_a_file_and_a_call_that_reads_the_rest(
     assert main(["convert", str(path), str(tmp_path / "new"), "--leave-out", "o"]) == 0
 
 
+@table("verb", ["ls", "inspect", "convert"])
+def test_a_whole_module_becomes_its_state_dict(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    """The call that the advice has writes a file that is read; of a module in a dict it says what it says of others."""
+    path, new = tmp_path / "whole.pt", tmp_path / "NEW.pt"
+    torch.save(torch.nn.Sequential(torch.nn.Linear(2, 2)), path)
+    target = [str(tmp_path / "new")] if verb == "convert" else []
+    main([verb, str(path), *target])
+    said = "".join(capsys.readouterr())
+    call = f"torch.load('{path}', weights_only=False)"
+    assert f"torch.save({call}.state_dict(), 'NEW.pt')" in said
+    assert "--leave-out" not in said
+    torch.save(torch.load(path, weights_only=False).state_dict(), new)
+    assert main([verb, str(new), *target]) == 0
+    torch.save({"w": torch.ones(2), "loss": torch.nn.MSELoss()}, path)
+    main([verb, str(path), *target])
+    assert "state_dict()" not in "".join(capsys.readouterr())
+
+
 def test_a_damaged_checkpoint_of_the_same_format_is_rescued(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -37,3 +37,18 @@ def test_the_command_exports_with_every_option(tmp_path: Path, capsys: pytest.Ca
     assert "is not empty" in error
     assert main(["export", str(tmp_path / "c"), str(tmp_path / "hf"), "--format", "bin", "--overwrite"]) == 0
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["config.json", "pytorch_model.bin"]
+
+
+def test_a_file_is_exported_as_conversions_write_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To a directory and to a store; --format bin names the two calls that write it."""
+    torch.save({"model": {"layer.weight": torch.ones(2, 3)}}, tmp_path / "last.ckpt")
+    store = f"local://{tmp_path}/store/hf"
+    for target in (str(tmp_path / "hf"), store):
+        assert main(["export", str(tmp_path / "last.ckpt"), target, "--dtype", "bfloat16"]) == 0
+        assert "read again, all fingerprints are equal" in capsys.readouterr().out
+    written = read(tmp_path / "hf")
+    assert [(value.dtype, value.sum()) for value in written.values()] == [(torch.bfloat16, 6)]
+    assert main(["convert", store, str(tmp_path / "back"), "--to", "hf"]) == 0
+    assert read(tmp_path / "back").keys() == written.keys()
+    assert main(["export", str(tmp_path / "last.ckpt"), str(tmp_path / "bin"), "--format", "bin"]) == 2
+    assert f"`shardckpt export NEW {tmp_path}/bin --format bin`" in capsys.readouterr().err
