@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
@@ -31,6 +32,7 @@ from shardckpt.huggingface import (
     find_mapping,
     list_assets,
     parse_dtype,
+    read_config,
 )
 from shardckpt.manager.faults import describe_faults, describe_unknown, list_faults
 from shardckpt.manager.retention import (
@@ -485,16 +487,14 @@ class CheckpointConfig(BaseModel):
             self.make_saver(None)
 
     def check_assets(self) -> None:
-        """Check that the folder of ``hf_assets_path`` has what the export of the last step copies.
+        """Check that the folder of ``hf_assets_path`` has what the export of the last step copies and looks up.
 
         Raises:
-            CheckpointingException: it does not exist, cannot be listed, or has nothing to copy.
+            CheckpointingException: it does not exist, cannot be listed, has nothing to copy, or no ``config.json``
+                where ``hf_cut_vocabulary`` takes one.
         """
         if self.last_save_in_hf and self.hf_assets_path and not self.load_only:
-            try:
-                list_assets(self.hf_assets_path, self.hf_mapping)
-            except CheckpointingException as exc:
-                raise replace_text(exc, f"hf_assets_path: {exc}") from exc.__cause__
+            _check_assets(self.hf_assets_path, self.hf_mapping, cut_vocabulary=self.hf_cut_vocabulary)
 
     def make_saver(self, prefix: str | None) -> SaveStrategy:
         """Return the strategy that saves the steps.
@@ -564,6 +564,15 @@ class CheckpointConfig(BaseModel):
         return self
 
 
+def _check_assets(folder: str, mapping: Any, *, cut_vocabulary: bool) -> None:
+    try:
+        files = list_assets(folder, mapping)
+        if cut_vocabulary:
+            find_mapping(mapping, partial(read_config, files), "cut")
+    except CheckpointingException as exc:
+        raise replace_text(exc, f"hf_assets_path: {exc}") from exc.__cause__
+
+
 def _find_step_saver(strategy: Any, *, in_hf: bool) -> SaveStrategy:
     """Return the strategy that a setting names.
 
@@ -599,8 +608,9 @@ def parse_config(given: Any) -> CheckpointConfig:
 def find_faults(given: Any) -> list[str]:
     """Return what is wrong in settings of a file, each fault with what is expected; empty if nothing is.
 
-    Strategy, key mapping and what serves URLs must be installed here. Folders are not looked at: a training may run
-    elsewhere. Nothing that the settings name is run: a mapping's Python file must be there.
+    Strategy, key mapping and what serves URLs must be installed here. Folders are not looked at, since a training may
+    run elsewhere, but for a folder of assets that is here and whose ``config.json`` says which rows are to be cut.
+    Nothing that the settings name is run: a mapping's Python file must be there.
     """
     if not isinstance(given, Mapping):
         return [f"{show_given(given)} is no table of settings by name"]
@@ -622,7 +632,20 @@ def find_faults(given: Any) -> list[str]:
                 find(right.get(name, CheckpointConfig.model_fields[name].default))
         except CheckpointingException as exc:  # noqa: PERF203 - there are few
             faults.append(f"{name}: {exc}")
-    return faults
+    return faults or _find_lacking_assets(right)
+
+
+def _find_lacking_assets(given: Mapping[str, Any]) -> list[str]:
+    """Return what a folder of assets that is here lacks for ``hf_cut_vocabulary``; no mapping's code is run."""
+    cut, folder, mapping = (given.get(name) for name in ("hf_cut_vocabulary", "hf_assets_path", "hf_mapping"))
+    place = find_local(str(folder)) if cut else None
+    if place is None or not place.is_dir() or find_code(str(mapping)):
+        return []
+    try:
+        _check_assets(str(folder), mapping, cut_vocabulary=True)
+    except CheckpointingException as exc:
+        return [str(exc)]
+    return []
 
 
 def _check_place(place: str | os.PathLike[str] | None) -> None:

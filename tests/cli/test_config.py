@@ -243,3 +243,21 @@ def test_a_file_of_stores_is_looked_at(
             (tmp_path / "stores.json").write_text(json.dumps(stores))
         assert main(["config", "SHARDCKPT_STORES"]) == (1 if words else 0)
         assert words in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_folder_of_assets_that_is_here_has_the_size_of_the_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where rows are to be cut by its config.json, a folder without one is wrong; one that is elsewhere may have it."""
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "tokenizer.json").write_text("{}")
+    given = {"hf_cut_vocabulary": True, "hf_mapping": "megatron", "last_save_in_hf": True}
+    codes = []
+    for name in ("assets", "elsewhere"):
+        (tmp_path / "a.json").write_text(json.dumps({**given, "hf_assets_path": str(tmp_path / name)}))
+        codes.append(main(["config", "--check", str(tmp_path / "a.json")]))
+    assert codes == [2, 0]
+    assert "hf_assets_path: cut_vocabulary (--cut-vocabulary) takes" in capsys.readouterr().err
+    (tmp_path / "assets" / "config.json").write_text('{"model_type": "llama", "vocab_size": 60}')
+    (tmp_path / "a.json").write_text(json.dumps({**given, "hf_assets_path": str(tmp_path / "assets")}))
+    assert main(["config", "--check", str(tmp_path / "a.json")]) == 0
