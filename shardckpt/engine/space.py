@@ -9,10 +9,11 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt import settings
-from shardckpt.commit import is_free
+from shardckpt.commit import is_free, walk_folders
 from shardckpt.engine.amounts import format_bytes
 from shardckpt.engine.pruning import prune_leftovers
 from shardckpt.errors import CheckpointingException, NotEnoughSpaceError
+from shardckpt.manifest import MARKER_NAME
 from shardckpt.mapping import ShardedTensor, is_main_replica
 from shardckpt.storage import is_full
 from shardckpt.tensors import ORDINARY
@@ -165,13 +166,20 @@ def explain_full(error: StorageError, target: Path) -> StorageError:
 
 def _name_removable(folder: Path) -> str:
     """Return what could go from a folder, and the command that removes it."""
-    nbytes = _count_leftovers(folder)
+    has_runs = _has_runs(folder)
+    nbytes = sum(map(_count_leftovers, walk_folders(folder).used if has_runs else [folder]))
+    call = f"`shardckpt prune {'-r ' * has_runs}{folder}"
     if nbytes:
-        return f"What interrupted saves have left there could go, {format_bytes(nbytes)}: `shardckpt prune {folder}`."
+        return f"What interrupted saves have left there could go, {format_bytes(nbytes)}: {call}`."
     return (
         "Interrupted saves have left nothing there that could go: remove something else; "
-        f"`shardckpt prune {folder} --keep-latest N --dry-run` says what old steps would free."
+        f"{call} --keep-latest N --dry-run` says what old steps would free."
     )
+
+
+def _has_runs(folder: Path) -> bool:
+    """Return whether a folder has no checkpoints itself, but folders of some."""
+    return not any(folder.glob(f"*/{MARKER_NAME}")) and any(folder.glob(f"*/*/{MARKER_NAME}"))
 
 
 def _measure(shards: Iterable[ShardedBase]) -> Iterator[tuple[int, int]]:

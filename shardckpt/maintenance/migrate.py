@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from shardckpt.distributed import Comm
 from shardckpt.engine import (
     CheckpointHeader,
+    Forecast,
     Operation,
     commit_files,
     is_same_place,
@@ -23,7 +25,7 @@ from shardckpt.strategy import LoadContext
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from shardckpt.manifest import Manifest
@@ -115,7 +117,11 @@ def _migrate(
             operation.start_progress(lambda: sum(record.list_files().values()))
         with CheckpointReader(place, manifest, verify=True, crcs="parts") as reader:
             refuse_damage(source, reader, plugins)  # what is written anew has digests
-            before = _list_stored(source, reader, plugins)
+            index = _read_index(source, reader, plugins)
+            before = _describe(index)
+            needed = sum(t.dtype.itemsize * math.prod(t.global_shape) for t in index if isinstance(t, ShardedTensor))
+            if not index and record is not None:  # nobody knows how much of it are tensors: it is about all
+                needed = sum(record.list_files().values())
 
             def write(writer: CheckpointWriter, _save_id: str) -> None:
                 migration = chosen.create()
@@ -128,17 +134,17 @@ def _migrate(
                 what = f"the migration {chosen.name} of {source} to version {chosen.to_version}"
                 _refuse_loss(what, before, staging, files, plugins)
 
-            commit_files(operation, target, header, write, overwrite=overwrite, check=check)
+            commit_files(operation, target, header, write, overwrite=overwrite, check=check, forecast=Forecast(needed))
     return manifest.backend, manifest.version, chosen.to_version
 
 
-def _list_stored(source: Path, reader: CheckpointReader, plugins: PluginManager) -> dict[str, str] | None:
-    """Return what the old checkpoint lists; None where nothing installed reads its version any more."""
+def _read_index(source: Path, reader: CheckpointReader, plugins: PluginManager) -> Sequence[ShardedBase]:
+    """Return what the old checkpoint lists; nothing where nothing installed reads its version any more."""
     try:
         strategy = choose_reader(source, reader.manifest, plugins)
     except CannotLoadError:
-        return None
-    return _describe(strategy.load_index(LoadContext(reader, Comm(alone=True))))
+        return ()
+    return list(strategy.load_index(LoadContext(reader, Comm(alone=True))))
 
 
 def _describe(index: Iterable[ShardedBase]) -> dict[str, str]:
@@ -151,7 +157,7 @@ def _describe(index: Iterable[ShardedBase]) -> dict[str, str]:
     }
 
 
-def _refuse_loss(what: str, before: dict[str, str] | None, staging: Path, files: Path, plugins: PluginManager) -> None:
+def _refuse_loss(what: str, before: dict[str, str], staging: Path, files: Path, plugins: PluginManager) -> None:
     """Refuse to commit what nothing installed reads, or what lacks tensors or objects of the old checkpoint."""
     try:
         with open_staged(staging, files, plugins) as opened:
@@ -163,7 +169,7 @@ def _refuse_loss(what: str, before: dict[str, str] | None, staging: Path, files:
         ) from exc
     except CheckpointingException as exc:
         raise PluginError(f"{what} wrote what cannot be read; nothing was committed: {exc}") from exc
-    other = sorted(key for key, entry in (before or {}).items() if after.get(key) != entry)
+    other = sorted(key for key, entry in before.items() if after.get(key) != entry)
     if other:
-        lost = [f"{key}: {(before or {})[key]}, now {after.get(key, 'absent')}" for key in other]
+        lost = [f"{key}: {before[key]}, now {after.get(key, 'absent')}" for key in other]
         raise PluginError(f"{what} does not keep what is stored; nothing was committed: {listed(lost)}")

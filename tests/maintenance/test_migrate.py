@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -53,6 +54,27 @@ def test_a_failure_leaves_what_was_there(old: Path, name: str, monkeypatch: pyte
         migrate_checkpoint(old, target, overwrite=True)
     assert (content(old), content(target)) == before
     assert sorted(path.name for path in old.parent.iterdir()) == sorted({"old", name})
+
+
+def test_a_migration_that_does_not_fit_is_refused_before_it_writes(
+    old: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error says what it takes, what is free, and, beside runs, the call that looks into each."""
+    for run in ("a", "b"):
+        dc.save(state(7.0), old.parent / "runs" / run / "step-1")
+    new = old.parent / "runs" / "new"
+    free = SimpleNamespace(f_blocks=9, f_frsize=1, f_bfree=8, f_bavail=8)
+    monkeypatch.setattr("shardckpt.engine.space.os.statvfs", lambda _: free)
+    monkeypatch.setattr(ToTwo, "migrate", lambda *_: pytest.fail("it has begun to write"))
+    assert main(["migrate", str(old), str(new)]) == 2
+    said = capsys.readouterr().err
+    assert f"cannot migrate to {new}: the tensors take" in said, "what nothing installed reads, by its files"
+    monkeypatch.setattr(LoadText, "same_files", (("migrated-text", 1),), raising=False)
+    assert main(["migrate", str(old), str(new)]) == 2
+    said = capsys.readouterr().err
+    assert f"cannot migrate to {new}: the tensors take 12 B, and the file system of {new.parent} has 8 B free" in said
+    assert f"`shardckpt prune -r {new.parent} --keep-latest N --dry-run`" in said
+    assert not new.exists()
 
 
 def test_a_migration_that_loses_a_tensor_is_not_committed(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
