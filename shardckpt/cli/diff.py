@@ -54,6 +54,9 @@ def add(verbs: Any) -> None:
         "--read", action="store_true", help="read all values, also where the stored fingerprints are equal"
     )
     parser.add_argument(
+        "--ignore-dtype", action="store_true", help="tensors of two dtypes are equal where their values are"
+    )
+    parser.add_argument(
         "--tensors-only", action="store_true", help="leave out objects and common state, as with --mapping and --prefix"
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures of both, and of what differs")
@@ -83,6 +86,7 @@ def run(options: Any) -> Output:
             read_values=options.read,
             tensors_only=options.tensors_only,
             rename=read_renames(options),
+            ignore_dtype=options.ignore_dtype,
         )
     written = []
     if options.html:
@@ -104,6 +108,8 @@ def _describe(report: DiffReport, options: Any) -> list[str]:
     how = ""
     if report.by_fingerprint:
         how = f", {report.by_fingerprint} of them by their stored fingerprints (--read compares the values)"
+    if report.of_other_dtype:
+        how += f", {report.of_other_dtype} of them of another dtype"
     of_all = f"{report.equal} of {format_many(total, 'tensor')} {'is' if total == 1 else 'are'}"
     summary = f"{options.first}, {options.second}: {of_all} equal{how}"
     lines = []

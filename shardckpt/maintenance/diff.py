@@ -84,6 +84,7 @@ class DiffReport:
         differences: What tensors differ, sorted by key.
         objects: How objects and common state differ; None if they were not compared.
         left_out: Keys of the optimizer's state of the first checkpoint, which the other side of a mapping has not.
+        of_other_dtype: How many of ``equal`` have another dtype in the second, with ``ignore_dtype``.
     """
 
     equal: int
@@ -91,6 +92,7 @@ class DiffReport:
     differences: tuple[TensorDifference, ...] = ()
     objects: ObjectReport | None = None
     left_out: tuple[str, ...] = ()
+    of_other_dtype: int = 0
 
     @property
     def are_same(self) -> bool:
@@ -111,6 +113,7 @@ def diff_checkpoints(
     allow_globals: tuple[object, ...] = (),
     memory: int = STREAM_BYTES,
     rename: Mapping[str, str] | None = None,
+    ignore_dtype: bool = False,
 ) -> DiffReport:
     """Compare two checkpoints, of any formats and sharding: tensors, objects and common state.
 
@@ -133,6 +136,8 @@ def diff_checkpoints(
         memory: Bytes of values of both that are in memory at a time. Comparing takes a few times as much.
         rename: What keys of the first and paths of its common state begin with, and what they are read as, before all
             else: ``{"optim": "optimizer"}``.
+        ignore_dtype: Whether tensors of two dtypes are equal where their values are, both cast to a wider one; else
+            they differ whatever the values.
 
     Returns:
         What differs.
@@ -153,7 +158,7 @@ def diff_checkpoints(
         with ExitStack() as stack:
             one = stack.enter_context(_open(first, allow_globals, rename))
             other = stack.enter_context(_open(second, allow_globals))
-            report = _Comparison(one, other, rtol, atol, memory, str(first)).run(
+            report = _Comparison(one, other, rtol, atol, memory, str(first), ignore_dtype).run(
                 mapping or Identity(), prefix, read_values
             )
             if tensors_only or prefix or not isinstance(mapping or Identity(), Identity):
@@ -203,11 +208,11 @@ class _Found:
         """Whether the second checkpoint has nothing of it."""
         return self.absent is not None and self.absent.kind == "only in first"
 
-    def report(self) -> TensorDifference | None:
+    def report(self, *, ignore_dtype: bool = False) -> TensorDifference | None:
         """Return the difference, or None."""
         if self.absent is not None:
             return self.absent
-        others = [pair.second for pair in self.pairs if pair.second.dtype != self.tensor.dtype]
+        others = [pair.second for pair in self.pairs if pair.second.dtype != self.tensor.dtype and not ignore_dtype]
         if not others and not self.different:
             return None
         shown = others[0] if others else self.pairs[0].second
@@ -244,6 +249,8 @@ class _Comparison:
     memory: int
     #: How the caller names the first, for those who watch.
     place: str
+    #: Whether two dtypes alone are no difference.
+    ignore_dtype: bool
 
     def run(self, mapping: KeyMapping, prefix: str, read_values: bool) -> DiffReport:
         """Compare all tensors."""
@@ -261,9 +268,12 @@ class _Comparison:
         for some in batch_by_bytes(self._cut(rest), _count_bytes, self.memory):
             self._compare_values(some)
             progress.add(sum(map(_count_bytes, some)))
-        reports = [report for one in found if (report := one.report()) is not None]
+        reports = [report for one in found if (report := one.report(ignore_dtype=self.ignore_dtype)) is not None]
         differences = sorted([*reports, *missing], key=lambda difference: difference.key)
-        return DiffReport(len(found) - len(reports), len(same), tuple(differences), left_out=left_out)
+        equal = len(found) - len(reports)
+        # of other dtypes are all that differ without this option, and do not with it
+        strict = sum(one.report() is not None for one in found)
+        return DiffReport(equal, len(same), tuple(differences), left_out=left_out, of_other_dtype=strict - len(reports))
 
     def _match(self, mapping: KeyMapping, prefix: str) -> tuple[list[_Found], list[TensorDifference]]:
         """Return the tensors of the first checkpoint with those of the second, and what only the second has."""

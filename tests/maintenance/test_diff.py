@@ -89,6 +89,21 @@ def test_each_kind_of_difference_is_named(tmp_path: Path) -> None:
     assert (zero.different, zero.max_absolute, zero.max_relative) == (1, 0.0, 0.0)  # the bits differ
 
 
+def test_dtypes_alone_are_no_difference_if_they_are_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Values that a cast keeps are equal, with a count of them; what a cast has rounded still differs."""
+    values = {"kept": torch.arange(8.0), "rounded": torch.tensor([1.0, 0.1]), "same": torch.ones(2)}
+    save_values(tmp_path / "one", values, "torch_dist")
+    save_values(tmp_path / "two", {**values, **{k: values[k].bfloat16() for k in ("kept", "rounded")}}, "ep")
+    calls = ["diff", str(tmp_path / "one"), str(tmp_path / "two")]
+    assert main([*calls, "--json"]) == 1
+    assert [each["kind"] for each in json.loads(capsys.readouterr().out)["differences"]] == ["dtype", "dtype"]
+    assert main([*calls, "--ignore-dtype", "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)["differences"]
+    assert (found["key"], found["kind"], found["different"], found["index"]) == ("rounded", "values", 1, [1])
+    assert main([*calls, "--ignore-dtype", "--rtol", "0.01"]) == 0
+    assert "3 of 3 tensors are equal, 2 of them of another dtype" in capsys.readouterr().out
+
+
 def test_the_relative_norm_is_that_of_the_whole_tensor(tmp_path: Path) -> None:
     """A value that was near 0 makes a huge relative difference, and hardly changes the norm of the tensor."""
     one = {"w": torch.tensor([3.0, 4.0, 1e-30]), "zero": torch.zeros(2), "nan": torch.tensor([1.0, math.nan])}
