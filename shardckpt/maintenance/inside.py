@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 #: What files are called that may be a checkpoint of their own; what they are, their content says.
-FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors")
+FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors", ".gguf")
 #: Any of these says that the folder that has it is one checkpoint, or was to be.
 _MARKS = frozenset(
     {

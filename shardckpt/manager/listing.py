@@ -273,6 +273,8 @@ def _summarize_file(path: Path) -> CheckpointSummary:
             real = path.resolve()  # a link is shown as what it leads to, as the Hub's cache has its files
         place = open_directory(real.parent)
         if not is_torch:
+            if path.suffix == ".gguf":
+                return replace(summary, reason="GGUF, as llama.cpp has it, which is not read: its source may be")
             if path.suffix != ".safetensors":
                 return replace(summary, reason="no file of torch.save or safetensors")
             summary = replace(summary, strategy="safetensors file", library="safetensors")

@@ -277,6 +277,17 @@ def test_ls_of_one_checkpoint_and_of_none(checkpoint: Path, tmp_path: Path, caps
     assert "is no directory" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("recursive", [[], ["-r"]])
+def test_ls_names_a_file_of_gguf(recursive: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has a row that says what it is, and that it is not read; beside checkpoints that is no fault."""
+    _save(tmp_path / "step-1")
+    (tmp_path / "model-q4.gguf").write_bytes(b"GGUF\3\0\0\0")
+    assert main(["ls", str(tmp_path), *recursive]) == 0
+    said = capsys.readouterr().out
+    assert "no checkpoint: GGUF, as llama.cpp has it, which is not read" in said
+    assert "1 checkpoint, 1 whole" in said
+
+
 def test_ls_of_several_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each has its table below its name, a metric of one is shown, and one that is not there hides no other."""
     for name, step in (("a", 1), ("b", 2)):
