@@ -176,7 +176,7 @@ def run(options: Any) -> Output:
     from shardckpt.cli.progress import show_progress
     from shardckpt.maintenance import convert_checkpoint
 
-    with show_progress("convert"):
+    with show_progress("convert", part="verify"):
         report = convert_checkpoint(options.source, options.target, **read_target_options(options))
     return Output(
         lambda: report,

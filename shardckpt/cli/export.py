@@ -76,7 +76,7 @@ def run(options: Any) -> Output:
     from shardckpt.cli.progress import show_progress
     from shardckpt.huggingface import export_to_huggingface
 
-    with show_progress("export"), named_folders(options.checkpoint):
+    with show_progress("export", part="verify"), named_folders(options.checkpoint):
         exported = export_to_huggingface(
             options.checkpoint,
             options.target,

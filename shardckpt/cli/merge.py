@@ -85,7 +85,7 @@ def run(options: Any) -> Output:
         raise CheckpointingException(f"--base {options.base}: there are {len(options.sources)} SRC, numbered from 1")
     _refuse_neighbour(options)
     target = read_target_options(options) | {"rename": split_renames(options, len(options.sources))}
-    with show_progress("convert", "merge"):  # a merge is a conversion of what it reads
+    with show_progress("convert", "merge", part="verify"):  # a merge is a conversion of what it reads
         report = merge_checkpoints(
             options.sources,
             options.target,

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardckpt.engine.integrity import is_damage
+from shardckpt.engine.progress import Progress
 from shardckpt.engine.streaming import STREAM_BYTES, cut_stored, read_boxes
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError, format_many
 from shardckpt.mapping import ShardedTensor
@@ -27,7 +28,7 @@ def hide_damaged(checkpoint: OpenCheckpoint, lost: Collection[str] = ()) -> Open
     """Return the checkpoint without the tensors and objects that cannot be read. Not collective.
 
     Everything is read once, and compared with its digests, or where there are none with the CRC-32 of archives. A
-    tensor of which one box is damaged is damaged.
+    tensor of which one box is damaged is damaged. Plugins see the progress as that of ``verify``.
 
     Args:
         checkpoint: The open checkpoint.
@@ -40,8 +41,12 @@ def hide_damaged(checkpoint: OpenCheckpoint, lost: Collection[str] = ()) -> Open
     index = checkpoint.index()
     damaged = dict.fromkeys(lost)
     tensors = [shard for shard in index if isinstance(shard, ShardedTensor)]
-    for batch in batch_by_bytes(cut_stored(tensors, _MOST), lambda box: box.nbytes, _MOST):
+    boxes = [*cut_stored(tensors, _MOST)]
+    operation = checkpoint.operation
+    progress = Progress("verify", operation.directory, sum(box.nbytes for box in boxes), operation.plugins)
+    for batch in batch_by_bytes(boxes, lambda box: box.nbytes, _MOST):
         damaged.update(dict.fromkeys(_find_damaged(checkpoint, batch)))
+        progress.add(sum(box.nbytes for box in batch))
     for shard in index:
         if not isinstance(shard, ShardedTensor) and _is_damaged(partial(checkpoint.values, [shard])):
             damaged[stored_key(shard)] = None

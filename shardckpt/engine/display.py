@@ -21,7 +21,7 @@ _PAUSE = 10.0
 
 
 @contextmanager
-def show_progress(operation: str, title: str = "") -> Iterator[None]:
+def show_progress(operation: str, title: str = "", *, part: str = "") -> Iterator[None]:
     """Show on standard error how many bytes of an operation are done, its rate and the time left, in the block.
 
     A bar needs a terminal and ``rich`` (``pip install 'shardckpt[cli]'``), which also honours ``NO_COLOR``.
@@ -29,8 +29,9 @@ def show_progress(operation: str, title: str = "") -> Iterator[None]:
     Args:
         operation: The one that is shown, by the name that its events have.
         title: What it is called; by default its name.
+        part: Another that may be a part of it: of a conversion, the search for damage, which is a ``verify``.
     """
-    observer = _Observer(operation)
+    observer = _Observer(operation, part)
     plugins = get_plugin_manager()
     with _make_bar(title or operation) as draw:
         observer.draw = draw
@@ -47,15 +48,15 @@ class _Observer:
     #: So that operations report it.
     wants_progress = True
 
-    def __init__(self, operation: str) -> None:
-        self.operation = operation
+    def __init__(self, *operations: str) -> None:
+        self.operations = operations
         self.draw: Callable[[int, int], None] = _draw_nothing
         self._progress: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
     @hookimpl
     def shardckpt_event(self, event: Event) -> None:
-        if event.operation != self.operation or event.phase or event.state == "start":
+        if event.operation not in self.operations or event.phase or event.state == "start":
             return
         with self._lock:
             if event.state != "progress":  # the next save has bytes of its own

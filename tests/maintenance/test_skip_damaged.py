@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
+from shardckpt.engine import display
 from shardckpt.mapping import ShardedTensor
 from tests.damage import flip
 from tests.tables import table
@@ -58,6 +60,23 @@ def test_a_damaged_record_costs_its_tensor_alone(
         "c": 3.0,
         "d": 4.0,
     }
+
+
+@table("verb", ["convert", "export", "merge"])
+def test_the_search_for_damage_is_a_part_of_the_progress(
+    tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes that it reads are shown before those that are written, and counted up to the last."""
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(display, "_make_bar", lambda _: nullcontext(lambda *counts: seen.append(counts)))
+    _save(tmp_path / "a", "torch_dist")
+    more = [str(tmp_path / "a")] * (verb == "merge") + [str(tmp_path / "new"), "--skip-damaged"]
+    more += ["--to", "ep"] * (verb == "convert")
+    assert main([verb, str(tmp_path / "a"), *more]) == 0
+    nbytes = len(KEYS) * 64 * 64 * 4
+    assert seen[0] == (0, nbytes)
+    assert (nbytes, nbytes) in seen
+    assert seen[-1][1] > nbytes
 
 
 def test_a_missing_file_costs_what_was_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
