@@ -29,6 +29,7 @@ def hide_damaged(checkpoint: OpenCheckpoint, lost: Collection[str] = ()) -> Open
 
     Everything is read once, and compared with its digests, or where there are none with the CRC-32 of archives. A
     tensor of which one box is damaged is damaged. Plugins see the progress as that of ``verify``.
+    Of a file that was cut, its reader takes what is before the end from then on.
 
     Args:
         checkpoint: The open checkpoint.
@@ -39,6 +40,7 @@ def hide_damaged(checkpoint: OpenCheckpoint, lost: Collection[str] = ()) -> Open
         CheckpointingException: Its index is damaged, or something cannot be read for another reason than damage.
     """
     index = checkpoint.index()
+    checkpoint.context.reader.take_cut_files()
     damaged = dict.fromkeys(lost)
     tensors = [shard for shard in index if isinstance(shard, ShardedTensor)]
     boxes = [*cut_stored(tensors, _MOST)]

@@ -203,6 +203,7 @@ def export_to_huggingface(
                 if rename:
                     checkpoint = rename_stored(checkpoint, rename, list_names(checkpoint))
                 if skip_damaged:
+                    checkpoint.context.reader.take_cut_files()  # on each rank: one alone looks for damage
                     damaged = comm.main_runs("looking for damage", lambda: tuple(hide_damaged(checkpoint).damaged))
                     checkpoint = replace(checkpoint, damaged=damaged)
                 record = checkpoint.context.reader.manifest.record

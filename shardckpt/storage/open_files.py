@@ -42,6 +42,7 @@ class OpenFile:
         algorithm: Name of the digest algorithm, if digests are checked.
         read_table: Returns the content of the record's table file.
         advise: Returns what to do about a file of another size than was recorded.
+        takes_cut: Whether one that is shorter is no error: what is before its end is read.
 
     Raises:
         CorruptCheckpointError: the file does not have the recorded size.
@@ -55,6 +56,8 @@ class OpenFile:
         algorithm: str | None,
         read_table: Callable[[FileRecord | PlainFile, str], bytes],
         advise: Callable[[], str],
+        *,
+        takes_cut: bool = False,
     ) -> None:
         self.path = path
         self.name = name
@@ -66,7 +69,7 @@ class OpenFile:
         self._algorithm = algorithm
         self._segments: Segments | None = None
         self._read_table = read_table
-        if record is not None and self.size != record.size:
+        if record is not None and self.size != record.size and not (takes_cut and self.size < record.size):
             self.close()
             raise CorruptCheckpointError(f"{path}: it has {self.size} bytes, {record.size} were written: {advise()}")
 
@@ -133,6 +136,8 @@ class OpenFiles:
         self._records = records
         self._algorithm = algorithm
         self._detect_replacement = detect_replacement
+        #: As for :class:`OpenFile`.
+        self.takes_cut = False
         #: (size, mtime) of files without a record, when they were first opened: nothing else shows a change of them.
         self._stamps: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
@@ -151,7 +156,9 @@ class OpenFiles:
         with self._detect_replacement():
             refuse_linked_folders(self._directory, name)
             try:
-                file = OpenFile(path, name, record, self._algorithm, self._read_table, self._advise)
+                file = OpenFile(
+                    path, name, record, self._algorithm, self._read_table, self._advise, takes_cut=self.takes_cut
+                )
             except StorageError as exc:
                 if not isinstance(exc.__cause__, FileNotFoundError):
                     raise

@@ -210,6 +210,10 @@ class CheckpointReader:
             except CheckpointingException:
                 continue
 
+    def take_cut_files(self) -> None:
+        """Read files that are shorter than recorded, from now on: what is before their ends, against its digests."""
+        self._files.takes_cut = True
+
     def size(self, name: str) -> int:
         """Return the size of the file in bytes.
 

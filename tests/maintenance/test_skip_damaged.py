@@ -62,6 +62,25 @@ def test_a_damaged_record_costs_its_tensor_alone(
     }
 
 
+@table("backend", ["torch_dist", "safetensors", "ep"])
+@table("verb", ["convert", "export"])
+def test_a_cut_file_costs_what_was_behind_the_cut(
+    tmp_path: Path, verb: str, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tensors before it are written, their digests compared: one of them that is damaged, too, is left out."""
+    keys = {f"model.{n}": torch.full((256, 1024), float(n + 1)) for n in range(4)}  # more than a digest is of
+    dc.save({k: ShardedTensor.from_rank_offsets(k, v) for k, v in keys.items()}, tmp_path / "a", backend)
+    _flip_value(tmp_path / "a", 2.0)
+    data = max((file for file in (tmp_path / "a").rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    content = data.read_bytes()
+    data.write_bytes(content[: content.index(torch.full((64,), 4.0).numpy().tobytes()) + 64])
+    call = [verb, str(tmp_path / "a"), str(tmp_path / "hf"), *(["--to", "hf"] if verb == "convert" else [])]
+    assert main([*call, "--skip-damaged", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["damaged"] == ["model.1", "model.3"]
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    assert sorted(value.mean().item() for value in written.values()) == [1.0, 3.0]
+
+
 @table("verb", ["convert", "export", "merge"])
 def test_the_search_for_damage_is_a_part_of_the_progress(
     tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
