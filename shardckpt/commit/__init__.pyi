@@ -37,6 +37,7 @@ from shardckpt.commit.removal import clear_tombstones as clear_tombstones
 from shardckpt.commit.removal import delete_checkpoint as delete_checkpoint
 from shardckpt.commit.removal import is_half_deleted as is_half_deleted
 from shardckpt.commit.removal import make_tombstone as make_tombstone
+from shardckpt.commit.removal import remove_checkpoint as remove_checkpoint
 from shardckpt.commit.resume import adopt_staging as adopt_staging
 from shardckpt.commit.small_files import SmallFile as SmallFile
 from shardckpt.commit.small_files import SmallFiles as SmallFiles

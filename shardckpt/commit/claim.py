@@ -25,10 +25,11 @@ from shardckpt.manifest import (
     find_generation,
     list_parents,
 )
-from shardckpt.storage import CreatesObjects, RemotePath, read_file
+from shardckpt.storage import CreatesObjects, RemotePath, find_bucket, has_local_files, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+    from pathlib import Path
 
     from shardckpt.storage import RemoteFolder
 
@@ -89,7 +90,7 @@ class Claim:
         self._text = text
         # the answer may be a lie: some servers ignore the condition. There the in-progress objects decide: of two saves
         # that see each other's, none commits
-        store = type(self._folder), self._target.bucket
+        store = type(self._folder), find_bucket(self._folder.url)
         if store in _refusing:
             return
         if not path.create(text):
@@ -150,6 +151,11 @@ def in_progress_name(save_id: str) -> str:
 def is_mark(name: str) -> bool:
     """Return whether an object is a claim, or the in-progress object of a save or removal."""
     return name.startswith(_UNDER_WAY)
+
+
+def list_marks(directory: Path) -> list[str]:
+    """Return the names of the claims and in-progress objects in a folder on a store; none of a local directory."""
+    return [] if has_local_files(directory) else [path.name for path in directory.iterdir() if is_mark(path.name)]
 
 
 def describe_introduction(text: bytes) -> str:

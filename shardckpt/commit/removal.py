@@ -9,19 +9,31 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from shardckpt.commit.claim import REMOVAL_IN_PROGRESS
+from shardckpt.commit.claim import REMOVAL_IN_PROGRESS, list_marks
 from shardckpt.commit.deletion import delete_object, delete_objects
 from shardckpt.commit.generations import list_recorded
 from shardckpt.commit.leftovers import find_leftovers, remove_free
 from shardckpt.commit.staging_names import REMOVED, new_save_id, temporary_name
 from shardckpt.manifest import MARKER_NAME, RECORD_NAME, find_generation
-from shardckpt.storage import RemotePath, can_rename, list_objects, wrap_os_errors
+from shardckpt.storage import RemotePath, list_objects, on_store, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from shardckpt.storage import RemoteFolder
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Make a checkpoint absent in one step: a directory becomes a tombstone; of a store its objects are deleted, too.
+
+    Raises:
+        StorageError: it could not be renamed, or some objects could not be deleted.
+    """
+    if (remote := on_store(path)) is None:
+        make_tombstone(path)
+    else:
+        delete_checkpoint(remote.folder)
 
 
 def make_tombstone(directory: Path) -> None:
@@ -76,5 +88,4 @@ def _find_own(folder: RemoteFolder) -> set[str]:
 
 def is_half_deleted(directory: Path) -> bool:
     """Return whether a removal from a store has begun and not ended; False for a local directory."""
-    names = set() if can_rename(directory) else {path.name for path in directory.iterdir()}
-    return REMOVAL_IN_PROGRESS in names and MARKER_NAME not in names
+    return REMOVAL_IN_PROGRESS in list_marks(directory) and not (directory / MARKER_NAME).exists()

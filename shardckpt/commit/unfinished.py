@@ -22,10 +22,11 @@ from shardckpt.commit.generations import delete_first, delete_generations, list_
 from shardckpt.commit.removal import delete_checkpoint
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.manifest import MARKER_NAME, Marker, find_generation
-from shardckpt.storage import TellsTimes, attempt, list_objects
+from shardckpt.storage import TellsTimes, attempt, list_objects, on_store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from shardckpt.commit.owner import Owner
     from shardckpt.storage import RemotePath
@@ -53,8 +54,8 @@ class Unfinished(NamedTuple):
     is_removal: bool
 
 
-def find_unfinished(path: RemotePath) -> Unfinished | None:
-    """Return what saves and removals that have not ended have at a URL; None if there is nothing of them.
+def find_unfinished(place: Path) -> Unfinished | None:
+    """Return what saves and removals that have not ended have at a URL; None if there is nothing, or in a directory.
 
     Beside a complete checkpoint that is what a save deletes after it has written the marker; and of overwrites, all
     generations but the one that is the checkpoint. It takes one listing without folders, and more requests only where
@@ -63,6 +64,8 @@ def find_unfinished(path: RemotePath) -> Unfinished | None:
     Raises:
         StorageError: the store failed.
     """
+    if (path := on_store(place)) is None:
+        return None
     folder = path.folder
     if not any(map(is_mark, attempt("list", path, folder.files))):
         return None

@@ -28,6 +28,7 @@ from shardckpt.commit.claim import (
     Claim,
     in_progress_name,
     is_mark,
+    list_marks,
     make_taken_error,
     read_save_id,
     without_others,
@@ -45,7 +46,6 @@ from shardckpt.storage import (
     RemotePath,
     StreamsWrites,
     attempt,
-    can_rename,
     list_objects,
     refuse_unrecorded,
 )
@@ -376,4 +376,4 @@ def refuse_folders(folder: RemoteFolder, names: Iterable[str]) -> None:
 
 def is_under_way(directory: Path) -> bool:
     """Return whether a save to (or a removal of) the folder has begun and not ended; False for a local directory."""
-    return not can_rename(directory) and any(is_mark(path.name) for path in directory.iterdir())
+    return bool(list_marks(directory))

@@ -23,11 +23,8 @@ from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_N
 from shardckpt.plugins import choose_reader, hold_checkpoint, parse_file
 from shardckpt.storage import (
     CheckpointReader,
-    TellsTimes,
-    attempt,
     find_url,
     is_there,
-    on_store,
     open_directory,
     wrap_os_errors,
 )
@@ -139,14 +136,10 @@ def _read_best_description(directory: Path, plugins: PluginManager) -> tuple[Pat
 
 def _find_writer(directory: Path, older_than: float | None) -> str:
     """Return why a save, or a copy, may still write to a directory; ``""`` if none does."""
-    if (remote := on_store(directory)) is None:
-        written: float | None = find_last_write(directory)
-    else:
-        begun = find_unfinished(remote)
-        if begun is not None and (begun.is_removal or begun.owners):
-            return why_unfinished_kept(begun, older_than)
-        times = attempt("list", remote, remote.folder.times) if isinstance(remote.folder, TellsTimes) else {}
-        written = max(times.values(), default=None)
+    begun = find_unfinished(directory)
+    if begun is not None and (begun.is_removal or begun.owners):
+        return why_unfinished_kept(begun, older_than)
+    written = find_last_write(directory)
     limit = HOURS if older_than is None else older_than
     if limit <= 0:  # clocks of other hosts may be ahead
         return ""

@@ -1,6 +1,6 @@
 from shardckpt.manifest import MOST_LEVELS as MOST_LEVELS
 from shardckpt.manifest import parse_json as parse_json
-from shardckpt.storage.abilities import can_rename as can_rename
+from shardckpt.storage.abilities import find_ability as find_ability
 from shardckpt.storage.abilities import has_local_files as has_local_files
 from shardckpt.storage.abilities import on_store as on_store
 from shardckpt.storage.buffers import BLOCK_BYTES as BLOCK_BYTES
@@ -68,6 +68,7 @@ from shardckpt.storage.new_file import NewFile as NewFile
 from shardckpt.storage.object_stream import ObjectStream as ObjectStream
 from shardckpt.storage.packed_shards import PackedShards as PackedShards
 from shardckpt.storage.parse_cache import ParseCache as ParseCache
+from shardckpt.storage.places import find_bucket as find_bucket
 from shardckpt.storage.places import find_url as find_url
 from shardckpt.storage.places import list_folders as list_folders
 from shardckpt.storage.places import list_names as list_names

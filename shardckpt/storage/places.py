@@ -22,6 +22,11 @@ def find_url(place: Path) -> str:
     return str(place) if remote is None else remote.url
 
 
+def find_bucket(url: str) -> str:
+    """Return a URL's scheme and host: ``s3://bucket``."""
+    return "/".join(url.split("/", 3)[:3])
+
+
 def list_names(place: Path) -> list[str]:
     """Return the names of what is directly in a directory, or of a folder's objects, as they are now.
 

@@ -131,7 +131,6 @@ class RemotePath(_Base):
     """
 
     #: Read by :mod:`shardckpt.storage.abilities`.
-    can_rename = False
     has_local_files = False
     #: The size in bytes of each object below, by path, where the folder has just been listed, with others: as for
     #: :meth:`use_listing`. What opens the folder for the first time asks for no listing of its own.
@@ -164,11 +163,6 @@ class RemotePath(_Base):
     def url(self) -> str:
         """The URL that opens it in another process, with any password in it."""
         return f"{self.folder.url}/{self._name}" if self._name else self.folder.url
-
-    @property
-    def bucket(self) -> str:
-        """The URL's scheme and host: ``s3://bucket``."""
-        return "/".join(self.url.split("/", 3)[:3])
 
     @property
     def name(self) -> str:
@@ -456,7 +450,7 @@ def quiet_attempts() -> Iterator[None]:
         _level.reset(token)
 
 
-def attempt(action: str, path: RemotePath, call: Callable[[], _T]) -> _T:
+def attempt(action: str, path: Path, call: Callable[[], _T]) -> _T:
     """Call a store, and repeat the call after errors that may pass, ``SHARDCKPT_REMOTE_ATTEMPTS`` times in all.
 
     Args:

@@ -186,13 +186,13 @@ def test_a_copy_set_aside_goes_before_its_step(tmp_path: Path, monkeypatch: pyte
     folders.save_all(tmp_path, 1, 2, 3)
     aside = tmp_path / temporary_name("step-1", REPLACED, new_save_id(), owners.dead())
     shutil.copytree(tmp_path / "step-1", aside)
-    make = garbage_collection.make_tombstone
+    make = garbage_collection.remove_checkpoint
 
     def be_killed(path: Path) -> None:
         make(path)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(garbage_collection, "make_tombstone", be_killed)
+    monkeypatch.setattr(garbage_collection, "remove_checkpoint", be_killed)
     with pytest.raises(KeyboardInterrupt):
         collect(tmp_path)
     monkeypatch.undo()
