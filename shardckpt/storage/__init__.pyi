@@ -2,6 +2,7 @@ from shardckpt.manifest import MOST_LEVELS as MOST_LEVELS
 from shardckpt.manifest import parse_json as parse_json
 from shardckpt.storage.abilities import find_ability as find_ability
 from shardckpt.storage.abilities import has_local_files as has_local_files
+from shardckpt.storage.abilities import lacks_directory as lacks_directory
 from shardckpt.storage.abilities import on_store as on_store
 from shardckpt.storage.buffers import BLOCK_BYTES as BLOCK_BYTES
 from shardckpt.storage.buffers import Buffer as Buffer
@@ -27,6 +28,7 @@ from shardckpt.storage.directory import detect_replacement as detect_replacement
 from shardckpt.storage.directory import is_read_again as is_read_again
 from shardckpt.storage.directory import open_directory as open_directory
 from shardckpt.storage.directory import real_path as real_path
+from shardckpt.storage.directory import refresh_listing as refresh_listing
 from shardckpt.storage.directory import replaced_error as replaced_error
 from shardckpt.storage.directory import retry_if_replaced as retry_if_replaced
 from shardckpt.storage.directory import was_replaced as was_replaced

@@ -22,6 +22,11 @@ def has_local_files(path: Path) -> bool:
     return bool(getattr(path, "has_local_files", True))
 
 
+def lacks_directory(path: Path) -> bool:
+    """Return whether no directory has the path; False for a URL, where that takes a request, and a listing says it."""
+    return has_local_files(path) and not path.is_dir()
+
+
 def find_ability(path: Path, ability: Callable[..., _T]) -> _T | None:
     """Return the folder of a store if it has an ability, one of :mod:`shardckpt.storage.store_abilities`; else None."""
     folder: Any = getattr(path, "folder", None)

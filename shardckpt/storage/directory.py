@@ -184,9 +184,9 @@ def open_directory(path: Path) -> Path:
         return path
 
 
-def refresh_listing(path: RemotePath) -> RemotePath:
-    """Return the folder on a store without its cached listing."""
-    return RemotePath(path.folder)
+def refresh_listing(path: Path) -> Path:
+    """Return the folder on a store without its cached listing; a directory, which has none, unchanged."""
+    return path if (remote := on_store(path)) is None else RemotePath(remote.folder)
 
 
 def real_path(path: Path) -> Path:

@@ -195,14 +195,15 @@ def write_some(
     return done
 
 
-def put_file(path: Path, data: bytes, temporary: str) -> None:
+def put_file(path: Path, data: bytes, temporary: str, *, makes_folder: bool = False) -> None:
     """Write a small file, or an object of a store, in one step: who reads it sees the old bytes or the new ones.
 
     Args:
-        path: The file; its directory exists.
+        path: The file; its directory exists, or is made.
         data: All its bytes.
         temporary: Name of the file beside it that is written first, and stays if the process is killed. No other
             process or thread may use it. A store needs none.
+        makes_folder: Whether the directory is made if it does not exist.
 
     Raises:
         StorageError: it cannot be written.
@@ -211,6 +212,10 @@ def put_file(path: Path, data: bytes, temporary: str) -> None:
     if (remote := on_store(path)) is not None:
         remote.write(data)
         return
+    if makes_folder:
+        # mkdir(exist_ok=True) would raise where the directory is removed between the call and its second look
+        with wrap_os_errors("make", path.parent), contextlib.suppress(FileExistsError):
+            path.parent.mkdir()
     written = path.with_name(temporary)
     try:
         with written.open("wb") as file:

@@ -8,7 +8,7 @@ from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import RECORD_LIMIT, RECORD_NAME
 from shardckpt.storage.abilities import on_store
 from shardckpt.storage.directory import refresh_listing, was_replaced
-from shardckpt.storage.filesystem import is_there
+from shardckpt.storage.filesystem import file_size, is_there
 from shardckpt.storage.input_file import open_existing, read_file
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def has_changed(place: Path) -> bool:
         return was_replaced(place)
     if remote.is_listed_before:
         return False
-    before, after = ({path.name: path.size for path in at.iterdir()} for at in (remote, refresh_listing(remote)))
+    before, after = ({path.name: file_size(path) for path in at.iterdir()} for at in (remote, refresh_listing(remote)))
     return not before.items() <= after.items()
 
 

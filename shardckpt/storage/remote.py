@@ -206,6 +206,13 @@ class RemotePath(_Base):
         """Return False: stores have no links."""
         return False
 
+    def rmdir(self) -> None:
+        """Do nothing: a folder is there as long as an object is in it."""
+
+    def resolve(self) -> RemotePath:  # type: ignore[override]
+        """Return the path itself: no link leads anywhere."""
+        return self
+
     def exists(self) -> bool:
         """Return whether it is an object, or a folder with at least one object."""
         return self.is_file() or self.is_dir()
@@ -324,11 +331,16 @@ class RemotePath(_Base):
         """Upload a local file as the object."""
         attempt("upload", self, lambda: self.folder.upload(self._name, file))
 
-    def copy_from(self, source: RemotePath) -> None:
-        """Copy an object here, from any store: by the store itself where it can, else through memory, part by part.
+    def copy_from(self, source: Path) -> None:
+        """Copy a local file here, or an object of any store: by that itself where it can, else part by part.
 
         An object of the name is replaced in one step.
         """
+        if not isinstance(source, RemotePath):
+            self.upload(source.resolve())  # those of the Hub's cache are links
+            return
+        if source == self:  # stores refuse to copy an object onto itself
+            return
         nbytes, folder = source.size, self.folder
         if isinstance(folder, CopiesObjects):
             copy = folder.copy
