@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.errors import CorruptCheckpointError, StorageError, name_known
 from shardckpt.manifest import NAME_RULE, is_file_name, list_parents
-from shardckpt.storage.abilities import has_local_files, on_store
-from shardckpt.storage.directory import RelativePath
+from shardckpt.storage.abilities import on_store
+from shardckpt.storage.open_path import OpenPath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -139,7 +139,7 @@ def open_new(path: Path, *, shared: bool = False) -> int:
 
 def is_there(path: Path) -> bool:
     """Return whether anything has the name; a link without a target counts."""
-    if isinstance(path, RelativePath) or not has_local_files(path):
+    if isinstance(path, OpenPath):
         return path.exists() or path.is_symlink()
     return os.path.lexists(path)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import StorageError
 from shardckpt.storage.abilities import on_store
 from shardckpt.storage.filesystem import wrap_os_errors
+from shardckpt.storage.open_path import OpenPath
 from shardckpt.storage.remote import ListsFolders, attempt, skip_impossible
 
 if TYPE_CHECKING:
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
 
 def find_url(place: Path) -> str:
     """Return the path or URL that opens a place again, in any process; a URL with any password in it."""
-    remote = on_store(place)
-    return str(place) if remote is None else remote.url
+    return place.url if isinstance(place, OpenPath) else str(place)
 
 
 def find_bucket(url: str) -> str:

@@ -11,13 +11,15 @@ import tempfile
 import time
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path, PurePosixPath
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from shardckpt import settings
 from shardckpt.distributed import PicklingError, pickle_value
 from shardckpt.errors import CheckpointingException, StorageError, format_many, listed
 from shardckpt.storage.memory_budget import plan_upload
+from shardckpt.storage.open_path import OpenPath
 from shardckpt.storage.store_abilities import (
     CopiesObjects,
     CreatesObjects,
@@ -30,12 +32,7 @@ from shardckpt.storage.store_errors import find_problem, mask_password, mask_sec
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 
-    from shardckpt.storage.store_abilities import ObjectWriter
     from shardckpt.storage.store_errors import StoreProblem
-
-    _Base = Path  # for mypy: code that reads a checkpoint takes a RemotePath as a Path, and uses what it has
-else:
-    _Base = object
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +117,7 @@ class ListsFolders(Protocol):
         """Remove a folder without objects, on stores where such a folder exists; on other stores do nothing."""
 
 
-class RemotePath(_Base):
+class RemotePath(OpenPath):
     """A URL's folder, or an object in it, with the part of pathlib's interface that reading a checkpoint needs.
 
     Paths made from one another share one listing of the folder, which is requested when it is first needed. A path that
@@ -160,7 +157,7 @@ class RemotePath(_Base):
         return path
 
     @property
-    def url(self) -> str:
+    def url(self) -> str:  # type: ignore[override]
         """The URL that opens it in another process, with any password in it."""
         return f"{self.folder.url}/{self._name}" if self._name else self.folder.url
 
@@ -168,11 +165,6 @@ class RemotePath(_Base):
     def name(self) -> str:
         """The last part of the URL."""
         return (self._name or self.folder.url).rpartition("/")[2]
-
-    @property
-    def suffix(self) -> str:
-        """The suffix of the name, as in pathlib."""
-        return PurePosixPath(self.name).suffix
 
     @property
     def size(self) -> int:
@@ -250,23 +242,17 @@ class RemotePath(_Base):
         """
         folder = self.folder
         if isinstance(folder, ReadsInto):
-            read = folder.read_into
-            return attempt(f"read at offset {offset} of", self, lambda: read(self._name, offset, buffer))
+            return attempt(f"read at offset {offset} of", self, partial(folder.read_into, self._name, offset, buffer))
         found = self.read_range(offset, buffer.nbytes)
         buffer[: len(found)] = found
         return len(found)
 
     def write(self, data: bytes) -> None:
         """Write a small object in one step, or replace it; no local file is needed where the store streams writes."""
-        folder = self.folder
-        if isinstance(folder, StreamsWrites):
-            stream = folder.open_write
-            attempt("write", self, lambda: _write_parts(stream(self._name, max(_LEAST_PART, len(data))), [data]))
-            return
-        with tempfile.NamedTemporaryFile(prefix="shardckpt-") as file:
-            file.write(data)
-            file.flush()
-            self.upload(Path(file.name))
+        if isinstance(self.folder, StreamsWrites):
+            attempt("write", self, lambda: self._send([data], max(_LEAST_PART, len(data))))
+        else:
+            self._send([data], 0)
 
     def create(self, data: bytes) -> bool:
         """Write a small object unless one of that name exists; only for folders that :class:`CreatesObjects`.
@@ -278,16 +264,7 @@ class RemotePath(_Base):
         folder = self.folder
         if not isinstance(folder, CreatesObjects):
             raise StorageError(f"cannot create {self}: the store's plugin has no conditional writes")
-        create = folder.create
-
-        def call() -> bool:
-            try:
-                create(self._name, data)
-            except FileExistsError:
-                return False
-            return True
-
-        return attempt("create", self, call)
+        return self._put_if("create", partial(folder.create, self._name, data))
 
     def read_tagged(self) -> tuple[bytes, object]:
         """Return all bytes of a small object, and the store's tag of this content.
@@ -300,8 +277,7 @@ class RemotePath(_Base):
         """
         folder = self.folder
         if isinstance(folder, ReplacesObjects):
-            read = folder.read_tagged
-            return attempt("read", self, lambda: read(self._name))
+            return attempt("read", self, partial(folder.read_tagged, self._name))
         listed = _make_path(self.folder, self._name)  # the size now, not that of a listing of before
         return self.read_range(0, listed.size), None
 
@@ -316,16 +292,19 @@ class RemotePath(_Base):
         if tag is None or not isinstance(folder, ReplacesObjects):
             self.write(data)
             return True
-        replace = folder.replace
+        return self._put_if("replace", partial(folder.replace, self._name, data, tag))
+
+    def _put_if(self, action: str, put: Callable[[], None]) -> bool:
+        """Return whether the condition of a write held."""
 
         def call() -> bool:
             try:
-                replace(self._name, data, tag)
+                put()
             except FileExistsError:
                 return False
             return True
 
-        return attempt("replace", self, call)
+        return attempt(action, self, call)
 
     def upload(self, file: Path) -> None:
         """Upload a local file as the object."""
@@ -342,19 +321,30 @@ class RemotePath(_Base):
         if source == self:  # stores refuse to copy an object onto itself
             return
         nbytes, folder = source.size, self.folder
-        if isinstance(folder, CopiesObjects):
-            copy = folder.copy
-            if attempt(f"copy {source} to", self, lambda: copy(source.url, self._name, nbytes)):
-                return
+        if isinstance(folder, CopiesObjects) and attempt(
+            f"copy {source} to", self, partial(folder.copy, source.url, self._name, nbytes)
+        ):
+            return
         part_bytes = plan_upload(None, nbytes).part_bytes
         parts = (source.read_range(offset, min(part_bytes, nbytes - offset)) for offset in range(0, nbytes, part_bytes))
-        if isinstance(folder, StreamsWrites):
-            _write_parts(folder.open_write(self._name, part_bytes), parts)
+        self._send(parts, part_bytes)
+
+    def _send(self, parts: Iterable[bytes], part_bytes: int) -> None:
+        """Write the object in parts, or, where the store streams no writes, by way of a local file."""
+        if not isinstance(self.folder, StreamsWrites):
+            with tempfile.NamedTemporaryFile(prefix="shardckpt-") as file:
+                file.writelines(parts)
+                file.flush()
+                self.upload(Path(file.name))
             return
-        with tempfile.NamedTemporaryFile(prefix="shardckpt-") as file:
-            file.writelines(parts)
-            file.flush()
-            self.upload(Path(file.name))
+        writer = self.folder.open_write(self._name, part_bytes)
+        try:
+            for part in parts:
+                writer.write(memoryview(part))
+            writer.close()
+        except BaseException:
+            writer.abort()
+            raise
 
     def delete(self) -> None:
         """Delete the object; no error if it does not exist."""
@@ -377,9 +367,6 @@ class RemotePath(_Base):
     def __str__(self) -> str:
         return mask_password(self.url)
 
-    def __repr__(self) -> str:
-        return f"RemotePath({str(self)!r})"
-
     def __copy__(self) -> RemotePath:
         return self  # a path does not change
 
@@ -395,12 +382,6 @@ class RemotePath(_Base):
                 f"cannot ({type(exc).__name__}: {exc}): send the URL, and open the checkpoint there by that"
             ) from exc
         return _make_path, (self.folder, self._name)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemotePath) and self.url == other.url
-
-    def __hash__(self) -> int:
-        return hash(self.url)
 
 
 def list_objects(folder: RemoteFolder) -> dict[str, int]:
@@ -435,16 +416,6 @@ def skip_impossible(url: str, names: Iterable[str]) -> list[str]:
             listed([*map(repr, others)], limit=3),
         )
     return possible
-
-
-def _write_parts(writer: ObjectWriter, parts: Iterable[bytes]) -> None:
-    try:
-        for part in parts:
-            writer.write(memoryview(part))
-        writer.close()
-    except BaseException:
-        writer.abort()
-        raise
 
 
 def _make_path(folder: RemoteFolder, name: str) -> RemotePath:
