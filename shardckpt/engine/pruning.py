@@ -178,7 +178,8 @@ def clear_unfinished(
             kept = why_unfinished_kept(unfinished, older_than)
             if not kept:  # before the in-progress objects go, by which the uploads are found again after a crash
                 results += _abort_uploads(unfinished.path, _find_own_uploads(unfinished), dry_run=dry_run)
-            results.append(_clear_unfinished(unfinished, kept, dry_run=dry_run))
+            nbytes, remove = sum(unfinished.objects.values()), partial(remove_unfinished, unfinished)
+            results.append(_remove(unfinished.path, nbytes, kept, remove, dry_run=dry_run))
             parent = find_ability(place, ListsFolders)
             if name and results[-1].is_removed and not dry_run and parent is not None:
                 parent.remove_folder(name)  # where folders outlive their objects
@@ -434,26 +435,13 @@ def _find_own_uploads(unfinished: Unfinished) -> list[PendingUpload]:
 
 
 def _abort_uploads(place: Path, uploads: Iterable[PendingUpload], *, dry_run: bool) -> list[PruneResult]:
-    results, store = [], find_ability(place, AbortsUploads)
-    for upload in uploads:
-        error = ""
-        if not dry_run and store is not None:
-            try:
-                attempt("abort the upload of", place / upload.name, partial(store.abort_upload, upload))
-            except StorageError as exc:
-                error = str(exc)
-        results.append(PruneResult(place / upload.name, 0, "", error))
+    results = []
+    if (store := find_ability(place, AbortsUploads)) is not None:
+        for upload in uploads:
+            path = place / upload.name
+            abort = partial(attempt, "abort the upload of", path, partial(store.abort_upload, upload))
+            results.append(_remove(path, 0, "", abort, dry_run=dry_run))
     return results
-
-
-def _clear_unfinished(unfinished: Unfinished, kept: str, *, dry_run: bool) -> PruneResult:
-    error = ""
-    if not kept and not dry_run:
-        try:
-            remove_unfinished(unfinished)
-        except StorageError as exc:
-            error = str(exc)
-    return PruneResult(unfinished.path, sum(unfinished.objects.values()), kept, error)
 
 
 def _prune_all(found: Iterable[Leftover], place: Path, older_than: float | None, *, dry_run: bool) -> list[PruneResult]:
@@ -472,10 +460,15 @@ def _prune_all(found: Iterable[Leftover], place: Path, older_than: float | None,
 def _prune(leftover: Leftover, nbytes: int, older_than: float | None, *, dry_run: bool) -> PruneResult:
     target = _target_of(leftover) if leftover.is_replaced else leftover.path
     kept = explain_kept_leftover(leftover, target, make_superseded_check(get_plugin_manager()), older_than)
+    return _remove(leftover.path, nbytes, kept, partial(remove_leftover, leftover), dry_run=dry_run)
+
+
+def _remove(path: Path, nbytes: int, kept: str, remove: Callable[[], None], *, dry_run: bool) -> PruneResult:
+    """Remove what is not kept, and return what became of it."""
     error = ""
     if not kept and not dry_run:
         try:
-            remove_leftover(leftover)
+            remove()
         except StorageError as exc:
             error = str(exc)
-    return PruneResult(leftover.path, nbytes, kept, error)
+    return PruneResult(path, nbytes, kept, error)
