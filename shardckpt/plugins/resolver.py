@@ -44,8 +44,8 @@ from shardckpt.plugins.origin import describe_origin, name_origin
 from shardckpt.plugins.registry import parse_key, parse_keys
 from shardckpt.plugins.stores import ABSENT, open_below
 from shardckpt.storage import (
+    OpenPath,
     ParseCache,
-    RelativePath,
     detect_replacement,
     has_changed,
     has_local_files,
@@ -207,9 +207,8 @@ def _is_moved_aside(place: Path) -> bool:
 
     That is how directories are replaced on file systems that cannot exchange two in one step.
     """
-    if not has_local_files(place) or isinstance(place, RelativePath):  # a directory that could be opened exists
-        return False
-    return not place.exists() and bool(list_replaced_checkpoints(place))
+    # a directory that could be opened exists
+    return not isinstance(place, OpenPath) and not place.exists() and bool(list_replaced_checkpoints(place))
 
 
 def _read_manifest(directory: Path, plugins: PluginManager, *, moved: bool, unmarked: bool = False) -> Manifest:

@@ -23,7 +23,6 @@ from shardckpt.storage.digest import digest_function as digest_function
 from shardckpt.storage.digest import digest_vote as digest_vote
 from shardckpt.storage.digest import negotiate_digest as negotiate_digest
 from shardckpt.storage.direct import count_parallel_files as count_parallel_files
-from shardckpt.storage.directory import RelativePath as RelativePath
 from shardckpt.storage.directory import detect_replacement as detect_replacement
 from shardckpt.storage.directory import is_read_again as is_read_again
 from shardckpt.storage.directory import open_directory as open_directory
@@ -68,6 +67,7 @@ from shardckpt.storage.memory_budget import show_budget as show_budget
 from shardckpt.storage.memory_budget import show_mib as show_mib
 from shardckpt.storage.new_file import NewFile as NewFile
 from shardckpt.storage.object_stream import ObjectStream as ObjectStream
+from shardckpt.storage.open_path import OpenPath as OpenPath
 from shardckpt.storage.packed_shards import PackedShards as PackedShards
 from shardckpt.storage.parse_cache import ParseCache as ParseCache
 from shardckpt.storage.places import find_bucket as find_bucket

@@ -16,9 +16,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, TypeVar
 
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError
-from shardckpt.storage.abilities import on_store
 from shardckpt.storage.open_path import OpenPath
-from shardckpt.storage.remote import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -160,12 +158,8 @@ def open_directory(path: Path) -> Path:
         is the one that came with the path; any other path unchanged, because the code that reads it reports what is
         wrong with it.
     """
-    if (remote := on_store(path)) is not None:
-        if remote.listing is not None and not is_read_again():
-            return remote.use_listing(remote.listing)
-        return refresh_listing(remote)
-    if isinstance(path, RelativePath):
-        return path
+    if isinstance(path, OpenPath):
+        return path.refresh() if is_read_again() else path.hold()
     try:
         return RelativePath(_OpenDirectory(path, os.open(path, _FLAGS)))
     except OSError:
@@ -174,7 +168,7 @@ def open_directory(path: Path) -> Path:
 
 def refresh_listing(path: Path) -> Path:
     """Return the folder on a store without its cached listing; a directory, which has none, unchanged."""
-    return path if (remote := on_store(path)) is None else RemotePath(remote.folder)
+    return path.refresh() if isinstance(path, OpenPath) else path
 
 
 def real_path(path: Path) -> Path:

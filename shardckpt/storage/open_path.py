@@ -27,6 +27,14 @@ class OpenPath(_Base):
         """The suffix of the name, as in pathlib."""
         return PurePosixPath(self.name).suffix
 
+    def refresh(self) -> Path:
+        """Return the same without what was listed; a directory is listed anew each time."""
+        return self
+
+    def hold(self) -> Path:
+        """Return what :func:`~shardckpt.storage.directory.open_directory` does at a first attempt."""
+        return self.refresh()
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self)!r})"
 

@@ -143,6 +143,21 @@ class RemotePath(OpenPath):
         #: The same with the objects in folders, which takes more requests: asked for where a name has a folder.
         self._tree = functools.cache(lambda: list_objects(folder))
 
+    def refresh(self) -> RemotePath:
+        """Return the folder without its listing."""
+        return RemotePath(self.folder)
+
+    def hold(self) -> RemotePath:
+        """Return the folder with the listing that came with it, or none."""
+        return self.refresh() if self.listing is None else self.use_listing(self.listing)
+
+    def has_changed(self) -> bool:
+        """Return whether an object of the first listing is gone, or has another size."""
+        if self.is_listed_before:
+            return False
+        before = self._sizes()
+        return not before.items() <= _list(self.folder, self.folder.files).items()
+
     def use_listing(self, listing: Mapping[str, int]) -> RemotePath:
         """Return the folder with a listing that was requested before.
 
