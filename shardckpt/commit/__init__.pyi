@@ -10,7 +10,6 @@ from shardckpt.commit.commit import publish_staging as publish_staging
 from shardckpt.commit.commit import replace_target as replace_target
 from shardckpt.commit.commit import staging_directory as staging_directory
 from shardckpt.commit.commit import staging_path as staging_path
-from shardckpt.commit.deletion import delete_objects as delete_objects
 from shardckpt.commit.holds import MARK_SECONDS as MARK_SECONDS
 from shardckpt.commit.holds import Hold as Hold
 from shardckpt.commit.holds import Holds as Holds

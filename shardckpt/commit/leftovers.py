@@ -22,7 +22,7 @@ from shardckpt.commit.owner import Owner, is_claimed
 from shardckpt.commit.staging_names import REMOVED, REPLACED, STAGING, Leftover, discarded_name, parse_temporary, stem
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manifest import MARKER_NAME
-from shardckpt.storage import TellsTimes, attempt, find_ability, has_local_files, sync_directory, wrap_os_errors
+from shardckpt.storage import on_store, sync_directory, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -223,9 +223,8 @@ def find_last_write(path: Path) -> float | None:
 
     None if it is on a store that does not say.
     """
-    if not has_local_files(path):
-        store = find_ability(path, TellsTimes)
-        return None if store is None else max(attempt("list", path, store.times).values(), default=None)
+    if (remote := on_store(path)) is not None:
+        return max(remote.times().values(), default=None)
     return max((max(info.st_mtime, info.st_ctime) for info in _walk(path)), default=0.0)
 
 

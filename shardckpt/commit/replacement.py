@@ -30,7 +30,6 @@ from shardckpt.commit.claim import (
     is_mark,
     parse_introduction,
 )
-from shardckpt.commit.deletion import delete_objects
 from shardckpt.commit.generations import delete_first, delete_generations, list_first
 from shardckpt.commit.owner import Owner
 from shardckpt.errors import CorruptCheckpointError, StorageError
@@ -84,7 +83,7 @@ class Replacement:
         """
         self._old, self._tag = self._marker.read_tagged()
         self._old_generation = self._parse_marker(self._old).shardckpt_generation or ""
-        self._first = list_first(self._folder, found)
+        self._first = list_first(self._target, found)
         if not self._old_generation and not self._first:
             raise StorageError(
                 f"{self._target} has a checkpoint of another library, or one whose {RECORD_NAME} is damaged: nothing "
@@ -100,7 +99,7 @@ class Replacement:
             self._dead.clear()  # left to a prune
         self._claim = Claim(self._folder, MARKER_NAME, self._save_id, overruled)
         if CLAIM in marks:
-            delete_objects(self._folder, [CLAIM])
+            (self._target / CLAIM).delete()
         self._claim.take()
         self._begun = True
         self._claim.announce()
@@ -142,12 +141,12 @@ class Replacement:
         """
         generation = generation_name(self._save_id)
         found = set(list_objects(self._folder))
-        delete_generations(self._folder, found, (self._needless | {self._old_generation}) - {""})
-        delete_first(self._folder, self._first)
-        delete_objects(self._folder, [f"{generation}/{name}" for name in generation_marks])
-        delete_objects(self._folder, self._dead)
+        delete_generations(self._target, found, (self._needless | {self._old_generation}) - {""})
+        delete_first(self._target, self._first)
+        self._target.delete_all([f"{generation}/{name}" for name in generation_marks])
+        self._target.delete_all(self._dead)
         for name in self._claim.names:
-            delete_objects(self._folder, [name])
+            (self._target / name).delete()
 
     def abort(self) -> None:
         """Give the URL back, unless the marker may have been replaced: then a prune decides what is left over.
@@ -157,8 +156,8 @@ class Replacement:
         """
         if self._begun and not self.may_be_switched:
             # its objects are deleted; its folder outlives them on some stores
-            delete_generations(self._folder, (), [generation_name(self._save_id)])
-            delete_objects(self._folder, self._claim.list_own(set(list_objects(self._folder))))
+            delete_generations(self._target, (), [generation_name(self._save_id)])
+            self._target.delete_all(self._claim.list_own(set(list_objects(self._folder))))
 
     def _overrule(self, marks: set[str]) -> set[str]:
         """Return the in-progress objects of other saves, which have died as far as is known.

@@ -33,7 +33,6 @@ from shardckpt.commit.claim import (
     read_save_id,
     without_others,
 )
-from shardckpt.commit.deletion import delete_objects
 from shardckpt.commit.holds import hold_place
 from shardckpt.commit.leftovers import create_spool
 from shardckpt.commit.owned_stream import OwnedStream
@@ -45,7 +44,7 @@ from shardckpt.storage import (
     HasFolders,
     RemotePath,
     StreamsWrites,
-    attempt,
+    list_names,
     list_objects,
     refuse_unrecorded,
 )
@@ -283,7 +282,7 @@ class Upload:
         return hold_place(self._checkpoint, self._open_folder)
 
     def _delete(self, names: Collection[str]) -> None:
-        delete_objects(self._folder, names)
+        self.target.delete_all(names)
 
 
 def upload_files(folder: RemoteFolder, spool: Path, names: Iterable[str], save_id: str) -> None:
@@ -304,7 +303,8 @@ def upload_files(folder: RemoteFolder, spool: Path, names: Iterable[str], save_i
     refuse_folders(folder, names)
     if not _is_own(folder, save_id):
         raise make_taken_error(RemotePath(folder))
-    _upload(folder, spool, names)
+    for name in names:
+        (RemotePath(folder) / name).upload(spool / name)
 
 
 def open_stream(folder: RemoteFolder, save_id: str) -> StreamsWrites | None:
@@ -335,7 +335,7 @@ def _is_own(folder: RemoteFolder, save_id: str) -> bool:
         if isinstance(exc.__cause__, FileNotFoundError):
             return False
         # some servers do not answer ranges, and a load there will say so
-        return name in attempt("list", RemotePath(folder), folder.files)
+        return name in list_names(RemotePath(folder))
 
 
 @contextmanager
@@ -351,16 +351,10 @@ def delete_if_failed(folder: RemoteFolder | None, save_id: str) -> Iterator[set[
         if folder is not None:
             try:
                 if names and _is_own(folder, save_id):
-                    delete_objects(folder, names)
+                    RemotePath(folder).delete_all(names)
             except CheckpointingException as exc:
                 logger.warning("objects of a failed save may remain at %s: %s", RemotePath(folder), exc)
         raise
-
-
-def _upload(folder: RemoteFolder, spool: Path, names: Iterable[str]) -> None:
-    target = RemotePath(folder)
-    for name in names:
-        attempt("upload", target / name, functools.partial(folder.upload, name, spool / name))
 
 
 def refuse_folders(folder: RemoteFolder, names: Iterable[str]) -> None:

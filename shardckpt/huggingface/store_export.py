@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from shardckpt.commit import create_spool, delete_objects, hold_place
+from shardckpt.commit import create_spool, hold_place
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.huggingface.blocks import open_writer, write_blocks
 from shardckpt.huggingface.folder import CONFIG
@@ -110,7 +110,7 @@ class StoreExport(FolderExport):
     def _delete(self, names: Sequence[str]) -> None:
         """Delete what this rank has written of an export that failed; raise nothing."""
         try:
-            delete_objects(self._store.folder, names)
+            self._store.delete_all(names)
         except CheckpointingException as exc:
             logger.warning("files of a failed export may remain at %s: %s", self.target, exc)
 

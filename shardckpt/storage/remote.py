@@ -9,7 +9,8 @@ import os
 import random
 import tempfile
 import time
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -23,14 +24,16 @@ from shardckpt.storage.open_path import OpenPath
 from shardckpt.storage.store_abilities import (
     CopiesObjects,
     CreatesObjects,
+    DeletesMany,
     ReadsInto,
     ReplacesObjects,
     StreamsWrites,
+    TellsTimes,
 )
 from shardckpt.storage.store_errors import find_problem, mask_password, mask_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 
     from shardckpt.storage.store_errors import StoreProblem
 
@@ -363,11 +366,28 @@ class RemotePath(OpenPath):
 
     def delete(self) -> None:
         """Delete the object; no error if it does not exist."""
-        try:
-            attempt("delete", self, lambda: self.folder.delete(self._name))
-        except StorageError as exc:
-            if not isinstance(exc.__cause__, FileNotFoundError):
-                raise
+
+        def call() -> None:
+            with suppress(FileNotFoundError):
+                self.folder.delete(self._name)
+
+        attempt("delete", self, call)
+
+    def times(self) -> dict[str, float]:
+        """Return when each object below was written, as :class:`TellsTimes` does; none where the store does not say."""
+        return attempt("list", self, self.folder.times) if isinstance(self.folder, TellsTimes) else {}
+
+    def delete_all(self, names: Collection[str]) -> None:
+        """Delete objects of the folder, by few requests where the store can; no error if they do not exist."""
+        if names and isinstance(self.folder, DeletesMany):
+            many = format_many(len(names), "object")
+            attempt(f"delete {many} of", self, partial(self.folder.delete_many, names))
+        elif len(names) < 2:  # noqa: PLR2004
+            for name in names:
+                (self / name).delete()
+        else:
+            with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-delete") as threads:
+                list(threads.map(lambda name: (self / name).delete(), names))
 
     def __truediv__(self, name: str | os.PathLike[str]) -> RemotePath:
         path = RemotePath(self.folder)

@@ -14,6 +14,7 @@ from shardckpt.errors import IncompleteCheckpointError, NotACheckpointError, Sto
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import FileRecord
 from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.storage import RemotePath
 from tests import backends
 from tests.remote import jobs
 from tests.remote.faults import count_uploads
@@ -253,7 +254,7 @@ def test_a_removal_of_a_tree_that_failed_goes_on(
         monkeypatch.setenv(settings.REMOTE_ATTEMPTS, "1")
         store.fails("delete", number, number, how="after" if number % 2 else "before")
         try:
-            delete_checkpoint(folder)
+            delete_checkpoint(RemotePath(folder))
             break
         except StorageError:
             failed += 1
