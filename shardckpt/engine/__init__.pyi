@@ -97,5 +97,4 @@ from shardckpt.engine.transaction import CheckpointHeader as CheckpointHeader
 from shardckpt.engine.transaction import Transaction as Transaction
 from shardckpt.engine.transaction import WrittenFiles as WrittenFiles
 from shardckpt.engine.transaction import as_json as as_json
-from shardckpt.engine.transaction import commit_files as commit_files
 from shardckpt.plugins import open_folder as open_folder

@@ -133,7 +133,7 @@ class Committer(ABC):
         Args:
             writer: Has written the record and the marker.
             files: The records of the files of all ranks.
-            check: As for :func:`~shardckpt.engine.transaction.commit_files`.
+            check: As for :class:`~shardckpt.engine.transaction.Transaction`.
         """
 
     def close(self) -> None:  # noqa: B027

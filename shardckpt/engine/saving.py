@@ -12,7 +12,7 @@ from shardckpt.engine.amounts import format_bytes
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.plan_cache import CachingSaveStrategy, look_up_plan
 from shardckpt.engine.space import NO_FORECAST, Forecast, count_bytes
-from shardckpt.engine.transaction import CheckpointHeader, commit_files
+from shardckpt.engine.transaction import CheckpointHeader, Transaction
 from shardckpt.errors import (
     CheckpointingException,
     ShardingError,
@@ -139,19 +139,17 @@ def save_checkpoint(
             state.saver.save(state.shards, state.common, context)
             state.given.compare(writer.shards, comm)
 
-        commit_files(
+        Transaction(
             operation,
             target,
             state.header,
-            write,
             overwrite=options.overwrite,
             sha256=options.sha256,
             fingerprints=options.fingerprints,
-            content=options.content_metadata,
             forecast=state.forecast,
             memory_budget=options.memory_budget,
             given=bool(state.shards or state.common),
-        )
+        ).run(write, options.content_metadata)
 
 
 def check_state(

@@ -8,7 +8,7 @@ from shardckpt.distributed import Comm
 from shardckpt.engine import (
     CheckpointHeader,
     Operation,
-    commit_files,
+    Transaction,
     is_same_place,
     locate,
     refuse_damage,
@@ -127,7 +127,7 @@ def _migrate(
                 what = f"the migration {chosen.name} of {source} to version {chosen.to_version}"
                 _refuse_loss(what, before, staging, files, plugins)
 
-            commit_files(operation, target, header, write, overwrite=overwrite, check=check)
+            Transaction(operation, target, header, overwrite=overwrite, check=check).run(write)
     return manifest.backend, manifest.version, chosen.to_version
 
 
