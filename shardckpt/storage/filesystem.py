@@ -150,6 +150,14 @@ def file_size(path: Path) -> int:
     return path.lstat().st_size if remote is None else remote.size
 
 
+def find_size(path: Path) -> int:
+    """Return the size in bytes of a file; 0 if it is missing, which whoever reads it says."""
+    try:
+        return file_size(path)
+    except OSError:
+        return 0
+
+
 def name_siblings(path: Path) -> str:
     """Return, for an error that nothing is at a local path, the nearest name beside it, and the first of the others."""
     try:
