@@ -102,6 +102,20 @@ class CheckedState:
     nbytes: int
     forecast: Forecast
 
+    def begin(self, operation: Operation, target: Path, options: SaveOptions) -> Transaction:
+        """Collective: begin its save."""
+        return Transaction(
+            operation,
+            target,
+            self.header,
+            overwrite=options.overwrite,
+            sha256=options.sha256,
+            fingerprints=options.fingerprints,
+            forecast=self.forecast,
+            memory_budget=options.memory_budget,
+            given=bool(self.shards or self.common),
+        )
+
 
 def save_checkpoint(
     sharded_state_dict: ShardedStateDict,
@@ -139,17 +153,7 @@ def save_checkpoint(
             state.saver.save(state.shards, state.common, context)
             state.given.compare(writer.shards, comm)
 
-        Transaction(
-            operation,
-            target,
-            state.header,
-            overwrite=options.overwrite,
-            sha256=options.sha256,
-            fingerprints=options.fingerprints,
-            forecast=state.forecast,
-            memory_budget=options.memory_budget,
-            given=bool(state.shards or state.common),
-        ).run(write, options.content_metadata)
+        state.begin(operation, target, options).run(write, options.content_metadata)
 
 
 def check_state(

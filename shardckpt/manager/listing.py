@@ -51,11 +51,12 @@ from shardckpt.storage import (
     CheckpointReader,
     HasFolders,
     combine_fingerprints,
+    find_ability,
     find_url,
     has_local_files,
     is_there,
     lacks_directory,
-    list_objects,
+    list_below,
     name_siblings,
     on_store,
     open_directory,
@@ -99,7 +100,7 @@ def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False)
             f"{place} is no directory: give a folder of checkpoints, or a checkpoint {name_siblings(place)}".rstrip()
         )
     found = _list(folder, place, plugins, recursive=recursive, above=())
-    if not found and (remote := on_store(place)) is not None and not list_objects(remote.folder):
+    if not found and list_below(place) == {}:
         raise StorageError(f"{place} {ABSENT}")
     return found
 
@@ -187,9 +188,9 @@ def _list_below(place: Path) -> dict[str, dict[str, int]] | None:
 
     None for a local directory, and where a plugin cannot list a tree.
     """
-    if (remote := on_store(place)) is None or not isinstance(remote.folder, HasFolders):
+    if find_ability(place, HasFolders) is None:
         return None
-    found = {"": list_objects(remote.folder)}
+    found = {"": dict(list_below(place) or {})}
     for path, size in found[""].items():
         name, separator, inner = path.partition("/")
         if separator:

@@ -10,10 +10,10 @@ from shardckpt.errors import StorageError
 from shardckpt.storage.abilities import on_store
 from shardckpt.storage.filesystem import wrap_os_errors
 from shardckpt.storage.open_path import OpenPath
-from shardckpt.storage.remote import ListsFolders, attempt, skip_impossible
+from shardckpt.storage.remote import ListsFolders, attempt, list_objects, skip_impossible
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 
@@ -56,6 +56,13 @@ def list_folders(place: Path) -> list[str]:
             "that fsspec serves"
         )
     return skip_impossible(remote.url, attempt("list the folders of", remote, folder.folders))
+
+
+def list_below(place: Path) -> Mapping[str, int] | None:
+    """Return the size of each object below a URL by its path, as listed with others or anew; None of a directory."""
+    if (remote := on_store(place)) is None:
+        return None
+    return list_objects(remote.folder) if remote.listing is None else remote.listing
 
 
 def remove_file(path: Path) -> None:
