@@ -23,3 +23,5 @@ from shardckpt.strategy import SaveContext as SaveContext
 from shardckpt.strategy import SaveStrategy as SaveStrategy
 
 __version__: str
+from shardckpt.chunks import ChunkLoadStrategy as ChunkLoadStrategy
+from shardckpt.chunks import StoredChunk as StoredChunk

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 #: Modules, and the names in them, that a README has shown.
 PUBLIC = {
     "shardckpt": (
-        "AsyncSaveStrategy BackgroundWork CheckpointReader CheckpointWriter CheckpointingException Event FileWriter "
-        "LoadContext LoadStrategy LocalNonpersistentObject Migration PlanContext PreparedSave SaveContext SaveStrategy "
-        "ShardedObject ShardedTensor ShardedTensorFactory decode_object dist_checkpointing encode_object fingerprint "
-        "hookimpl"
+        "AsyncSaveStrategy BackgroundWork CheckpointReader CheckpointWriter CheckpointingException ChunkLoadStrategy "
+        "Event FileWriter LoadContext LoadStrategy LocalNonpersistentObject Migration PlanContext PreparedSave "
+        "SaveContext SaveStrategy ShardedObject ShardedTensor ShardedTensorFactory StoredChunk decode_object "
+        "dist_checkpointing encode_object fingerprint hookimpl"
     ),
     "shardckpt.dist_checkpointing": (
         "ShardedTensor get_default_load_sharded_strategy get_default_save_sharded_strategy load open_checkpoint save"

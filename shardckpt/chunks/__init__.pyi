@@ -10,6 +10,10 @@ from shardckpt.chunks.items import LocalItems as LocalItems
 from shardckpt.chunks.items import Sources as Sources
 from shardckpt.chunks.items import collect_items as collect_items
 from shardckpt.chunks.items import view_tensors as view_tensors
+from shardckpt.chunks.load import ChunkLoadStrategy as ChunkLoadStrategy
+from shardckpt.chunks.load import ChunkRead as ChunkRead
+from shardckpt.chunks.load import StoredChunk as StoredChunk
+from shardckpt.chunks.load import read_targets as read_targets
 from shardckpt.chunks.merge import LocalPlan as LocalPlan
 from shardckpt.chunks.merge import MergedPlan as MergedPlan
 from shardckpt.chunks.merge import has_scales as has_scales

@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardckpt.archive import Archive, read_payload
+from shardckpt.chunks import ChunkLoadStrategy, StoredChunk
 from shardckpt.deepspeed.index import ModelStates, StoredTensorFile, index_partitions
 from shardckpt.deepspeed.universal import index_universal
 from shardckpt.distributed import Comm
-from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
-from shardckpt.planning import intersect, part_view, shard_parts, with_memory
-from shardckpt.strategy import LoadContext, LoadStrategy, StoredBox, StoredFile, find_error
+from shardckpt.mapping import PlainObject, ShardedObject
+from shardckpt.planning import Box
+from shardckpt.strategy import LoadContext, StoredFile, find_error
 from shardckpt.tensors import copy_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardckpt.archive import StoredPayload
+    from shardckpt.chunks import ChunkRead
     from shardckpt.deepspeed.files import DeepSpeedFiles
     from shardckpt.deepspeed.index import Index
     from shardckpt.errors import CheckpointingException
-    from shardckpt.mapping import ShardedBase, StateDict
+    from shardckpt.mapping import StateDict
     from shardckpt.storage import CheckpointReader
 
 
-class _Read(NamedTuple):
-    """A box to read, and the tensor that it fills."""
-
-    key: str
-    file: str
-    payload: StoredPayload
-    start: tuple[int, ...]
-    target: torch.Tensor
-
-
-class DeepSpeedLoadStrategy(LoadStrategy):
+class DeepSpeedLoadStrategy(ChunkLoadStrategy):
     """Reads ZeRO and universal checkpoints of DeepSpeed by the allow-list, without running code in them.
 
     Keys are those of :func:`shardckpt.adapters.to_sharded_state_dict`: ``model.<name>`` is the fp32 weight, and
@@ -54,25 +44,30 @@ class DeepSpeedLoadStrategy(LoadStrategy):
     def __init__(self, files: DeepSpeedFiles) -> None:
         self._files = files
 
-    def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
-        """Read into the shards' data, or into new tensors; see the base."""
+    def list_chunks(self, context: LoadContext) -> Iterator[StoredChunk]:
+        """Yield the boxes of the weights and moments, and the counts of steps, which are known."""
         index = self._index(context)
-        values: list[Any] = []
-        reads: list[_Read] = []
-        for shard in wanted:
-            if not isinstance(shard, ShardedTensor):
-                values.append(index.objects[shard.key])
-                continue
-            filled = with_memory(shard)
-            values.append(filled.data)
-            reads += list(_plan(filled, index))
+        for key, found in index.tensors.items():
+            for box, file, payload in found.chunks:
+                yield StoredChunk(key, found.dtype, found.shape, box, file, payload)
+        for key, step in index.steps.items():
+            yield StoredChunk(key, step.dtype, (), Box((), ()), "", step)
 
-        def read(task: _Read) -> None:
-            key, file, payload, start, target = task
-            read_payload(context.reader, file, payload, start, target, key)
+    def read_part(self, read: ChunkRead, context: LoadContext) -> None:
+        """Read a part of the payload of a tensor in a file."""
+        chunk = read.chunk
+        if chunk.file:
+            read_payload(context.reader, chunk.file, chunk.source, read.start, read.target, chunk.key)
+        else:
+            copy_values(read.target, chunk.source)
 
-        context.reader.map(read, reads, lambda task: task.target.nbytes)
-        return values
+    def list_objects(self, context: LoadContext) -> Sequence[str]:
+        """Return the unique keys of the options of the optimizer for each parameter."""
+        return [ShardedObject(key, None, (1,), (0,)).unique_key for key in self._index(context).objects]
+
+    def read_object(self, shard: ShardedObject, context: LoadContext) -> Any:
+        """Return the options of a parameter."""
+        return self._index(context).objects[shard.key]
 
     def load_common(self, context: LoadContext) -> StateDict:
         """Return the job's other values: its counts of steps, its schedule, what it passed as client state."""
@@ -86,16 +81,6 @@ class DeepSpeedLoadStrategy(LoadStrategy):
         """
         step = self._index(context).common.get("global_steps")
         return step if type(step) is int and 0 <= step < 1 << 53 else None  # a pickle may have any number
-
-    def load_index(self, context: LoadContext) -> list[ShardedBase]:
-        """Return the tensors without data, and the options of the optimizer for each parameter."""
-        index = self._index(context)
-        tensors = ((key, found.dtype, found.shape) for key, found in index.tensors.items())
-        steps = ((key, torch.float32, ()) for key in index.steps)
-        return [
-            *(ShardedTensor.from_global_shape(*found) for found in chain(tensors, steps)),
-            *(ShardedObject(key, None, (1,), (0,)) for key in index.objects),
-        ]
 
     def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
         """Return the values of the common state as stock ``dcp.load`` asks for them: by their paths."""
@@ -112,12 +97,6 @@ class DeepSpeedLoadStrategy(LoadStrategy):
         for box in self.list_boxes(reader):
             keys.setdefault(box.file, []).append(box.key)
         return [StoredFile(name, keys=tuple(dict.fromkeys(found))) for name, found in keys.items()]
-
-    def list_boxes(self, reader: CheckpointReader) -> Iterator[StoredBox]:
-        """Yield which file has which box of each tensor."""
-        for key, found in self._index(LoadContext(reader, Comm(alone=True))).tensors.items():
-            for box, file, _ in found.chunks:
-                yield StoredBox(key, box.offset, box.shape, file)
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
         """Return the error of each file, or None: it is compared with the CRC-32 that it has of its values, if any.
@@ -151,17 +130,3 @@ def _read_index(files: DeepSpeedFiles, context: LoadContext) -> Index:
     if files.partitions:
         return index_partitions({name: describe(name) for name in files.partitions}, models, place, read_tensor)
     return index_universal(reader.place, describe, models, place, read_tensor)
-
-
-def _plan(shard: ShardedTensor, index: Index) -> Iterator[_Read]:
-    """Yield what to read of which file into which part of a shard."""
-    for part in shard_parts(shard):
-        target = part_view(shard, part)
-        if shard.key in index.steps:
-            copy_values(target, index.steps[shard.key])
-            continue
-        for box, file, payload in index.tensors[shard.key].chunks:
-            common = intersect(part.box, box)
-            if common is not None and common.volume:
-                start = tuple(low - first for low, first in zip(common.offset, box.offset, strict=True))
-                yield _Read(shard.key, file, payload, start, target[common.within(part.box)])

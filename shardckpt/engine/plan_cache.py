@@ -6,7 +6,9 @@ only on the shards' metadata, and comparing that with a recent save's is much ch
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
 import os
 from dataclasses import dataclass
 from itertools import chain
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from shardckpt.mapping import CommonStateDict, ShardedBase
     from shardckpt.strategy import PlanContext, PreparedSave, SaveStrategy
     from shardckpt.validation import GivenShards, Replicas
+
+logger = logging.getLogger(__name__)
 
 _Plan = TypeVar("_Plan")
 #: Shards that are described together: few enough that the processor's cache still has them at their last field, and
@@ -188,6 +192,8 @@ def look_up_plan(shards: Sequence[ShardedBase], saver: SaveStrategy, comm: Comm,
     """
     strategy_key = find_plan_cache_key(saver)
     if strategy_key is None:
+        if comm.is_main:
+            _warn_of_lost_cache(type(saver))
         return PlanLookup()
     key = (strategy_key, tuple(comm.members), comm.rank)
 
@@ -196,6 +202,18 @@ def look_up_plan(shards: Sequence[ShardedBase], saver: SaveStrategy, comm: Comm,
 
     cached = saved_plans.find(key, fits)
     return PlanLookup(key, describe(shards) if cached is None else cached.description, cached)
+
+
+@functools.cache
+def _warn_of_lost_cache(strategy: type[SaveStrategy]) -> None:
+    """Warn once if a class has lost its base's plan cache without saying so: each of its saves plans anew."""
+    if "caches_plan" not in vars(strategy) and getattr(strategy, "caches_plan", False):
+        logger.warning(
+            "%s.%s does not inherit caches_plan, so each save plans anew. If what it overrides plans by shapes and "
+            "keys alone, set caches_plan = True in it; if it must see every save, caches_plan = False ends this warning",
+            strategy.__module__,
+            strategy.__qualname__,
+        )
 
 
 @dataclass(eq=False)

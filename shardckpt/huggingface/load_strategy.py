@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardckpt.chunks import read_targets
 from shardckpt.errors import KeyMismatchError, ShapeMismatchError, ShardingError
 from shardckpt.huggingface.check import check_weights
 from shardckpt.huggingface.dtypes import is_castable, is_unpacked_float
@@ -13,7 +14,7 @@ from shardckpt.planning import Box, intersect, part_view, shard_parts, with_memo
 from shardckpt.plugins import KeyMapEntry, get_key_map_entries
 from shardckpt.storage import StoredArray, read_box
 from shardckpt.strategy import LoadStrategy, StoredBox, StoredFile, find_error
-from shardckpt.tensors import is_quantized, synchronize_devices
+from shardckpt.tensors import is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -90,9 +91,8 @@ class HuggingFaceLoadStrategy(LoadStrategy):
                 if shard.allow_shape_mismatch and shard.data is not None:
                     shard.data.zero_()  # it may be larger than the folder's tensor
             reader = context.reader
-            synchronize_devices(read.target for read in reads)
             reads.sort(key=_file_position)  # files are read from front to back
-            reader.map(lambda read: _fill(reader, read), reads, lambda read: read.target.nbytes)
+            read_targets(reads, lambda read: _fill(reader, read), reader)
         return [shard.data for shard in filled]
 
     def load_common(self, context: LoadContext) -> StateDict:  # noqa: ARG002 - a folder has none
@@ -249,5 +249,3 @@ def _fill(reader: CheckpointReader, read: _Read) -> None:
         read.source.read(reader, read.start, read.target, read.key)
     else:
         read_box(reader, read.source, read.start, read.target, read.key)
-    if read.target.device.type != "cpu":
-        synchronize_devices([read.target])  # this thread copies on its own stream, which the caller's does not wait for

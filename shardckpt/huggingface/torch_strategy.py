@@ -15,20 +15,22 @@ from shardckpt.archive import (
     read_payload,
     refuse_expanded,
 )
+from shardckpt.chunks import ChunkLoadStrategy, StoredChunk
 from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError
 from shardckpt.huggingface.structure import make_structure
 from shardckpt.huggingface.torch_file import is_archive, read_torch_file
-from shardckpt.mapping import PlainObject, ShardedTensor
-from shardckpt.planning import part_view, shard_parts, with_memory
+from shardckpt.mapping import PlainObject
+from shardckpt.planning import Box
 from shardckpt.state_dict import extract_matching_values
-from shardckpt.strategy import LoadContext, LoadStrategy, StoredBox, StoredFile, find_error
+from shardckpt.strategy import LoadContext, StoredFile, find_error
 from shardckpt.tensors import copy_values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from shardckpt.mapping import ShardedBase, StateDict
+    from shardckpt.chunks import ChunkRead
+    from shardckpt.mapping import StateDict
     from shardckpt.storage import CheckpointReader
 
 #: Values that a pickle of n bytes may have: some, and some a byte. It can name one list any number of times.
@@ -45,7 +47,7 @@ class _Content:
     tensors: dict[str, StoredPayload | torch.Tensor]
 
 
-class TorchFileLoadStrategy(LoadStrategy):
+class TorchFileLoadStrategy(ChunkLoadStrategy):
     """Reads a file of ``torch.save`` by the allow-list, without running code in it.
 
     The key of a tensor is its path in the state dict, joined by dots; all other values are common state. Ranges of
@@ -62,38 +64,25 @@ class TorchFileLoadStrategy(LoadStrategy):
     def __init__(self, file: str) -> None:
         self._file = file
 
-    def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
-        """Read into the shards' data, or into new tensors; see the base."""
-        content = self._content(context)
-        filled = []
-        for shard in wanted:
-            if not isinstance(shard, ShardedTensor):
-                raise CheckpointingException(f"{self._file} has tensors and plain values, no object {shard.key!r}")
-            filled.append(with_memory(shard))
-        reads = [(shard, part) for shard in filled for part in shard_parts(shard)]
+    def list_chunks(self, context: LoadContext) -> Iterator[StoredChunk]:
+        """Yield a box for each tensor: the file has all of it."""
+        for key, source in self._content(context).tensors.items():
+            shape = tuple(source.shape)
+            yield StoredChunk(key, source.dtype, shape, Box((0,) * len(shape), shape), self._file, source)
 
-        def read(task: Any) -> None:
-            shard, part = task
-            target, source = part_view(shard, part), content.tensors[shard.key]
-            if isinstance(source, torch.Tensor):
-                stop = (low + size for low, size in zip(part.box.offset, part.box.shape, strict=True))
-                copy_values(target, source[tuple(map(slice, part.box.offset, stop))])
-            else:
-                read_payload(context.reader, self._file, source, part.box.offset, target, shard.key)
-
-        context.reader.map(read, reads, lambda task: task[1].box.volume * task[0].dtype.itemsize)
-        return [shard.data for shard in filled]
+    def read_part(self, read: ChunkRead, context: LoadContext) -> None:
+        """Read a range of a tensor, which may be in memory."""
+        chunk = read.chunk
+        if isinstance(chunk.source, torch.Tensor):
+            copy_values(read.target, chunk.source[Box(read.start, tuple(read.target.shape)).within(chunk.box)])
+        else:
+            read_payload(context.reader, self._file, chunk.source, read.start, read.target, chunk.key)
 
     def load_common(self, context: LoadContext) -> StateDict:
         """Return all that is no tensor, and as ``content_metadata`` the structure by which the dict is restored."""
         state_dict = self._content(context).state_dict
         _, rest = extract_matching_values(state_dict, lambda value: isinstance(value, torch.Tensor))
         return {**rest, _CONTENT: make_structure(state_dict)}
-
-    def load_index(self, context: LoadContext) -> list[ShardedBase]:
-        """Return the tensors without data."""
-        tensors = self._content(context).tensors.items()
-        return [ShardedTensor.from_global_shape(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors]
 
     def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
         """Return the values that are no tensors as stock ``dcp.load`` asks for them: by their paths."""
@@ -107,11 +96,6 @@ class TorchFileLoadStrategy(LoadStrategy):
     def list_files(self, reader: CheckpointReader) -> list[StoredFile]:
         """Return the file, with the tensors in it."""
         return [StoredFile(self._file, keys=tuple(self._content(LoadContext(reader, Comm(alone=True))).tensors))]
-
-    def list_boxes(self, reader: CheckpointReader) -> list[StoredBox]:
-        """Return a box for each tensor: the file has all of it."""
-        tensors = self._content(LoadContext(reader, Comm(alone=True))).tensors.items()
-        return [StoredBox(key, (0,) * len(t.shape), tuple(t.shape), self._file) for key, t in tensors]
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
         """Return the error of the file, or None: it is compared with the CRC-32 that it has of its values, if any."""

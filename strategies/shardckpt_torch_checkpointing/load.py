@@ -5,10 +5,10 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.chunks import read_targets
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.state_dict import nest_values
 from shardckpt.strategy import LoadStrategy, StoredBox, StoredColumns
-from shardckpt.tensors import synchronize_devices
 from shardckpt_torch_checkpointing.check import check_files, list_files
 from shardckpt_torch_checkpointing.files import join_path
 from shardckpt_torch_checkpointing.index import Index
@@ -55,9 +55,7 @@ class TorchCheckpointingLoadStrategy(LoadStrategy):
         context.require_same_save(index.identity, "files")
         with context.comm.local_phase("reading shards"):
             reads = sorted((read for each in requested for read in each.reads()), key=lambda read: read.place)
-            # The reading threads have streams of their own: the caller's work with the destinations must be done.
-            synchronize_devices(read.target for read in reads)
-            context.reader.map(lambda read: read.run(context.reader), reads, lambda read: read.target.nbytes)
+            read_targets(reads, lambda read: read.run(context.reader), context.reader)
             values = [each.value() for each in requested]
         return values
 

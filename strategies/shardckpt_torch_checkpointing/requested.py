@@ -10,7 +10,7 @@ import torch
 from shardckpt.errors import CorruptCheckpointError, ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.planning import part_view, shard_parts
-from shardckpt.tensors import is_quantized, synchronize_devices
+from shardckpt.tensors import is_quantized
 from shardckpt_torch_checkpointing.files import LocalTensor, join_path
 from shardckpt_torch_dist import NestedState
 
@@ -46,10 +46,8 @@ class Read(NamedTuple):
         return self.local.file, self.local.offset
 
     def run(self, reader: CheckpointReader) -> None:
-        """Read it; a device has the values then."""
+        """Read it."""
         self.local.read(reader, self.start, self.target, self.key)
-        if self.target.device.type != "cpu":
-            synchronize_devices([self.target])
 
 
 class RequestedTensor:

@@ -160,6 +160,28 @@ class _SavingItself(_Popping):
         context.writer.record_shards(shards)
 
 
+class _Silent(_SavingItself):
+    """One that says that it plans anew."""
+
+    caches_plan = False
+
+
+def test_a_lost_plan_cache_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A class that loses its base's plan cache is named, with both ways out; one that says so is not."""
+
+    class Lost(_SavingItself):
+        pass
+
+    for step in range(2):
+        for strategy in (Lost(), _Silent()):
+            save({"w": first()}, tmp_path / f"{type(strategy).__name__}-{step}", strategy)
+    said = [record.getMessage() for record in caplog.records if "caches_plan" in record.getMessage()]
+    assert len(said) == 1
+    assert "Lost does not inherit caches_plan, so each save plans anew" in said[0]
+    assert "caches_plan = True" in said[0]
+    assert "caches_plan = False" in said[0]
+
+
 def _saving_itself() -> TorchDistSaveShardedStrategy:
     strategy = TorchDistSaveShardedStrategy()
     strategy.save = _SavingItself().save  # type: ignore[method-assign]

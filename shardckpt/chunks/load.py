@@ -1,0 +1,238 @@
+"""The base of load strategies that read boxes of tensors: match, agree, and read into the destinations by threads."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardckpt.chunks.parts import make_finder, match_parts
+from shardckpt.distributed import Comm
+from shardckpt.errors import ShardingError
+from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.planning import Box, part_view, with_memory
+from shardckpt.strategy import LoadContext, LoadStrategy, StoredBox
+from shardckpt.tensors import copy_values, movable, synchronize_devices
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from typing import Protocol, TypeVar
+
+    import torch
+
+    from shardckpt.mapping import ShardedBase
+    from shardckpt.planning import BoxFinder, FlatPart, Ints
+    from shardckpt.storage import CheckpointReader
+
+    class HasTarget(Protocol):
+        """Something to read, and the tensor that it fills."""
+
+        @property
+        def target(self) -> torch.Tensor:
+            """The tensor."""
+
+    ReadT = TypeVar("ReadT", bound=HasTarget)
+
+
+class StoredChunk(NamedTuple):
+    """A stored box of a tensor.
+
+    Attributes:
+        key: The tensor's key.
+        dtype: Its dtype.
+        shape: Its global shape.
+        box: The box; one that reaches beyond the tensor has padding there.
+        file: Path of the file that has the values; ``""`` if they are known already.
+        source: What the format reads them by.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: Ints
+    box: Box
+    file: str
+    source: Any = None
+
+
+class ChunkRead(NamedTuple):
+    """A box of a chunk, and the tensor that it fills.
+
+    Attributes:
+        chunk: The chunk.
+        start: Where the box begins in the chunk.
+        target: The tensor; its shape is the box's.
+    """
+
+    chunk: StoredChunk
+    start: Ints
+    target: torch.Tensor
+
+
+class ChunkLoadStrategy(LoadStrategy):
+    """Loads what is stored as boxes of tensors. A format lists the boxes and reads one; the base does the rest.
+
+    It finds the boxes of each shard, refuses holes and overlaps, waits until every rank has planned the same save, and
+    only then reads: by several threads, into the memory of the shards, cast to their dtypes.
+    """
+
+    @abstractmethod
+    def list_chunks(self, context: LoadContext) -> Iterable[StoredChunk]:
+        """Return the stored boxes of all tensors, the same on every rank; it is asked once for a checkpoint.
+
+        A tensor without elements has a box without any.
+
+        Args:
+            context: The checkpoint's files.
+        """
+
+    def read_chunk(self, chunk: StoredChunk, context: LoadContext) -> torch.Tensor:
+        """Return the values of a box: a CPU tensor of its shape; several threads call this.
+
+        Args:
+            chunk: One of those of :meth:`list_chunks`.
+            context: The checkpoint's files, and what the caller allows.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} has neither read_chunk nor read_part")
+
+    def read_part(self, read: ChunkRead, context: LoadContext) -> None:
+        """Fill a tensor with a part of a box. By default all of the box is read: override it where a part can be.
+
+        Args:
+            read: The part, and the tensor, of any strides, dtype and device; several threads call this.
+            context: The checkpoint's files, and what the caller allows.
+        """
+        values = self.read_chunk(read.chunk, context)
+        copy_values(read.target, values[Box(read.start, tuple(read.target.shape)).within(_at_zero(values.shape))])
+
+    def list_objects(self, context: LoadContext) -> Sequence[str]:  # noqa: ARG002 - a format may have none
+        """Return the unique keys of the stored objects; by default there are none."""
+        return ()
+
+    def read_object(self, shard: ShardedObject, context: LoadContext) -> Any:  # noqa: ARG002 - as above
+        """Return an object of :meth:`list_objects`."""
+        raise ShardingError(f"{shard.key!r}: {self.backend!r} stores no objects")
+
+    def identify(self, context: LoadContext) -> bytes:
+        """Return what only this save has; by default the id in its record. An index that stores an id is better."""
+        return context.reader.manifest.save_id.encode()
+
+    def match(self, shard: ShardedTensor, context: LoadContext) -> Mapping[FlatPart, Sequence[tuple[StoredChunk, Box]]]:
+        """Return the chunks that have elements of each part of a shard, each with the box of these elements.
+
+        Override it where a tensor has more chunks than are to be listed.
+
+        Args:
+            shard: One that is stored, of this global shape unless ``allow_shape_mismatch`` is set.
+            context: The checkpoint's files.
+
+        Raises:
+            CorruptCheckpointError: An element is not stored, or is stored twice.
+        """
+        stored = self._stored(context)[shard.key]
+        found = match_parts(shard, stored.finder)
+        return {part: [(stored.chunks[n], common) for n, common in touched] for part, touched in found.items()}
+
+    def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
+        """Collective: plan, and after all ranks have planned, read into the destinations.
+
+        Args:
+            wanted: This rank's shards; those with data are filled in place.
+            context: The checkpoint's files, and the ranks that load together.
+
+        Returns:
+            A tensor for each ShardedTensor and an object for each ShardedObject, in order.
+
+        Raises:
+            CheckpointReplacedError: The ranks have read different saves, because the checkpoint is being overwritten.
+            CheckpointingException: What is stored is damaged or refused, or does not fill a shard.
+        """
+        with context.comm.local_phase("planning the load"):
+            matched = [self.match(shard, context) if isinstance(shard, ShardedTensor) else {} for shard in wanted]
+            values = [
+                self.read_object(shard, context) if isinstance(shard, ShardedObject) else None for shard in wanted
+            ]
+        context.require_same_save(self.identify(context), "index")
+        with context.comm.local_phase("reading shards"):
+            reads: list[ChunkRead] = []
+            for number, shard in enumerate(wanted):
+                if isinstance(shard, ShardedTensor):
+                    filled = with_memory(shard)
+                    values[number] = filled.data
+                    reads += _plan_reads(filled, matched[number])
+            reads.sort(key=lambda read: read.chunk.file)
+            read_targets(reads, lambda read: self.read_part(read, context), context.reader)
+        return values
+
+    def load_index(self, context: LoadContext) -> list[ShardedBase]:
+        """Return the stored tensors without data, unsharded, and the stored objects."""
+        tensors = (stored.chunks[0] for stored in self._stored(context).values())
+        return [
+            *(ShardedTensor.from_global_shape(chunk.key, chunk.dtype, chunk.shape) for chunk in tensors),
+            *map(ShardedObject.empty_from_unique_key, self.list_objects(context)),
+        ]
+
+    def list_boxes(self, reader: CheckpointReader) -> Iterator[StoredBox]:
+        """Return which file holds which box of each tensor."""
+        for stored in self._stored(LoadContext(reader, Comm(alone=True))).values():
+            for chunk in stored.chunks:
+                if chunk.file:
+                    yield StoredBox(chunk.key, *chunk.box, chunk.file)
+
+    def _stored(self, context: LoadContext) -> dict[str, _StoredTensor]:
+        return context.reader.parsed(f"chunks of {self.backend}", lambda: _group(self.list_chunks(context)))
+
+
+class _StoredTensor:
+    """The chunks of one tensor, and what finds them; it is made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self.chunks: list[StoredChunk] = []
+        self._finder: BoxFinder | None = None
+
+    @property
+    def finder(self) -> BoxFinder:
+        if self._finder is None:
+            self._finder = make_finder(self.chunks[0].key, [chunk.box for chunk in self.chunks])
+        return self._finder
+
+
+def read_targets(reads: Sequence[ReadT], read: Callable[[ReadT], None], reader: CheckpointReader) -> None:
+    """Fill tensors by several threads; devices have the values when it returns.
+
+    Args:
+        reads: What to read, each with its target, in the order of the files.
+        read: Fills one.
+        reader: Has the threads.
+    """
+    # these have streams of their own: work of the caller's that uses the destinations must be done
+    synchronize_devices(each.target for each in reads)
+
+    def fill(each: ReadT) -> None:
+        read(each)
+        if each.target.device.type != "cpu":
+            synchronize_devices([each.target])  # the caller's stream does not wait for this thread's
+
+    reader.map(fill, reads, lambda each: each.target.nbytes)
+
+
+def _group(chunks: Iterable[StoredChunk]) -> dict[str, _StoredTensor]:
+    found: dict[str, _StoredTensor] = {}
+    for chunk in chunks:
+        found.setdefault(chunk.key, _StoredTensor()).chunks.append(chunk)
+    return found
+
+
+def _plan_reads(
+    shard: ShardedTensor, matched: Mapping[FlatPart, Sequence[tuple[StoredChunk, Box]]]
+) -> Iterator[ChunkRead]:
+    """Yield what to read into a shard; where not all of it needs to be stored, it is zeroed first."""
+    if shard.allow_shape_mismatch and shard.data is not None:
+        movable(shard.data).zero_()  # torch has no kernel for packed dtypes, but their zeros are zero bytes
+    for part, touched in matched.items():
+        view = part_view(shard, part)
+        for chunk, common in touched:
+            start = tuple(slice_.start for slice_ in common.within(chunk.box))
+            yield ChunkRead(chunk, start, view[common.within(part.box)])
+
+
+def _at_zero(shape: Sequence[int]) -> Box:
+    return Box((0,) * len(shape), tuple(shape))
