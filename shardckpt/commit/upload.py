@@ -21,7 +21,7 @@ import functools
 import logging
 import shutil
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.commit.claim import (
     CLAIM,
@@ -35,7 +35,6 @@ from shardckpt.commit.claim import (
 )
 from shardckpt.commit.holds import hold_place
 from shardckpt.commit.leftovers import create_spool
-from shardckpt.commit.owned_stream import OwnedStream
 from shardckpt.commit.replacement import Replacement
 from shardckpt.errors import CheckpointingException, StorageError, format_many
 from shardckpt.manifest import generation_name
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.manifest import FileRecord
-    from shardckpt.storage import RemoteFolder
+    from shardckpt.storage import ObjectWriter, RemoteFolder
 
 logger = logging.getLogger(__name__)
 
@@ -298,11 +297,8 @@ def upload_files(folder: RemoteFolder, spool: Path, names: Iterable[str], save_i
         StorageError: an upload failed, or the folder no longer belongs to the save.
     """
     names = list(names)
-    if not names:
-        return
-    refuse_folders(folder, names)
-    if not _is_own(folder, save_id):
-        raise make_taken_error(RemotePath(folder))
+    if names:
+        _check_own(folder, save_id, names)
     for name in names:
         (RemotePath(folder) / name).upload(spool / name)
 
@@ -317,13 +313,38 @@ def open_stream(folder: RemoteFolder, save_id: str) -> StreamsWrites | None:
     Returns:
         The stream; None if the store cannot stream writes.
     """
+    return _OwnedStream(folder, save_id) if isinstance(folder, StreamsWrites) else None
 
-    def check(name: str) -> None:
-        refuse_folders(folder, [name])
-        if not _is_own(folder, save_id):
-            raise make_taken_error(RemotePath(folder))
 
-    return OwnedStream(folder, check) if isinstance(folder, StreamsWrites) else None
+class _OwnedStream:
+    """Begins objects of a save, which appear only while the folder is the save's."""
+
+    def __init__(self, folder: Any, save_id: str) -> None:
+        self._folder, self._save_id = folder, save_id
+
+    def open_write(self, name: str, part_bytes: int) -> ObjectWriter:
+        """Begin an object."""
+        check = functools.partial(_check_own, self._folder, self._save_id, [name])
+        return _OwnedObject(self._folder.open_write(name, part_bytes), check)
+
+
+class _OwnedObject:
+    def __init__(self, writer: ObjectWriter, check: Callable[[], None]) -> None:
+        self._check = check
+        self.write = writer.write
+        self.abort = writer.abort
+        self._close = writer.close
+
+    def close(self) -> None:
+        """Let the object appear, unless it would replace another save's."""
+        self._check()
+        self._close()
+
+
+def _check_own(folder: RemoteFolder, save_id: str, names: Iterable[str]) -> None:
+    refuse_folders(folder, names)
+    if not _is_own(folder, save_id):
+        raise make_taken_error(RemotePath(folder))
 
 
 def _is_own(folder: RemoteFolder, save_id: str) -> bool:

@@ -287,7 +287,7 @@ class StoreCommitter(Committer):
 
     def open_stream(self) -> StreamsWrites | None:
         """Return the store, if files are streamed."""
-        return open_stream(self._upload.target.folder, self._upload.save_id) if self.is_streamed else None
+        return open_stream(self._upload.target.folder, self._upload.save_id)
 
     def send(
         self,
