@@ -58,7 +58,7 @@ class Replacement:
         self._target = RemotePath(folder)
         self._save_id = save_id
         self._marker = self._target / MARKER_NAME
-        self._claim = Claim(folder, MARKER_NAME, save_id)
+        self._claim = Claim(self._target, save_id)
         #: Of the marker that was found: its bytes, the store's tag, and the generation that it names.
         self._old = b""
         self._tag: object = None
@@ -97,7 +97,7 @@ class Replacement:
             self._needless = {folder for name in found if (folder := find_generation(name))} - {self._old_generation}
         else:
             self._dead.clear()  # left to a prune
-        self._claim = Claim(self._folder, MARKER_NAME, self._save_id, overruled)
+        self._claim = Claim(self._target, self._save_id, overruled)
         if CLAIM in marks:
             (self._target / CLAIM).delete()
         self._claim.take()

@@ -81,7 +81,7 @@ def find_unfinished(place: Path) -> Unfinished | None:
     if not marks or (MARKER_NAME in direct) != (MARKER_NAME in tree):  # it has ended, or was committed, meanwhile
         return None
     if MARKER_NAME not in direct:
-        objects = {name: tree[name] for name in without_others(tree, MARKER_NAME)}
+        objects = {name: tree[name] for name in without_others(tree)}
     else:
         objects = {name: tree[name] for name in _list_needless(path, tree, generation)}
     objects |= {name: direct[name] for name in marks}

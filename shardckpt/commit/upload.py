@@ -37,7 +37,7 @@ from shardckpt.commit.holds import hold_place
 from shardckpt.commit.leftovers import create_spool
 from shardckpt.commit.replacement import Replacement
 from shardckpt.errors import CheckpointingException, StorageError, format_many
-from shardckpt.manifest import generation_name
+from shardckpt.manifest import MARKER_NAME, generation_name
 from shardckpt.storage import (
     CreatesObjects,
     HasFolders,
@@ -64,17 +64,13 @@ class Upload:
 
     Args:
         folder: The checkpoint's folder on the store.
-        marker: Name of the file that is uploaded last, and makes the others a checkpoint.
         open_folder: Opens the folder of a URL.
     """
 
-    def __init__(
-        self, folder: RemoteFolder, marker: str, open_folder: Callable[[str], RemoteFolder] | None = None
-    ) -> None:
+    def __init__(self, folder: RemoteFolder, open_folder: Callable[[str], RemoteFolder] | None = None) -> None:
         self._folder = folder
         #: The URL that is saved to, also if the files go to a generation.
         self._checkpoint = RemotePath(folder)
-        self._marker = marker
         self._open_folder = open_folder
         #: The overwrite of what is at the URL, on the main rank.
         self._replacement: Replacement | None = None
@@ -105,12 +101,12 @@ class Upload:
             StorageError: the folder has objects that may not be deleted.
         """
         found = set(list_objects(self._folder))
-        if overwrite and self._marker in found and self._open_folder is not None:
+        if overwrite and MARKER_NAME in found and self._open_folder is not None:
             # removals look for the in-progress object under a mark of theirs, which this one sees
             with self._hold_place() as waited:
                 if waited:
                     found = set(list_objects(self._folder))
-                if self._marker in found:
+                if MARKER_NAME in found:
                     self._replacement = Replacement(self._folder, save_id)
                     self._replacement.begin(found)
                     self.join(save_id, is_replacing=True)
@@ -123,19 +119,19 @@ class Upload:
                 f"{self.target} is not empty, and what it has is no checkpoint, such as {min(found)}: give another "
                 "URL, or delete the objects there first"
             )
-        if self._marker in found or (found and not left):
+        if MARKER_NAME in found or (found and not left):
             raise StorageError(
                 f"{self.target} is not empty: give another URL, or pass overwrite=True (the command: --overwrite) to "
                 "replace a checkpoint that is there; what is none, delete first"
             )
-        claim = Claim(self._folder, self._marker, save_id)
+        claim = Claim(self.target, save_id)
         if found and not overwrite:
             many, other = format_many(len(found), "object"), claim.describe_other(found)
             raise StorageError(
                 f"{self.target} has {many} of a save that has not ended{other}: if it is not still going on, "
                 "overwrite=True deletes what it left; or give another URL"
             )
-        others = found - without_others(found, self._marker)
+        others = found - without_others(found)
         if others:
             raise StorageError(
                 f"{self.target} has other saves in its folders, such as {min(others)}, and objects of a save that has "
@@ -209,11 +205,11 @@ class Upload:
                 has = f"has {found[name]}" if name in found else "does not have it"
                 raise StorageError(f"{self.target / name}: rank {rank} uploaded {size} bytes, the store {has}")
         self._marking = True  # before the upload: if it raises, the marker may exist all the same
-        content = (self.spool / self._marker).read_bytes() if marker is None else marker
+        content = (self.spool / MARKER_NAME).read_bytes() if marker is None else marker
         self._put_marker(content)
         if self._replacement is not None:
             with self._hold_place():  # a lease or a pin may have come since
-                sizes = {name: size for _, name, size in uploaded} | {self._marker: len(content)}
+                sizes = {name: size for _, name, size in uploaded} | {MARKER_NAME: len(content)}
                 self._replacement.switch(content, sizes)
         self._committed = True
         try:
@@ -247,12 +243,12 @@ class Upload:
 
     def _undo(self, *, main: bool) -> None:
         if self._marking:
-            self._delete([self._marker])  # first: at no moment is there a marker with files missing
+            self._delete([MARKER_NAME])  # first: at no moment is there a marker with files missing
         found = set(list_objects(self._folder))
         # a rank knows of its own objects that no checkpoint needs them; only the main rank knows it of all
         own = {path.relative_to(self.spool).as_posix() for path in self.spool.rglob("*")} | self.streamed
         if not self._is_anothers(found):
-            mine = without_others(found, self._marker) | found & own if main else found & own
+            mine = without_others(found) | found & own if main else found & own
             self._delete(mine - {self._claim.in_progress, CLAIM})
         if main:
             for name in self._claim.list_own(found):
@@ -260,22 +256,22 @@ class Upload:
 
     @functools.cached_property
     def _claim(self) -> Claim:
-        return Claim(self._folder, self._marker, self.save_id)
+        return Claim(self.target, self.save_id)
 
     def _put_marker(self, content: bytes) -> None:
         """Write the marker; where the store can, only if there is none."""
-        target = self.target / self._marker
+        target = self.target / MARKER_NAME
         if not isinstance(self._folder, CreatesObjects):
             target.write(content)
         elif not target.create(content):
             self._marking = False  # not to delete the other's
-            if read_save_id(self._folder, self._marker) != self.save_id:  # else an attempt of ours had created it
-                raise self._claim.make_error([self._marker])
+            if read_save_id(self.target) != self.save_id:  # else an attempt of ours had created it
+                raise self._claim.make_error([MARKER_NAME])
             self._marking = True  # if a replacement is refused after this, the generation is to be deleted
 
     def _is_anothers(self, found: Collection[str]) -> bool:
         """Whether another save has taken the folder, judged by a listing; any object there may then be its own."""
-        return self._marker in found or self._claim.is_anothers(found)
+        return MARKER_NAME in found or self._claim.is_anothers(found)
 
     def _hold_place(self) -> AbstractContextManager[bool]:
         return hold_place(self._checkpoint, self._open_folder)

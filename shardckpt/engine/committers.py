@@ -254,7 +254,7 @@ class StoreCommitter(Committer):
     ) -> None:
         super().__init__()
         self._folder = target.folder
-        self._upload = Upload(target.folder, MARKER_NAME, self._open_folder)
+        self._upload = Upload(target.folder, self._open_folder)
         self._plugins = plugins
         self._overwrite = overwrite
         self._memory_budget = memory_budget

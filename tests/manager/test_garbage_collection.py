@@ -18,7 +18,6 @@ from shardckpt.manager import garbage_collection, prune_steps
 from shardckpt.manager.garbage_collection import GarbageCollector, discard_steps_after
 from shardckpt.manager.marks import identify_save, mark_checkpoint
 from shardckpt.manager.retention import KeepLatest
-from shardckpt.manifest import MARKER_NAME
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import read_manifest
 from shardckpt.storage import on_store
@@ -448,7 +447,7 @@ def test_a_step_that_is_being_saved_anew_on_a_store_stays(tmp_path: Path) -> Non
     folders.save_all(folder, 1, 2)
     remote = on_store(folders.steps_of(folder).path(1))
     assert remote is not None
-    claim = Claim(remote.folder, MARKER_NAME, "0" * 32)
+    claim = Claim(remote, "0" * 32)
     claim.announce()
     assert collect(folder, [KeepLatest(1)]) == []
     assert folders.is_intact(f"{folder}/step-1", 1)
