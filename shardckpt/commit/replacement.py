@@ -34,12 +34,12 @@ from shardckpt.commit.generations import delete_first, delete_generations, list_
 from shardckpt.commit.owner import Owner
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.manifest import MARKER_NAME, RECORD_NAME, Marker, find_generation, generation_name
-from shardckpt.storage import RemotePath, list_objects
+from shardckpt.storage import list_objects
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from shardckpt.storage import RemoteFolder
+    from shardckpt.storage import RemotePath
 
 #: Seconds. A claim without an in-progress object that is older is of a process that died between the two.
 _CLAIM_SECONDS = 60.0
@@ -49,13 +49,12 @@ class Replacement:
     """The overwrite of a complete checkpoint at a URL; only the main rank has one.
 
     Args:
-        folder: The URL's folder.
+        target: The URL.
         save_id: The new save's id.
     """
 
-    def __init__(self, folder: RemoteFolder, save_id: str) -> None:
-        self._folder = folder
-        self._target = RemotePath(folder)
+    def __init__(self, target: RemotePath, save_id: str) -> None:
+        self._target = target
         self._save_id = save_id
         self._marker = self._target / MARKER_NAME
         self._claim = Claim(self._target, save_id)
@@ -104,7 +103,7 @@ class Replacement:
         self._begun = True
         self._claim.announce()
         # the listing may be older than an overwrite that began and ended since
-        found = set(list_objects(self._folder))
+        found = set(list_objects(self._target.folder))
         if self._claim.is_anothers(found) or MARKER_NAME not in found or self._marker.read_tagged()[0] != self._old:
             raise self._claim.make_error(found)
 
@@ -120,7 +119,7 @@ class Replacement:
         """
         generation = generation_name(self._save_id)
         new = self._parse_marker(marker).model_copy(update={"shardckpt_generation": generation}).dump()
-        found = list_objects(self._folder)
+        found = list_objects(self._target.folder)
         is_ours = self._claim.in_progress in found and not self._claim.is_anothers(found)
         if not is_ours or MARKER_NAME not in found or self._marker.read_tagged()[0] != self._old:
             raise self._claim.make_error(found)
@@ -140,7 +139,7 @@ class Replacement:
             generation_marks: Names of the new save's own claim and in-progress object in its generation.
         """
         generation = generation_name(self._save_id)
-        found = set(list_objects(self._folder))
+        found = set(list_objects(self._target.folder))
         delete_generations(self._target, found, (self._needless | {self._old_generation}) - {""})
         delete_first(self._target, self._first)
         self._target.delete_all([f"{generation}/{name}" for name in generation_marks])
@@ -157,7 +156,7 @@ class Replacement:
         if self._begun and not self.may_be_switched:
             # its objects are deleted; its folder outlives them on some stores
             delete_generations(self._target, (), [generation_name(self._save_id)])
-            self._target.delete_all(self._claim.list_own(set(list_objects(self._folder))))
+            self._target.delete_all(self._claim.list_own(set(list_objects(self._target.folder))))
 
     def _overrule(self, marks: set[str]) -> set[str]:
         """Return the in-progress objects of other saves, which have died as far as is known.

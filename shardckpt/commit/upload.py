@@ -107,7 +107,7 @@ class Upload:
                 if waited:
                     found = set(list_objects(self._folder))
                 if MARKER_NAME in found:
-                    self._replacement = Replacement(self._folder, save_id)
+                    self._replacement = Replacement(self._checkpoint, save_id)
                     self._replacement.begin(found)
                     self.join(save_id, is_replacing=True)
                     # no claim: nobody else has a folder with the save's id in its name
