@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.commit import (
     Owner,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from shardckpt.manifest import FileRecord
     from shardckpt.plugins import PluginManager
-    from shardckpt.storage import CheckpointWriter, Journal, RemotePath
+    from shardckpt.storage import CheckpointWriter, Journal, RemoteFolder, RemotePath
 
 
 class Begun(NamedTuple):
@@ -338,9 +338,8 @@ class StoreCommitter(Committer):
             for name, content in ((RECORD_NAME, record), (MARKER_NAME, writer.marker)):
                 (self._upload.spool / name).write_bytes(content)
 
-    def _open_folder(self, url: str) -> Any:
+    def _open_folder(self, url: str) -> RemoteFolder:
         """Open a folder below the URL of the target."""
         folder = open_folder(url, self._plugins)
-        if folder is not None:
-            limit_uploads(folder, self._memory_budget)
+        limit_uploads(folder, self._memory_budget)
         return folder
