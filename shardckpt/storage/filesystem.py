@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.errors import CorruptCheckpointError, StorageError, name_known
 from shardckpt.manifest import NAME_RULE, is_file_name, list_parents
-from shardckpt.storage.abilities import on_store
-from shardckpt.storage.open_path import OpenPath
+from shardckpt.storage.abilities import OpenPath, on_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
