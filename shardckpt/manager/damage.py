@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.commit import find_last_write, find_unfinished, is_under_way, why_unfinished_kept
-from shardckpt.engine import find_incomplete_files, format_seconds, is_damage, locate
+from shardckpt.engine import find_incomplete_files, format_seconds, is_damage
 from shardckpt.errors import (
     BrokenPluginError,
     CheckpointingException,
@@ -20,10 +20,9 @@ from shardckpt.errors import (
 from shardckpt.maintenance import is_marked
 from shardckpt.manager.listing import summarize_step
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
-from shardckpt.plugins import choose_reader, hold_checkpoint, parse_file
+from shardckpt.plugins import choose_reader, hold_checkpoint, open_below, parse_file
 from shardckpt.storage import (
     CheckpointReader,
-    find_url,
     is_there,
     open_directory,
     wrap_os_errors,
@@ -130,8 +129,7 @@ def _read_best_description(directory: Path, plugins: PluginManager) -> tuple[Pat
         return hold_checkpoint(directory, plugins)
     if marker.shardckpt_generation is None:
         return place, Manifest(backend=marker.sharded_backend, version=marker.sharded_backend_version)
-    inside = f"{find_url(directory)}/{marker.shardckpt_generation}"
-    return _read_best_description(locate(inside, plugins), plugins)
+    return _read_best_description(open_below(directory, marker.shardckpt_generation, plugins), plugins)
 
 
 def _find_writer(directory: Path, older_than: float | None) -> str:

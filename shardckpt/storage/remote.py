@@ -128,6 +128,7 @@ class RemotePath(OpenPath):
 
     Args:
         folder: What the plugin returned.
+        name: The object's path in it; ``""`` is the folder itself.
     """
 
     #: Read by :mod:`shardckpt.storage.abilities`.
@@ -138,9 +139,9 @@ class RemotePath(OpenPath):
     #: Whether its own listing is one of before it was opened. Who gave that looks again at what seems wrong.
     is_listed_before = False
 
-    def __init__(self, folder: RemoteFolder) -> None:
+    def __init__(self, folder: RemoteFolder, name: str = "") -> None:
         self.folder = folder
-        self._name = ""
+        self._name = name
         #: Returns the size in bytes of each object by name: one request to the store, for all paths made from this one.
         self._sizes = functools.cache(lambda: _list(folder, folder.files))
         #: The same with the objects in folders, which takes more requests: asked for where a name has a folder.
@@ -296,7 +297,7 @@ class RemotePath(OpenPath):
         folder = self.folder
         if isinstance(folder, ReplacesObjects):
             return attempt("read", self, partial(folder.read_tagged, self._name))
-        listed = _make_path(self.folder, self._name)  # the size now, not that of a listing of before
+        listed = RemotePath(self.folder, self._name)  # the size now, not that of a listing of before
         return self.read_range(0, listed.size), None
 
     def replace_tagged(self, data: bytes, tag: object) -> bool:
@@ -390,8 +391,7 @@ class RemotePath(OpenPath):
                 list(threads.map(lambda name: (self / name).delete(), names))
 
     def __truediv__(self, name: str | os.PathLike[str]) -> RemotePath:
-        path = RemotePath(self.folder)
-        path._name = f"{self._name}/{os.fspath(name)}" if self._name else os.fspath(name)
+        path = RemotePath(self.folder, f"{self._name}/{os.fspath(name)}" if self._name else os.fspath(name))
         path._sizes = self._sizes
         path._tree = self._tree
         return path
@@ -416,7 +416,7 @@ class RemotePath(OpenPath):
                 f"{self} cannot be pickled, because the {type(self.folder).__qualname__} that its plugin returned "
                 f"cannot ({type(exc).__name__}: {exc}): send the URL, and open the checkpoint there by that"
             ) from exc
-        return _make_path, (self.folder, self._name)
+        return RemotePath, (self.folder, self._name)
 
 
 def list_objects(folder: RemoteFolder) -> dict[str, int]:
@@ -451,11 +451,6 @@ def skip_impossible(url: str, names: Iterable[str]) -> list[str]:
             listed([*map(repr, others)], limit=3),
         )
     return possible
-
-
-def _make_path(folder: RemoteFolder, name: str) -> RemotePath:
-    path = RemotePath(folder)
-    return path / name if name else path
 
 
 @contextmanager
