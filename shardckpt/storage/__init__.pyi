@@ -1,6 +1,5 @@
 from shardckpt.manifest import MOST_LEVELS as MOST_LEVELS
 from shardckpt.manifest import parse_json as parse_json
-from shardckpt.storage.abilities import OpenPath as OpenPath
 from shardckpt.storage.abilities import find_ability as find_ability
 from shardckpt.storage.abilities import has_local_files as has_local_files
 from shardckpt.storage.abilities import lacks_directory as lacks_directory
@@ -69,6 +68,7 @@ from shardckpt.storage.memory_budget import show_budget as show_budget
 from shardckpt.storage.memory_budget import show_mib as show_mib
 from shardckpt.storage.new_file import NewFile as NewFile
 from shardckpt.storage.object_stream import ObjectStream as ObjectStream
+from shardckpt.storage.open_path import OpenPath as OpenPath
 from shardckpt.storage.packed_shards import PackedShards as PackedShards
 from shardckpt.storage.parse_cache import ParseCache as ParseCache
 from shardckpt.storage.places import find_bucket as find_bucket

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, TypeVar
 
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError
-from shardckpt.storage.abilities import OpenPath
+from shardckpt.storage.open_path import OpenPath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

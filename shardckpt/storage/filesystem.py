@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.errors import CorruptCheckpointError, StorageError, name_known
 from shardckpt.manifest import NAME_RULE, is_file_name, list_parents
-from shardckpt.storage.abilities import OpenPath, on_store
+from shardckpt.storage.abilities import on_store
+from shardckpt.storage.open_path import OpenPath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

@@ -7,8 +7,9 @@ import os
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import StorageError
-from shardckpt.storage.abilities import OpenPath, on_store
+from shardckpt.storage.abilities import on_store
 from shardckpt.storage.filesystem import wrap_os_errors
+from shardckpt.storage.open_path import OpenPath
 from shardckpt.storage.remote import ListsFolders, attempt, list_objects, skip_impossible
 
 if TYPE_CHECKING:
