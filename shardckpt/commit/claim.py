@@ -183,7 +183,8 @@ def without_others(found: Collection[str]) -> set[str]:
 
 
 def read_save_id(target: RemotePath) -> str:
-    """Return the id of the save that is at a URL."""
+    """Return the id of the save that is at a URL now."""
+    target = target.refresh()
     generation = Marker.parse(read_file(target / MARKER_NAME, MARKER_LIMIT)).shardckpt_generation
     if generation:
         return generation.rpartition("-")[2]

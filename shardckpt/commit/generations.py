@@ -40,7 +40,7 @@ def list_recorded(place: RemotePath, found: Collection[str]) -> set[str] | None:
     """
     if RECORD_NAME not in found:
         return set()
-    path = place / RECORD_NAME
+    path = place.refresh() / RECORD_NAME
     try:
         return set(Record.parse(read_file(path, RECORD_LIMIT)).list_files())
     except (ValueError, RecursionError, CorruptCheckpointError, VersionTooNewError) as exc:
