@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
 
 #: Names that are compared with a wrong one, to find the nearest.
@@ -138,7 +138,7 @@ class BrokenPluginError(CannotLoadError):
 
 
 class RefusedByPolicyError(CannotLoadError):
-    """The caller's ``accept=`` leaves this backend or version out."""
+    """The caller's ``accept=``, a manager's, or ``SHARDCKPT_ACCEPT`` leaves this backend or version out."""
 
 
 class StrategyMismatchError(CannotLoadError):
@@ -170,6 +170,22 @@ def show_given(value: object) -> str:
     if value is None or isinstance(value, str | bytes | bool | int | float):
         return f"{value!r:.100}"
     return f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
+
+
+def list_causes(error: BaseException, *, with_context: bool = False) -> Iterator[BaseException]:
+    """Yield an error and those that it was raised from, each once: a chain of causes may be a ring.
+
+    Args:
+        error: The error.
+        with_context: Whether an error without a cause counts as raised from the one that was being handled.
+    """
+    seen = set[int]()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        handled = found.__context__ if with_context and not found.__suppress_context__ else None
+        found = found.__cause__ or handled
 
 
 def listed(texts: Collection[str], between: str = ", ", limit: int = 20) -> str:
@@ -348,6 +364,7 @@ __all__ = [
     "escape_text",
     "find_nearest",
     "format_many",
+    "list_causes",
     "listed",
     "name_known",
     "name_prefixes",

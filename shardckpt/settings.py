@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CheckpointingException
@@ -11,6 +12,7 @@ from shardckpt.errors import CheckpointingException
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+ACCEPT = "SHARDCKPT_ACCEPT"
 DIRECT_IO = "SHARDCKPT_DIRECT_IO"
 DISABLED_PLUGINS = "SHARDCKPT_DISABLED_PLUGINS"
 IO_THREADS = "SHARDCKPT_IO_THREADS"
@@ -31,6 +33,21 @@ VERIFY_READS = "SHARDCKPT_VERIFY_READS"
 _ALMOST = 0.9
 #: Of any number: what threads, seconds and hours never need, and what clients cannot count.
 _MOST_DIGITS = 9
+#: A backend, with or without a version.
+_KEY = re.compile(r"[^\s@]+(@[0-9]{1,9})?")
+
+
+def accept() -> tuple[str, ...] | None:
+    """Return the backends, each with or without a version, whose checkpoints this job may read; None for all."""
+    if ACCEPT not in os.environ:
+        return None
+    names = tuple(_names(ACCEPT))
+    if wrong := [name for name in names or ("",) if not _KEY.fullmatch(name)]:
+        raise CheckpointingException(
+            f"{ACCEPT}={os.environ[ACCEPT]!r:.100}: {wrong[0]!r} is no backend: expected names as in "
+            "'safetensors,ep@1', separated by commas; unset it to accept all"
+        )
+    return names
 
 
 def direct_io() -> bool:
@@ -141,6 +158,13 @@ def _integer(name: str, *, default: int, least: int) -> int:
 
 #: What each is for, in the order of the names, and what reads it.
 _VARIABLES: dict[str, tuple[str, Callable[[], object]]] = {
+    ACCEPT: (
+        (
+            "Comma-separated backends, or backend@version, whose checkpoints may be loaded, converted or merged; "
+            "all others are refused, whatever accept= says. By default none is"
+        ),
+        accept,
+    ),
     DIRECT_IO: (
         "1 writes large tensors with O_DIRECT where the file system can (the default), 0 does not",
         direct_io,
@@ -182,7 +206,10 @@ _VARIABLES: dict[str, tuple[str, Callable[[], object]]] = {
         remote_threads,
     ),
     REMOTE_TIMEOUT: (
-        "Seconds that one request to a store may take, where the client can be told",
+        (
+            "Seconds that one request to a store may take, where the client can be told; and that failed requests of a "
+            "manager's save in the background may keep the training waiting"
+        ),
         remote_timeout,
     ),
     SPACE_CHECK: (
@@ -253,6 +280,7 @@ def _describe(name: str, text: str, read: Callable[[], object]) -> tuple[str, st
 
 
 __all__ = [
+    "ACCEPT",
     "DIRECT_IO",
     "DISABLED_PLUGINS",
     "IO_THREADS",
@@ -269,6 +297,7 @@ __all__ = [
     "STORES",
     "VERIFY_READS",
     "Variable",
+    "accept",
     "check_variables",
     "direct_io",
     "disabled_plugins",

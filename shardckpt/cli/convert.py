@@ -17,6 +17,7 @@ nothing on the local disk, and starts anew after a kill; where SRC or DST is a U
 
 exit codes:
   0  converted, and DST has the values of SRC
+  1  with --skip-damaged: converted but for what is damaged
   2  an error, also where the proof finds other values in what was written, which is then removed
 """
 
@@ -25,10 +26,13 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output
 from shardckpt.cli.renames import add_rename_option, read_renames
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shardckpt.maintenance import ConversionReport
 
 
@@ -86,6 +90,7 @@ def add_target_options(parser: Any) -> None:
         "--leave-out", action="append", default=[], metavar="NAME", help="what not to write; may be repeated"
     )
     add_rename_option(parser, "SRC")
+    add_skip_option(parser)
     parser.add_argument(
         "--assets",
         metavar="DIR",
@@ -93,6 +98,15 @@ def add_target_options(parser: Any) -> None:
     )
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="hf: largest weight file (5GB)")
     add_verbose(parser, PROOF_HELP)
+
+
+def add_skip_option(parser: Any) -> None:
+    """Add the option that writes what is left of a damaged checkpoint."""
+    parser.add_argument(
+        "--skip-damaged",
+        action="store_true",
+        help="do not write tensors that are missing or damaged, and name them; all is read once more, exit code 1",
+    )
 
 
 def add_mapping_options(parser: Any) -> None:
@@ -141,6 +155,7 @@ def read_hub_options(options: Any) -> dict[str, Any]:
         "leave_out",
         "assets",
         "max_shard_size",
+        "skip_damaged",
     )
     given = {name: getattr(options, name) for name in names}
     return {**given, "dtype": read_dtypes(options), "rename": read_renames(options)}
@@ -161,7 +176,11 @@ def run(options: Any) -> Output:
 
     with show_progress("convert"):
         report = convert_checkpoint(options.source, options.target, **read_target_options(options))
-    return Output(lambda: report, lambda: describe_conversion(report, options.target, verbose=options.verbose))
+    return Output(
+        lambda: report,
+        lambda: describe_conversion(report, options.target, verbose=options.verbose),
+        FOUND if report.damaged else FINE,
+    )
 
 
 def parse_target(text: str) -> str | tuple[str, int]:
@@ -196,6 +215,15 @@ def _describe_left_out(report: ConversionReport) -> list[str]:
     return lines
 
 
+def describe_damaged(names: Sequence[str]) -> list[str]:
+    """Return the line about what is damaged and was not written."""
+    from shardckpt.cli.amounts import format_many
+    from shardckpt.errors import listed
+
+    many = format_many(len(names), "name")
+    return [f"damaged, and left out: {many}: {listed(names, limit=_NAMES_SHOWN)}"] if names else []
+
+
 def describe_conversion(report: ConversionReport, target: str, how: str = "", *, verbose: bool) -> list[str]:
     """Return the lines about what was written, and what not.
 
@@ -212,6 +240,7 @@ def describe_conversion(report: ConversionReport, target: str, how: str = "", *,
     if report.resumed:
         lines.append(f"went on with {report.resumed:,} bytes that a killed run had written")
     lines += _describe_left_out(report)
+    lines += describe_damaged(report.damaged)
     if report.assets:
         lines.append(f"copied: {listed(report.assets, limit=_NAMES_SHOWN)}")
     if report.rewritten:

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.cli.convert import add_cast_options, add_mapping_options, add_verbose, read_hub_options
+from shardckpt.cli.convert import (
+    add_cast_options,
+    add_mapping_options,
+    add_skip_option,
+    add_verbose,
+    describe_damaged,
+    read_hub_options,
+)
+from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.folders import named_folders
 from shardckpt.cli.output import Output
 from shardckpt.cli.renames import add_rename_option
@@ -42,6 +50,7 @@ def add(verbs: Any) -> None:
         "--leave-out", action="append", default=[], metavar="NAME", help="a tensor not to write; may be repeated"
     )
     add_rename_option(parser, "the checkpoint")
+    add_skip_option(parser)
     parser.add_argument(
         "--memory",
         metavar="SIZE",
@@ -69,7 +78,11 @@ def run(options: Any) -> Output:
             memory_budget=options.memory,
             **read_hub_options(options),
         )
-    return Output(lambda: _name_columns(exported), lambda: _describe(exported, options.target, verbose=options.verbose))
+    return Output(
+        lambda: _name_columns(exported),
+        lambda: _describe(exported, options.target, verbose=options.verbose),
+        FOUND if exported.damaged else FINE,
+    )
 
 
 def _name_columns(exported: Exported) -> dict[str, Any]:
@@ -90,4 +103,5 @@ def _describe(exported: Exported, target: str, *, verbose: bool) -> list[str]:
     changes = [format_many(len(exported.cast), "tensor") + " cast"] if exported.cast else []
     changes += [f"{format_many(len(exported.kept), 'tensor')} not"] if exported.kept else []
     summary += f" ({', '.join(changes)})" if changes else ""
-    return [*(fit_table(("file", "tensors", "bytes"), rows) if verbose else []), summary]
+    files_written = fit_table(("file", "tensors", "bytes"), rows) if verbose else []
+    return [*files_written, *describe_damaged(exported.damaged), summary]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
-import shlex
 from typing import TYPE_CHECKING, TypeVar
 
 from shardckpt.cli.interrupted import find_target
 from shardckpt.cli.output import say_error, show_json
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError, UnsafePickleError
+from shardckpt.errors import CheckpointingException, StorageError, UnsafePickleError
 
 if TYPE_CHECKING:
     import argparse
@@ -112,11 +110,12 @@ def _advise_of_globals(error: CheckpointingException, options: argparse.Namespac
 
 
 def _advise_of_damage(error: CheckpointingException, options: argparse.Namespace) -> str:
-    """Return how the rest is written where the bytes of one tensor are damaged; ``""`` for other errors."""
-    if options.verb not in ("convert", "merge") or not isinstance(error, CorruptCheckpointError):
+    """Return how the rest is written where bytes are missing or damaged; ``""`` for other errors."""
+    from shardckpt.engine import is_damage
+
+    if getattr(options, "skip_damaged", True) or not is_damage(error):
         return ""
-    named = re.search(r"tensor '([^']+)'", str(error))
-    return f"\n--leave-out {shlex.quote(named[1])} writes the rest" if named else ""
+    return "\nIf what is read is at fault, --skip-damaged writes the rest, and names what is missing"
 
 
 def name_plugin(error: Exception) -> str:

@@ -10,7 +10,7 @@ checkpoint from removal.
 Of the metrics that CheckpointManager.save was given, that of its best_metric is shown, or else the first that most in
 the folder have, with a star at the best of the whole ones; with -r for each folder by itself. The links latest and best
 are said of the steps that they lead to. What all rows say alike is said below them, and columns that no row has
-anything in are left out; on a terminal, names that are too long lose their middle. Exit code: 1 if a checkpoint is
+anything in are left out; on a terminal, names that are too long stand above their rows. Exit code: 1 if a checkpoint is
 damaged or incomplete, is marked as failed, or cannot be read here.
 """
 
@@ -218,7 +218,9 @@ def _make_table(
         for cells, rest in [_row(each)]
     ]
     names = ("checkpoint", "step", "age", "size", "strategy", head, "written by", "fingerprint", "state")
-    return fit_table(names, rows, [*map(_find_style, found)], optional=("fingerprint", "written by", "strategy"))
+    return fit_table(
+        names, rows, [*map(_find_style, found)], optional=("fingerprint", "written by", "strategy"), copied=True
+    )
 
 
 def _find_style(found: CheckpointSummary) -> Style:

@@ -20,6 +20,7 @@ killed goes on, as a conversion does, when it is run again with the same sources
 
 exit codes:
   0  merged
+  1  with --skip-damaged: merged but for what is damaged in a SRC
   2  an error
 """
 
@@ -28,6 +29,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.convert import add_target_options, describe_conversion, read_target_options
+from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output
 from shardckpt.cli.renames import split_renames
 
@@ -95,7 +97,11 @@ def run(options: Any) -> Output:
             base=-1 if options.base is None else options.base - 1,
             **target,
         )
-    return Output(lambda: report, lambda: _describe(report, options.target, verbose=options.verbose))
+    return Output(
+        lambda: report,
+        lambda: _describe(report, options.target, verbose=options.verbose),
+        FOUND if report.conversion.damaged else FINE,
+    )
 
 
 def _refuse_neighbour(options: Any) -> None:

@@ -38,10 +38,10 @@ from shardckpt.cli.table import fit_table
 from shardckpt.errors import CheckpointingException, format_many, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from shardckpt.engine import PruneResult
-    from shardckpt.manager import CheckpointSummary, StepResult
+    from shardckpt.manager import CheckpointSummary, Mark, StepResult
 
 #: Terminal cells of the name of what goes, at most: those of staging directories have two ids.
 _LONGEST_NAME = 50
@@ -115,7 +115,7 @@ def add(verbs: Any) -> None:
         "--verify",
         action="store_true",
         help="first verify the newest steps until one is intact, with --damaged all, and mark them as "
-        "`shardckpt verify --mark` does, also with --dry-run; a step that is marked is not read again",
+        "`shardckpt verify --mark` does, but with --dry-run; a step that is marked is not read again",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     parser.set_defaults(run=run, parser=parser)
@@ -170,7 +170,15 @@ def _list_runs(options: Any) -> tuple[list[argparse.Namespace], list[str]]:
     unfollowed = [f"{above}/{name}" for name in sorted(links)]
     if not inside:
         raise StorageError(
-            f"{options.path} has no folder of checkpoints in it, and nothing was removed{_describe_links(unfollowed)}"
+            "; ".join(
+                filter(
+                    None,
+                    [
+                        f"{options.path} has no folder of checkpoints in it, and nothing was removed",
+                        _describe_links(unfollowed),
+                    ],
+                )
+            )
         )
     return [
         argparse.Namespace(**{**vars(options), "path": f"{above}/{name}" if name else options.path})
@@ -180,9 +188,8 @@ def _list_runs(options: Any) -> tuple[list[argparse.Namespace], list[str]]:
 
 def _describe_links(links: Sequence[str]) -> str:
     """Return that links were not followed; ``""`` if there are none."""
-    return (
-        f"; not followed: {format_many(len(links), 'link')} to other folders: {listed(links, limit=6)}" if links else ""
-    )
+    many = format_many(len(links), "link")
+    return f"not followed: {many} to other folders: {listed(links, limit=6)}" if links else ""
 
 
 def _plan_all(
@@ -233,19 +240,24 @@ def _prune(
     """Prune one folder: return what was verified, and what became of its steps and of what killed saves have left."""
     from shardckpt.cli.progress import show_progress
 
-    verified, failed = _verify_newest(options) if options.verify else ([], [])
+    verified, failed, unwritten = _verify_newest(options) if options.verify else ([], [], {})
     with show_progress("prune"):
         leftovers = _prune_leftovers(options)  # before the steps, whose removal takes theirs along
-        if planned and (verified or not options.dry_run):  # what was read has a mark now, or is in failed
-            planned = _prune_steps(options, policies, failed, dry_run=options.dry_run)
+        if planned and (verified or not options.dry_run):  # what was read has a mark now, or is in one of these
+            planned = _prune_steps(options, policies, failed, unwritten, dry_run=options.dry_run)
     all_left_over = {(str(each.path), each.nbytes) for each in leftovers if each.is_removed}
     return verified, [each for each in planned if (each.path, each.nbytes) not in all_left_over], leftovers
 
 
 def _prune_steps(
-    options: Any, policies: Sequence[Any], failed: Sequence[str] = (), *, dry_run: bool
+    options: Any,
+    policies: Sequence[Any],
+    failed: Sequence[str] = (),
+    unwritten: Mapping[str, Mark] | None = None,
+    *,
+    dry_run: bool,
 ) -> list[StepResult]:
-    """Remove the steps of one folder that are not kept; ``failed`` are those that were read and are damaged."""
+    """Remove the steps of one folder that are not kept; those that were read are in ``failed`` or ``unwritten``."""
     from shardckpt.manager import prune_steps
 
     return prune_steps(
@@ -256,6 +268,7 @@ def _prune_steps(
         damaged=options.damaged,
         older_than=options.older_than,
         failed=failed,
+        unwritten=unwritten,
         dry_run=dry_run,
     )
 
@@ -342,7 +355,7 @@ def _describe(found: Pruned, options: Any, policies: Sequence[Any]) -> list[str]
     if found.unseen:
         lines.append(found.unseen)
     if found.links:
-        lines.append(_describe_links(found.links).removeprefix("; "))
+        lines.append(_describe_links(found.links))
     if found.skipped:
         many = format_many(len(found.skipped), "folder")
         lines.append(f"left as it was after an error: {many}: {listed([path for path, _ in found.skipped], limit=6)}")
@@ -411,18 +424,18 @@ def _describe_inner_leftovers(path: str) -> list[str]:
     return describe_leftovers(path, list_checkpoints(path))
 
 
-def _verify_newest(options: Any) -> tuple[list[Verified], list[str]]:
+def _verify_newest(options: Any) -> tuple[list[Verified], list[str], dict[str, Mark]]:
     """Mark the newest intact step of each way to name steps, and the newer ones that are not; with --damaged, all.
 
     Steps of other libraries are read as well, and have no mark.
 
     Returns:
-        What was read, and what an earlier call has found damaged; and the names of those that are damaged and have no
-        mark of it.
+        What was read, and what an earlier call has found damaged; the names of those that are damaged and cannot be
+        marked; and by their names the marks that a dry run does not write.
     """
     from shardckpt.cli.progress import show_progress
 
-    rows, failed = [], []
+    rows, failed, unwritten = [], [], {}
     families = _find_families(options)
     with show_progress("verify"):
         for family in families:
@@ -430,24 +443,27 @@ def _verify_newest(options: Any) -> tuple[list[Verified], list[str]]:
                 is_intact = bool(each.mark) and not each.has_failed
                 if not is_intact:
                     path = f"{options.path.rstrip('/')}/{each.name}"
-                    rows.append(Verified(path, "marked as failed" if each.has_failed else _verify(path, options)))
+                    verdict, mark = ("marked as failed", None) if each.has_failed else _verify(path, options)
+                    rows.append(Verified(path, verdict))
+                    if mark is not None and options.dry_run:
+                        unwritten[each.name] = mark
                     is_intact = rows[-1].verdict == "verified"
                     if rows[-1].verdict == "failed" and not each.writer:
                         failed.append(each.name)
                 if is_intact and not options.damaged:
                     break
-    return rows, failed
+    return rows, failed, unwritten
 
 
-def _verify(path: str, options: Any) -> str:
-    """Read and mark a checkpoint, and return the verdict."""
+def _verify(path: str, options: Any) -> tuple[str, Mark | None]:
+    """Read and mark a checkpoint, with --dry-run without a file, and return the verdict and its mark."""
     from shardckpt.cli.failure import print_error
     from shardckpt.cli.verify import check
 
-    answer = check(path, mark=True)
+    answer = check(path, mark=True, dry_run=options.dry_run)
     if answer.error is not None:
         print_error(answer.error, options)
-    return {FINE: "verified", FOUND: "failed"}.get(answer.exit_code, "no answer")
+    return {FINE: "verified", FOUND: "failed"}.get(answer.exit_code, "no answer"), answer.mark
 
 
 def _find_families(options: Any) -> list[list[CheckpointSummary]]:

@@ -54,6 +54,7 @@ def fit_table(
     styled: int = -1,
     *,
     optional: Sequence[str] = (),
+    copied: bool = False,
 ) -> list[str]:
     """Return a table without empty columns as one text; on a terminal, one whose lines have the terminal's width.
 
@@ -67,6 +68,8 @@ def fit_table(
         styles: As for :func:`table`.
         styled: As for :func:`table`.
         optional: Names of columns that can be missed, the first of all first. Another text names those left out.
+        copied: Whether the first cells are arguments of other commands: those that a line has no room for are not cut,
+            and stand above their rows.
     """
     names, cells = drop_empty(header, [[escape_text(str(cell)) for cell in row] for row in rows])
     if not sys.stdout.isatty():
@@ -74,7 +77,10 @@ def fit_table(
     width = shutil.get_terminal_size().columns
     above = [""] * len(cells)
     fitted = _fit_cells(names, cells, optional, width)
-    if len({row[0] for row in fitted[1]}) < len({row[0] for row in cells}):  # names of layers differ in their middles
+    kept_apart = len({row[0] for row in fitted[1]}) == len({row[0] for row in cells})
+    if (
+        copied and [row[0] for row in fitted[1]] != [row[0] for row in cells]
+    ) or not kept_apart:  # names of layers differ in their middles
         kept = {row[0] for row in fitted[1]}
         above = ["" if row[0] in kept and measure(row[0]) <= width // 3 else row[0] for row in cells]
         below = [["" if name else row[0], *row[1:]] for name, row in zip(above, cells, strict=True)]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from shardckpt.cli.colour import Style
     from shardckpt.maintenance import FileResult
-    from shardckpt.manager import CheckpointSummary
+    from shardckpt.manager import CheckpointSummary, Mark
 
 _STRUCTURE = (
     "they exist, contain the ranges that the index names, and are what it says as far as their structure shows that"
@@ -99,6 +99,8 @@ class Answer:
     unmarked: str = ""
     #: Whether that is since it could not be written: as on a full disk.
     is_unwritten: bool = False
+    #: The verdict, if it was to be kept and could be.
+    mark: Mark | None = None
 
 
 def run(options: Any) -> Output:
@@ -147,7 +149,9 @@ def run(options: Any) -> Output:
     )
 
 
-def check(path: str, *, mark: bool = False, require_digests: bool = False, repair: bool = False) -> Answer:
+def check(
+    path: str, *, mark: bool = False, require_digests: bool = False, repair: bool = False, dry_run: bool = False
+) -> Answer:
     """Verify a checkpoint, and keep the verdict beside it if that is asked for.
 
     Args:
@@ -155,6 +159,7 @@ def check(path: str, *, mark: bool = False, require_digests: bool = False, repai
         mark: Whether to keep the verdict.
         require_digests: Whether a file without a digest counts as damaged, for the exit code.
         repair: As for :func:`shardckpt.maintenance.verify_checkpoint`.
+        dry_run: Whether the verdict is in the answer alone, as it would be kept.
 
     Returns:
         What was found; an error that is a checkpoint's, or a store's, is in it.
@@ -163,7 +168,7 @@ def check(path: str, *, mark: bool = False, require_digests: bool = False, repai
     from shardckpt.manager import NotMarkedError, identify_save, mark_checkpoint
 
     try:
-        save, unmarked, is_unwritten = None, "", False
+        save, unmarked, is_unwritten, verdict = None, "", False, None
         if mark:
             try:
                 save = identify_save(path)
@@ -176,19 +181,20 @@ def check(path: str, *, mark: bool = False, require_digests: bool = False, repai
             own = [file for file in files if not file.foreign]
             bad = [file for file in own if file.fault]
             try:
-                mark_checkpoint(
+                verdict = mark_checkpoint(
                     path,
                     save,
                     "verified" if found == INTACT else "failed",
                     checked="digests" if has_digests(files) else "structure",
                     files=len(own),
                     faults=[file.fault if file.name in file.fault else f"{file.name}: {file.fault}" for file in bad],
+                    dry_run=dry_run,
                 )
             except StorageError as exc:  # what was found of the bytes is true all the same
                 unmarked, is_unwritten = str(exc), True
     except CheckpointingException as exc:
         return judge_error(exc, path)
-    return Answer(path, files, code, unmarked=unmarked, is_unwritten=is_unwritten)
+    return Answer(path, files, code, unmarked=unmarked, is_unwritten=is_unwritten, mark=verdict)
 
 
 def judge_error(error: CheckpointingException, path: str) -> Answer:
@@ -281,12 +287,19 @@ def _make_row(answer: Answer) -> dict[str, Any]:
     return {
         "checkpoint": answer.path,
         "state": _name_verdict(answer).partition(" ")[0],
+        "checked": _find_weakest_check(answer.files),
         "exit_code": answer.exit_code,
         "error": None if answer.error is None else str(answer.error),
         "unmarked": answer.unmarked,
         "skipped": "",
         "files": answer.files,
     }
+
+
+def _find_weakest_check(files: Sequence[FileResult]) -> str:
+    """Return the least that a file of a checkpoint was compared with, from ``digests`` down to ``nothing``."""
+    ways = {file.checked for file in files if not file.foreign}
+    return next((way for way in reversed(_FINE) if way in ways), "nothing")
 
 
 def _said(result: FileResult, path: str) -> str:

@@ -49,7 +49,7 @@ _OWNER = b"\nowner "
 _INTRODUCTION = re.compile(rb"begun ([-0-9]+ [:0-9]+) UTC" + _OWNER + rb"([0-9a-f]{32})\n")
 _TIME = "%Y-%m-%d %H:%M:%S"
 #: Clients and buckets that have refused a write whose condition did not hold: they are not asked once more.
-_refusing: set[tuple[type, str]] = set()
+_honours_conditions: set[tuple[type, str]] = set()
 
 
 class Claim:
@@ -88,10 +88,10 @@ class Claim:
         # the answer may be a lie: some servers ignore the condition. There the in-progress objects decide: of two saves
         # that see each other's, none commits
         store = type(folder), find_bucket(folder.url)
-        if store in _refusing:
+        if store in _honours_conditions:
             return
         if not path.create(text):
-            _refusing.add(store)
+            _honours_conditions.add(store)
         else:
             logger.warning(
                 "the store of %s ignores conditions of writes: of two saves that begin there at once, both will fail",

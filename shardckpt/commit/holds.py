@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"(?P<directory>.+)\.(?P<kind>lease|pin|removal|save)\.[0-9a-f]{32}\.json")
+_NAME = re.compile(r"(?P<directory>.+)\.(?P<kind>lease|pin|removal|save|job)\.[0-9a-f]{32}\.json")
 #: Seconds after which the mark of a removal counts for nothing: its process was stopped, or is on a host that is gone.
 MARK_SECONDS = 600.0
 #: Seconds that a save waits for a removal under way, which takes one rename or the deletion of one object.
@@ -47,7 +47,7 @@ _PATIENCE = 60.0
 
 
 #: What a file of the directory is about; the name of the file says it, too.
-Kind = Literal["lease", "pin", "removal", "save"]
+Kind = Literal["lease", "pin", "removal", "save", "job"]
 
 
 class Hold(SmallFile):
@@ -56,7 +56,7 @@ class Hold(SmallFile):
     Attributes:
         directory: The name of the step's directory.
         kind: ``lease`` or ``pin``; ``removal`` or ``save``, which are no holds but marks: of a removal, and of a save
-            that takes the place of the checkpoint.
+            that takes the place of the checkpoint; or ``job``, which says who saves to the folder, and holds nothing.
         holder: Who holds it, for people: a label, or a host and a process id.
         until: When it ends, in seconds since 1970; None for a pin.
         owner: The process that made it, as :attr:`shardckpt.commit.Owner.text` has it; ``""`` for a pin.
@@ -104,15 +104,24 @@ class Holds:
             StorageError: the directory of the holds cannot be read.
         """
         found: dict[str, list[Hold]] = {}
-        for hold in self._read_all().values():
-            if hold.kind in ("lease", "pin") and hold.is_current:
+        for hold in self._read_all(kinds=("lease", "pin")).values():
+            if hold.is_current:
                 found.setdefault(hold.directory, []).append(hold)
         return found
 
+    def find_jobs(self) -> dict[str, Hold]:
+        """Return the jobs that save to the folder, or have done, by the name of their file.
+
+        Raises:
+            StorageError: the directory of the holds cannot be read.
+        """
+        found = self._read_all(kinds=["job"]).items()
+        return {name: hold for name, hold in found if hold.kind == "job" and hold.owner}
+
     def find_removals(self) -> set[str]:
         """Return the names of the steps' directories that are being removed."""
-        found = self._read_all().items()
-        return {hold.directory for name, hold in found if hold.kind == "removal" and _counts(name, hold)}
+        found = self._read_all(kinds=["removal"]).items()
+        return {hold.directory for name, hold in found if _counts(name, hold)}
 
     def find_change(self, directory: str) -> Hold | None:
         """Return the mark of a removal of the step's directory, or of a save that takes its place; None without one."""
@@ -228,7 +237,7 @@ class Holds:
 
     def drop_ended(self) -> None:
         """Remove the files of leases and removals that have ended, and what is left of writes that were killed."""
-        for name, hold in self._read_all().items():
+        for name, hold in self._read_all(kinds=("lease", "pin", "removal", "save")).items():
             if not _counts(name, hold):
                 self._try_to_drop(name)
         self._files.clear()
@@ -240,12 +249,16 @@ class Holds:
         except StorageError as exc:
             logger.warning("%s", exc)
 
-    def _read_all(self, directories: Collection[str] | None = None) -> dict[str, Hold]:
-        """Return what each file says, by name; of some directories of steps, if given."""
+    def _read_all(
+        self, directories: Collection[str] | None = None, kinds: Collection[Kind] | None = None
+    ) -> dict[str, Hold]:
+        """Return what each file says, by name; of some directories of steps, or some kinds, if given."""
         found, place = {}, self._files.open()
         for name in self._files.names():
             match = _NAME.fullmatch(name)
             if match is None or (directories is not None and match["directory"] not in directories):
+                continue
+            if kinds is not None and match["kind"] not in kinds:
                 continue
             if (hold := self._read(place / name, match)) is not None:
                 found[name] = hold

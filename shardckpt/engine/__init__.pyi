@@ -1,6 +1,7 @@
 from shardckpt.engine.amounts import format_bytes as format_bytes
 from shardckpt.engine.amounts import format_count as format_count
 from shardckpt.engine.amounts import format_seconds as format_seconds
+from shardckpt.engine.damage import hide_damaged as hide_damaged
 from shardckpt.engine.display import show_progress as show_progress
 from shardckpt.engine.externally_coordinated import ExternalSave as ExternalSave
 from shardckpt.engine.externally_coordinated import ExternalSavePart as ExternalSavePart
@@ -45,8 +46,8 @@ from shardckpt.engine.locations import measure_freed as measure_freed
 from shardckpt.engine.locations import name_library as name_library
 from shardckpt.engine.locations import refuse_overlap as refuse_overlap
 from shardckpt.engine.operation import Operation as Operation
-from shardckpt.engine.operation import report_busy as report_busy
 from shardckpt.engine.operation import report_failure as report_failure
+from shardckpt.engine.operation import report_phase as report_phase
 from shardckpt.engine.operation import report_skipped as report_skipped
 from shardckpt.engine.optimizer_keys import is_optimizer_key as is_optimizer_key
 from shardckpt.engine.optimizer_keys import is_parameter_key as is_parameter_key

@@ -15,6 +15,7 @@ from shardckpt.errors import (
     CheckpointingException,
     CheckpointReplacedError,
     CorruptCheckpointError,
+    RefusedByPolicyError,
     StorageError,
     format_many,
 )
@@ -263,6 +264,8 @@ def refuse_damage(directory: Path, reader: CheckpointReader, plugins: PluginMana
         return
     try:
         strategy = choose_reader(directory, reader.manifest, plugins)
+    except RefusedByPolicyError:
+        raise
     except CannotLoadError:  # of a version that nothing reads but a migration
         return
     if isinstance(strategy, ChecksFiles):

@@ -31,7 +31,7 @@ from shardckpt.errors import (
 )
 from shardckpt.mapping import ShardedObject, ShardedTensor, StoredNames
 from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts, is_exact, make_changed_error
-from shardckpt.plugins import Accept, choose_reader, hold_checkpoint, hold_same
+from shardckpt.plugins import CALLER, Accept, choose_reader, hold_checkpoint, hold_same
 from shardckpt.storage import CheckpointReader, is_read_again, retry_if_replaced
 from shardckpt.strategy import BuildsObjects, LoadContext, LoadStrategy, StoredColumns, lists_columns
 from shardckpt.tensors import can_change_values, fill, overlaps_itself
@@ -75,6 +75,7 @@ class LoadOptions:
     Attributes:
         strategy: A LoadStrategy, a backend, or (backend, version); None: as the checkpoint says.
         accept: The backends and versions that the caller accepts; None: all.
+        accept_of: Where that is given, for errors.
         allow_globals: Classes and functions that legacy pickles may name.
         memory_budget: Bytes that reading may hold at a time beside the tensors; None: as many as are fast.
         crcs: As for :class:`~shardckpt.storage.CheckpointReader`: ``parts`` if what is read is written anew.
@@ -82,6 +83,7 @@ class LoadOptions:
 
     strategy: Any = None
     accept: Accept | None = None
+    accept_of: str = field(default=CALLER, kw_only=True)
     allow_globals: tuple[Any, ...] = ()
     memory_budget: int | None = None
     crcs: Crcs | None = None
@@ -100,6 +102,8 @@ class OpenCheckpoint:
         fully_parallel: Whether the strategy shares the reading among the ranks.
         names: What keys that are stored begin with, and what is read in its place; see
             :func:`~shardckpt.engine.rename_stored`.
+        damaged: Names of tensors and objects that cannot be read, and so are not in the index; see
+            :func:`~shardckpt.engine.hide_damaged`.
     """
 
     strategy: LoadStrategy
@@ -107,6 +111,7 @@ class OpenCheckpoint:
     operation: Operation
     fully_parallel: bool = field(default=False, kw_only=True)
     names: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    damaged: Collection[str] = field(default=(), kw_only=True)
 
     def common(self) -> StateDict:
         """Collective: return the state that is not sharded."""
@@ -125,7 +130,7 @@ class OpenCheckpoint:
         with self.operation.local_phase("reading the index"):
             index = self.strategy.load_index(self.context)
             checked = check_index(self.strategy, index, self.operation.plugins)
-        return checked
+        return [shard for shard in checked if stored_key(shard) not in self.damaged] if self.damaged else checked
 
     def columns(self) -> StoredColumns:
         """Collective: return the same in columns; a strategy that :class:`ListsColumns` makes no object for them."""
@@ -134,7 +139,7 @@ class OpenCheckpoint:
     @cached_property
     def _columns(self) -> StoredColumns:
         strategy = self.strategy
-        if lists_columns(strategy):
+        if lists_columns(strategy) and not self.damaged:
             with self.operation.local_phase("reading the index"):
                 columns = strategy.list_columns(self.context)
                 checked = check_columns(self.strategy, columns, self.operation.plugins)
@@ -225,7 +230,7 @@ def open_checkpoint(
         with operation.local_phase("choosing a strategy"):
             if not comm.is_main:  # since the main rank has read the manifest, another save may have replaced the files
                 place = hold_same(directory, manifest, plugins)
-            strategy = choose_reader(directory, manifest, plugins, options.strategy, options.accept)
+            strategy = choose_reader(directory, manifest, plugins, options.strategy, options.accept, options.accept_of)
             operation.set_strategy(strategy)
             reader = CheckpointReader(place, manifest, memory_budget=options.memory_budget, crcs=options.crcs)
         with reader:

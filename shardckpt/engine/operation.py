@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.engine.amounts import format_bytes
 from shardckpt.engine.gc_pause import pause_gc
 from shardckpt.engine.progress import Progress, wants_progress
-from shardckpt.errors import CorruptCheckpointError
+from shardckpt.errors import CorruptCheckpointError, list_causes
 from shardckpt.plugins import Event, describe_origin, get_plugin_manager
 from shardckpt.storage import mask_password
 
@@ -233,11 +233,19 @@ def report_skipped(directory: object, why: str) -> None:
     _report_unbegun("load", mask_password(str(directory)), 0, error, 0.0)
 
 
-def report_busy(directory: object, rank: int) -> None:
-    """Report a step that is not saved because the save before it has not ended: a phase of no operation."""
-    start = Event("save", "skipping the step", "start", mask_password(str(directory)), rank, number=next(_numbers))
-    for event in (start, replace(start, state="end")):
-        get_plugin_manager().report(event)
+@contextmanager
+def report_phase(kind: str, phase: str, directory: object, rank: int) -> Iterator[None]:
+    """Report the block as a phase that no operation has: what comes before it, or in its place."""
+    plugins, started = get_plugin_manager(), time.perf_counter()
+    start = Event(kind, phase, "start", mask_password(str(directory)), rank, number=next(_numbers))
+    plugins.report(start)
+    try:
+        yield
+    except Exception as exc:
+        failure = _describe_failure(kind, exc, phase)
+        plugins.report(replace(start, seconds=time.perf_counter() - started, **failure))
+        raise
+    plugins.report(replace(start, state="end", seconds=time.perf_counter() - started))
 
 
 def log_failure(kind: str, directory: object, rank: int, error: BaseException, started: float) -> None:
@@ -282,14 +290,7 @@ def _has_mark(error: BaseException, name: str) -> bool:
 
     Not one that was being handled: who loads an older step after a failure has two failures.
     """
-    seen = set[int]()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:  # a chain of causes may be a ring
-        if vars(found).get(name):
-            return True
-        seen.add(id(found))
-        found = found.__cause__
-    return False
+    return any(vars(found).get(name) for found in list_causes(error))
 
 
 class _Phase:

@@ -58,7 +58,7 @@ def compute_fingerprints(
         CheckpointingException: A tensor cannot be read, or is damaged.
     """
     sums = TensorSums()
-    for batch in batch_by_bytes(_cut_tensors(tensors, most), lambda found: found.nbytes, most):
+    for batch in batch_by_bytes(cut_stored(tensors, most), lambda found: found.nbytes, most):
         values = read_boxes(checkpoint, batch)
         sums.add([_describe(*found) for found in batch], values)
         del values  # before the next read: both would be in memory
@@ -68,7 +68,8 @@ def compute_fingerprints(
     }
 
 
-def _cut_tensors(tensors: Iterable[ShardedTensor], most: int) -> Iterator[TensorBox]:
+def cut_stored(tensors: Iterable[ShardedTensor], most: int) -> Iterator[TensorBox]:
+    """Yield boxes of stored tensors, of at most ``most`` bytes each, in order."""
     for tensor in tensors:
         whole = Box((0,) * len(tensor.global_shape), tuple(tensor.global_shape))
         for box in cut_box(whole, tensor.dtype.itemsize, most):

@@ -20,8 +20,10 @@ from shardckpt.errors import KeyMismatchError
 from shardckpt.huggingface.small_file import replace_file, write_pickled
 from shardckpt.huggingface.structure import make_structure, nest_stored, plain_name
 from shardckpt.huggingface.torch_file import read_torch_file
+from shardckpt.huggingface.torch_strategy import TorchFileLoadStrategy
+from shardckpt.manifest import Manifest
 from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins import check_policy, get_plugin_manager
 from shardckpt.storage import retry_if_replaced
 
 if TYPE_CHECKING:
@@ -108,7 +110,9 @@ def torch_save_to_dcp(
     """
     comm = Comm()
     with comm.collective_phase("reading the file"):
-        state_dict = read_torch_file(Path(expand_home(file)))
+        path = Path(expand_home(file))
+        check_policy(path, Manifest(backend=TorchFileLoadStrategy.backend, version=TorchFileLoadStrategy.version))
+        state_dict = read_torch_file(path)
         # all ranks have read the same file: their values need no comparison
         described = to_sharded_state_dict(state_dict, check_replicas=False)
         plugins = get_plugin_manager()

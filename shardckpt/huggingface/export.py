@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.distributed import Comm
-from shardckpt.engine import LoadOptions, Operation, list_names, locate, open_checkpoint, refuse_overlap, rename_stored
+from shardckpt.engine import (
+    LoadOptions,
+    Operation,
+    hide_damaged,
+    list_names,
+    locate,
+    open_checkpoint,
+    refuse_overlap,
+    rename_stored,
+)
 from shardckpt.huggingface.export_budget import split_export_budget
 from shardckpt.huggingface.names import SAFETENSORS
 from shardckpt.huggingface.options import parse_options
@@ -56,6 +66,7 @@ class Exported(NamedTuple):
         cast: The stored dtype of each tensor that was cast, by name.
         kept: Names of tensors that were not cast where others were, since they would have lost by it.
         tensors: Each tensor, with its file and the keys that it had in the checkpoint.
+        damaged: Names of tensors and objects that could not be read, and so were not written.
     """
 
     files: tuple[tuple[str, int, int], ...]
@@ -65,6 +76,7 @@ class Exported(NamedTuple):
     cast: Mapping[str, torch.dtype] = MappingProxyType({})
     kept: tuple[str, ...] = ()
     tensors: tuple[ExportedTensor, ...] = ()
+    damaged: tuple[str, ...] = ()
 
 
 def export_to_huggingface(
@@ -85,6 +97,7 @@ def export_to_huggingface(
     process_group: ProcessGroup | None = None,
     memory_budget: int | str | None = None,
     rename: Mapping[str, str] | None = None,
+    skip_damaged: bool = False,
 ) -> Exported:
     """Collective: write a checkpoint's tensors as a Hugging Face folder; its bytes do not depend on the sharding.
 
@@ -137,6 +150,8 @@ def export_to_huggingface(
             written. The index, which is in memory as a whole, and assets do not count. By default as many as are fast.
         rename: What keys of the checkpoint begin with, and what they are read as, before all else: ``{"app.model":
             "model"}``.
+        skip_damaged: Whether tensors that are missing or damaged are not written, and named in the answer; else they
+            are an error. One rank reads all of the checkpoint once more for it.
 
     Returns:
         The files that all ranks have written.
@@ -165,9 +180,12 @@ def export_to_huggingface(
         )
         budget = split_export_budget(memory_budget, source, folder, options.file_format)
         names = sorted((rename or {}).items())
-    comm.agree(checkpoint_dir=str(source), target=str(folder), rename=names)
+    comm.agree(checkpoint_dir=str(source), target=str(folder), rename=names, skip_damaged=skip_damaged)
+
+    damaged: tuple[str, ...] = ()
 
     def attempt() -> ExportPlan:
+        nonlocal damaged
         operation = Operation("export", folder, comm, get_plugin_manager())
         with operation.collective_span(), ExitStack() as stack:
             with operation.local_phase("opening the checkpoint"):
@@ -184,6 +202,9 @@ def export_to_huggingface(
                 )
                 if rename:
                     checkpoint = rename_stored(checkpoint, rename, list_names(checkpoint))
+                if skip_damaged:
+                    damaged = comm.main_runs("looking for damage", lambda: tuple(hide_damaged(checkpoint).damaged))
+                    checkpoint = replace(checkpoint, damaged=damaged)
                 record = checkpoint.context.reader.manifest.record
                 save_id = "" if record is None else record.self_digest  # another library's checkpoint has none
             with operation.local_phase("planning the export"):
@@ -209,4 +230,6 @@ def export_to_huggingface(
         for file, some in plan.files
         for tensor in some
     )
-    return Exported(tuple(files), plan.total_size, plan.unmatched, plan.left_out, plan.cast, plan.kept, tuple(tensors))
+    return Exported(
+        tuple(files), plan.total_size, plan.unmatched, plan.left_out, plan.cast, plan.kept, tuple(tensors), damaged
+    )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.errors import CorruptCheckpointError, NotACheckpointError, listed
+from shardckpt.engine import is_damage
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, NotACheckpointError, listed
 from shardckpt.huggingface.header import FileTensor, parse_head
 from shardckpt.huggingface.names import (
     ADAPTER,
@@ -90,6 +92,8 @@ class Folder:
     stamp: tuple[int, int, int] | None = None
     origin: dict[str, str] = field(default_factory=dict)
     adapter: dict[str, Any] | None = None
+    #: Names of the tensors that are missing, or cut, in a folder of which the rest is read.
+    lost: frozenset[str] = frozenset()
 
     @property
     def library(self) -> str:
@@ -98,12 +102,13 @@ class Folder:
         return ours if self.adapter is None else f"{ours or 'PEFT'} (a PEFT adapter)"
 
 
-def read_folder(folder: Path) -> Folder:
+def read_folder(folder: Path, *, skip_damaged: bool = False) -> Folder:
     """Read the headers of ``model.safetensors``, or of the files that ``model.safetensors.index.json`` names.
 
     Args:
         folder: The folder, local or on a store. It may be a snapshot in the Hugging Face cache, or a folder in one:
             links into the cache's ``blobs`` are followed, other links are not.
+        skip_damaged: Whether tensors that are missing or cut are listed as ``lost``, and no error.
 
     Returns:
         The content of the folder.
@@ -114,22 +119,24 @@ def read_folder(folder: Path) -> Folder:
         CheckpointReplacedError: an export has replaced the folder while it was read.
     """
     with detect_replacement(folder):
-        found = _read_folder(folder)
+        found = _read_folder(folder, set() if skip_damaged else None)
     # an exchange may have happened between two files: an absent config.json, say, may belong to the other folder
     if was_replaced(folder):
         raise replaced_error(folder, "some files may have been read from the new one")
     return found
 
 
-def read_file_as_folder(folder: Path, file: str) -> Folder:
+def read_file_as_folder(folder: Path, file: str, *, skip_damaged: bool = False) -> Folder:
     """Read the header of one safetensors file, of any name, as if it were all that its folder has.
 
     Raises:
-        CorruptCheckpointError: the file is damaged or cut short.
+        CorruptCheckpointError: the file is damaged or cut short; with ``skip_damaged``, in its header.
     """
-    header, origin = read_head(folder / file)
+    lost: set[str] | None = set() if skip_damaged else None
+    header, origin = read_head(folder / file, lost)
     tensors = _locate_tensors({file: header}, {}, folder)
-    return Folder("", {file: file}, tensors, {}, _read_stamp(folder, [file]), origin)
+    stamp = _read_stamp(folder, [file])
+    return Folder("", {file: file}, tensors, {}, stamp, origin, lost=frozenset(lost or ()))
 
 
 def check_same_folder(folder: Path, found: Folder) -> None:
@@ -154,11 +161,17 @@ def _read_stamp(folder: Path, files: Sequence[str]) -> tuple[int, int, int] | No
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _read_folder(folder: Path) -> Folder:
+def _read_folder(folder: Path, lost: set[str] | None) -> Folder:
+    """Read it; where ``lost`` is a set, the names of tensors that are missing or cut are added to it."""
     weight_map, origin = read_index(folder)
     files = sorted(set(weight_map.values())) or [find_only_file(folder)]
+    if lost is None:
+        heads = {file: read_head(resolve_link(folder, file)) for file in files}
+    else:
+        heads = _read_sound_heads(folder, files, weight_map, lost)
+        weight_map = {name: file for name, file in weight_map.items() if name not in lost}
+        files = [*heads]
     real = {file: resolve_link(folder, file) for file in files}
-    heads = {file: read_head(path) for file, path in real.items()}
     directory = _link_directory(folder, real)
     names = {file: str(path.relative_to(directory)) if directory else path.name for file, path in real.items()}
     config = resolve_link(folder, CONFIG)
@@ -170,7 +183,26 @@ def _read_folder(folder: Path) -> Folder:
         _read_stamp(folder, files),
         origin if weight_map else heads[files[0]][1],
         _read_adapter(folder) if files == [ADAPTER_WEIGHTS] else None,
+        frozenset(lost or ()),
     )
+
+
+def _read_sound_heads(
+    folder: Path, files: Sequence[str], weight_map: Mapping[str, str], lost: set[str]
+) -> dict[str, tuple[dict[str, FileTensor], dict[str, str]]]:
+    """Return the heads of the files that have one; raise the error of one that is damaged if none is sound."""
+    heads, damage = {}, None
+    for file in files:
+        try:
+            heads[file] = read_head(resolve_link(folder, file), lost)
+        except CheckpointingException as exc:  # noqa: PERF203 - files are few
+            if not is_damage(exc):
+                raise
+            damage = exc
+    lost.update(name for name, file in weight_map.items() if file not in heads or name not in heads[file][0])
+    if damage is not None and not heads:
+        raise damage
+    return heads
 
 
 def _read_adapter(folder: Path) -> dict[str, Any]:
@@ -256,8 +288,12 @@ def _find_origin(metadata: object) -> dict[str, str]:
     return {k.removeprefix(ORIGIN): v for k, v in texts if k.startswith(ORIGIN) and isinstance(v, str)}
 
 
-def read_head(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
+def read_head(path: Path, lost: set[str] | None = None) -> tuple[dict[str, FileTensor], dict[str, str]]:
     """Return the tensors of a file by name, and what its metadata says of its source.
+
+    Args:
+        path: The file.
+        lost: If given, names of tensors whose bytes are cut off are added to it, and are no error.
 
     Raises:
         CorruptCheckpointError: Its header or its length is wrong.
@@ -268,7 +304,11 @@ def read_head(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
         file.read_into(memoryview(first), 0)
         text = bytearray(header_length(bytes(first), size, str(path)))
         file.read_into(memoryview(text), LENGTH_BYTES)
-    tensors, metadata = parse_head(bytes(text), size, str(path))
+    tensors, metadata = parse_head(bytes(text), size if lost is None else sys.maxsize, str(path))
+    if lost is not None:
+        cut = {name for name, tensor in tensors.items() if max(tensor.start, tensor.stop or 0) > size}
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in cut}
+        lost.update(cut)
     return tensors, _find_origin(metadata)
 
 

@@ -26,7 +26,7 @@ from shardckpt.huggingface.models import find_mapping
 from shardckpt.manifest import Manifest
 from shardckpt.mapping import ShardedObject
 from shardckpt.parallel import share_reading, split_budget
-from shardckpt.plugins import get_plugin_manager, read_manifest
+from shardckpt.plugins import check_policy, get_plugin_manager, read_manifest
 from shardckpt.storage import CheckpointReader, open_directory, real_path, retry_if_replaced
 from shardckpt.strategy import LoadContext
 from shardckpt.validation import StrictHandling
@@ -92,6 +92,7 @@ def load_from_huggingface(
 
     Raises:
         NotACheckpointError: ``folder`` is not a Hugging Face folder of safetensors.
+        RefusedByPolicyError: ``SHARDCKPT_ACCEPT`` leaves ``huggingface`` out.
         CheckpointReplacedError: exports replaced the folder in every attempt.
         KeyMismatchError: a requested tensor is not in the folder.
         ShapeMismatchError: a tensor has another shape in the folder.
@@ -125,6 +126,9 @@ def load_from_huggingface(
                 if strict:
                     _refuse_objects(wanted, path)
                 strategy = HuggingFaceLoadStrategy(found, names, prefix, wanted)
+                # without digests: the folder stores none
+                manifest = Manifest(backend=strategy.backend, version=strategy.version)
+                check_policy(path, manifest)
                 missing = strategy.missing()
                 if isinstance(names, AdapterNames):
                     keys = [shard.key.removeprefix(prefix) for shard in wanted]
@@ -134,8 +138,6 @@ def load_from_huggingface(
                         f"{path} lacks {listed([*map(repr, missing)])}, which the requested tensors need; "
                         f"huggingface_index(folder) lists what it has. {_advise(missing, mapping, found)}"
                     )
-            # without digests: the folder stores none
-            manifest = Manifest(backend=strategy.backend, version=strategy.version)
             at = Path(found.directory) if found.directory else place
             with CheckpointReader(at, manifest, memory_budget=reading) as reader:
                 checkpoint = OpenCheckpoint(strategy, LoadContext(reader, comm), operation)

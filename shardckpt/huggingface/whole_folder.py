@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,12 +30,15 @@ if TYPE_CHECKING:
     from shardckpt.plugins import KeyMapEntry
 
 
-def read_all_of_folder(place: Path, file: str = "") -> tuple[HuggingFaceLoadStrategy, Path]:
+def read_all_of_folder(
+    place: Path, file: str = "", *, skip_damaged: bool = False
+) -> tuple[HuggingFaceLoadStrategy, Path]:
     """Return a strategy that reads every tensor of a folder under its own name, in its own dtype.
 
     Args:
         place: The folder.
         file: The only file to read, of any name; by default those of the folder's model.
+        skip_damaged: Whether tensors that are missing or cut are left out, and no error.
 
     Returns:
         The strategy, and the directory that has the files.
@@ -43,14 +47,18 @@ def read_all_of_folder(place: Path, file: str = "") -> tuple[HuggingFaceLoadStra
         NotACheckpointError: ``place`` is not a Hugging Face folder of safetensors.
         CorruptCheckpointError: A file is missing or damaged, or has a dtype that this torch lacks.
     """
-    found = read_file_as_folder(place, file) if file else read_folder(place)
+    found = (
+        read_file_as_folder(place, file, skip_damaged=skip_damaged)
+        if file
+        else read_folder(place, skip_damaged=skip_damaged)
+    )
     wanted = [_describe(name, found) for name in found.tensors]
     strategy = HuggingFaceLoadStrategy(found, Identity(), "", wanted)
     return strategy, Path(found.directory) if found.directory else place
 
 
 def name_for_trainer(
-    strategy: HuggingFaceLoadStrategy, mapping: RuleMapping, dtype: torch.dtype | None
+    strategy: HuggingFaceLoadStrategy, mapping: RuleMapping, dtype: torch.dtype | None, damaged: Collection[str] = ()
 ) -> HuggingFaceLoadStrategy:
     """Return a strategy that reads the same folder under a trainer's names, in a trainer's shapes.
 
@@ -60,6 +68,7 @@ def name_for_trainer(
         strategy: Reads every tensor under its own name.
         mapping: Maps the trainer's names to those of the folder.
         dtype: The dtype in which weights of 8 bits with scales are read.
+        damaged: Names of tensors that are not read.
 
     Raises:
         CheckpointingException: There are such weights, and no dtype.
@@ -67,6 +76,7 @@ def name_for_trainer(
         ShardingError: Tensors that are one for the trainer have several dtypes.
     """
     folder = strategy.folder
+    folder = replace(folder, tensors={n: found for n, found in folder.tensors.items() if n not in damaged})
     scaled = {name for name in folder.tensors if name + SCALE_ENDING in folder.tensors}
     if scaled and dtype is None:
         raise CheckpointingException(

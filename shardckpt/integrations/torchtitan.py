@@ -84,6 +84,7 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         allow_dtype_cast: bool = False
         dequantize: bool = False
         resize: tuple[str, ...] = ()
+        accept: tuple[str, ...] | None = None
         on_unused: Literal["warn", "error", "ignore"] = "warn"
         show_progress: bool = False
 

@@ -98,6 +98,7 @@ class ConversionReport:
             for under these keys.
         unmatched: Keys of tensors that match no rule of the mapping, and have kept their names.
         assets: Paths of the files that were copied beside the weights, into a Hugging Face folder.
+        damaged: Names of tensors and objects of the source that could not be read, and so were not written.
     """
 
     old: tuple[str, int]
@@ -112,6 +113,7 @@ class ConversionReport:
     plain_objects: int = 0
     unmatched: tuple[str, ...] = ()
     assets: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
 
 
 class _Written(NamedTuple):
@@ -155,6 +157,8 @@ class Conversion:
     trainer: RuleMapping | None
     #: Whether ``source`` is one of several.
     is_merge: bool
+    #: Whether what cannot be read is left out.
+    skip_damaged: bool
     #: The journal of what is written, once it is known what that is.
     journals: list[Journal] = field(default_factory=list)
 
@@ -181,12 +185,17 @@ class Conversion:
                 rename=self.rename,
                 trainer=self.trainer,
                 dtype=self.options.casts.dtype,
+                skip_damaged=self.skip_damaged,
             )
             with self.opener(self.source, self.plugins, how) as opened:
                 self._check(opened)
                 if self.saver is not None:
                     operation.set_strategy(self.saver)
-                stored = SummedCheckpoint(opened.strategy, opened.context, opened.operation, before, names=opened.names)
+                stored = SummedCheckpoint(
+                    *(opened.strategy, opened.context, opened.operation, before),
+                    names=opened.names,
+                    damaged=opened.damaged,
+                )
                 index = stored.index()
                 # what is read, and read again from where it is written: the operation's writer would count it once more
                 reads = Operation("convert", self.target, Comm(alone=True), self.plugins)
@@ -212,6 +221,7 @@ class Conversion:
                 plain_objects=len(written.plain_objects),
                 unmatched=tuple(written.unmatched),
                 assets=tuple(map(str, self.options.assets)),
+                damaged=tuple(stored.damaged),
             )
 
     def _make_journal(self, stored: SummedCheckpoint, written: object) -> Journal | None:
@@ -222,7 +232,7 @@ class Conversion:
         if not source:
             return None
         saver = None if self.saver is None else (self.saver.backend, self.saver.version, self._box_bytes())
-        names = sorted(self.rename.items()), options.prefix
+        names = sorted(self.rename.items()), options.prefix, sorted(stored.damaged)
         identity = _make_identity(source, self.kind, saver, names, options.casts, sorted(options.leave_out), written)
         self.journals.append(Journal(identity, stored.sums.take_log))
         return self.journals[-1]
@@ -259,7 +269,7 @@ class Conversion:
         # another library's checkpoint of the same name may be of another dialect, and gets digests
         own = self.saver.backend, self.saver.version
         manifest = reader.manifest
-        if self.rename or self.is_merge:
+        if self.rename or self.is_merge or opened.damaged:
             return  # no copy
         if (manifest.backend, manifest.version) != own or manifest.record is None or self._is_changed:
             return
@@ -271,8 +281,7 @@ class Conversion:
         raise CheckpointingException(
             f"{self.source} is a {own[0]!r} checkpoint of version {own[1]} already{stock}: copy its directory, or name "
             "another backend or version; to and from URLs convert copies. All its files are there; if `shardckpt "
-            f"verify {self.source}` finds it damaged, --leave-out NAME, of each tensor that cannot be read, or "
-            "--prefix, of those that can, writes the rest"
+            f"verify {self.source}` finds it damaged, --skip-damaged writes what can be read"
         )
 
     def _write(self, operation: Operation, proof: StagedProof) -> _Written:
@@ -326,7 +335,7 @@ class Conversion:
         leave_out = self.options.leave_out
         objects = [shard for shard in objects if not is_below(plain_name(shard), leave_out)]
         common = {key: value for key, value in stored.common().items() if key not in leave_out}
-        if self._is_changed or stored.names:
+        if self._is_changed or stored.names or stored.damaged:
             common = forget_structure(common)
         if self.saver is not None and self.saver.stores_plain_objects:
             if isinstance(stored.strategy, ReadsPlainObjects):
@@ -358,7 +367,7 @@ class Conversion:
         stored = proof.stored
         reader = stored.context.reader
         scales = {}
-        if not self._is_changed:  # else the tensor of the scales may have another name
+        if not (self._is_changed or stored.damaged):  # else the tensor of the scales may have another name
             scales = {s.key: s.block_scales for s in stored.index() if isinstance(s, ShardedTensor)}
         most = self._box_bytes()
         shards: list[ShardedBase] = [

@@ -74,6 +74,7 @@ def convert_checkpoint(
     max_shard_size: int | str = "5GB",
     allow_globals: tuple[Any, ...] = (),
     rename: Mapping[str, str] | None = None,
+    skip_damaged: bool = False,
 ) -> ConversionReport:
     """Write what is at ``old`` in another format at ``new``, completely or not at all. Not collective.
 
@@ -121,6 +122,8 @@ def convert_checkpoint(
         allow_globals: Classes and functions that pickled objects may name, besides those that every load accepts.
         rename: What keys of ``old`` and paths of its common state begin with, and what they are read as, before all
             else: ``{"optim": "optimizer", "app.model": "model"}``.
+        skip_damaged: Whether tensors and objects that are missing or damaged are not written, and named in the report;
+            else they are an error. All of ``old`` is read once more for it. Its index must be sound.
 
     Returns:
         What was written, with the proof.
@@ -166,6 +169,7 @@ def convert_checkpoint(
         max_shard_size=max_shard_size,
         allow_globals=allow_globals,
         rename=rename,
+        skip_damaged=skip_damaged,
     )
 
 
@@ -182,6 +186,7 @@ def run_conversion(
     buffers: tuple[int | None, int | None] = (None, None),
     rename: Mapping[str, str] | None = None,
     others: Sequence[str | os.PathLike[str]] = (),
+    skip_damaged: bool = False,
     **written: Any,
 ) -> ConversionReport:
     """Convert what ``opener`` opens for the location of ``old``; the arguments are :func:`convert_checkpoint`'s.
@@ -241,6 +246,7 @@ def run_conversion(
             rename=dict(rename or {}),
             trainer=trainer,
             is_merge=bool(others),
+            skip_damaged=skip_damaged,
         ).run()
 
     try:

@@ -87,6 +87,7 @@ def merge_checkpoints(
     max_shard_size: int | str = "5GB",
     allow_globals: tuple[Any, ...] = (),
     rename: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None = None,
+    skip_damaged: bool = False,
 ) -> MergeReport:
     """Write the weighted average, or the spherical interpolation, of checkpoints: completely or not at all.
 
@@ -136,6 +137,7 @@ def merge_checkpoints(
         max_shard_size: As for :func:`convert_checkpoint`.
         allow_globals: As for :func:`convert_checkpoint`.
         rename: As for :func:`convert_checkpoint`, of every source; or a list with one, or None, for each source.
+        skip_damaged: As for :func:`convert_checkpoint`, of every source; see ``missing`` for what others have.
 
     Returns:
         What was written, with the proof.
@@ -177,6 +179,7 @@ def merge_checkpoints(
     left_out: list[str] = []
     steps: list[str] = []
     identities: list[str] = []
+    damaged: list[str] = []
 
     @contextmanager
     def open_merge(_: Path, plugins: PluginManager, how: Reading) -> Iterator[OpenCheckpoint]:
@@ -187,6 +190,7 @@ def merge_checkpoints(
             each = [how._replace(kept_bytes=kept_bytes, rename=names) for names in renames]
             opened = [stack.enter_context(open_source(*one)) for one in zip(found, repeat(plugins), each)]
             identities[:] = map(identify_source, found, opened)
+            damaged[:] = [f"{place}: {key}" for place, one in zip(places, opened, strict=True) for key in one.damaged]
             merged, strategy = merge_opened(opened, places, rules)
             yield merged
             left_out[:] = strategy.left_out
@@ -195,7 +199,7 @@ def merge_checkpoints(
     def identify(_: OpenCheckpoint) -> str:
         facts = [getattr(rules, name) for name in MergeRules.__dataclass_fields__ if name != "leave_out"]
         names = [sorted((each or {}).items()) for each in renames]
-        return repr(("merge", identities, facts, sorted(rules.leave_out), names)) if all(identities) else ""
+        return repr(("merge", identities, facts, sorted(rules.leave_out), names, damaged)) if all(identities) else ""
 
     conversion = run_conversion(
         sources[base],
@@ -216,6 +220,7 @@ def merge_checkpoints(
         allow_globals=allow_globals,
         identify=identify,
         others=[source for number, source in enumerate(sources) if number != rules.base],
+        skip_damaged=skip_damaged,
     )
     if steps:
         logger.warning(
@@ -229,7 +234,7 @@ def merge_checkpoints(
         tuple(places),
         tuple(weight / divisor for weight in chosen),
         rules.base,
-        replace(conversion, left_out=tuple(everything)),
+        replace(conversion, left_out=tuple(everything), damaged=tuple(damaged)),
     )
 
 

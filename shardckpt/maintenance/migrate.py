@@ -17,7 +17,7 @@ from shardckpt.engine import (
 from shardckpt.errors import CannotLoadError, CheckpointingException, PluginError, VersionTooOldError, listed
 from shardckpt.maintenance.sources import open_staged
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt.plugins import StrategyAction, choose_reader, get_plugin_manager, hold_checkpoint
+from shardckpt.plugins import StrategyAction, check_policy, choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import CheckpointReader, read_fingerprints, retry_if_replaced
 from shardckpt.strategy import LoadContext
 
@@ -100,6 +100,7 @@ def _migrate(
     with operation.collective_span():
         refuse_overlap([source], target, in_place=True)
         place, manifest = hold_checkpoint(source, plugins)
+        check_policy(source, manifest)
         choices = plugins.registry.migrations(manifest.backend, manifest.version)
         chosen = next((m for m in choices if to in (None, m.to_version)), None)
         if chosen is None and is_same_place(source, target) and _is_newest(manifest, to, plugins):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardckpt.deepspeed import DeepSpeedLoadStrategy, find_files
@@ -12,10 +13,12 @@ from shardckpt.engine import (
     Operation,
     Progress,
     StoredCheckpoint,
+    hide_damaged,
     lend_checkpoint,
     list_keys,
     list_names,
     locate,
+    rename_key,
     rename_stored,
 )
 from shardckpt.errors import (
@@ -43,7 +46,7 @@ from shardckpt.huggingface import (
 )
 from shardckpt.maintenance.foreign import describe_file, describe_folder
 from shardckpt.manifest import Manifest
-from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
+from shardckpt.plugins import find_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import CheckpointReader, has_local_files, is_read_again, open_directory, wrap_os_errors
 from shardckpt.strategy import ChecksFiles, LoadContext, find_error
 
@@ -83,6 +86,7 @@ class Reading(NamedTuple):
         check: As for :func:`shardckpt.engine.open_checkpoint`.
         unmarked: As for :func:`~shardckpt.plugins.hold_checkpoint`.
         rename: What its keys and the paths of its common state begin with, and what is read in its place.
+        skip_damaged: Whether tensors and objects that cannot be read are left out, and no error; all are read first.
         trainer: Maps a trainer's names to the Hub's: a Hugging Face folder is read by the trainer's.
         dtype: As for :func:`shardckpt.huggingface.name_for_trainer`.
     """
@@ -93,6 +97,7 @@ class Reading(NamedTuple):
     check: bool = True
     unmarked: bool = False
     rename: Mapping[str, str] | None = None
+    skip_damaged: bool = False
     trainer: RuleMapping | None = None
     dtype: torch.dtype | None = None
 
@@ -117,15 +122,27 @@ def open_source(location: Path, plugins: PluginManager, how: Reading = _AS_IT_IS
 
     Raises:
         NotACheckpointError: It is something else, which the error names.
+        RefusedByPolicyError: ``SHARDCKPT_ACCEPT`` leaves its format out.
         KeyMismatchError: It has nothing of a name that is to be renamed, or two things would have one name.
         CheckpointingException: It cannot be read.
     """
-    with _open(location, *_recognise(location, plugins, unmarked=how.unmarked), plugins, how) as opened:
-        named = opened
-        if how.trainer is not None and isinstance(opened.strategy, HuggingFaceLoadStrategy):
-            strategy = name_for_trainer(opened.strategy, how.trainer, how.dtype)
-            named = OpenCheckpoint(strategy, opened.context, opened.operation)
-        yield _rename(named, how.rename) if how.rename else named
+    place, manifest, strategy = _recognise(location, plugins, unmarked=how.unmarked, skip_damaged=how.skip_damaged)
+    check_policy(location, manifest)
+    with _open(location, place, manifest, strategy, plugins, how) as opened:
+        yield _hide_and_rename(opened, how)
+
+
+def _hide_and_rename(opened: OpenCheckpoint, how: Reading) -> OpenCheckpoint:
+    """Return what is opened without what is damaged, and under the names that it is to be read by."""
+    names = how.rename or {}
+    if not isinstance(opened.strategy, HuggingFaceLoadStrategy) or how.trainer is None:
+        lost = opened.strategy.folder.lost if isinstance(opened.strategy, HuggingFaceLoadStrategy) else ()
+        named = _rename(opened, names) if names else opened
+        return hide_damaged(named, [rename_key(name, names) for name in lost]) if how.skip_damaged else named
+    damaged = hide_damaged(opened, opened.strategy.folder.lost).damaged if how.skip_damaged else ()
+    strategy = name_for_trainer(opened.strategy, how.trainer, how.dtype, damaged)
+    named = OpenCheckpoint(strategy, opened.context, opened.operation)
+    return replace(_rename(named, names) if names else named, damaged=damaged)
 
 
 def _rename(opened: OpenCheckpoint, rename: Mapping[str, str]) -> OpenCheckpoint:
@@ -145,7 +162,9 @@ def _rename(opened: OpenCheckpoint, rename: Mapping[str, str]) -> OpenCheckpoint
 
 def read_hub_config(location: Path, plugins: PluginManager) -> dict[str, Any] | None:
     """Return the ``config.json`` of a Hugging Face folder, empty without one; None for something else."""
-    with open_source(location, plugins, Reading(check=False)) as opened:
+    # what is damaged is an error where it is read, or none
+    found = _recognise(location, plugins, skip_damaged=True)
+    with _open(location, *found, plugins, Reading(check=False, skip_damaged=True)) as opened:
         return opened.strategy.folder.config if isinstance(opened.strategy, HuggingFaceLoadStrategy) else None
 
 
@@ -184,7 +203,9 @@ def _open(
     with CheckpointReader(
         place, manifest, verify=True, kept_bytes=how.kept_bytes, memory_budget=how.memory_budget, crcs="parts"
     ) as reader:
-        if is_read_again() and manifest.record is not None:  # as when a checkpoint is opened for a load
+        if (
+            is_read_again() and manifest.record is not None and not how.skip_damaged
+        ):  # as when a checkpoint is opened for a load
             reader.open_files([file.name for file in manifest.record.files])
         yield OpenCheckpoint(strategy, LoadContext(reader, comm, how.allow_globals), operation)
         if how.check:
@@ -329,25 +350,30 @@ def _sum_sizes(strategy: ChecksFiles, reader: CheckpointReader) -> int:
 
 
 def _recognise(
-    location: Path, plugins: PluginManager, *, is_staged: bool = False, unmarked: bool = False
+    location: Path,
+    plugins: PluginManager,
+    *,
+    is_staged: bool = False,
+    unmarked: bool = False,
+    skip_damaged: bool = False,
 ) -> tuple[Path, Manifest, LoadStrategy]:
     """Return the directory of the files, the manifest and the strategy that reads them."""
     if location.is_file():
         place = open_directory(location.parent)
-        strategy: LoadStrategy = _recognise_file(location, place)
+        strategy: LoadStrategy = _recognise_file(location, place, skip_damaged=skip_damaged)
         return place, Manifest(backend=strategy.backend, version=strategy.version), strategy
     try:
         place, manifest = hold_checkpoint(location, plugins, moved=is_staged, unmarked=unmarked)
     except (NotACheckpointError, IncompleteCheckpointError) as exc:
-        found = _open_folder(location, exc)
+        found = _open_folder(location, exc, skip_damaged=skip_damaged)
         if found is None:
             raise
         strategy, place = found
         return place, Manifest(backend=strategy.backend, version=strategy.version), strategy
-    return place, manifest, choose_reader(location, manifest, plugins)
+    return place, manifest, find_reader(location, manifest, plugins)
 
 
-def _recognise_file(path: Path, place: Path) -> LoadStrategy:
+def _recognise_file(path: Path, place: Path, *, skip_damaged: bool) -> LoadStrategy:
     with wrap_os_errors("open", path), path.open("rb") as file:
         first = file.read(_LENGTH + 1)
     is_torch = is_torch_file(path)
@@ -362,17 +388,19 @@ def _recognise_file(path: Path, place: Path) -> LoadStrategy:
             raise
         is_safetensors = False
     if is_safetensors:
-        return read_all_of_folder(place, path.name)[0]
+        return read_all_of_folder(place, path.name, skip_damaged=skip_damaged)[0]
     raise NotACheckpointError(f"{path} is {describe_file(path)}")
 
 
-def _open_folder(location: Path, error: CheckpointingException) -> tuple[LoadStrategy, Path] | None:
+def _open_folder(
+    location: Path, error: CheckpointingException, *, skip_damaged: bool
+) -> tuple[LoadStrategy, Path] | None:
     """Return what reads another library's folder; None if the error of the checkpoint's readers says what is wrong."""
     place = open_directory(location)
     if not place.is_dir():
         return None
     try:
-        return read_all_of_folder(place)
+        return read_all_of_folder(place, skip_damaged=skip_damaged)
     except NotACheckpointError:
         names = {entry.name for entry in place.iterdir()}
         found = find_files(place, names)

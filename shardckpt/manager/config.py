@@ -22,7 +22,7 @@ from pydantic import (
 
 from shardckpt import settings
 from shardckpt.distributed import replace_text
-from shardckpt.engine import expand_home, find_saver
+from shardckpt.engine import expand_home, find_local, find_saver
 from shardckpt.errors import CheckpointingException, ConfigurationError, ask_nearest, name_known, show_given
 from shardckpt.huggingface import (
     LEAST_EXPORTING,
@@ -38,13 +38,14 @@ from shardckpt.manager.retention import (
     KeepBest,
     KeepEvery,
     KeepLatest,
+    MetricName,
     RetentionPolicy,
 )
 from shardckpt.manager.save_policies import SAVING, SavePolicy
 from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import parse_step
 from shardckpt.manager.steps import MODEL_PREFIX
-from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins import check_served, get_plugin_manager, parse_keys
 from shardckpt.storage import LEAST_READING, mask_password, parse_memory_budget, show_budget, show_mib
 from shardckpt.strategy import StoresHubFolders
 
@@ -232,6 +233,9 @@ class CheckpointConfig(BaseModel):
         resize: Patterns of the keys of tensors that may have another shape than is stored, such as
             ``("*embed_tokens.weight*",)`` for a vocabulary that has grown; see
             :func:`shardckpt.dist_checkpointing.load`.
+        accept: The strategies whose checkpoints may be loaded, ``initial_load_path`` included: ``"safetensors"``,
+            ``("safetensors", "ep@1")``, ``"huggingface"``; None for all. A checkpoint of another is an error,
+            and so is one that ``SHARDCKPT_ACCEPT`` leaves out. See ``shardckpt/plugins/README.md``.
         on_unused: What a load does about stored tensors and objects of the states that it sets, or of states that the
             manager does not have, which nothing asks for: ``"warn"`` once, ``"error"``, or ``"ignore"``. States that
             are excluded, and all but the model where that alone is loaded, do not count.
@@ -289,7 +293,7 @@ class CheckpointConfig(BaseModel):
     keep_latest_k: _Count = 10
     keep_every_n_steps: _Count = 0
     keep_best_k: _Count = 0
-    best_metric: str = ""
+    best_metric: MetricName = ""
     best_mode: Literal["min", "max"] = "min"
     # Any, as of `save_when`: a type checker takes the items of a list of policies and functions for objects.
     retention: Annotated[Sequence[Any], RETENTION] = ()
@@ -329,6 +333,7 @@ class CheckpointConfig(BaseModel):
     memory_budget: int | str | None = None
     allow_dtype_cast: bool = False
     resize: tuple[str, ...] = ()
+    accept: tuple[str, ...] | None = None
     on_unused: Literal["warn", "error", "ignore"] = "warn"
     show_progress: bool = False
     save_on_sigterm: bool = False
@@ -351,6 +356,17 @@ class CheckpointConfig(BaseModel):
     @classmethod
     def _as_names(cls, names: Any) -> Any:
         return (names,) if isinstance(names, str) else names
+
+    @field_validator("accept", mode="before")
+    @classmethod
+    def _as_keys(cls, given: Any) -> Any:
+        if given is None:
+            return None
+        try:
+            keys = parse_keys(given)
+        except CheckpointingException as exc:
+            raise ValueError(str(exc)) from exc
+        return tuple(backend if version is None else f"{backend}@{version}" for backend, version in keys)
 
     @field_validator("save_on_signals", mode="before")
     @classmethod
@@ -489,15 +505,10 @@ class CheckpointConfig(BaseModel):
         Raises:
             CheckpointingException: there is none, or its checkpoints cannot be Hugging Face folders.
         """
-        saver = find_saver(self.strategy, get_plugin_manager())
-        if not self.steps_in_hf:
-            return saver
-        if not isinstance(saver, StoresHubFolders):
-            raise CheckpointingException(
-                f"steps_in_hf: {type(saver).__name__}, the strategy {self.strategy!r}, does not store Hugging Face "
-                "folders: choose strategy='safetensors', or last_save_in_hf, which exports the last step"
-            )
-        return saver.store_hub_folders(prefix, self.hf_mapping, self.hf_assets_path)
+        saver = _find_step_saver(self.strategy, in_hf=self.steps_in_hf)
+        if self.steps_in_hf and isinstance(saver, StoresHubFolders):
+            return saver.store_hub_folders(prefix, self.hf_mapping, self.hf_assets_path)
+        return saver
 
     def describe(self) -> dict[str, Any]:
         """Return the options as a checkpoint stores them: JSON values, URLs without their passwords."""
@@ -553,6 +564,21 @@ class CheckpointConfig(BaseModel):
         return self
 
 
+def _find_step_saver(strategy: Any, *, in_hf: bool) -> SaveStrategy:
+    """Return the strategy that a setting names.
+
+    Raises:
+        CheckpointingException: there is none, or its checkpoints cannot be Hugging Face folders, and ``in_hf`` says so.
+    """
+    saver = find_saver(strategy, get_plugin_manager())
+    if in_hf and not isinstance(saver, StoresHubFolders):
+        raise CheckpointingException(
+            f"steps_in_hf: {type(saver).__name__}, the strategy {strategy!r}, does not store Hugging Face "
+            "folders: choose strategy='safetensors', or last_save_in_hf, which exports the last step"
+        )
+    return saver
+
+
 def parse_config(given: Any) -> CheckpointConfig:
     """Return what a manager is given as its configuration: that, or its settings by name.
 
@@ -573,8 +599,8 @@ def parse_config(given: Any) -> CheckpointConfig:
 def find_faults(given: Any) -> list[str]:
     """Return what is wrong in settings of a file, each fault with what is expected; empty if nothing is.
 
-    Strategy and key mapping must be installed here. Folders are not looked at: a training may run elsewhere. Nothing
-    that the settings name is run: a mapping's Python file must be there.
+    Strategy, key mapping and what serves URLs must be installed here. Folders are not looked at: a training may run
+    elsewhere. Nothing that the settings name is run: a mapping's Python file must be there.
     """
     if not isinstance(given, Mapping):
         return [f"{show_given(given)} is no table of settings by name"]
@@ -583,16 +609,26 @@ def find_faults(given: Any) -> list[str]:
     if wrong:  # then nothing has looked at contradictions; one that names a wrong setting may be gone with it
         others, _ = _find_wrong_values(right)
         faults += [text for text in others if wrong.isdisjoint(re.findall(r"\w+", text))]
+    in_hf = right.get("steps_in_hf") is True and not right.get("load_only")
     for name, find in (
         ("hf_mapping", lambda given: (given and find_code(given)) or find_mapping(given)),
-        ("strategy", lambda given: find_saver(given, get_plugin_manager())),
+        ("strategy", lambda given: _find_step_saver(given, in_hf=in_hf)),
+        ("folder", _check_place),
+        ("initial_load_path", _check_place),
+        ("hf_assets_path", _check_place),
     ):
         try:
             if name not in wrong:
                 find(right.get(name, CheckpointConfig.model_fields[name].default))
-        except CheckpointingException as exc:  # noqa: PERF203 - there are two
+        except CheckpointingException as exc:  # noqa: PERF203 - there are few
             faults.append(f"{name}: {exc}")
     return faults
+
+
+def _check_place(place: str | os.PathLike[str] | None) -> None:
+    """Check that a plugin may serve a URL; it is not opened."""
+    if place is not None and "://" in str(place) and find_local(str(place)) is None:
+        check_served(str(place), get_plugin_manager())
 
 
 def _find_wrong_values(given: Mapping[str, Any]) -> tuple[list[str], set[str]]:

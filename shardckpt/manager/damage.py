@@ -12,6 +12,7 @@ from shardckpt.errors import (
     BrokenPluginError,
     CheckpointingException,
     CorruptCheckpointError,
+    RefusedByPolicyError,
     StorageError,
     UnknownBackendError,
     VersionTooNewError,
@@ -99,7 +100,13 @@ def _explain_mendable(directory: Path, plugins: PluginManager) -> str:
         strategy = choose_reader(directory, manifest, plugins) if manifest.record is None else None
         with CheckpointReader(place, manifest, verify=False) as reader:
             incomplete = {file.name for file in find_incomplete_files(strategy, reader)}
-    except (UnknownBackendError, VersionTooNewError, VersionTooOldError, BrokenPluginError) as exc:
+    except (
+        UnknownBackendError,
+        VersionTooNewError,
+        VersionTooOldError,
+        BrokenPluginError,
+        RefusedByPolicyError,
+    ) as exc:
         return f"nothing installed can say what is left of it: {str(exc).splitlines()[0]}"
     except CheckpointingException as exc:  # the index may be lost or damaged, too, or the store may not answer
         is_answer = not isinstance(exc, StorageError) or is_damage(exc)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardckpt.distributed import Comm, replace_text
 from shardckpt.engine import locate
 from shardckpt.errors import IncompleteCheckpointError, NotACheckpointError
-from shardckpt.huggingface import load_from_huggingface
+from shardckpt.huggingface import HuggingFaceLoadStrategy, load_from_huggingface
 from shardckpt.manager.exclusion import leave_out
+from shardckpt.manager.reader import ACCEPT_OF
 from shardckpt.manager.states import MODEL
 from shardckpt.manager.steps import MODEL_PREFIX
-from shardckpt.plugins import get_plugin_manager
+from shardckpt.manifest import Manifest
+from shardckpt.plugins import check_policy, get_plugin_manager
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,6 +44,8 @@ def load_initial(
     if config.initial_load_in_hf:
         comm = Comm(process_group)
         with comm.local_phase("describing the model"):
+            hub = Manifest(backend=HuggingFaceLoadStrategy.backend, version=HuggingFaceLoadStrategy.version)
+            check_policy(Path(path), hub, config.accept, ACCEPT_OF)
             requested, is_partial = leave_out(states.describe([MODEL], comm)[MODEL], config.exclude_from_last_save)
         loaded = load_from_huggingface(
             requested,

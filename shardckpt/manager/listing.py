@@ -34,7 +34,6 @@ from shardckpt.manager.marks import find_mark, find_mark_of
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
 from shardckpt.manager.steps import StepFolder
 from shardckpt.manager.summaries import (
-    CANNOT_READ,
     CheckpointSummary,
     add_mark,
     add_record,
@@ -290,8 +289,9 @@ def _summarize_file(path: Path) -> CheckpointSummary:
     if isinstance(error, UnsafePickleError) and error.refused and not error.runs_code:
         return replace(
             summary,
-            reason=f"{CANNOT_READ}: it names {listed(error.refused, limit=3)}, and the command imports no classes; "
-            f"`shardckpt convert {path} NEW --leave-out NAME`, of each entry that has some, writes the rest",
+            is_refused=True,
+            reason=f"cannot be read here: it names {listed(error.refused, limit=3)}, and the command imports no "
+            f"classes; `shardckpt convert {path} NEW --leave-out NAME`, of each entry that has some, writes the rest",
         )
     # A pickle that is no state dict, or that a load refuses, is no checkpoint to this package, and no fault of one.
     state: State = "damaged" if is_damage(error) else "other"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from shardckpt import settings
 from shardckpt.distributed import Comm
-from shardckpt.engine import making_room, pause_gc, report_busy, report_failure
+from shardckpt.engine import making_room, pause_gc, report_failure, report_phase
 from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, listed, parse_globals, refuse_copy, show_given
 from shardckpt.manager.casting import cast_shards
 from shardckpt.manager.config import AsyncMode, CheckpointConfig, parse_config
@@ -32,6 +32,7 @@ from shardckpt.manager.step_resolution import NEWEST, check_step, find_best, rea
 from shardckpt.manager.steps import MODEL_PREFIX, PER_RANK_KEY, PREFIX_KEY, StepFolder
 from shardckpt.manifest import Lineage
 from shardckpt.plugins import get_plugin_manager
+from shardckpt.storage import limit_attempts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -152,6 +153,7 @@ class CheckpointManager:
             allow_dtype_cast=config.allow_dtype_cast,
             rename=config.rename,
             resize=config.resize,
+            accept=config.accept,
         )
 
     def is_due(self, step: int) -> bool:
@@ -214,13 +216,14 @@ class CheckpointManager:
             return False
         if self._writer.busy and self.config.on_busy == "skip" and not forced:
             logger.warning("step %d is skipped: the checkpoint of step %s is still being written", step, self._last)
-            report_busy(self._folder.path(step), self._rank)
+            with report_phase("save", "skipping the step", self._folder.path(step), self._rank):
+                pass
             return False
         self._advance(self._writer, blocking=True)
         in_background = self.config.async_mode is not AsyncMode.DISABLED and not last_step
         try:
             # most of what is made until the tensors are copied is gone then: the collector would visit it before
-            with pause_gc() if in_background else nullcontext():
+            with pause_gc() if in_background else nullcontext(), limit_attempts() if in_background else nullcontext():
                 self._save(self._writer, step, metrics, last_step=last_step)
         finally:
             self._states.release()  # the tensors are copied, or written
@@ -532,6 +535,8 @@ class CheckpointManager:
                 "saved_at": time.time(),
                 "config": config.describe(),
             }
+        looking = "looking at the folder"
+        with comm.local_phase(looking), report_phase("save", looking, self._place, self._rank):
             for part in self._parts:
                 part.before_save(step, numbers)
 

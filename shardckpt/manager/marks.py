@@ -138,6 +138,7 @@ def mark_checkpoint(
     checked: Literal["digests", "structure"],
     files: int,
     faults: Collection[str] = (),
+    dry_run: bool = False,
 ) -> Mark:
     """Write the verdict of a verification beside a checkpoint; it replaces an earlier one. Not collective.
 
@@ -148,6 +149,7 @@ def mark_checkpoint(
         checked: How the files were checked.
         files: How many were.
         faults: What is wrong.
+        dry_run: Whether to write nothing.
 
     Returns:
         The mark.
@@ -170,8 +172,9 @@ def mark_checkpoint(
         time=time.time(),
         writer=f"shardckpt {importlib.metadata.version('shardckpt')}",
     )
-    place, name = _find_place(checkpoint)
-    SmallFiles(place).put(name_mark(name), mark.model_dump_json().encode())
+    if not dry_run:
+        place, name = _find_place(checkpoint)
+        SmallFiles(place).put(name_mark(name), mark.model_dump_json().encode())
     return mark
 
 

@@ -11,6 +11,7 @@ from shardckpt.engine import format_bytes, measure_freed, show_progress
 from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface import export_to_huggingface
 from shardckpt.manager.garbage_collection import GarbageCollector, remove_steps
+from shardckpt.manager.other_jobs import OtherJobs
 from shardckpt.manager.part import ManagerPart
 from shardckpt.manager.preemption import Preemption
 from shardckpt.manager.replicas import Replica
@@ -62,6 +63,8 @@ def make_parts(
                 parts.append(LatestPointer(folder, config.latest_pointer))
             if config.links:
                 begin_links(folder)
+            if fault_tolerance is None:  # replicas share a folder
+                parts.append(OtherJobs(folder))
             parts.append(Retention(folder, config.retention_policies, links=config.links))
             if config.show_progress:
                 parts.append(SaveProgress())

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Where the manager is told what it may load, for errors.
+ACCEPT_OF = "CheckpointConfig.accept"
 _ADVICE_OF_EMPTY = ". To read a model whose keys have nothing before them: rename={'': 'model'}"
 
 
@@ -86,6 +88,7 @@ class StepReader:
         allow_dtype_cast: As for CheckpointConfig.
         rename: As for CheckpointConfig.
         resize: As for CheckpointConfig.
+        accept: As for CheckpointConfig.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class StepReader:
         allow_dtype_cast: bool = False,
         rename: Mapping[str, str] | None = None,
         resize: Sequence[str] = (),
+        accept: Sequence[str] | None = None,
     ) -> None:
         self._renames = rename or {}
         self._resize = tuple(resize)
@@ -116,7 +120,7 @@ class StepReader:
         self._allow_cast = allow_dtype_cast
         self._group = process_group
         self._budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
-        self._options = LoadOptions(allow_globals=tuple(allow_globals), memory_budget=reading)
+        self._options = LoadOptions(None, accept, tuple(allow_globals), reading, accept_of=ACCEPT_OF)
         self._excluded = frozenset(excluded)
         self._left_out = frozenset(left_out)
         self._fully_parallel = fully_parallel

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, GetPydanticSchema
+from pydantic import AfterValidator, ConfigDict, Field, GetPydanticSchema
 from pydantic.dataclasses import dataclass
 
 from shardckpt.errors import CheckpointingException, name_known
@@ -44,6 +44,18 @@ RetentionPolicy = Callable[[StepMetrics], Iterable[int]]
 _Count = Annotated[int, Field(ge=1)]
 _Steps = tuple[Annotated[int, Field(ge=0)], ...]
 _STRICT = ConfigDict(extra="forbid")
+
+
+def _refuse_mode(metric: str) -> str:
+    """Refuse the form of command lines and of other libraries, as ``loss:min``: no metric has that name."""
+    name, _, mode = metric.rpartition(":")
+    if mode in ("min", "max"):
+        raise ValueError(f"the name alone is {name!r}; whether less is better is best_mode={mode!r}, KeepBest's mode")
+    return metric
+
+
+#: The name of a metric in a setting.
+MetricName = Annotated[str, AfterValidator(_refuse_mode)]
 
 
 @explain_faults
@@ -133,7 +145,7 @@ class KeepBest:
         mode: Whether the smallest (``min``) or the largest (``max``) value is the best.
     """
 
-    metric: Annotated[str, Field(min_length=1)]
+    metric: Annotated[MetricName, Field(min_length=1)]
     count: _Count = 1
     mode: Literal["min", "max"] = "min"
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from shardckpt.manager.garbage_collection import Choice, Judge, Removals
+    from shardckpt.manager.marks import Mark
     from shardckpt.manager.retention import RetentionPolicy, StepMetrics
     from shardckpt.manager.steps import StepCheckpoint
 
@@ -68,6 +69,7 @@ def prune_steps(
     damaged: bool = False,
     older_than: float | None = None,
     failed: Collection[str] = (),
+    unwritten: Mapping[str, Mark] | None = None,
     dry_run: bool = False,
 ) -> list[StepResult]:
     """Remove the checkpoints of steps that no policy keeps, and damaged ones. Not collective: one process calls.
@@ -91,6 +93,7 @@ def prune_steps(
         older_than: Hours since the last write to such a step from which it is removed; by default 1.
         failed: Names of directories that were verified just now, and are damaged, of other libraries: such have no
             mark. No policy counts them, and they go only with ``damaged``.
+        unwritten: Marks by the names of directories that were verified just now, and were not to be marked.
         dry_run: Remove nothing; report what would be removed.
 
     Returns:
@@ -102,6 +105,8 @@ def prune_steps(
         StorageError: the folder cannot be listed.
     """
     folders = StepFolder(folder, get_plugin_manager()).list_namings(names)
+    for one in folders:
+        one.unwritten = unwritten or {}
     found = [(steps, each) for steps in folders if (each := {n: steps.inspect_step(n) for n in steps.steps()})]
     if not found:
         return []
@@ -219,7 +224,7 @@ def _explain_kept(
         said = str(fault).splitlines()[0] if fault else "it is a link"
         return f"damaged: {said}; --damaged removes such steps" if found.is_damaged else said
     if not policies:
-        return "it can be loaded"
+        return str(found.mark or "it has all its files, by their sizes")
     needed = find_needed_steps(counted)
     reasons = [needed[step]] if step in needed else []
     reasons += ["it is protected"] if step in protected else []

@@ -39,7 +39,7 @@ from shardckpt.storage import (
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     from shardckpt.manager.marks import Mark
@@ -168,6 +168,8 @@ class StepFolder:
         self._known: dict[int, StepCheckpoint] = {}
         #: Steps that proved damaged when they were read, though their files have the right sizes.
         self.damaged: set[int] = set()
+        #: Marks by the names of directories that a dry run has not written, and that count as if it had.
+        self.unwritten: Mapping[str, Mark] = {}
 
     @property
     def holds(self) -> Holds:
@@ -278,7 +280,9 @@ class StepFolder:
             return StepCheckpoint(step, manifest, refusal=_without_frames(exc))
         name = self.names.name(step)
         has_mark = marks is None or name_mark(name) in marks
-        mark = find_mark(self.find(MARKS_NAME), name, found.record) if has_mark else None
+        mark = self.unwritten.get(name)
+        if mark is None and has_mark:
+            mark = find_mark(self.find(MARKS_NAME), name, found.record)
         changed_at = _find_time(directory)
         return StepCheckpoint(step, manifest, changed_at=changed_at, mark=mark, has_lost_record=has_lost_record)
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 #: What a directory is, see :class:`CheckpointSummary`.
 State = Literal["whole", "damaged", "unreadable", "incomplete", "other"]
-#: What the reason begins with for a file that may be a checkpoint, and names classes that nobody has allowed.
-CANNOT_READ = "cannot be read here"
 #: What files are called that are beside checkpoints: pointers, texts and TensorBoard's.
 _LATEST = ("latest", "best")
 _TEXTS = (".txt", ".log", ".out", ".err", ".yaml", ".yml", ".toml", ".csv", ".jsonl", ".md", ".sh", ".py")
@@ -68,6 +66,7 @@ class CheckpointSummary:
             names none.
         links: The links ``latest`` and ``best`` of the folder that lead to it.
         inside: If it is none itself: how many checkpoints there are in its folders, as the names of files say.
+        is_refused: Whether it is a file that may be a checkpoint, and names classes that nobody has allowed.
     """
 
     path: str
@@ -88,16 +87,12 @@ class CheckpointSummary:
     ranking: tuple[str, str] | None = None
     links: tuple[str, ...] = ()
     inside: int = 0
+    is_refused: bool = False
 
     @property
     def is_checkpoint(self) -> bool:
         """Whether a checkpoint is there, or was to be."""
         return self.state != "other"
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether it is a file that may be a checkpoint, and names classes that nobody has allowed."""
-        return self.reason.startswith(CANNOT_READ)
 
 
 def list_plain(

@@ -10,6 +10,7 @@ from shardckpt.plugins.key_mapping import KnowsKeys as KnowsKeys
 from shardckpt.plugins.key_mapping import Padding as Padding
 from shardckpt.plugins.key_mapping import UsesConfig as UsesConfig
 from shardckpt.plugins.key_mapping import get_key_map_entries as get_key_map_entries
+from shardckpt.plugins.legacy_megatron import describe_legacy_megatron as describe_legacy_megatron
 from shardckpt.plugins.manager import PluginManager as PluginManager
 from shardckpt.plugins.manager import get_plugin_manager as get_plugin_manager
 from shardckpt.plugins.manager import list_unknown_disabled as list_unknown_disabled
@@ -25,14 +26,18 @@ from shardckpt.plugins.outline import is_object_key as is_object_key
 from shardckpt.plugins.outline import read_outline as read_outline
 from shardckpt.plugins.registry import StrategyRegistry as StrategyRegistry
 from shardckpt.plugins.registry import parse_key as parse_key
+from shardckpt.plugins.registry import parse_keys as parse_keys
+from shardckpt.plugins.resolver import CALLER as CALLER
 from shardckpt.plugins.resolver import Accept as Accept
+from shardckpt.plugins.resolver import check_policy as check_policy
 from shardckpt.plugins.resolver import choose_reader as choose_reader
-from shardckpt.plugins.resolver import describe_legacy_megatron as describe_legacy_megatron
+from shardckpt.plugins.resolver import find_reader as find_reader
 from shardckpt.plugins.resolver import hold_checkpoint as hold_checkpoint
 from shardckpt.plugins.resolver import hold_same as hold_same
 from shardckpt.plugins.resolver import parse_file as parse_file
 from shardckpt.plugins.resolver import read_manifest as read_manifest
 from shardckpt.plugins.stores import ABSENT as ABSENT
+from shardckpt.plugins.stores import check_served as check_served
 from shardckpt.plugins.stores import find_options as find_options
 from shardckpt.plugins.stores import name_stored_siblings as name_stored_siblings
 from shardckpt.plugins.stores import open_below as open_below

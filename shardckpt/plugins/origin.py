@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.plugins.entries import USER
-from shardckpt.strategy import LoadStrategy, SaveStrategy
 
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
@@ -113,6 +112,8 @@ def _describe_plugins(module: str, plugins: PluginManager) -> str:
 
 def _unwrap(code: Any) -> list[type[Any]]:
     """Return the classes of a strategy and of those that it wraps, the innermost last."""
+    from shardckpt.strategy import LoadStrategy, SaveStrategy  # here: a listing of plugins must not import them
+
     kinds = []
     while code is not None:
         kinds.append(type(code))

@@ -6,11 +6,11 @@ import copy
 import functools
 import logging
 import os
-import re
 import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from shardckpt import settings
 from shardckpt.commit import (
     is_temporary,
     is_under_way,
@@ -40,6 +40,7 @@ from shardckpt.errors import (
 )
 from shardckpt.manifest import HUB_FILES, MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
 from shardckpt.plugins.entries import StrategyAction, get_strategy_key
+from shardckpt.plugins.legacy_megatron import describe_legacy_megatron
 from shardckpt.plugins.origin import describe_origin, name_origin
 from shardckpt.plugins.registry import parse_key, parse_keys
 from shardckpt.plugins.stores import ABSENT, open_below
@@ -78,9 +79,6 @@ _OF_HUB = (
 _RETIRED = {
     "tensorstore": "Megatron-Core 0.15, the last that reads it, saves it in its newer format",
 }
-#: The folders of ranks in Megatron's legacy format, and the file in each.
-_LEGACY_RANK = re.compile(r"mp_rank_\d+(_\d+)*")
-_LEGACY_FILE = "model_optim_rng.pt"
 #: Where the header of a safetensors file begins, behind its length.
 _HEADER_AT = 8
 
@@ -93,6 +91,8 @@ _records = ParseCache[Record]()
 
 #: What a caller accepts: a backend, "backend@version" or (backend, version), or several of these.
 Accept = str | tuple[str, int] | Collection[str | tuple[str, int]]
+#: Where that is given, for errors, by default.
+CALLER = "the caller's accept="
 
 
 def read_manifest(directory: Path, plugins: PluginManager, *, moved: bool = False) -> Manifest:
@@ -267,7 +267,12 @@ def _parse_marker(directory: Path) -> Marker:
 
 
 def choose_reader(
-    directory: Path, manifest: Manifest, plugins: PluginManager, wanted: Any = None, accept: Accept | None = None
+    directory: Path,
+    manifest: Manifest,
+    plugins: PluginManager,
+    wanted: Any = None,
+    accept: Accept | None = None,
+    accept_of: str = CALLER,
 ) -> LoadStrategy:
     """Return the strategy that reads a checkpoint; this is the version gate.
 
@@ -276,7 +281,8 @@ def choose_reader(
         manifest: Its manifest.
         plugins: The plugin manager.
         wanted: The strategy that the caller asks for: an instance, a backend, or (backend, version); None: any.
-        accept: What the caller accepts; None: everything.
+        accept: As for :func:`check_policy`.
+        accept_of: As for :func:`check_policy`.
 
     Returns:
         The caller's instance, or a strategy of the newest registered version that can read the checkpoint.
@@ -284,7 +290,12 @@ def choose_reader(
     Raises:
         CannotLoadError: none reads it; a subclass for each case, with every candidate's reason.
     """
-    _check_policy(directory, manifest, accept)
+    check_policy(directory, manifest, accept, accept_of)
+    return find_reader(directory, manifest, plugins, wanted)
+
+
+def find_reader(directory: Path, manifest: Manifest, plugins: PluginManager, wanted: Any = None) -> LoadStrategy:
+    """Return what :func:`choose_reader` returns, whatever may be read: for what this process has written itself."""
     if isinstance(wanted, LoadStrategy):
         get_strategy_key(wanted)
         reason = wanted.cannot_load(_rename_manifest(directory, wanted, manifest, plugins))
@@ -412,26 +423,6 @@ def _unrecognised_error(directory: Path, names: Collection[str]) -> CannotLoadEr
     )
 
 
-def describe_legacy_megatron(directory: Path, names: Collection[str]) -> str:
-    """Return that a folder is a legacy checkpoint of Megatron, and what reads it; ``""`` if it is none.
-
-    Args:
-        directory: The folder.
-        names: The names of what is in it.
-    """
-    ranks = sorted(filter(_LEGACY_RANK.fullmatch, names))
-    if not ranks:
-        return ""
-    call = f"`shardckpt convert {directory / ranks[0] / _LEGACY_FILE} NEW`"
-    advice = f"{call} writes a checkpoint of it, which loads"
-    if len(ranks) > 1:
-        advice = (
-            "nothing here joins the shards of ranks: load it with Megatron, and save it in a distributed format; "
-            f"{call} writes what one rank has"
-        )
-    return f"a legacy checkpoint of Megatron (--ckpt-format torch) of {format_many(len(ranks), 'rank')}: {advice}"
-
-
 def _list_checkpoints(directory: Path) -> list[str]:
     """Return the names of the directories in one of this machine that have a marker; none that may not be looked at."""
     with wrap_os_errors("list", directory), os.scandir(real_path(directory)) as entries:
@@ -480,17 +471,29 @@ def _has_tensors(path: Path) -> bool:
     return first.startswith((b"PK\x03\x04", b"\x80")) or first[_HEADER_AT:] == b"{"
 
 
-def _check_policy(directory: Path, manifest: Manifest, accept: Accept | None) -> None:
-    if accept is None:
-        return
-    accepted = parse_keys(accept)
-    if any(backend == manifest.backend and version in (None, manifest.version) for backend, version in accepted):
-        return
-    allowed = ", ".join(repr(backend if version is None else f"{backend}@{version}") for backend, version in accepted)
-    near = next((f": {near}" for backend, _ in accepted if (near := ask_nearest(backend, {manifest.backend}))), "")
-    raise RefusedByPolicyError(
-        f"{_describe(directory, manifest)}; the caller's accept= allows {allowed or 'nothing'}{near.rstrip()}"
-    )
+def check_policy(directory: Path, manifest: Manifest, accept: Accept | None = None, accept_of: str = CALLER) -> None:
+    """Check that a checkpoint may be read: that both the caller and the job's ``SHARDCKPT_ACCEPT`` accept its format.
+
+    Args:
+        directory: The checkpoint, for errors.
+        manifest: Its manifest.
+        accept: What the caller accepts; None: everything.
+        accept_of: Where ``accept`` was given, for errors.
+
+    Raises:
+        RefusedByPolicyError: one of them leaves it out.
+    """
+    for source, given in ((accept_of, accept), (settings.ACCEPT, settings.accept())):
+        accepted = [(manifest.backend, None)] if given is None else parse_keys(given)
+        if any(backend == manifest.backend and version in (None, manifest.version) for backend, version in accepted):
+            continue
+        allowed = ", ".join(
+            repr(backend if version is None else f"{backend}@{version}") for backend, version in accepted
+        )
+        near = next((f": {near}" for backend, _ in accepted if (near := ask_nearest(backend, {manifest.backend}))), "")
+        raise RefusedByPolicyError(
+            f"{_describe(directory, manifest)}; {source} allows {allowed or 'nothing'}{near.rstrip()}"
+        )
 
 
 def _refusal_error(

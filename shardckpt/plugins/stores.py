@@ -53,20 +53,14 @@ def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
 
         origin = bracket_origin(exc, plugins)
         raise StorageError(f"cannot open {mask_password(url)}: {type(exc).__name__}: {exc}{origin}") from exc
-    names = ", ".join(sorted(impl.plugin_name for impl in hook.get_hookimpls())) or "none"
     if folder is None:
-        raise StorageError(
-            f"cannot open {mask_password(url)}: no installed plugin serves {url.partition('://')[0]}:// (plugins that "
-            f"serve URLs: {names}). `pip install 'shardckpt[obstore]'` for s3://, gs:// and az://, or "
-            "`pip install 'shardckpt[fsspec]'` and what fsspec needs for the protocol (gcsfs for gs://), or "
-            f"`pip install 'shardckpt[msc]'` for msc://{plugins.faults_text()}"
-        )
+        raise _unserved_error(url, plugins)
     lacks = [name for name in _METHODS if not callable(getattr(folder, name, None))]
     if lacks or not isinstance(getattr(folder, "url", None), str):
         raise PluginError(
             f"cannot open {mask_password(url)}: the hook shardckpt_filesystem of a plugin returned {folder!r:.100}, "
             f"which is no shardckpt.storage.RemoteFolder: it lacks {', '.join(lacks) or 'url'}. Let it return such an "
-            f"object, or None for a URL that it does not serve (plugins that serve URLs: {names})"
+            f"object, or None for a URL that it does not serve (plugins that serve URLs: {_name_servers(plugins)})"
         )
     return folder
 
@@ -78,6 +72,32 @@ def open_below(place: Path, name: str, plugins: PluginManager) -> Path:
     if (remote := on_store(place)) is None:
         return place / name
     return RemotePath(open_folder(f"{remote.url}/{name}", plugins))
+
+
+def check_served(url: str, plugins: PluginManager) -> None:
+    """Check that a plugin may serve a URL, without opening it: of those that have ``serves(scheme)``, that says so.
+
+    Raises:
+        StorageError: none does.
+    """
+    scheme = url.partition("://")[0].lower()
+    found = [getattr(impl.plugin, "serves", None) for impl in plugins.hook.shardckpt_filesystem.get_hookimpls()]
+    if not any(serves is None or serves(scheme) for serves in found):
+        raise _unserved_error(url, plugins)
+
+
+def _unserved_error(url: str, plugins: PluginManager) -> StorageError:
+    return StorageError(
+        f"cannot open {mask_password(url)}: no installed plugin serves {url.partition('://')[0]}:// (plugins that "
+        f"serve URLs: {_name_servers(plugins)}). `pip install 'shardckpt[obstore]'` for s3://, gs:// and az://, or "
+        "`pip install 'shardckpt[fsspec]'` and what fsspec needs for the protocol (gcsfs for gs://), or "
+        f"`pip install 'shardckpt[msc]'` for msc://{plugins.faults_text()}"
+    )
+
+
+def _name_servers(plugins: PluginManager) -> str:
+    found = plugins.hook.shardckpt_filesystem.get_hookimpls()
+    return ", ".join(sorted(impl.plugin_name for impl in found)) or "none"
 
 
 def find_options(url: str) -> dict[str, str]:

@@ -87,6 +87,7 @@ from shardckpt.storage.remote import ListsFolders as ListsFolders
 from shardckpt.storage.remote import RemoteFolder as RemoteFolder
 from shardckpt.storage.remote import RemotePath as RemotePath
 from shardckpt.storage.remote import attempt as attempt
+from shardckpt.storage.remote import limit_attempts as limit_attempts
 from shardckpt.storage.remote import list_objects as list_objects
 from shardckpt.storage.remote import quiet_attempts as quiet_attempts
 from shardckpt.storage.resumable import ResumableWriter as ResumableWriter

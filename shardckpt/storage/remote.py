@@ -43,6 +43,8 @@ _T = TypeVar("_T")
 
 #: The level at which an attempt that is repeated is logged.
 _level = ContextVar("shardckpt_level_of_attempts", default=logging.WARNING)
+#: The seconds that are left for attempts that fail, and for the pauses behind them; None: any.
+_patience: ContextVar[list[float] | None] = ContextVar("shardckpt_patience", default=None)
 
 #: Errors that another attempt would meet again.
 _PERMANENT = (
@@ -463,8 +465,23 @@ def quiet_attempts() -> Iterator[None]:
         _level.reset(token)
 
 
+@contextmanager
+def limit_attempts() -> Iterator[None]:
+    """Give up what fails in calls of this thread in the block after ``SHARDCKPT_REMOTE_TIMEOUT`` seconds in all.
+
+    For calls that a training waits for: one that a store does not answer takes that long at each attempt.
+    """
+    token = _patience.set([settings.remote_timeout()])
+    try:
+        yield
+    finally:
+        _patience.reset(token)
+
+
 def attempt(action: str, path: Path, call: Callable[[], _T]) -> _T:
     """Call a store, and repeat the call after errors that may pass, ``SHARDCKPT_REMOTE_ATTEMPTS`` times in all.
+
+    In a block of :func:`limit_attempts` less often, once that has no time left.
 
     Args:
         action: What the call does, for errors: "upload".
@@ -478,8 +495,10 @@ def attempt(action: str, path: Path, call: Callable[[], _T]) -> _T:
         StorageError: every attempt failed, or another attempt cannot help; names the path and the last error.
     """
     attempts = settings.remote_attempts()
+    patience = _patience.get()
     number = 1
     while True:
+        started = time.monotonic()
         try:
             return call()
         except CheckpointingException:
@@ -489,11 +508,16 @@ def attempt(action: str, path: Path, call: Callable[[], _T]) -> _T:
             why = _explain(exc, problem)
             # what the store says goes before the class: s3fs has PermissionError for a session that has ended, too
             is_permanent = isinstance(exc, _PERMANENT) if problem is None else problem.is_permanent
-            if is_permanent or number >= attempts:
+            delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (number - 1))
+            if patience is not None:
+                patience[0] -= time.monotonic() - started + delay
+            is_late = patience is not None and patience[0] < 0
+            if is_permanent or is_late or number >= attempts:
                 times = "" if number == 1 else f" in {number} attempts"
+                if is_late and not is_permanent:
+                    times += f", while the training waits, {settings.REMOTE_TIMEOUT}={settings.remote_timeout()} s"
                 raise StorageError(f"cannot {action} {path}{times}: {why}") from exc
             logger.log(_level.get(), "cannot %s %s, attempt %d of %d: %s", action, path, number, attempts, why)
-        delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (number - 1))
         time.sleep(delay * random.uniform(0.5, 1))  # noqa: S311 - so that a thousand ranks do not come back at once
         number += 1
 

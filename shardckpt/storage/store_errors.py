@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardckpt.errors import list_causes
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -144,7 +146,7 @@ def find_problem(error: BaseException) -> StoreProblem | None:
     Args:
         error: What the client raised. The errors that it came from are looked at, too.
     """
-    errors = list(_list_causes(error))
+    errors = list(list_causes(error, with_context=True))
     codes = {code for exc in errors for code in _list_codes(exc)}
     texts = [str(exc) for exc in errors]
     for problem in _PROBLEMS:
@@ -171,15 +173,6 @@ def mask_password(url: str) -> str:
 def _shorten_body(body: re.Match[str]) -> str:
     found = (pattern.search(body[0]) for pattern in (_CODE, _MESSAGE))
     return ": ".join(match[1].strip() for match in found if match) or "(an answer without a code)"
-
-
-def _list_causes(error: BaseException) -> Iterator[BaseException]:
-    seen = set[int]()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
 
 
 def _list_codes(error: BaseException) -> Iterator[str]:

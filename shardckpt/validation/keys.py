@@ -173,7 +173,7 @@ def name_keys(shards: Iterable[ShardedBase]) -> dict[str, str]:
 
 
 def use_bare_keys(shards: Iterable[ShardedBase], stored: Collection[str], prefix: str) -> bool:
-    """Change the keys of shards, in place, to those without a prefix, if the checkpoint has them so.
+    """Take a prefix off the keys of shards, in place, if the checkpoint has them without it.
 
     torchtitan stores the tensors of a model at the top level, without ``model.``, since 0.2, and so does
     ``dcp.save(model.state_dict())``. Of a transformer these may begin with ``model.`` themselves, beside ``lm_head``:
@@ -185,7 +185,7 @@ def use_bare_keys(shards: Iterable[ShardedBase], stored: Collection[str], prefix
         prefix: What the keys begin with: ``"model."``.
 
     Returns:
-        Whether there are such.
+        True if the keys were changed.
     """
     prefixed = [shard for shard in shards if shard.key.startswith(prefix)]
     bare = [shard.key.removeprefix(prefix) in stored for shard in prefixed]

@@ -40,7 +40,7 @@ def test_a_setting_by_another_librarys_name(capsys: pytest.CaptureFixture[str]) 
     assert main(["config", "timeout"]) == 2
     assert "init_process_group(timeout=" in capsys.readouterr().err
     assert main(["config", "max_to_kep"]) == 2
-    assert "there is no setting 'max_to_kep' (did you mean max_to_keep? settings: allow" in capsys.readouterr().err
+    assert "there is no setting 'max_to_kep' (did you mean max_to_keep? settings: accept, " in capsys.readouterr().err
 
 
 def test_every_variable_is_listed_with_its_value(
@@ -121,6 +121,19 @@ def test_names_and_contradictions_of_a_file_are_checked(tmp_path: Path, capsys: 
                 "create_seed_checkpoint": True,
             },
             ["did you mean safetensors?", "did you mean llama?", "keep_latest_k=-1", "load_only saves nothing"],
+        ),
+        ({"steps_in_hf": True}, ["strategy: steps_in_hf: "]),
+        (
+            {"folder": "ftp2://user:secret@host/run", "best_metric": "eval_loss:min", "accept": ["a@b"]},
+            [
+                "folder: cannot open ftp2://user:***@host/run: no installed plugin serves ftp2://",
+                "'eval_loss';",
+                "'a@b'",
+            ],
+        ),
+        (
+            {"retention": [{"policy": "KeepBest", "metric": "acc:max"}], "initial_load_path": "x2://y/z"},
+            ["name alone is 'acc'; whether less is better is best_mode='max'", "initial_load_path: cannot open x2://"],
         ),
         ({"strategy": 3, "best_metric": 1, "keep_best_k": 2}, ["strategy=3", "best_metric=1"]),
         (

@@ -161,12 +161,13 @@ def test_a_damaged_checkpoint_of_the_same_format_is_rescued(
     flip(tmp_path / "old" / "__0_0.distcp", 6 << 20)
     assert main(["convert", old, new]) == 2
     said = capsys.readouterr().err
-    assert f"if `shardckpt verify {old}` finds it damaged, --leave-out NAME" in said
+    assert f"if `shardckpt verify {old}` finds it damaged, --skip-damaged" in said
     assert main(["convert", old, new, "--leave-out", "c"]) == 2
     said = capsys.readouterr().err
     assert "tensor 'b'" in said
-    assert "--leave-out b writes the rest" in said
-    assert main(["convert", old, new, "--leave-out", "b"]) == 0
+    assert "--skip-damaged writes the rest" in said
+    assert main(["convert", old, new, "--skip-damaged"]) == 1
+    assert "damaged, and left out: 1 name: b" in capsys.readouterr().out
     (tmp_path / "new" / ".metadata").unlink()
     assert main(["convert", new, f"{new}er"]) == 0
     assert f"{new} is damaged: .metadata is missing: what is not in these is written anew" in caplog.text

@@ -7,6 +7,8 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
+import torch
+
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.cli.ls import _summarize
@@ -115,10 +117,10 @@ def test_columns_without_anything_are_left_out(tmp_path: Path, capsys: pytest.Ca
 
 
 @table("columns", [80, 120])
-def test_long_names_are_cut_on_a_terminal_only(
+def test_long_names_are_whole_on_a_terminal_too(
     columns: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There a line has the terminal's width, and both ends of a name; piped and as JSON, names are whole."""
+    """They are copied into other commands: there one that a line has no room for stands above its row."""
     name = f"run-{'x' * 90}-step-"
     for step in (1, 2):
         folders.save(tmp_path, step, name=f"{name}{{}}", loss=0.25)
@@ -127,8 +129,10 @@ def test_long_names_are_cut_on_a_terminal_only(
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     lines = _list(capsys, tmp_path)
-    assert [line.split()[0][-7:] for line in lines[2:4]] == ["-step-1", "-step-2"]
-    assert all(line.startswith("run-x") and "..." in line and len(line) <= columns for line in lines[2:4])
+    assert lines[2:6:2] == [f"{name}1", f"{name}2"]
+    assert all(
+        line.split()[0] == str(step) and len(line) <= columns for step, line in zip((1, 2), lines[3:6:2], strict=True)
+    )
     found = json.loads("\n".join(_list(capsys, tmp_path, "--json")))
     assert [each["name"] for each in found] == [f"{name}1", f"{name}2"]
 
@@ -148,3 +152,18 @@ def test_who_wrote_it_begins_no_line() -> None:
     """The name of a library comes from the checkpoint: line ends in it are escaped in the last lines, too."""
     found = CheckpointSummary("step-1", "/c/step-1", "whole", writer="evil\n2 checkpoints, 2 whole 1.0")
     assert "evil\\n2 checkpoints" in _summarize("c", [found])[0]
+
+
+def test_a_narrow_diff_has_how_many_elements_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 80 columns a row still says how many elements differ: it is what the table is read for."""
+    for name, value in (("a", 0.0), ("b", 1.25)):
+        torch.save(
+            {f"layers.{n}.attention.weight": torch.full((1, 1, 1, 1, 1000), value) for n in (1, 2)},
+            tmp_path / f"{name}.pt",
+        )
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]) == 1
+    assert capsys.readouterr().out.count("all 1,000") == 2

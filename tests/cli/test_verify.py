@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 from shardckpt import ShardedTensor, dist_checkpointing, hookimpl
 from shardckpt.cli import main
@@ -417,3 +418,13 @@ def test_one_checkpoint_stops_no_sweep(tmp_path: Path, capsys: pytest.CaptureFix
         assert "TypeError" not in said.err
         assert "UensorProperties" in said.err + said.out
         assert len(paths) == 1 or "1 intact" in said.out
+
+
+def test_json_says_what_intact_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint without digests is intact as far as its CRC-32 or structure goes, and the document says which."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
+    dist_checkpointing.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, tmp_path / "c")
+    assert main(["verify", *(str(tmp_path / name) for name in ("a.pt", "a.safetensors", "c", "none")), "--json"]) == 2
+    rows = {row["checkpoint"]: row["checked"] for row in json.loads(capsys.readouterr().out)}
+    assert [*rows.values()] == ["crc32", "structure", "digests", "nothing"]

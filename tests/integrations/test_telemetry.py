@@ -15,6 +15,7 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue
+from shardckpt.background import saving
 from shardckpt.background.saving import wait_for_dropped
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manager import CheckpointConfig, CheckpointManager
@@ -125,18 +126,6 @@ def test_opentelemetry_has_spans_of_operations_and_phases(tmp_path: Path) -> Non
     assert loaded.value == 4000
     tracers.shutdown()
     meters.shutdown()
-
-
-class _Holds:
-    """Lets a save go on writing until it is told to end."""
-
-    def __init__(self, may_end: threading.Event) -> None:
-        self._may_end = may_end
-
-    @hookimpl
-    def shardckpt_event(self, event: Event) -> None:
-        if (event.phase, event.state) == ("writing", "end"):
-            self._may_end.wait()
 
 
 class _Events:
@@ -373,7 +362,7 @@ def _fail_to_begin(path: Path, **settings: Any) -> None:
         ("save", lambda path, _: _fail_to_begin(path), "beginning to save checkpoints"),
         ("save", lambda path, _: _fail_to_begin(path, strategy="nothing"), "looking at the configuration"),
         ("load", lambda path, _: _fail_to_begin(path, hf_mapping="x", load_only=True), "looking at the configuration"),
-        ("save", lambda path, patch: _fail_to_list(path, patch, "save"), "describing the states"),
+        ("save", lambda path, patch: _fail_to_list(path, patch, "save"), "looking at the folder"),
         ("load", lambda path, patch: _fail_to_list(path, patch, "load"), "choosing the step"),
         ("save", lambda *_: dc.save({}, "nobody://serves/this"), "reading the arguments"),
         ("load", lambda *_: dc.load({}, "nobody://serves/this"), "reading the arguments"),
@@ -550,22 +539,22 @@ def _measure(registry: Any) -> None:
     _wait_for_measures()
 
 
-def test_prometheus_counts_skipped_saves(tmp_path: Path) -> None:
+def test_prometheus_counts_skipped_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that a busy manager leaves out counts, and is no operation that ended, nor one in flight."""
     prometheus_client = pytest.importorskip("prometheus_client")
     from shardckpt.integrations.prometheus import PrometheusListener
 
-    registry, written = prometheus_client.CollectorRegistry(), threading.Event()
+    registry, may_write, write = prometheus_client.CollectorRegistry(), threading.Event(), saving._write
+    monkeypatch.setattr(saving, "_write", lambda *args: may_write.wait() and write(*args))
     config = CheckpointConfig(folder=str(tmp_path), interval=1, async_mode="async", on_busy="skip")
     with (
         _registered(PrometheusListener(registry)),
-        _registered(_Holds(written)),
         CheckpointManager(config, {"model": torch.nn.Linear(2, 2)}) as manager,
     ):
         try:
             assert [manager.save(step) for step in (1, 2, 3)] == [True, False, False]
         finally:
-            written.set()
+            may_write.set()
     assert registry.get_sample_value("shardckpt_skipped_saves_total") == 2
     assert registry.get_sample_value("shardckpt_operation_seconds_count", {"operation": "save", "result": "end"}) == 1
     assert registry.get_sample_value("shardckpt_in_flight", {"operation": "save"}) == 0

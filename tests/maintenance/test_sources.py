@@ -9,7 +9,8 @@ import safetensors.torch
 import torch
 
 from shardckpt.cli import main
-from shardckpt.errors import CannotLoadError, CorruptCheckpointError, NotACheckpointError
+from shardckpt.errors import CannotLoadError, CorruptCheckpointError, NotACheckpointError, RefusedByPolicyError
+from shardckpt.huggingface import torch_save_to_dcp
 from shardckpt.maintenance import convert_checkpoint
 from tests.tables import table
 
@@ -135,3 +136,27 @@ def test_a_damaged_folder_is_not_taken_for_another_format(tmp_path: Path) -> Non
         convert_checkpoint(tmp_path / "step-5", tmp_path / "new", "safetensors")
     with pytest.raises(NotACheckpointError):
         convert_checkpoint(tmp_path / "none", tmp_path / "new", "safetensors")
+
+
+def test_the_job_says_what_may_be_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SHARDCKPT_ACCEPT holds for files of others, exports, merges and migrations; what is written is no source."""
+    source, file = tmp_path / "source", tmp_path / "model.pt"
+    torch.save({"w": torch.ones(2)}, file)
+    assert main(["convert", str(file), str(source), "--to", "torch_dist"]) == 0
+    monkeypatch.setenv("SHARDCKPT_ACCEPT", "huggingface")
+    new = str(tmp_path / "new")
+    for backend, verb in [
+        ("torch_save", ["convert", str(file), new, "--to", "safetensors"]),
+        ("torch_dist", ["export", str(source), new]),
+        ("torch_dist", ["merge", str(source), str(source), new]),
+        ("torch_dist", ["migrate", str(source), new]),
+    ]:
+        assert main(verb) == 2, verb
+        assert f"a '{backend}' checkpoint of version 1; SHARDCKPT_ACCEPT allows 'hugg" in capsys.readouterr().err, verb
+    with pytest.raises(RefusedByPolicyError, match=r"'torch_save' .* SHARDCKPT_ACCEPT"):
+        torch_save_to_dcp(file, new)
+    monkeypatch.setenv("SHARDCKPT_ACCEPT", "torch_dist")
+    assert main(["convert", str(source), new, "--to", "safetensors"]) == 0
+    assert "SHARDCKPT_ACCEPT" not in capsys.readouterr().err

@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 
 from shardckpt.cli import main
-from shardckpt.errors import CheckpointingException, KeyMismatchError, NotACheckpointError
+from shardckpt.errors import (
+    CheckpointingException,
+    ConfigurationError,
+    KeyMismatchError,
+    NotACheckpointError,
+    RefusedByPolicyError,
+)
 from shardckpt.manager import CheckpointConfig, CheckpointManager, garbage_collection
 from shardckpt.manager.garbage_collection import GarbageCollector
 from shardckpt.manager.reader import StepReader
@@ -273,3 +279,26 @@ def test_a_plugins_error_keeps_its_class(
     config = CheckpointConfig(folder=tmp_path, initial_load_path=tmp_path / "a")
     with CheckpointManager(config, {"train_state": _progress()}) as manager, pytest.raises(type(error), match=text):
         manager.load()
+
+
+def test_a_manager_loads_what_its_setting_accepts(tmp_path: Path) -> None:
+    """Steps, an initial checkpoint and a Hub folder of a format that ``accept`` leaves out are errors that name it."""
+    state = _progress()
+    with CheckpointManager(CheckpointConfig(folder=str(tmp_path / "a")), {"progress": state}) as manager:
+        _saved(manager, state, 1)
+    model = {"model": torch.nn.Linear(2, 2)}
+    for config in (
+        {"folder": tmp_path / "a"},
+        {"folder": tmp_path / "b", "initial_load_path": tmp_path / "a" / "step-1", "initial_load_model_only": False},
+        {"folder": tmp_path / "b", "initial_load_path": tmp_path, "initial_load_in_hf": True},
+    ):
+        states = model if "initial_load_in_hf" in config else {"progress": state}
+        with (
+            CheckpointManager({**config, "accept": ("safetensors", ("ep", 1))}, states) as manager,
+            pytest.raises(RefusedByPolicyError, match=r"; CheckpointConfig\.accept allows 'safetensors', 'ep@1'"),
+        ):
+            manager.load()
+    with CheckpointManager({"folder": tmp_path / "a", "accept": "torch_dist"}, {"progress": state}) as manager:
+        assert manager.load() == 1
+    with pytest.raises(ConfigurationError, match=r"accept: a strategy is named as 'backend'.*not 'a@b'"):
+        CheckpointConfig(accept="a@b")

@@ -77,7 +77,7 @@ def test_links_hold_no_step_and_are_moved_before_it_goes(tmp_path: Path) -> None
     """Retention removes what they led to, as if they were not there; a pin keeps the best step, and the link to it."""
     with _save(tmp_path, {1: 0.1, 2: 0.5, 3: 0.4}, keep_latest_k=2):
         assert _links(tmp_path) == {"latest": "step-3", "best": "step-3"}
-        assert folders.names_in(tmp_path) == {"step-2", "step-3", "latest", "best"}
+        assert folders.names_in(tmp_path) == {"step-2", "step-3", "latest", "best", folders.HOLDS}
     pin_step(tmp_path, 3, "paper")
     with _save(tmp_path, {4: 0.8, 5: 0.9}, keep_latest_k=1):
         assert _links(tmp_path) == {"latest": "step-5", "best": "step-3"}
@@ -115,7 +115,7 @@ def test_other_links_hold_their_steps(tmp_path: Path) -> None:
     with _save(tmp_path, {1: 0.5, 2: 0.4}):
         (tmp_path / "release").symlink_to("step-1")
     with _save(tmp_path, {3: 0.3, 4: 0.2}, keep_latest_k=1):
-        assert folders.names_in(tmp_path) == {"step-1", "step-4", "latest", "best", "release"}
+        assert folders.names_in(tmp_path) == {"step-1", "step-4", "latest", "best", "release", folders.HOLDS}
     with _save(tmp_path, {5: 0.1}, keep_latest_k=1, links=False):
         assert {"step-1", "step-4", "step-5"} <= folders.names_in(tmp_path)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from obstore.store import MemoryStore
 
+from shardckpt.errors import StorageError
 from shardckpt.integrations.obstore.folder import ObstoreFolder
 from shardckpt.manager import CheckpointConfig, CheckpointManager
+from shardckpt.storage import remote
 from tests.remote.obstore import serving
 
 if TYPE_CHECKING:
@@ -46,9 +49,9 @@ def _count(name: str, call: Any, found: Counter[str]) -> Any:
 
 
 @contextmanager
-def _managing(keep: int = 4) -> Iterator[CheckpointManager]:
+def _managing(keep: int = 4, **settings: Any) -> Iterator[CheckpointManager]:
     model = torch.nn.Linear(8, 8)
-    config = CheckpointConfig(folder=FOLDER, interval=1, keep_latest_k=keep, best_metric="loss")
+    config = CheckpointConfig(folder=FOLDER, interval=1, keep_latest_k=keep, best_metric="loss", **settings)
     with CheckpointManager(config, {"model": model}) as manager:
         yield manager
 
@@ -99,3 +102,32 @@ def test_what_has_changed_since_is_seen_before_it_counts(sent: Counter[str], sto
             other.save(3, metrics={"loss": 9.0})
         assert manager.best_step() == 1
     assert sent
+
+
+def test_a_store_that_is_down_keeps_a_training_for_its_timeout(
+    sent: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save in the background is given up once SHARDCKPT_REMOTE_TIMEOUT has passed, by the name of store and setting.
+
+    One in the foreground, for which the training waits in any case, is tried as often as ever.
+    """
+    now = 0.0
+
+    def fail(*_: Any) -> None:
+        nonlocal now
+        now += 25
+        sent["folders"] += 1
+        raise ConnectionError("down")
+
+    for mode, tries, words in (
+        ("async", 3, r"objects://bucket/run in 3 attempts, while the training waits, SHARDCKPT_REMOTE_TIMEOUT=60 s: "),
+        ("disabled", 5, r"objects://bucket/run in 5 attempts: "),
+    ):
+        with _managing(async_mode=mode) as manager, monkeypatch.context() as patch:
+            patch.setattr(ObstoreFolder, "folders", fail)
+            patch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: now, sleep=lambda _: None))
+            sent.clear()
+            with pytest.raises(StorageError, match=words) as caught:
+                manager.save(1)
+        assert sent["folders"] == tries
+        assert caught.value.phase == "looking at the folder"

@@ -559,6 +559,27 @@ def test_a_policy_reaches_the_front_door(tmp_path: Path) -> None:
     assert dc.load({}, path, accept=["torch_dist"]) == {}
 
 
+def test_the_job_says_what_may_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SHARDCKPT_ACCEPT refuses what it leaves out, by its name, whatever accept= says; what it names is loaded."""
+    path = _builtin(tmp_path / "checkpoint")
+    monkeypatch.setenv("SHARDCKPT_ACCEPT", "safetensors, torch_dist@2")
+    with pytest.raises(RefusedByPolicyError, match="; SHARDCKPT_ACCEPT allows 'safetensors', 'torch_dist@2'"):
+        dc.load({}, path, accept="torch_dist")
+    monkeypatch.setenv("SHARDCKPT_ACCEPT", "safetensors,torch_dist@1")
+    assert dc.load({}, path) == {}
+    with pytest.raises(RefusedByPolicyError, match="the caller's accept= allows 'ep'"):
+        dc.load({}, path, accept="ep")
+
+
+@table("text", ["", " , ", "torch_dist@one", "torch dist"])
+def test_a_wrong_list_of_what_may_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """An empty SHARDCKPT_ACCEPT, or one with what is no name, refuses all loads, and says what is expected."""
+    path = _builtin(tmp_path / "checkpoint")
+    monkeypatch.setenv("SHARDCKPT_ACCEPT", text)
+    with pytest.raises(CheckpointingException, match=r"SHARDCKPT_ACCEPT=.* expected names as in 'safetensors,ep@1"):
+        dc.load({}, path)
+
+
 @table("strategy", ["toy", ("toy", 1), _Load()])
 def test_a_strategy_that_fits_is_used(tmp_path: Path, strategy: Any) -> None:
     """sharded_strategy by name, by pair, or an instance, which serves the load itself."""

@@ -10,6 +10,16 @@ if TYPE_CHECKING:
     from shardckpt.storage import RemoteFolder
 
 
+def serves(scheme: str) -> bool:
+    """Return whether fsspec knows a protocol, each of ``outer::inner``, and has its package; nothing is opened."""
+    try:
+        from fsspec import get_filesystem_class  # type: ignore[import-untyped]
+
+        return all(get_filesystem_class(each) for each in scheme.split("::"))
+    except (ImportError, ValueError):
+        return False
+
+
 @hookimpl
 def shardckpt_filesystem(url: str, options: dict[str, str]) -> RemoteFolder | None:
     """Return the folder at a URL, or None if fsspec is not installed or does not know the protocol."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING
 
 from shardckpt.plugins import hookimpl
@@ -11,6 +12,11 @@ if TYPE_CHECKING:
 
 #: fsspec serves all other protocols, memory:// and http:// among them.
 _SCHEMES = frozenset({"s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss"})
+
+
+def serves(scheme: str) -> bool:
+    """Return whether URLs of a scheme are served here; nothing is opened."""
+    return scheme in _SCHEMES and importlib.util.find_spec("obstore") is not None
 
 
 @hookimpl(tryfirst=True)  # before fsspec, which spools

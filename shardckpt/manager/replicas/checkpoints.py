@@ -72,6 +72,7 @@ class ReplicaCheckpoints:
             memory_budget=config.memory_budget,
             on_unused=config.on_unused,
             resize=config.resize,
+            accept=config.accept,
         )
         self._skips = config.on_busy == "skip"
         self._last: int | None = None

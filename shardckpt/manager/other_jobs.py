@@ -1,0 +1,86 @@
+"""Tells two jobs that save to one folder of each other.
+
+A manager that has saved there writes a small file beside the leases, which says who it is, and writes it anew about
+once a minute of saving. One whose process is dead says nothing; of another host's, nobody knows that before it is
+written anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from shardckpt.commit import Owner, describe_process, make_hold
+from shardckpt.errors import StorageError, escape_text
+from shardckpt.manager.part import ManagerPart
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardckpt.commit import Hold
+    from shardckpt.manager.steps import StepFolder
+
+logger = logging.getLogger(__name__)
+
+#: Seconds after which the file of another host's job counts for nothing. A job may save that seldom.
+_SECONDS = 86400.0
+#: Seconds between two looks, and between two writes: a save every few seconds must not cost requests to a store.
+_PAUSE = 60.0
+
+
+class OtherJobs(ManagerPart):
+    """Warns once of each other job that saves to the folder; a part of the main rank alone."""
+
+    def __init__(self, folder: StepFolder) -> None:
+        self._folder = folder
+        self._name, _ = make_hold("folder", "job", describe_process(), _SECONDS)
+        self._looked_at = self._written_at = -_PAUSE
+        self._is_written = False
+        #: Until when the file of each other job counted when it was seen first.
+        self._seen: dict[str, float | None] = {}
+        self._warned: set[str] = set()
+
+    def before_save(self, step: int, metrics: Mapping[str, float | None]) -> None:  # noqa: ARG002 - every part has it
+        """Look for files of others; warn of those whose process is alive here, or that were written since."""
+        if time.monotonic() - self._looked_at < _PAUSE:
+            return
+        self._looked_at = time.monotonic()
+        for name, job in self._folder.holds.find_jobs().items():
+            first, owner = self._seen.setdefault(name, job.until), Owner.from_text(job.owner)
+            if not job.is_current:
+                self._drop(name)
+            elif owner != Owner.current() and name not in self._warned and (owner.is_alive() or job.until != first):
+                self._warn(name, job)
+
+    def after_commit(self, step: int) -> None:  # noqa: ARG002 - every part has it
+        """Say that this job saves there."""
+        if time.monotonic() - self._written_at < _PAUSE:
+            return
+        self._written_at = time.monotonic()
+        try:
+            self._folder.holds.put(self._name, make_hold("folder", "job", describe_process(), _SECONDS)[1])
+            self._is_written = True
+        except StorageError as exc:  # the step is saved
+            logger.warning("other jobs will not see that this one saves to %s: %s", self._folder, exc)
+
+    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - every part has it
+        """Remove the file."""
+        if self._is_written:
+            self._drop(self._name)
+
+    def _warn(self, name: str, job: Hold) -> None:
+        self._warned.add(name)
+        logger.warning(
+            "another job saves to %s, too: %s, last at %s. Each takes the other's steps for its own: it replaces, "
+            "loads and removes them. Give each job a folder of its own, or end one of them",
+            self._folder,
+            escape_text(job.holder),
+            time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime((job.until or _SECONDS) - _SECONDS)),
+        )
+
+    def _drop(self, name: str) -> None:
+        try:
+            self._folder.holds.drop(name)
+        except StorageError as exc:  # it counts for nothing, or soon: the next job removes it
+            logger.warning("cannot remove the file of a job in %s: %s", self._folder, exc)

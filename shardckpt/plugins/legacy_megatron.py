@@ -1,0 +1,36 @@
+"""Megatron's legacy checkpoints, which nothing here reads as a whole; a listing names them."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import format_many
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+#: The folders of ranks in Megatron's legacy format, and the file in each.
+_LEGACY_RANK = re.compile(r"mp_rank_\d+(_\d+)*")
+_LEGACY_FILE = "model_optim_rng.pt"
+
+
+def describe_legacy_megatron(directory: Path, names: Collection[str]) -> str:
+    """Return that a folder is a legacy checkpoint of Megatron, and what reads it; ``""`` if it is none.
+
+    Args:
+        directory: The folder.
+        names: The names of what is in it.
+    """
+    ranks = sorted(filter(_LEGACY_RANK.fullmatch, names))
+    if not ranks:
+        return ""
+    call = f"`shardckpt convert {directory / ranks[0] / _LEGACY_FILE} NEW`"
+    advice = f"{call} writes a checkpoint of it, which loads"
+    if len(ranks) > 1:
+        advice = (
+            "nothing here joins the shards of ranks: load it with Megatron, and save it in a distributed format; "
+            f"{call} writes what one rank has"
+        )
+    return f"a legacy checkpoint of Megatron (--ckpt-format torch) of {format_many(len(ranks), 'rank')}: {advice}"

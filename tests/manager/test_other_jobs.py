@@ -1,0 +1,77 @@
+"""Two jobs that save to one folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+from shardckpt.commit import Owner, make_hold
+from shardckpt.commit.owner import _host, _status
+from shardckpt.manager import CheckpointConfig, CheckpointManager, other_jobs
+from tests.manager import folders
+from tests.manager.training import Progress
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+#: Another process of this host that is alive, one that is dead, and one of another host.
+ALIVE = Owner(_host(), os.getppid(), int(_status(str(os.getppid()))[1]))
+DEAD = ALIVE._replace(start=1)
+ELSEWHERE = ALIVE._replace(host=1)
+
+
+def _write(folder: str, owner: Owner, seconds: float = 3600.0) -> None:
+    """Write the file of another job, as its manager does after a save."""
+    name, hold = make_hold("folder", "job", f"process {owner.pid} on there", seconds)
+    name = name.replace(name.split(".")[2], owner.text)
+    folders.steps_of(folder).holds.put(name, hold.model_copy(update={"owner": owner.text}))
+
+
+def _list_owners(folder: str) -> set[str]:
+    return {job.owner for job in folders.steps_of(folder).holds.find_jobs().values()}
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text for text in caplog.messages if "another job" in text]
+
+
+@folders.PLACES
+def test_two_jobs_are_told_of_each_other(
+    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A living job on this host is named at once and once; one of another host when it has saved again."""
+    monkeypatch.setattr(other_jobs, "_PAUSE", 0.0)
+    folder = place.format(tmp_path / "run")
+    with CheckpointManager(CheckpointConfig(folder=folder, interval=1), {"progress": Progress()}) as manager:
+        manager.save(1)
+        _write(folder, ALIVE)
+        _write(folder, ELSEWHERE)
+        manager.save(2)
+        manager.save(3)
+        (text,) = _warnings(caplog)
+        assert re.search(rf"process {ALIVE.pid} on there, last at 20.* UTC\. .* a folder of its own", text)
+        _write(folder, ELSEWHERE, 7200.0)
+        manager.save(4)
+        manager.save(5)
+        assert len(_warnings(caplog)) == 2
+        assert Owner.current().text in _list_owners(folder)
+    assert _list_owners(folder) == {ALIVE.text, ELSEWHERE.text}
+
+
+def test_a_job_that_was_started_again_is_told_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of a dead process, of another host's that says no more, and of a manager in this process are no jobs."""
+    monkeypatch.setattr(other_jobs, "_PAUSE", 0.0)
+    config, states = CheckpointConfig(folder=str(tmp_path), interval=1), {"progress": Progress()}
+    with CheckpointManager(config, states) as first, CheckpointManager(config, states) as manager:
+        first.save(1)
+        for owner in (DEAD, ELSEWHERE):
+            _write(str(tmp_path), owner)
+        for step in (2, 3):
+            manager.save(step)
+        assert _list_owners(str(tmp_path)) == {Owner.current().text, ELSEWHERE.text}
+    assert not _warnings(caplog)
