@@ -46,7 +46,7 @@ from shardckpt.huggingface import (
 )
 from shardckpt.maintenance.foreign import describe_file, describe_folder
 from shardckpt.manifest import Manifest
-from shardckpt.plugins import find_reader, get_plugin_manager, hold_checkpoint
+from shardckpt.plugins import check_policy, find_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import CheckpointReader, has_local_files, is_read_again, open_directory, wrap_os_errors
 from shardckpt.strategy import ChecksFiles, LoadContext, find_error
 

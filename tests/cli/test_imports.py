@@ -44,7 +44,7 @@ def fresh_modules() -> Iterator[set[str]]:
     gone = {
         name: module
         for name, module in sys.modules.items()
-        if name.partition(".")[0] in ("shardckpt", *SLOW) or name in SLOW
+        if name.startswith("shardckpt") or name.partition(".")[0] in SLOW or name in SLOW
     }
     for name in gone:
         del sys.modules[name]
@@ -54,7 +54,7 @@ def fresh_modules() -> Iterator[set[str]]:
         yield finder.slow
     finally:
         sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "shardckpt"]:
+        for name in [name for name in sys.modules if name.startswith("shardckpt")]:
             del sys.modules[name]
         sys.modules.update(gone)
 
