@@ -84,9 +84,10 @@ from shardckpt.engine.saving import save_checkpoint as save_checkpoint
 from shardckpt.engine.space import NO_FORECAST as NO_FORECAST
 from shardckpt.engine.space import REMOVE as REMOVE
 from shardckpt.engine.space import Forecast as Forecast
+from shardckpt.engine.space import Room as Room
 from shardckpt.engine.space import explain_full as explain_full
-from shardckpt.engine.space import making_room as making_room
 from shardckpt.engine.space import refuse_full as refuse_full
+from shardckpt.engine.space import within_room as within_room
 from shardckpt.engine.streaming import STREAM_BYTES as STREAM_BYTES
 from shardckpt.engine.streaming import TensorBox as TensorBox
 from shardckpt.engine.streaming import compute_fingerprints as compute_fingerprints
