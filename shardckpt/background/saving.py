@@ -226,17 +226,7 @@ def request_save(
                     "dist_checkpointing.save(async_sharded_save=False), CheckpointConfig(async_mode='disabled'), or a "
                     "strategy that is a shardckpt.strategy.AsyncSaveStrategy"
                 )
-        transaction = Transaction(
-            operation,
-            target,
-            state.header,
-            overwrite=options.overwrite,
-            sha256=options.sha256,
-            fingerprints=options.fingerprints,
-            forecast=state.forecast,
-            memory_budget=options.memory_budget,
-            given=bool(state.shards or state.common),
-        )
+        transaction = state.begin(operation, target, options)
         try:
             context = PlanContext(
                 comm=comm,

@@ -10,7 +10,6 @@ from shardckpt.commit.commit import publish_staging as publish_staging
 from shardckpt.commit.commit import replace_target as replace_target
 from shardckpt.commit.commit import staging_directory as staging_directory
 from shardckpt.commit.commit import staging_path as staging_path
-from shardckpt.commit.deletion import delete_objects as delete_objects
 from shardckpt.commit.holds import MARK_SECONDS as MARK_SECONDS
 from shardckpt.commit.holds import Hold as Hold
 from shardckpt.commit.holds import Holds as Holds
@@ -37,6 +36,7 @@ from shardckpt.commit.removal import clear_tombstones as clear_tombstones
 from shardckpt.commit.removal import delete_checkpoint as delete_checkpoint
 from shardckpt.commit.removal import is_half_deleted as is_half_deleted
 from shardckpt.commit.removal import make_tombstone as make_tombstone
+from shardckpt.commit.removal import remove_checkpoint as remove_checkpoint
 from shardckpt.commit.resume import adopt_staging as adopt_staging
 from shardckpt.commit.small_files import SmallFile as SmallFile
 from shardckpt.commit.small_files import SmallFiles as SmallFiles

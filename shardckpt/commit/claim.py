@@ -18,6 +18,7 @@ from shardckpt.commit.owner import Owner
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manifest import (
     MARKER_LIMIT,
+    MARKER_NAME,
     RECORD_LIMIT,
     RECORD_NAME,
     Marker,
@@ -25,12 +26,13 @@ from shardckpt.manifest import (
     find_generation,
     list_parents,
 )
-from shardckpt.storage import CreatesObjects, RemotePath, read_file
+from shardckpt.storage import CreatesObjects, find_bucket, has_local_files, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+    from pathlib import Path
 
-    from shardckpt.storage import RemoteFolder
+    from shardckpt.storage import RemotePath
 
 logger = logging.getLogger(__name__)
 
@@ -54,18 +56,13 @@ class Claim:
     """The claim and the in-progress object of one save in a folder; only the main rank takes them.
 
     Args:
-        folder: The folder.
-        marker: Name of the object that makes a folder a checkpoint.
+        target: The folder.
         save_id: The save's id.
         overruled: In-progress objects of other saves that have died, or are taken for dead.
     """
 
-    def __init__(
-        self, folder: RemoteFolder, marker: str, save_id: str, overruled: Collection[str] = frozenset()
-    ) -> None:
-        self._folder = folder
-        self._target = RemotePath(folder)
-        self._marker = marker
+    def __init__(self, target: RemotePath, save_id: str, overruled: Collection[str] = frozenset()) -> None:
+        self._target = target
         self._overruled = frozenset(overruled)
         self.in_progress = in_progress_name(save_id)
         self._save_id = save_id
@@ -77,7 +74,8 @@ class Claim:
         Raises:
             StorageError: another save has the claim; names it.
         """
-        if not isinstance(self._folder, CreatesObjects):
+        folder = self._target.folder
+        if not isinstance(folder, CreatesObjects):
             return
         text, path = _introduce(self._save_id), self._target / CLAIM
         if not path.create(text) and self._read() != text:
@@ -89,7 +87,7 @@ class Claim:
         self._text = text
         # the answer may be a lie: some servers ignore the condition. There the in-progress objects decide: of two saves
         # that see each other's, none commits
-        store = type(self._folder), self._target.bucket
+        store = type(folder), find_bucket(folder.url)
         if store in _honours_conditions:
             return
         if not path.create(text):
@@ -128,8 +126,8 @@ class Claim:
             for name in filter(is_mark, found):
                 if name not in known:
                     return describe_introduction((self._target / name).read_range(0, INTRODUCTION_BYTES))
-            if self._marker in found:
-                return f" (save {read_save_id(self._folder, self._marker)})"
+            if MARKER_NAME in found:
+                return f" (save {read_save_id(self._target)})"
         except (CheckpointingException, OSError, ValueError) as exc:
             logger.info("cannot say which save has %s: %s", self._target, exc)
         return ""
@@ -152,6 +150,11 @@ def is_mark(name: str) -> bool:
     return name.startswith(_UNDER_WAY)
 
 
+def list_marks(directory: Path) -> list[str]:
+    """Return the names of the claims and in-progress objects in a folder on a store; none of a local directory."""
+    return [] if has_local_files(directory) else [path.name for path in directory.iterdir() if is_mark(path.name)]
+
+
 def describe_introduction(text: bytes) -> str:
     """Return what a claim or in-progress object says, for an error."""
     return f" ({text.partition(_OWNER)[0].decode(errors='replace')!r})"
@@ -172,22 +175,17 @@ def parse_introduction(text: bytes) -> tuple[Owner, float] | None:
     return Owner.from_text(found[2].decode()), float(calendar.timegm(begun))
 
 
-def without_others(found: Collection[str], marker: str) -> set[str]:
-    """Return the objects that are not of another checkpoint, or another save, in a folder below.
-
-    Args:
-        found: Names of all objects at the URL.
-        marker: Name of the object that makes others a checkpoint.
-    """
+def without_others(found: Collection[str]) -> set[str]:
+    """Return which of all objects at a URL are not of another checkpoint, or another save, in a folder below."""
     marks = (name.rpartition("/") for name in found if not find_generation(name))
-    others = {folder for folder, _, name in marks if folder and (name == marker or is_mark(name))}
+    others = {folder for folder, _, name in marks if folder and (name == MARKER_NAME or is_mark(name))}
     return {name for name in found if others.isdisjoint(list_parents(name))}
 
 
-def read_save_id(folder: RemoteFolder, marker: str) -> str:
-    """Return the id of the save that is at a URL."""
-    target = RemotePath(folder)
-    generation = Marker.parse(read_file(target / marker, MARKER_LIMIT)).shardckpt_generation
+def read_save_id(target: RemotePath) -> str:
+    """Return the id of the save that is at a URL now."""
+    target = target.refresh()
+    generation = Marker.parse(read_file(target / MARKER_NAME, MARKER_LIMIT)).shardckpt_generation
     if generation:
         return generation.rpartition("-")[2]
     return Record.parse(read_file(target / RECORD_NAME, RECORD_LIMIT)).save_id

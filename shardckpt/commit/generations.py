@@ -10,7 +10,6 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shardckpt.commit.deletion import delete_object, delete_objects
 from shardckpt.errors import CorruptCheckpointError, VersionTooNewError
 from shardckpt.manifest import (
     INTEGRITY_NAME,
@@ -19,21 +18,21 @@ from shardckpt.manifest import (
     Record,
     find_generation,
 )
-from shardckpt.storage import ListsFolders, RemotePath, attempt, read_file
+from shardckpt.storage import ListsFolders, attempt, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from shardckpt.storage import RemoteFolder
+    from shardckpt.storage import RemotePath
 
 logger = logging.getLogger(__name__)
 
 
-def list_recorded(folder: RemoteFolder, found: Collection[str]) -> set[str] | None:
+def list_recorded(place: RemotePath, found: Collection[str]) -> set[str] | None:
     """Return the files that the record at a URL names, of a checkpoint that may be half deleted.
 
     Args:
-        folder: The URL's folder.
+        place: The URL.
         found: Names of all objects at the URL.
 
     Returns:
@@ -41,7 +40,7 @@ def list_recorded(folder: RemoteFolder, found: Collection[str]) -> set[str] | No
     """
     if RECORD_NAME not in found:
         return set()
-    path = RemotePath(folder) / RECORD_NAME
+    path = place.refresh() / RECORD_NAME
     try:
         return set(Record.parse(read_file(path, RECORD_LIMIT)).list_files())
     except (ValueError, RecursionError, CorruptCheckpointError, VersionTooNewError) as exc:
@@ -49,34 +48,33 @@ def list_recorded(folder: RemoteFolder, found: Collection[str]) -> set[str] | No
         return None
 
 
-def list_first(folder: RemoteFolder, found: Collection[str]) -> set[str]:
+def list_first(place: RemotePath, found: Collection[str]) -> set[str]:
     """Return what is left at a URL of the save that an overwrite has replaced, if that was the first one.
 
     Args:
-        folder: The URL's folder.
+        place: The URL.
         found: Names of all objects at the URL.
     """
-    recorded = list_recorded(folder, found)
+    recorded = list_recorded(place, found)
     return {*recorded, INTEGRITY_NAME, RECORD_NAME}.intersection(found) if recorded else set()
 
 
-def delete_first(folder: RemoteFolder, names: Collection[str]) -> None:
+def delete_first(place: RemotePath, names: Collection[str]) -> None:
     """Delete what :func:`list_first` returned; the record last, by which another call finds the others."""
-    delete_objects(folder, {*names} - {RECORD_NAME})
+    place.delete_all({*names} - {RECORD_NAME})
     if RECORD_NAME in names:
-        delete_object(folder, RECORD_NAME)
+        (place / RECORD_NAME).delete()
 
 
-def delete_generations(folder: RemoteFolder, found: Collection[str], generations: Collection[str]) -> None:
+def delete_generations(place: RemotePath, found: Collection[str], generations: Collection[str]) -> None:
     """Delete all objects of some generations, and their folders where the store has folders.
 
     Args:
-        folder: The URL's folder.
+        place: The URL.
         found: Names of all objects at the URL.
         generations: Names of the generations.
     """
-    delete_objects(folder, {name for name in found if find_generation(name) in generations})
-    if isinstance(folder, ListsFolders):
-        remove_folder = folder.remove_folder
+    place.delete_all({name for name in found if find_generation(name) in generations})
+    if isinstance(place.folder, ListsFolders):
         for name in generations:
-            attempt("remove the folder", RemotePath(folder) / name, partial(remove_folder, name))
+            attempt("remove the folder", place / name, partial(place.folder.remove_folder, name))

@@ -22,7 +22,7 @@ from shardckpt.commit.owner import Owner, is_claimed
 from shardckpt.commit.staging_names import REMOVED, REPLACED, STAGING, Leftover, discarded_name, parse_temporary, stem
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manifest import MARKER_NAME
-from shardckpt.storage import sync_directory, wrap_os_errors
+from shardckpt.storage import on_store, sync_directory, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -218,8 +218,13 @@ def freed_bytes(path: Path) -> int:
     return sum(info.st_size for info in _walk(path) if stat.S_ISREG(info.st_mode) and info.st_nlink == 1)
 
 
-def find_last_write(path: Path) -> float:
-    """Return when a file or directory, or anything in it, was last written, moved or copied, in seconds since 1970."""
+def find_last_write(path: Path) -> float | None:
+    """Return when a place, or anything in it, was last written, moved or copied, in seconds since 1970.
+
+    None if it is on a store that does not say.
+    """
+    if (remote := on_store(path)) is not None:
+        return max(remote.times().values(), default=None)
     return max((max(info.st_mtime, info.st_ctime) for info in _walk(path)), default=0.0)
 
 

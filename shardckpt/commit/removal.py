@@ -9,19 +9,30 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from shardckpt.commit.claim import REMOVAL_IN_PROGRESS
-from shardckpt.commit.deletion import delete_object, delete_objects
+from shardckpt.commit.claim import REMOVAL_IN_PROGRESS, list_marks
 from shardckpt.commit.generations import list_recorded
 from shardckpt.commit.leftovers import find_leftovers, remove_free
 from shardckpt.commit.staging_names import REMOVED, new_save_id, temporary_name
 from shardckpt.manifest import MARKER_NAME, RECORD_NAME, find_generation
-from shardckpt.storage import RemotePath, can_rename, list_objects, wrap_os_errors
+from shardckpt.storage import list_objects, on_store, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from shardckpt.storage import RemoteFolder
+    from shardckpt.storage import RemotePath
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Make a checkpoint absent in one step: a directory becomes a tombstone; of a store its objects are deleted, too.
+
+    Raises:
+        StorageError: it could not be renamed, or some objects could not be deleted.
+    """
+    if (remote := on_store(path)) is None:
+        make_tombstone(path)
+    else:
+        delete_checkpoint(remote)
 
 
 def make_tombstone(directory: Path) -> None:
@@ -44,7 +55,7 @@ def clear_tombstones(folder: Path, owned: Callable[[str], bool]) -> None:
     remove_free(leftover for leftover in find_leftovers(folder, owned) if leftover.kind == REMOVED)
 
 
-def delete_checkpoint(folder: RemoteFolder) -> None:
+def delete_checkpoint(target: RemotePath) -> None:
     """Delete a checkpoint's objects from a store; after a crash no load finds it, and another call continues.
 
     These are all objects at its URL, its generations, and what its record names in other folders, where the rest may be
@@ -53,28 +64,26 @@ def delete_checkpoint(folder: RemoteFolder) -> None:
     Raises:
         StorageError: some objects could not be deleted.
     """
-    target = RemotePath(folder)
     # before the marker goes: what a crash leaves without a marker must be known as a removal, not as a save
     (target / REMOVAL_IN_PROGRESS).write(b"The checkpoint in this place is being removed.\n")
-    delete_object(folder, MARKER_NAME)  # before all other objects: without it no load begins
-    rest = _find_own(folder) - {MARKER_NAME, REMOVAL_IN_PROGRESS, RECORD_NAME}
-    delete_objects(folder, rest)
+    (target / MARKER_NAME).delete()  # before all other objects: without it no load begins
+    rest = _find_own(target) - {MARKER_NAME, REMOVAL_IN_PROGRESS, RECORD_NAME}
+    target.delete_all(rest)
     # after what it names, which a call that continues finds by it
-    delete_object(folder, RECORD_NAME)
+    (target / RECORD_NAME).delete()
     # last: it marks what a crash leaves as a removal that another call continues
-    delete_object(folder, REMOVAL_IN_PROGRESS)
+    (target / REMOVAL_IN_PROGRESS).delete()
 
 
-def _find_own(folder: RemoteFolder) -> set[str]:
+def _find_own(target: RemotePath) -> set[str]:
     """Return the objects at a checkpoint's URL that are the checkpoint's."""
-    found = set(list_objects(folder))
+    found = set(list_objects(target.folder))
     in_folders = {name for name in found if "/" in name and not find_generation(name)}
     if not in_folders:
         return found
-    return found - (in_folders - (list_recorded(folder, found) or set()))
+    return found - (in_folders - (list_recorded(target, found) or set()))
 
 
 def is_half_deleted(directory: Path) -> bool:
     """Return whether a removal from a store has begun and not ended; False for a local directory."""
-    names = set() if can_rename(directory) else {path.name for path in directory.iterdir()}
-    return REMOVAL_IN_PROGRESS in names and MARKER_NAME not in names
+    return REMOVAL_IN_PROGRESS in list_marks(directory) and not (directory / MARKER_NAME).exists()

@@ -30,17 +30,16 @@ from shardckpt.commit.claim import (
     is_mark,
     parse_introduction,
 )
-from shardckpt.commit.deletion import delete_objects
 from shardckpt.commit.generations import delete_first, delete_generations, list_first
 from shardckpt.commit.owner import Owner
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.manifest import MARKER_NAME, RECORD_NAME, Marker, find_generation, generation_name
-from shardckpt.storage import RemotePath, list_objects
+from shardckpt.storage import list_objects
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from shardckpt.storage import RemoteFolder
+    from shardckpt.storage import RemotePath
 
 #: Seconds. A claim without an in-progress object that is older is of a process that died between the two.
 _CLAIM_SECONDS = 60.0
@@ -50,16 +49,15 @@ class Replacement:
     """The overwrite of a complete checkpoint at a URL; only the main rank has one.
 
     Args:
-        folder: The URL's folder.
+        target: The URL.
         save_id: The new save's id.
     """
 
-    def __init__(self, folder: RemoteFolder, save_id: str) -> None:
-        self._folder = folder
-        self._target = RemotePath(folder)
+    def __init__(self, target: RemotePath, save_id: str) -> None:
+        self._target = target
         self._save_id = save_id
         self._marker = self._target / MARKER_NAME
-        self._claim = Claim(folder, MARKER_NAME, save_id)
+        self._claim = Claim(self._target, save_id)
         #: Of the marker that was found: its bytes, the store's tag, and the generation that it names.
         self._old = b""
         self._tag: object = None
@@ -84,7 +82,7 @@ class Replacement:
         """
         self._old, self._tag = self._marker.read_tagged()
         self._old_generation = self._parse_marker(self._old).shardckpt_generation or ""
-        self._first = list_first(self._folder, found)
+        self._first = list_first(self._target, found)
         if not self._old_generation and not self._first:
             raise StorageError(
                 f"{self._target} has a checkpoint of another library, or one whose {RECORD_NAME} is damaged: nothing "
@@ -98,14 +96,14 @@ class Replacement:
             self._needless = {folder for name in found if (folder := find_generation(name))} - {self._old_generation}
         else:
             self._dead.clear()  # left to a prune
-        self._claim = Claim(self._folder, MARKER_NAME, self._save_id, overruled)
+        self._claim = Claim(self._target, self._save_id, overruled)
         if CLAIM in marks:
-            delete_objects(self._folder, [CLAIM])
+            (self._target / CLAIM).delete()
         self._claim.take()
         self._begun = True
         self._claim.announce()
         # the listing may be older than an overwrite that began and ended since
-        found = set(list_objects(self._folder))
+        found = set(list_objects(self._target.folder))
         if self._claim.is_anothers(found) or MARKER_NAME not in found or self._marker.read_tagged()[0] != self._old:
             raise self._claim.make_error(found)
 
@@ -121,7 +119,7 @@ class Replacement:
         """
         generation = generation_name(self._save_id)
         new = self._parse_marker(marker).model_copy(update={"shardckpt_generation": generation}).dump()
-        found = list_objects(self._folder)
+        found = list_objects(self._target.folder)
         is_ours = self._claim.in_progress in found and not self._claim.is_anothers(found)
         if not is_ours or MARKER_NAME not in found or self._marker.read_tagged()[0] != self._old:
             raise self._claim.make_error(found)
@@ -141,13 +139,13 @@ class Replacement:
             generation_marks: Names of the new save's own claim and in-progress object in its generation.
         """
         generation = generation_name(self._save_id)
-        found = set(list_objects(self._folder))
-        delete_generations(self._folder, found, (self._needless | {self._old_generation}) - {""})
-        delete_first(self._folder, self._first)
-        delete_objects(self._folder, [f"{generation}/{name}" for name in generation_marks])
-        delete_objects(self._folder, self._dead)
+        found = set(list_objects(self._target.folder))
+        delete_generations(self._target, found, (self._needless | {self._old_generation}) - {""})
+        delete_first(self._target, self._first)
+        self._target.delete_all([f"{generation}/{name}" for name in generation_marks])
+        self._target.delete_all(self._dead)
         for name in self._claim.names:
-            delete_objects(self._folder, [name])
+            (self._target / name).delete()
 
     def abort(self) -> None:
         """Give the URL back, unless the marker may have been replaced: then a prune decides what is left over.
@@ -157,8 +155,8 @@ class Replacement:
         """
         if self._begun and not self.may_be_switched:
             # its objects are deleted; its folder outlives them on some stores
-            delete_generations(self._folder, (), [generation_name(self._save_id)])
-            delete_objects(self._folder, self._claim.list_own(set(list_objects(self._folder))))
+            delete_generations(self._target, (), [generation_name(self._save_id)])
+            self._target.delete_all(self._claim.list_own(set(list_objects(self._target.folder))))
 
     def _overrule(self, marks: set[str]) -> set[str]:
         """Return the in-progress objects of other saves, which have died as far as is known.

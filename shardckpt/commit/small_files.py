@@ -15,13 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from shardckpt.commit.owner import Owner
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.storage import (
-    RemotePath,
     has_local_files,
     list_names,
-    on_store,
     parse_json,
     put_file,
     read_file,
+    refresh_listing,
     remove_file,
     wrap_os_errors,
 )
@@ -85,7 +84,7 @@ class SmallFiles:
 
     def open(self) -> Path:
         """Return the directory to read files of; of a store, without an earlier listing."""
-        return self.place if (remote := on_store(self.place)) is None else RemotePath(remote.folder)
+        return refresh_listing(self.place)
 
     def put(self, name: str, data: bytes) -> None:
         """Write a file, and make the directory; replace that of the same name.
@@ -95,13 +94,9 @@ class SmallFiles:
         """
         place = self.place
         for _ in range(_ATTEMPTS):
-            if has_local_files(place):
-                # mkdir(exist_ok=True) would raise where the directory is removed between the call and its second look
-                with wrap_os_errors("make", place), contextlib.suppress(FileExistsError):
-                    place.mkdir()
             # another process may remove the directory, which is empty, before this file is in it
             with contextlib.suppress(FileNotFoundError):
-                put_file(place / name, data, f"{Owner.current().text}.{uuid.uuid4().hex}.tmp")
+                put_file(place / name, data, f"{Owner.current().text}.{uuid.uuid4().hex}.tmp", makes_folder=True)
                 return
         raise StorageError(
             f"cannot write {place / name}: its directory was gone after each of {_ATTEMPTS} attempts to make it. "
@@ -124,6 +119,5 @@ class SmallFiles:
         self._remove_if_empty()
 
     def _remove_if_empty(self) -> None:
-        if has_local_files(self.place):
-            with contextlib.suppress(OSError):  # it is not empty, or gone
-                self.place.rmdir()
+        with contextlib.suppress(OSError):  # it is not empty, or gone
+            self.place.rmdir()

@@ -17,15 +17,15 @@ from shardckpt.commit.claim import (
     parse_introduction,
     without_others,
 )
-from shardckpt.commit.deletion import delete_objects
 from shardckpt.commit.generations import delete_first, delete_generations, list_first
 from shardckpt.commit.removal import delete_checkpoint
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.manifest import MARKER_NAME, Marker, find_generation
-from shardckpt.storage import TellsTimes, attempt, list_objects
+from shardckpt.storage import attempt, list_names, list_objects, on_store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from shardckpt.commit.owner import Owner
     from shardckpt.storage import RemotePath
@@ -53,8 +53,8 @@ class Unfinished(NamedTuple):
     is_removal: bool
 
 
-def find_unfinished(path: RemotePath) -> Unfinished | None:
-    """Return what saves and removals that have not ended have at a URL; None if there is nothing of them.
+def find_unfinished(place: Path) -> Unfinished | None:
+    """Return what saves and removals that have not ended have at a URL; None if there is nothing, or in a directory.
 
     Beside a complete checkpoint that is what a save deletes after it has written the marker; and of overwrites, all
     generations but the one that is the checkpoint. It takes one listing without folders, and more requests only where
@@ -63,12 +63,13 @@ def find_unfinished(path: RemotePath) -> Unfinished | None:
     Raises:
         StorageError: the store failed.
     """
-    folder = path.folder
-    if not any(map(is_mark, attempt("list", path, folder.files))):
+    if (path := on_store(place)) is None:
         return None
-    tree = list_objects(folder)
+    if not any(map(is_mark, list_names(path))):
+        return None
+    tree = list_objects(path.folder)
     # after the listing of all: a save whose objects are in that has its in-progress object in this
-    direct = attempt("list", path, folder.files)
+    direct = attempt("list", path, path.folder.files)
     marks = frozenset(filter(is_mark, direct))
     try:
         said = [parse_introduction((path / name).read_range(0, INTRODUCTION_BYTES)) for name in marks]
@@ -80,7 +81,7 @@ def find_unfinished(path: RemotePath) -> Unfinished | None:
     if not marks or (MARKER_NAME in direct) != (MARKER_NAME in tree):  # it has ended, or was committed, meanwhile
         return None
     if MARKER_NAME not in direct:
-        objects = {name: tree[name] for name in without_others(tree, MARKER_NAME)}
+        objects = {name: tree[name] for name in without_others(tree)}
     else:
         objects = {name: tree[name] for name in _list_needless(path, tree, generation)}
     objects |= {name: direct[name] for name in marks}
@@ -108,7 +109,7 @@ def _list_needless(path: RemotePath, tree: Mapping[str, int], generation: str | 
     marks = {
         name for name in tree if name.startswith(f"{generation}/") and is_mark(name.removeprefix(f"{generation}/"))
     }
-    return others | marks | list_first(path.folder, tree)
+    return others | marks | list_first(path, tree)
 
 
 def why_unfinished_kept(unfinished: Unfinished, hours: float | None = None) -> str:
@@ -147,21 +148,20 @@ def remove_unfinished(unfinished: Unfinished) -> None:
     Raises:
         StorageError: the store failed; what is left is found again.
     """
-    folder = unfinished.path.folder
-    now = find_unfinished(unfinished.path)
+    path = unfinished.path
+    now = find_unfinished(path)
     if now is None or now.marks != unfinished.marks:
         return
     if unfinished.is_removal and now.is_removal:
-        delete_checkpoint(folder)
+        delete_checkpoint(path)
         return
     # those that were judged: what has come since is of a save that lives
     names = now.objects.keys() & unfinished.objects.keys() - now.marks
-    delete_first(folder, names)
-    delete_generations(folder, (), {find_generation(name) for name in names} - {""})  # folders that are empty now
-    delete_objects(folder, now.marks)  # last: after a crash in between, the rest is still found
+    delete_first(path, names)
+    delete_generations(path, (), {find_generation(name) for name in names} - {""})  # folders that are empty now
+    path.delete_all(now.marks)  # last: after a crash in between, the rest is still found
 
 
 def _last_write(unfinished: Unfinished) -> float:
-    folder = unfinished.path.folder
-    times = attempt("list", unfinished.path, folder.times) if isinstance(folder, TellsTimes) else {}
+    times = unfinished.path.times()
     return max([unfinished.begun, *(times[name] for name in unfinished.objects if name in times)])

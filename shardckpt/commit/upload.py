@@ -21,31 +21,29 @@ import functools
 import logging
 import shutil
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.commit.claim import (
     CLAIM,
     Claim,
     in_progress_name,
     is_mark,
+    list_marks,
     make_taken_error,
     read_save_id,
     without_others,
 )
-from shardckpt.commit.deletion import delete_objects
 from shardckpt.commit.holds import hold_place
 from shardckpt.commit.leftovers import create_spool
-from shardckpt.commit.owned_stream import OwnedStream
 from shardckpt.commit.replacement import Replacement
 from shardckpt.errors import CheckpointingException, StorageError, format_many
-from shardckpt.manifest import generation_name
+from shardckpt.manifest import MARKER_NAME, generation_name
 from shardckpt.storage import (
     CreatesObjects,
     HasFolders,
     RemotePath,
     StreamsWrites,
-    attempt,
-    can_rename,
+    list_names,
     list_objects,
     refuse_unrecorded,
 )
@@ -56,7 +54,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.manifest import FileRecord
-    from shardckpt.storage import RemoteFolder
+    from shardckpt.storage import ObjectWriter, RemoteFolder
 
 logger = logging.getLogger(__name__)
 
@@ -66,17 +64,13 @@ class Upload:
 
     Args:
         folder: The checkpoint's folder on the store.
-        marker: Name of the file that is uploaded last, and makes the others a checkpoint.
         open_folder: Opens the folder of a URL.
     """
 
-    def __init__(
-        self, folder: RemoteFolder, marker: str, open_folder: Callable[[str], RemoteFolder] | None = None
-    ) -> None:
+    def __init__(self, folder: RemoteFolder, open_folder: Callable[[str], RemoteFolder] | None = None) -> None:
         self._folder = folder
         #: The URL that is saved to, also if the files go to a generation.
         self._checkpoint = RemotePath(folder)
-        self._marker = marker
         self._open_folder = open_folder
         #: The overwrite of what is at the URL, on the main rank.
         self._replacement: Replacement | None = None
@@ -107,13 +101,13 @@ class Upload:
             StorageError: the folder has objects that may not be deleted.
         """
         found = set(list_objects(self._folder))
-        if overwrite and self._marker in found and self._open_folder is not None:
+        if overwrite and MARKER_NAME in found and self._open_folder is not None:
             # removals look for the in-progress object under a mark of theirs, which this one sees
             with self._hold_place() as waited:
                 if waited:
                     found = set(list_objects(self._folder))
-                if self._marker in found:
-                    self._replacement = Replacement(self._folder, save_id)
+                if MARKER_NAME in found:
+                    self._replacement = Replacement(self._checkpoint, save_id)
                     self._replacement.begin(found)
                     self.join(save_id, is_replacing=True)
                     # no claim: nobody else has a folder with the save's id in its name
@@ -125,19 +119,19 @@ class Upload:
                 f"{self.target} is not empty, and what it has is no checkpoint, such as {min(found)}: give another "
                 "URL, or delete the objects there first"
             )
-        if self._marker in found or (found and not left):
+        if MARKER_NAME in found or (found and not left):
             raise StorageError(
                 f"{self.target} is not empty: give another URL, or pass overwrite=True (the command: --overwrite) to "
                 "replace a checkpoint that is there; what is none, delete first"
             )
-        claim = Claim(self._folder, self._marker, save_id)
+        claim = Claim(self.target, save_id)
         if found and not overwrite:
             many, other = format_many(len(found), "object"), claim.describe_other(found)
             raise StorageError(
                 f"{self.target} has {many} of a save that has not ended{other}: if it is not still going on, "
                 "overwrite=True deletes what it left; or give another URL"
             )
-        others = found - without_others(found, self._marker)
+        others = found - without_others(found)
         if others:
             raise StorageError(
                 f"{self.target} has other saves in its folders, such as {min(others)}, and objects of a save that has "
@@ -211,11 +205,11 @@ class Upload:
                 has = f"has {found[name]}" if name in found else "does not have it"
                 raise StorageError(f"{self.target / name}: rank {rank} uploaded {size} bytes, the store {has}")
         self._marking = True  # before the upload: if it raises, the marker may exist all the same
-        content = (self.spool / self._marker).read_bytes() if marker is None else marker
+        content = (self.spool / MARKER_NAME).read_bytes() if marker is None else marker
         self._put_marker(content)
         if self._replacement is not None:
             with self._hold_place():  # a lease or a pin may have come since
-                sizes = {name: size for _, name, size in uploaded} | {self._marker: len(content)}
+                sizes = {name: size for _, name, size in uploaded} | {MARKER_NAME: len(content)}
                 self._replacement.switch(content, sizes)
         self._committed = True
         try:
@@ -249,12 +243,12 @@ class Upload:
 
     def _undo(self, *, main: bool) -> None:
         if self._marking:
-            self._delete([self._marker])  # first: at no moment is there a marker with files missing
+            self._delete([MARKER_NAME])  # first: at no moment is there a marker with files missing
         found = set(list_objects(self._folder))
         # a rank knows of its own objects that no checkpoint needs them; only the main rank knows it of all
         own = {path.relative_to(self.spool).as_posix() for path in self.spool.rglob("*")} | self.streamed
         if not self._is_anothers(found):
-            mine = without_others(found, self._marker) | found & own if main else found & own
+            mine = without_others(found) | found & own if main else found & own
             self._delete(mine - {self._claim.in_progress, CLAIM})
         if main:
             for name in self._claim.list_own(found):
@@ -262,28 +256,28 @@ class Upload:
 
     @functools.cached_property
     def _claim(self) -> Claim:
-        return Claim(self._folder, self._marker, self.save_id)
+        return Claim(self.target, self.save_id)
 
     def _put_marker(self, content: bytes) -> None:
         """Write the marker; where the store can, only if there is none."""
-        target = self.target / self._marker
+        target = self.target / MARKER_NAME
         if not isinstance(self._folder, CreatesObjects):
             target.write(content)
         elif not target.create(content):
             self._marking = False  # not to delete the other's
-            if read_save_id(self._folder, self._marker) != self.save_id:  # else an attempt of ours had created it
-                raise self._claim.make_error([self._marker])
+            if read_save_id(self.target) != self.save_id:  # else an attempt of ours had created it
+                raise self._claim.make_error([MARKER_NAME])
             self._marking = True  # if a replacement is refused after this, the generation is to be deleted
 
     def _is_anothers(self, found: Collection[str]) -> bool:
         """Whether another save has taken the folder, judged by a listing; any object there may then be its own."""
-        return self._marker in found or self._claim.is_anothers(found)
+        return MARKER_NAME in found or self._claim.is_anothers(found)
 
     def _hold_place(self) -> AbstractContextManager[bool]:
         return hold_place(self._checkpoint, self._open_folder)
 
     def _delete(self, names: Collection[str]) -> None:
-        delete_objects(self._folder, names)
+        self.target.delete_all(names)
 
 
 def upload_files(folder: RemoteFolder, spool: Path, names: Iterable[str], save_id: str) -> None:
@@ -299,12 +293,10 @@ def upload_files(folder: RemoteFolder, spool: Path, names: Iterable[str], save_i
         StorageError: an upload failed, or the folder no longer belongs to the save.
     """
     names = list(names)
-    if not names:
-        return
-    refuse_folders(folder, names)
-    if not _is_own(folder, save_id):
-        raise make_taken_error(RemotePath(folder))
-    _upload(folder, spool, names)
+    if names:
+        _check_own(folder, save_id, names)
+    for name in names:
+        (RemotePath(folder) / name).upload(spool / name)
 
 
 def open_stream(folder: RemoteFolder, save_id: str) -> StreamsWrites | None:
@@ -317,13 +309,38 @@ def open_stream(folder: RemoteFolder, save_id: str) -> StreamsWrites | None:
     Returns:
         The stream; None if the store cannot stream writes.
     """
+    return _OwnedStream(folder, save_id) if isinstance(folder, StreamsWrites) else None
 
-    def check(name: str) -> None:
-        refuse_folders(folder, [name])
-        if not _is_own(folder, save_id):
-            raise make_taken_error(RemotePath(folder))
 
-    return OwnedStream(folder, check) if isinstance(folder, StreamsWrites) else None
+class _OwnedStream:
+    """Begins objects of a save, which appear only while the folder is the save's."""
+
+    def __init__(self, folder: Any, save_id: str) -> None:
+        self._folder, self._save_id = folder, save_id
+
+    def open_write(self, name: str, part_bytes: int) -> ObjectWriter:
+        """Begin an object."""
+        check = functools.partial(_check_own, self._folder, self._save_id, [name])
+        return _OwnedObject(self._folder.open_write(name, part_bytes), check)
+
+
+class _OwnedObject:
+    def __init__(self, writer: ObjectWriter, check: Callable[[], None]) -> None:
+        self._check = check
+        self.write = writer.write
+        self.abort = writer.abort
+        self._close = writer.close
+
+    def close(self) -> None:
+        """Let the object appear, unless it would replace another save's."""
+        self._check()
+        self._close()
+
+
+def _check_own(folder: RemoteFolder, save_id: str, names: Iterable[str]) -> None:
+    refuse_folders(folder, names)
+    if not _is_own(folder, save_id):
+        raise make_taken_error(RemotePath(folder))
 
 
 def _is_own(folder: RemoteFolder, save_id: str) -> bool:
@@ -335,7 +352,7 @@ def _is_own(folder: RemoteFolder, save_id: str) -> bool:
         if isinstance(exc.__cause__, FileNotFoundError):
             return False
         # some servers do not answer ranges, and a load there will say so
-        return name in attempt("list", RemotePath(folder), folder.files)
+        return name in list_names(RemotePath(folder))
 
 
 @contextmanager
@@ -351,16 +368,10 @@ def delete_if_failed(folder: RemoteFolder | None, save_id: str) -> Iterator[set[
         if folder is not None:
             try:
                 if names and _is_own(folder, save_id):
-                    delete_objects(folder, names)
+                    RemotePath(folder).delete_all(names)
             except CheckpointingException as exc:
                 logger.warning("objects of a failed save may remain at %s: %s", RemotePath(folder), exc)
         raise
-
-
-def _upload(folder: RemoteFolder, spool: Path, names: Iterable[str]) -> None:
-    target = RemotePath(folder)
-    for name in names:
-        attempt("upload", target / name, functools.partial(folder.upload, name, spool / name))
 
 
 def refuse_folders(folder: RemoteFolder, names: Iterable[str]) -> None:
@@ -376,4 +387,4 @@ def refuse_folders(folder: RemoteFolder, names: Iterable[str]) -> None:
 
 def is_under_way(directory: Path) -> bool:
     """Return whether a save to (or a removal of) the folder has begun and not ended; False for a local directory."""
-    return not can_rename(directory) and any(is_mark(path.name) for path in directory.iterdir())
+    return bool(list_marks(directory))

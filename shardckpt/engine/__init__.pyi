@@ -84,9 +84,10 @@ from shardckpt.engine.saving import save_checkpoint as save_checkpoint
 from shardckpt.engine.space import NO_FORECAST as NO_FORECAST
 from shardckpt.engine.space import REMOVE as REMOVE
 from shardckpt.engine.space import Forecast as Forecast
+from shardckpt.engine.space import Room as Room
 from shardckpt.engine.space import explain_full as explain_full
-from shardckpt.engine.space import making_room as making_room
 from shardckpt.engine.space import refuse_full as refuse_full
+from shardckpt.engine.space import within_room as within_room
 from shardckpt.engine.streaming import STREAM_BYTES as STREAM_BYTES
 from shardckpt.engine.streaming import TensorBox as TensorBox
 from shardckpt.engine.streaming import compute_fingerprints as compute_fingerprints
@@ -98,5 +99,4 @@ from shardckpt.engine.transaction import CheckpointHeader as CheckpointHeader
 from shardckpt.engine.transaction import Transaction as Transaction
 from shardckpt.engine.transaction import WrittenFiles as WrittenFiles
 from shardckpt.engine.transaction import as_json as as_json
-from shardckpt.engine.transaction import commit_files as commit_files
 from shardckpt.plugins import open_folder as open_folder

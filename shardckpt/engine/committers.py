@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.commit import (
     Owner,
@@ -22,7 +22,7 @@ from shardckpt.commit import (
     staging_path,
 )
 from shardckpt.engine.pruning import make_superseded_check, open_staging, owned_files
-from shardckpt.engine.space import UNKNOWN, find_free_bytes
+from shardckpt.engine.space import UNKNOWN, find_free_bytes, limit_free
 from shardckpt.manifest import MARKER_NAME, RECORD_LIMIT, RECORD_NAME, list_files
 from shardckpt.plugins import open_folder
 from shardckpt.storage import (
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from shardckpt.manifest import FileRecord
     from shardckpt.plugins import PluginManager
-    from shardckpt.storage import CheckpointWriter, Journal, RemotePath
+    from shardckpt.storage import CheckpointWriter, Journal, RemoteFolder, RemotePath
 
 
 class Begun(NamedTuple):
@@ -95,8 +95,8 @@ class Committer(ABC):
         """Take part in the save that the main rank has begun."""
 
     def find_free(self) -> int:
-        """Return the bytes that the place has free; only the main rank asks."""
-        return UNKNOWN
+        """Return the bytes that the place has free, or a quota leaves; only the main rank asks."""
+        return limit_free(UNKNOWN)
 
     def open_stream(self) -> StreamsWrites | None:
         """Return where files are streamed to; None if they are written to :attr:`staging` first."""
@@ -133,7 +133,7 @@ class Committer(ABC):
         Args:
             writer: Has written the record and the marker.
             files: The records of the files of all ranks.
-            check: As for :func:`~shardckpt.engine.transaction.commit_files`.
+            check: As for :class:`~shardckpt.engine.transaction.Transaction`.
         """
 
     def close(self) -> None:  # noqa: B027
@@ -205,8 +205,9 @@ class DirectoryCommitter(Committer):
         return Begun(save_id, made.owner if made is not None else None, self.find_free())
 
     def find_free(self) -> int:
-        """Return the bytes that the file system has free, with those that a killed process has written of this."""
-        return find_free_bytes(self._target.parent) + (0 if self._journal is None else self._journal.nbytes)
+        """Return the bytes that are free, with those that a killed process has written of this; see the base."""
+        written = 0 if self._journal is None else self._journal.nbytes
+        return limit_free(find_free_bytes(self._target.parent) + written)
 
     def join(self, save_id: str, owner: Owner, *, is_replacing: bool) -> None:  # noqa: ARG002 - as the interface
         """Write to the main rank's staging directory."""
@@ -254,7 +255,7 @@ class StoreCommitter(Committer):
     ) -> None:
         super().__init__()
         self._folder = target.folder
-        self._upload = Upload(target.folder, MARKER_NAME, self._open_folder)
+        self._upload = Upload(target.folder, self._open_folder)
         self._plugins = plugins
         self._overwrite = overwrite
         self._memory_budget = memory_budget
@@ -279,7 +280,7 @@ class StoreCommitter(Committer):
         """Take the URL."""
         save_id = new_save_id()
         self._upload.begin(save_id, overwrite=self._overwrite)
-        return Begun(save_id, Owner.current(), UNKNOWN, self._upload.is_replacing)
+        return Begun(save_id, Owner.current(), self.find_free(), self._upload.is_replacing)
 
     def join(self, save_id: str, owner: Owner, *, is_replacing: bool) -> None:  # noqa: ARG002 - as the interface
         """Save to the URL, or to the generation below it."""
@@ -287,7 +288,7 @@ class StoreCommitter(Committer):
 
     def open_stream(self) -> StreamsWrites | None:
         """Return the store, if files are streamed."""
-        return open_stream(self._upload.target.folder, self._upload.save_id) if self.is_streamed else None
+        return open_stream(self._upload.target.folder, self._upload.save_id)
 
     def send(
         self,
@@ -338,9 +339,8 @@ class StoreCommitter(Committer):
             for name, content in ((RECORD_NAME, record), (MARKER_NAME, writer.marker)):
                 (self._upload.spool / name).write_bytes(content)
 
-    def _open_folder(self, url: str) -> Any:
+    def _open_folder(self, url: str) -> RemoteFolder:
         """Open a folder below the URL of the target."""
         folder = open_folder(url, self._plugins)
-        if folder is not None:
-            limit_uploads(folder, self._memory_budget)
+        limit_uploads(folder, self._memory_budget)
         return folder

@@ -28,6 +28,7 @@ from shardckpt.storage import (
     check_file_name,
     detect_replacement,
     file_size,
+    find_size,
     is_there,
     refuse_linked_folders,
     replaced_error,
@@ -115,7 +116,7 @@ def list_digested_files(directory: Path, manifest: Manifest) -> list[ExpectedFil
     sizes = {} if manifest.record is None else manifest.record.list_files()
     hashes = _list_table_digests(manifest) | ({} if integrity is None else integrity.files)
     return [
-        ExpectedFile(name, sizes[name] if name in sizes else _size(directory / name), hashes.get(name, ""))
+        ExpectedFile(name, sizes[name] if name in sizes else find_size(directory / name), hashes.get(name, ""))
         for name in sorted({*sizes, *hashes})
     ]
 
@@ -295,7 +296,7 @@ def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
     found.update(() if manifest.record is None else manifest.record.list_files())
     # a reader opens what another library wrote under any name, but refuses such names in a list of files
     names = [check_file_name(name) for name in sorted(found) if name != INTEGRITY_NAME]
-    hashes = contents.reader.map(contents.sha256, names, size=lambda name: _size(directory / name))
+    hashes = contents.reader.map(contents.sha256, names, size=lambda name: find_size(directory / name))
     # renamed when it is complete, so that a crash leaves no truncated integrity.json, which would fail every load
     with CheckpointWriter(directory, 0) as writer:
         writer.write(_TEMPORARY, Integrity(files=dict(zip(names, hashes, strict=True))).dump())
@@ -377,10 +378,3 @@ class _Contents:
             yield block
             if self._count is not None:
                 self._count(block.nbytes)
-
-
-def _size(path: Path) -> int:
-    try:
-        return file_size(path)
-    except OSError:  # it is missing: reading it will say so
-        return 0

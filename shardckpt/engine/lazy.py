@@ -13,12 +13,11 @@ from shardckpt.engine.streaming import STREAM_BYTES, compute_fingerprints
 from shardckpt.errors import CheckpointingException, KeyMismatchError, listed, name_known
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.planning import Box, cut_box
-from shardckpt.storage import file_size, read_fingerprints
+from shardckpt.storage import find_size, read_fingerprints
 from shardckpt.strategy import ChecksFiles, ListsBoxes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
-    from pathlib import Path
 
     import torch
 
@@ -27,13 +26,6 @@ if TYPE_CHECKING:
     from shardckpt.manifest import Lineage, Record
     from shardckpt.mapping import BlockScales, ShardedBase, StateDict
     from shardckpt.strategy import StoredBox, StoredColumns, StoredFile
-
-
-def _find_size(path: Path) -> int:
-    try:
-        return file_size(path)
-    except (OSError, CheckpointingException):
-        return 0
 
 
 class StoredTensor:
@@ -200,7 +192,7 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
         """
         strategy, reader = self._checkpoint.strategy, self._checkpoint.context.reader
         found = strategy.list_files(reader) if isinstance(strategy, ChecksFiles) else []
-        return [replace(f, nbytes=f.nbytes or _find_size(reader.directory / f.name)) for f in found]
+        return [replace(f, nbytes=f.nbytes or find_size(reader.directory / f.name)) for f in found]
 
     def list_boxes(self) -> Iterable[StoredBox] | None:
         """Return which file holds which box of each tensor, by the index; None if the strategy does not say."""

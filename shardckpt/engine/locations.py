@@ -17,7 +17,7 @@ from shardckpt.storage import (
     RemotePath,
     has_local_files,
     is_there,
-    list_objects,
+    list_below,
     mask_password,
     on_store,
     wrap_os_errors,
@@ -197,10 +197,8 @@ def measure(directory: Path, count: Callable[[Path], int] = used_bytes) -> int:
         directory: The directory or store folder.
         count: Counts the bytes of a directory.
     """
-    remote = on_store(directory)
-    if remote is None:
-        return count(directory)
-    return sum((list_objects(remote.folder) if remote.listing is None else remote.listing).values())
+    found = list_below(directory)
+    return count(directory) if found is None else sum(found.values())
 
 
 def measure_freed(directory: Path) -> int:

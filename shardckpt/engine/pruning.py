@@ -37,15 +37,19 @@ from shardckpt.engine.locations import locate, locate_local
 from shardckpt.engine.progress import Progress
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manifest import GENERATION, INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, find_generation
-from shardckpt.plugins import ABSENT, choose_reader, get_plugin_manager, read_manifest
+from shardckpt.plugins import ABSENT, choose_reader, get_plugin_manager, open_below, read_manifest
 from shardckpt.storage import (
     AbortsUploads,
     ListsFolders,
     attempt,
     file_size,
+    find_ability,
+    find_bucket,
+    find_url,
+    has_local_files,
     list_folders,
+    list_names,
     name_siblings,
-    on_store,
     sync_directory,
     wrap_os_errors,
 )
@@ -57,7 +61,7 @@ if TYPE_CHECKING:
 
     from shardckpt.commit import Leftover, Unfinished
     from shardckpt.plugins import PluginManager
-    from shardckpt.storage import Journal, PendingUpload, RemotePath
+    from shardckpt.storage import Journal, PendingUpload
 
 #: Takes a checkpoint that an overwrite has moved aside, and its target; returns whether the first is not needed.
 IsSuperseded: TypeAlias = "Callable[[Path, Path], bool]"
@@ -113,8 +117,8 @@ def prune_leftovers(
     """
     plugins = get_plugin_manager()
     place = locate(path, plugins)
-    if (remote := on_store(place)) is not None:
-        return _prune_store(remote, plugins, older_than, dry_run=dry_run)
+    if not has_local_files(place):
+        return _prune_store(place, plugins, older_than, dry_run=dry_run)
     found = find_leftovers_of(place)
     if not found and not place.is_dir():
         raise StorageError(
@@ -147,7 +151,7 @@ def prune_spools(
 
 
 def clear_unfinished(
-    place: RemotePath, names: Iterable[str], plugins: PluginManager, older_than: float | None = None, *, dry_run: bool
+    place: Path, names: Iterable[str], plugins: PluginManager, older_than: float | None = None, *, dry_run: bool
 ) -> list[PruneResult]:
     """Remove what saves and removals that were killed have left in folders of a store.
 
@@ -164,24 +168,26 @@ def clear_unfinished(
     Raises:
         StorageError: the store does not answer.
     """
-    folders = {name: on_store(locate(f"{place.url}/{name}", plugins)) if name else place for name in sorted(names)}
+    names = sorted(names)
+    folders = [open_below(place, name, plugins) for name in names]
     with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-list") as threads:
-        found = list(threads.map(find_unfinished, (folder for folder in folders.values() if folder is not None)))
+        found = list(threads.map(find_unfinished, folders))
     results = []
-    for name, unfinished in zip(folders, found, strict=True):
+    for name, unfinished in zip(names, found, strict=True):
         if unfinished is not None:
             kept = why_unfinished_kept(unfinished, older_than)
             if not kept:  # before the in-progress objects go, by which the uploads are found again after a crash
                 results += _abort_uploads(unfinished.path, _find_own_uploads(unfinished), dry_run=dry_run)
-            results.append(_clear_unfinished(unfinished, kept, dry_run=dry_run))
-            parent = place.folder
-            if name and results[-1].is_removed and not dry_run and isinstance(parent, ListsFolders):
+            nbytes, remove = sum(unfinished.objects.values()), partial(remove_unfinished, unfinished)
+            results.append(_remove(unfinished.path, nbytes, kept, remove, dry_run=dry_run))
+            parent = find_ability(place, ListsFolders)
+            if name and results[-1].is_removed and not dry_run and parent is not None:
                 parent.remove_folder(name)  # where folders outlive their objects
     return results
 
 
 def clear_uploads(
-    place: RemotePath, plugins: PluginManager, older_than: float | None = None, *, dry_run: bool
+    place: Path, plugins: PluginManager, older_than: float | None = None, *, dry_run: bool
 ) -> list[PruneResult]:
     """Abort the uploads below a URL that began so long ago that their processes count as dead.
 
@@ -195,7 +201,7 @@ def clear_uploads(
         dry_run: As for :func:`prune_leftovers`.
 
     Returns:
-        A result for each upload that has not ended; none if they cannot be listed.
+        A result for each upload that has not ended; none of a directory, or if they cannot be listed.
 
     Raises:
         StorageError: the store does not say whether a save lives.
@@ -229,10 +235,10 @@ def explain_unseen_uploads(path: str | os.PathLike[str]) -> str:
     Raises:
         StorageError: nothing serves the URL.
     """
-    if (remote := on_store(locate(path, get_plugin_manager()))) is None or _list_uploads(remote) is not None:
+    if _list_uploads(place := locate(path, get_plugin_manager())) is not None:
         return ""
     return (
-        f"parts that killed saves have sent to {remote} are not seen from here, and are paid for: `pip install s3fs` "
+        f"parts that killed saves have sent to {place} are not seen from here, and are paid for: `pip install s3fs` "
         "(for s3://) and allow s3:ListBucketMultipartUploads, or let the bucket remove them (S3: a lifecycle rule with "
         "AbortIncompleteMultipartUpload, DaysAfterInitiation: 1)"
     )
@@ -383,13 +389,10 @@ def _target_of(leftover: Leftover) -> Path:
     return next((path for path in found.parent.iterdir() if stem(path.name) == leftover.stem), found)
 
 
-def _prune_store(
-    place: RemotePath, plugins: PluginManager, older_than: float | None, *, dry_run: bool
-) -> list[PruneResult]:
-    folder = place.folder
-    names = list_folders(place) if isinstance(folder, ListsFolders) else []
+def _prune_store(place: Path, plugins: PluginManager, older_than: float | None, *, dry_run: bool) -> list[PruneResult]:
+    names = [] if find_ability(place, ListsFolders) is None else list_folders(place)
     names = [name for name in names if not re.fullmatch(GENERATION, name)]  # the checkpoint's own
-    if not names and not attempt("list", place, folder.files):
+    if not names and not list_names(place):
         raise StorageError(f"{place} {ABSENT}")
     results = clear_unfinished(place, ["", *names], plugins, older_than, dry_run=dry_run)
     aborted = {result.path for result in results if not result.kept}
@@ -398,22 +401,20 @@ def _prune_store(
     ]
 
 
-def _explain_living(place: RemotePath, name: str, plugins: PluginManager, older_than: float | None) -> str:
+def _explain_living(place: Path, name: str, plugins: PluginManager, older_than: float | None) -> str:
     """Return why a save in a folder of a URL counts as living; ``""`` if there is none. ``""`` is the URL itself."""
-    where = on_store(locate(f"{place.url}/{name}", plugins)) if name else place
-    unfinished = None if where is None else find_unfinished(where)
+    unfinished = find_unfinished(open_below(place, name, plugins))
     return "" if unfinished is None else why_unfinished_kept(unfinished, older_than)
 
 
-def _list_uploads(place: RemotePath) -> list[PendingUpload] | None:
+def _list_uploads(place: Path) -> list[PendingUpload] | None:
     """Return the uploads below a URL that have not ended; None, and a warning, if they cannot be listed."""
-    if not isinstance(folder := place.folder, AbortsUploads):
+    if (store := find_ability(place, AbortsUploads)) is None:
         return []
-    call: Callable[[], list[PendingUpload] | None] = folder.uploads
     try:
-        return attempt("list the uploads to", place, call)
+        return attempt("list the uploads to", place, store.uploads)
     except StorageError as exc:  # a permission of its own, of another client: all else goes on without it
-        bucket = place.bucket
+        bucket = find_bucket(find_url(place))
         # prune asks three times, and a manager after each save: the first warning says it
         logger.log(logging.DEBUG if bucket in _warned else logging.WARNING, "%s", exc)
         _warned.add(bucket)
@@ -433,27 +434,14 @@ def _find_own_uploads(unfinished: Unfinished) -> list[PendingUpload]:
     return found if now is not None and now.marks == unfinished.marks else []
 
 
-def _abort_uploads(place: RemotePath, uploads: Iterable[PendingUpload], *, dry_run: bool) -> list[PruneResult]:
-    results, folder = [], place.folder
-    for upload in uploads:
-        error = ""
-        if not dry_run and isinstance(folder, AbortsUploads):
-            try:
-                attempt("abort the upload of", place / upload.name, partial(folder.abort_upload, upload))
-            except StorageError as exc:
-                error = str(exc)
-        results.append(PruneResult(place / upload.name, 0, "", error))
+def _abort_uploads(place: Path, uploads: Iterable[PendingUpload], *, dry_run: bool) -> list[PruneResult]:
+    results = []
+    if (store := find_ability(place, AbortsUploads)) is not None:
+        for upload in uploads:
+            path = place / upload.name
+            abort = partial(attempt, "abort the upload of", path, partial(store.abort_upload, upload))
+            results.append(_remove(path, 0, "", abort, dry_run=dry_run))
     return results
-
-
-def _clear_unfinished(unfinished: Unfinished, kept: str, *, dry_run: bool) -> PruneResult:
-    error = ""
-    if not kept and not dry_run:
-        try:
-            remove_unfinished(unfinished)
-        except StorageError as exc:
-            error = str(exc)
-    return PruneResult(unfinished.path, sum(unfinished.objects.values()), kept, error)
 
 
 def _prune_all(found: Iterable[Leftover], place: Path, older_than: float | None, *, dry_run: bool) -> list[PruneResult]:
@@ -472,10 +460,15 @@ def _prune_all(found: Iterable[Leftover], place: Path, older_than: float | None,
 def _prune(leftover: Leftover, nbytes: int, older_than: float | None, *, dry_run: bool) -> PruneResult:
     target = _target_of(leftover) if leftover.is_replaced else leftover.path
     kept = explain_kept_leftover(leftover, target, make_superseded_check(get_plugin_manager()), older_than)
+    return _remove(leftover.path, nbytes, kept, partial(remove_leftover, leftover), dry_run=dry_run)
+
+
+def _remove(path: Path, nbytes: int, kept: str, remove: Callable[[], None], *, dry_run: bool) -> PruneResult:
+    """Remove what is not kept, and return what became of it."""
     error = ""
     if not kept and not dry_run:
         try:
-            remove_leftover(leftover)
+            remove()
         except StorageError as exc:
             error = str(exc)
-    return PruneResult(leftover.path, nbytes, kept, error)
+    return PruneResult(path, nbytes, kept, error)

@@ -12,7 +12,7 @@ from shardckpt.engine.amounts import format_bytes
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.plan_cache import CachingSaveStrategy, look_up_plan
 from shardckpt.engine.space import NO_FORECAST, Forecast, count_bytes
-from shardckpt.engine.transaction import CheckpointHeader, commit_files
+from shardckpt.engine.transaction import CheckpointHeader, Transaction
 from shardckpt.errors import (
     CheckpointingException,
     ShardingError,
@@ -102,6 +102,20 @@ class CheckedState:
     nbytes: int
     forecast: Forecast
 
+    def begin(self, operation: Operation, target: Path, options: SaveOptions) -> Transaction:
+        """Collective: begin its save."""
+        return Transaction(
+            operation,
+            target,
+            self.header,
+            overwrite=options.overwrite,
+            sha256=options.sha256,
+            fingerprints=options.fingerprints,
+            forecast=self.forecast,
+            memory_budget=options.memory_budget,
+            given=bool(self.shards or self.common),
+        )
+
 
 def save_checkpoint(
     sharded_state_dict: ShardedStateDict,
@@ -139,19 +153,7 @@ def save_checkpoint(
             state.saver.save(state.shards, state.common, context)
             state.given.compare(writer.shards, comm)
 
-        commit_files(
-            operation,
-            target,
-            state.header,
-            write,
-            overwrite=options.overwrite,
-            sha256=options.sha256,
-            fingerprints=options.fingerprints,
-            content=options.content_metadata,
-            forecast=state.forecast,
-            memory_budget=options.memory_budget,
-            given=bool(state.shards or state.common),
-        )
+        state.begin(operation, target, options).run(write, options.content_metadata)
 
 
 def check_state(

@@ -15,7 +15,7 @@ from shardckpt.engine.pruning import prune_leftovers
 from shardckpt.errors import CheckpointingException, NotEnoughSpaceError
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.mapping import ShardedTensor, is_main_replica
-from shardckpt.storage import is_full
+from shardckpt.storage import find_url, has_local_files, is_full
 from shardckpt.tensors import ORDINARY
 
 if TYPE_CHECKING:
@@ -51,26 +51,48 @@ REMOVE = "remove keys from"
 
 #: Of a save that is not forecast.
 NO_FORECAST: Forecast = Forecast()
-#: Makes room for a save of this thread that does not fit.
-_make_room: ContextVar[Callable[[], None] | None] = ContextVar("shardckpt_make_room", default=None)
+
+
+class Room(NamedTuple):
+    """What a caller of saves says of their space.
+
+    Attributes:
+        make: Collective: called before a save is refused, which may fit after it.
+        quota: Bytes that the folder of the saves may hold; 0: as many as its file system.
+        find_used: Returns those that it holds; only the main rank asks, and only where there is a quota.
+    """
+
+    make: Callable[[], None]
+    quota: int
+    find_used: Callable[[], int]
+
+
+#: The room of the saves of this thread.
+_room: ContextVar[Room | None] = ContextVar("shardckpt_room", default=None)
 
 
 @contextmanager
-def making_room(make_room: Callable[[], None]) -> Iterator[None]:
-    """Call a collective function before a save in the block is refused, which may fit after it."""
-    token = _make_room.set(make_room)
+def within_room(room: Room) -> Iterator[None]:
+    """Keep the saves of the block within a room."""
+    token = _room.set(room)
     try:
         yield
     finally:
-        _make_room.reset(token)
+        _room.reset(token)
 
 
 def make_room() -> bool:
     """Collective: do what the caller of the save does to make room; return whether there is such."""
-    function = _make_room.get()
-    if function is not None:
-        function()
-    return function is not None
+    room = _room.get()
+    if room is not None:
+        room.make()
+    return room is not None
+
+
+def limit_free(free: int) -> int:
+    """Return the free bytes of a place, or what a quota leaves, where that is less."""
+    room = _room.get()
+    return min(free, max(0, room.quota - room.find_used())) if room is not None and room.quota else free
 
 
 def count_bytes(shards: Iterable[ShardedBase]) -> int:
@@ -102,6 +124,15 @@ def find_free_bytes(directory: Path) -> int:
     return found.f_frsize * (found.f_bfree if os.geteuid() == 0 else found.f_bavail)
 
 
+def _find_system_bytes(target: Path) -> int:
+    return find_free_bytes(target.parent) if has_local_files(target) else UNKNOWN
+
+
+def _find_folder(target: Path) -> Path | str:
+    """Return the folder of a target, or its URL."""
+    return target.parent if has_local_files(target) else find_url(target).rpartition("/")[0]
+
+
 def refuse_full(target: Path, needed: int, action: str, free: int | None = None) -> None:
     """Raise if a file system has less free than what is to be written takes.
 
@@ -114,7 +145,7 @@ def refuse_full(target: Path, needed: int, action: str, free: int | None = None)
     Raises:
         NotEnoughSpaceError: It has.
     """
-    free = find_free_bytes(target.parent) if free is None else free
+    free = _find_system_bytes(target) if free is None else free
     if needed > free:
         raise make_space_error(target, needed, free, action)
 
@@ -128,9 +159,11 @@ def make_space_error(target: Path, needed: int, free: int, action: str = "save t
         free: Free bytes of the file system.
         action: What is done, for the error.
     """
-    folder = target.parent
+    folder, room = _find_folder(target), _room.get()
+    is_quota = room is not None and room.quota and free < _find_system_bytes(target)
+    holder = f"quota={room.quota:,} of {folder} leaves" if room and is_quota else f"the file system of {folder} has"
     refusal = (
-        f"cannot {action} {target}: the tensors take {format_bytes(needed)}, and the file system of {folder} has "
+        f"cannot {action} {target}: the tensors take {format_bytes(needed)}, and {holder} "
         f"{format_bytes(free)} free, {format_bytes(needed - free)} too little. No file was written."
     )
     texts = [refusal]
@@ -140,7 +173,8 @@ def make_space_error(target: Path, needed: int, free: int, action: str = "save t
             "another path, or remove it first if you can do without it."
         )
     texts.append(_name_removable(folder))
-    texts.append(f"{settings.SPACE_CHECK}=0 writes without this check, for a file system that reports too little.")
+    if not is_quota:
+        texts.append(f"{settings.SPACE_CHECK}=0 writes without this check, for a file system that reports too little.")
     return NotEnoughSpaceError(" ".join(texts))
 
 
@@ -164,7 +198,7 @@ def explain_full(error: StorageError, target: Path) -> StorageError:
     return NotEnoughSpaceError(text).with_traceback(error.__traceback__)
 
 
-def _name_removable(folder: Path) -> str:
+def _name_removable(folder: Path | str) -> str:
     """Return what could go from a folder, and the command that removes it."""
     has_runs = _has_runs(folder)
     nbytes = sum(map(_count_leftovers, walk_folders(folder).used if has_runs else [folder]))
@@ -195,7 +229,7 @@ def _measure(shards: Iterable[ShardedBase]) -> Iterator[tuple[int, int]]:
                 yield id(tensor), 0
 
 
-def _count_leftovers(folder: Path) -> int:
+def _count_leftovers(folder: Path | str) -> int:
     """Return the bytes that ``shardckpt prune`` would free."""
     try:
         found = prune_leftovers(folder, dry_run=True)

@@ -113,7 +113,9 @@ class Transaction:
         sha256: Whether to write ``integrity.json``.
         fingerprints: Whether to store fingerprints of the tensors.
         journal: The journal of what one process writes to a directory, if another may go on with it after a kill.
-        check: As for :func:`commit_files`.
+        check: Called on the main rank when all is written and nothing is committed: with a directory that has the
+            record and ``metadata.json``, and the place of all other files, which is the same directory or the target's
+            URL. If it raises, nothing is committed.
         forecast: What this rank will store. A save to a directory is refused, before it writes a file, if that of all
             ranks is more than its file system has free.
         memory_budget: Bytes that this rank may hold at a time beside the tensors; None: as many as are fast.
@@ -218,6 +220,28 @@ class Transaction:
                 memory_budget=self.memory_budget,
             )
         return writer
+
+    def run(self, write: Callable[[CheckpointWriter, str], None], content: Any = None) -> None:
+        """Collective: write files on all ranks, and commit them if every rank has succeeded.
+
+        Args:
+            write: Writes this rank's files, and their fingerprints; gets the writer and the save's id.
+            content: The caller's ``content_metadata``.
+
+        Raises:
+            CheckpointingException: on every rank, if any failed; the target is unchanged then.
+        """
+        try:
+            with self.writer() as writer:
+                self.operation.comm.sync_errors()  # the strategy may use smaller groups, and write for hours
+                with self.operation.local_phase("writing"):
+                    write(writer, self.save_id)
+                    self.operation.set_nbytes(sum(file.size for file in writer.files))
+                self.timeline.add_writing(writer.times)
+                self.commit(writer, content=content)
+        except BaseException:  # Ctrl-C, too: nothing of the save may stay
+            self.abort()
+            raise
 
     def commit(self, writer: CheckpointWriter, before: WrittenFiles | None = None, content: Any = None) -> None:
         """Collective: commit the files of all ranks; other ranks know that it succeeded after the next sync of errors.
@@ -377,70 +401,6 @@ class Transaction:
         if self.sha256:
             hashes = {**written.sha256, **writer.sha256}
             writer.write(INTEGRITY_NAME, Integrity(files=hashes).dump(), keys=0)
-
-
-def commit_files(
-    operation: Operation,
-    target: Path,
-    header: CheckpointHeader,
-    write: Callable[[CheckpointWriter, str], None],
-    *,
-    overwrite: bool,
-    sha256: bool = False,
-    fingerprints: bool = False,
-    content: Any = None,
-    journal: Journal | None = None,
-    check: Callable[[Path, Path], None] | None = None,
-    forecast: Forecast = NO_FORECAST,
-    memory_budget: int | None = None,
-    given: bool = False,
-) -> None:
-    """Collective: write files on all ranks, and commit them if every rank has succeeded.
-
-    Args:
-        operation: The save or migration.
-        target: The checkpoint's directory or URL.
-        header: The checkpoint's header.
-        write: Writes this rank's files; gets the writer and the save's id.
-        overwrite: As for :class:`Transaction`.
-        sha256: Whether to write ``integrity.json``.
-        fingerprints: Whether to store fingerprints of the tensors, which ``write`` computes.
-        content: The caller's ``content_metadata``.
-        journal: As for :class:`Transaction`.
-        check: Called on the main rank when all is written and nothing is committed: with a directory that has the
-            record and ``metadata.json``, and the place of all other files, which is the same directory or the target's
-            URL. If it raises, nothing is committed.
-        forecast: As for :class:`Transaction`.
-        memory_budget: As for :class:`Transaction`.
-        given: As for :class:`Transaction`.
-
-    Raises:
-        CheckpointingException: on every rank, if any failed; the target is unchanged then.
-    """
-    transaction = Transaction(
-        operation,
-        target,
-        header,
-        overwrite=overwrite,
-        sha256=sha256,
-        fingerprints=fingerprints,
-        journal=journal,
-        check=check,
-        forecast=forecast,
-        memory_budget=memory_budget,
-        given=given,
-    )
-    try:
-        with transaction.writer() as writer:
-            operation.comm.sync_errors()  # the strategy may use smaller groups, and write for hours
-            with operation.local_phase("writing"):
-                write(writer, transaction.save_id)
-                operation.set_nbytes(sum(file.size for file in writer.files))
-            transaction.timeline.add_writing(writer.times)
-            transaction.commit(writer, content=content)
-    except BaseException:  # Ctrl-C, too: nothing of the save may stay
-        transaction.abort()
-        raise
 
 
 def as_json(content: Any) -> Any:

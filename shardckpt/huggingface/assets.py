@@ -11,7 +11,7 @@ from shardckpt.errors import CheckpointingException, StorageError, listed
 from shardckpt.huggingface.adapters import find_adapter_mapping
 from shardckpt.huggingface.names import ADAPTER, is_asset
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import has_local_files, name_siblings, on_store, read_file, wrap_os_errors
+from shardckpt.storage import lacks_directory, name_siblings, read_file, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,7 @@ def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -
     """
     if isinstance(assets, (str, os.PathLike)):
         folder = locate(assets, get_plugin_manager()) if "://" in os.fspath(assets) else Path(expand_home(assets))
-        if has_local_files(folder) and not folder.is_dir():
+        if lacks_directory(folder):
             raise StorageError(f"assets={assets}: there is no such folder {name_siblings(folder.absolute())}".rstrip())
         with wrap_os_errors("list", folder):
             found = sorted(folder.iterdir(), key=lambda path: path.name)
@@ -58,7 +58,7 @@ def read_asset(path: Path) -> bytes:
     Raises:
         CheckpointingException: It cannot be read, or has more than 1 GiB.
     """
-    return read_file(path if on_store(path) is not None else path.resolve(), _LIMIT)
+    return read_file(path.resolve(), _LIMIT)
 
 
 def read_assets(files: Sequence[Path]) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ import torch
 from shardckpt.commit import discard_staging
 from shardckpt.engine import check_names, open_staging
 from shardckpt.huggingface.assets import read_asset
-from shardckpt.storage import on_store, open_new, sync_directory, sync_file, wrap_os_errors
+from shardckpt.storage import has_local_files, open_new, sync_directory, sync_file, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -63,7 +63,7 @@ def write_pickled(path: Path, state_dict: Mapping[Any, Any]) -> None:
 def copy_new(source: Path, path: Path) -> None:
     """Copy a file, or an object of a store, to a new file; links are followed."""
     with wrap_os_errors(f"copy {source} to", path):
-        if on_store(source) is None:
+        if has_local_files(source):
             shutil.copyfile(source, path)
         else:
             path.write_bytes(read_asset(source))

@@ -6,9 +6,9 @@ import logging
 import shutil
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from shardckpt.commit import create_spool, delete_objects, hold_place
+from shardckpt.commit import create_spool, hold_place
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.huggingface.blocks import open_writer, write_blocks
 from shardckpt.huggingface.folder import CONFIG
@@ -21,7 +21,6 @@ from shardckpt.storage import (
     has_local_files,
     limit_uploads,
     list_objects,
-    on_store,
 )
 
 if TYPE_CHECKING:
@@ -70,10 +69,7 @@ class StoreExport(FolderExport):
 
     @property
     def _store(self) -> RemotePath:
-        found = on_store(self.target)
-        if found is None:
-            raise StorageError(f"{self.target} is no URL")
-        return found
+        return cast("RemotePath", self.target)  # find_export has seen that it is one
 
     def _make_ready(self) -> None:
         """Delete the weights that are to be replaced, and write the other files; on the main rank."""
@@ -93,13 +89,8 @@ class StoreExport(FolderExport):
         if config is not None:
             (self._store / CONFIG).write(config)
         for path in self.options.assets:
-            if path.name == CONFIG and config is not None:
-                continue
-            source, copy = on_store(path), self._store / path.name
-            if source is None:
-                copy.upload(path.resolve())  # those of the Hub's cache are links
-            elif source != copy:  # stores refuse to copy an object onto itself
-                copy.copy_from(source)
+            if path.name != CONFIG or config is None:
+                (self._store / path.name).copy_from(path)
 
     def _write_file(self, name: str, tensors: Sequence[HubTensor]) -> None:
         """Send a file: tensors while they are read, if the store takes streams."""
@@ -119,7 +110,7 @@ class StoreExport(FolderExport):
     def _delete(self, names: Sequence[str]) -> None:
         """Delete what this rank has written of an export that failed; raise nothing."""
         try:
-            delete_objects(self._store.folder, names)
+            self._store.delete_all(names)
         except CheckpointingException as exc:
             logger.warning("files of a failed export may remain at %s: %s", self.target, exc)
 

@@ -14,7 +14,7 @@ try:
 except ModuleNotFoundError:  # pytorch-lightning has the same under another name
     from lightning_fabric.plugins import CheckpointIO  # type: ignore[assignment]
 
-from shardckpt.commit import clear_tombstones, delete_checkpoint, make_tombstone, stem
+from shardckpt.commit import clear_tombstones, remove_checkpoint, stem
 from shardckpt.distributed import Comm
 from shardckpt.engine import (
     LoadOptions,
@@ -29,7 +29,7 @@ from shardckpt.errors import CheckpointingException, parse_globals
 from shardckpt.manager import describe_form, describe_tensors, merge_tensors, request_tensors
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.state_dict import dict_list_map_outplace
-from shardckpt.storage import on_store, retry_if_replaced
+from shardckpt.storage import has_local_files, retry_if_replaced
 from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
@@ -141,11 +141,9 @@ class ShardedCheckpointIO(CheckpointIO):
         with _open(path, LoadOptions()):
             pass  # only to check that it is a Trainer's checkpoint
         directory = locate(path, get_plugin_manager())
-        if (remote := on_store(directory)) is not None:
-            delete_checkpoint(remote.folder)
-            return
-        make_tombstone(directory)
-        clear_tombstones(directory.parent, lambda name: name == stem(directory.name))
+        remove_checkpoint(directory)
+        if has_local_files(directory):
+            clear_tombstones(directory.parent, lambda name: name == stem(directory.name))
 
     def teardown(self) -> None:
         """Do nothing: no file stays open."""

@@ -21,7 +21,7 @@ from shardckpt.engine import (
     OpenCheckpoint,
     Operation,
     TensorSums,
-    commit_files,
+    Transaction,
     find_incomplete_files,
     is_below,
     refuse_objects,
@@ -395,19 +395,16 @@ class Conversion:
 
         header = CheckpointHeader(saver.backend, saver.version, saver.reader, lineage)
         journal = self._make_journal(stored, tensors)
-        content = common.get(_CONTENT)
-        commit_files(
+        Transaction(
             operation,
             self.target,
             header,
-            write,
             overwrite=self.overwrite,
-            content=content,
             journal=journal,
             check=partial(self._prove, proof, tensors),
             forecast=Forecast(sum(tensor.nbytes for tensor in tensors)) if saver.stores_all_bytes else NO_FORECAST,
             memory_budget=self.buffers[1],
-        )
+        ).run(write, common.get(_CONTENT))
 
     def _write_folder(self, operation: Operation, proof: StagedProof) -> _Written:
         stored = proof.stored

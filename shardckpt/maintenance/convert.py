@@ -28,6 +28,7 @@ from shardckpt.storage import (
     check_memory_budget,
     has_local_files,
     is_there,
+    lacks_directory,
     parse_size,
     retry_if_replaced,
 )
@@ -285,8 +286,7 @@ def _find_assets(
 ) -> str | os.PathLike[str] | list[Path] | None:
     """Return the assets that were given, or else the source's, if names stay, and the target has no configuration."""
     source = locate(old, plugins)
-    is_local = has_local_files(source)
-    if to != FOLDER or assets is not None or is_renamed or prefix or mapping or (is_local and not source.is_dir()):
+    if to != FOLDER or assets is not None or is_renamed or prefix or mapping or lacks_directory(source):
         return assets
     if (
         is_there(locate(new, plugins) / CONFIG)
@@ -294,7 +294,7 @@ def _find_assets(
         or read_hub_config(source, plugins) is None
     ):
         return None
-    if not is_local:
+    if not has_local_files(source):
         return old
     # nobody has named these files: a link of a downloaded folder must not lead to others of this machine
     return [path for path in list_assets(old) if not path.is_symlink() or resolve_link(source, path.name) != path]

@@ -10,7 +10,7 @@ from shardckpt.engine import (
     CheckpointHeader,
     Forecast,
     Operation,
-    commit_files,
+    Transaction,
     is_same_place,
     locate,
     refuse_damage,
@@ -134,7 +134,9 @@ def _migrate(
                 what = f"the migration {chosen.name} of {source} to version {chosen.to_version}"
                 _refuse_loss(what, before, staging, files, plugins)
 
-            commit_files(operation, target, header, write, overwrite=overwrite, check=check, forecast=Forecast(needed))
+            Transaction(operation, target, header, overwrite=overwrite, check=check, forecast=Forecast(needed)).run(
+                write
+            )
     return manifest.backend, manifest.version, chosen.to_version
 
 

@@ -36,7 +36,7 @@ from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import (
     CheckpointReader,
     detect_replacement,
-    file_size,
+    find_size,
     is_there,
     list_folders,
     open_directory,
@@ -123,14 +123,14 @@ def _verify(directory: Path, *, repair: bool) -> list[FileResult]:
     except (NotACheckpointError, IncompleteCheckpointError) as exc:
         place = directory.parent if directory.is_file() else directory
         errors = check_source(directory, plugins, exc)
-        return [_make_result(name, _size(place / name), *found) for name, found in sorted(errors.items())]
+        return [_make_result(name, find_size(place / name), *found) for name, found in sorted(errors.items())]
     except CorruptCheckpointError as exc:
         if not repair:
             raise
         return _repair(directory, exc)
     found = _check_files(directory, path, manifest)
     if manifest.record is not None and (error := _check_marker(path, manifest.record)) is not None:
-        found[MARKER_NAME] = _make_result(MARKER_NAME, _size(path / MARKER_NAME), error, "structure")
+        found[MARKER_NAME] = _make_result(MARKER_NAME, find_size(path / MARKER_NAME), error, "structure")
     return _sort_results(path, manifest, found)
 
 
@@ -297,7 +297,7 @@ def _check_structure(path: Path, manifest: Manifest, *, has_digests: bool) -> li
         checked = check_all_files(strategy, reader, reader.directory, get_plugin_manager())
     if manifest.recognised_as is None:
         checked[MARKER_NAME] = Checked(None)
-    return [_make_result(name, _size(path / name), *found) for name, found in checked.items()]
+    return [_make_result(name, find_size(path / name), *found) for name, found in checked.items()]
 
 
 def _make_result(
@@ -310,10 +310,3 @@ def _make_result(
     if error is None:
         return FileResult(name, nbytes, "", checked=by, note=note)
     return FileResult(name, nbytes, str(error), checked=by if is_damage(error) else "nothing", note=note)
-
-
-def _size(path: Path) -> int:
-    try:
-        return file_size(path)
-    except OSError:
-        return 0

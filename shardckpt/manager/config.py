@@ -48,7 +48,7 @@ from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import parse_step
 from shardckpt.manager.steps import MODEL_PREFIX
 from shardckpt.plugins import check_served, get_plugin_manager, parse_keys
-from shardckpt.storage import LEAST_READING, mask_password, parse_memory_budget, show_budget, show_mib
+from shardckpt.storage import LEAST_READING, mask_password, parse_memory_budget, parse_size, show_budget, show_mib
 from shardckpt.strategy import StoresHubFolders
 
 if TYPE_CHECKING:
@@ -174,6 +174,9 @@ class CheckpointConfig(BaseModel):
             the step.
         on_full: What ``save`` does where the file system has no space for the step: ``error``, or ``prune``: it first
             removes the steps that the policies will not keep once it is complete, but never the newest that is there.
+        quota: Bytes, or text such as ``"500GB"``, that ``folder`` may hold, on a store, too: a step that would be
+            more is refused before a byte is written, or makes room, as ``on_full`` says. What is there is counted
+            before each save.
         last_save_model_only: Whether the last step saves the model alone. torchtitan's older name
             ``model_weights_only`` is accepted.
         last_save_bare_keys: Whether the keys of the model's tensors lack ``model.`` where the last step saves the model
@@ -305,6 +308,7 @@ class CheckpointConfig(BaseModel):
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] | AsyncMode = AsyncMode.DISABLED
     on_busy: Literal["wait", "skip"] = "wait"
     on_full: Literal["error", "prune"] = "error"
+    quota: int | str | None = None
     last_save_model_only: bool = True
     last_save_bare_keys: bool = False
     steps_in_hf: bool = False
@@ -391,6 +395,13 @@ class CheckpointConfig(BaseModel):
     def _dtype_name(cls, dtype: Any) -> Any:
         found = parse_dtype(dtype, "export_dtype")
         return None if found is None else str(found).removeprefix("torch.")
+
+    @field_validator("quota")
+    @classmethod
+    def _check_quota(cls, quota: int | str | None) -> int | str | None:
+        if quota is not None:
+            parse_size(quota, "quota")
+        return quota
 
     @field_validator("memory_budget")
     @classmethod

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.commit import find_last_write, find_unfinished, is_under_way, why_unfinished_kept
-from shardckpt.engine import find_incomplete_files, format_seconds, is_damage, locate
+from shardckpt.engine import find_incomplete_files, format_seconds, is_damage
 from shardckpt.errors import (
     BrokenPluginError,
     CheckpointingException,
@@ -21,14 +21,10 @@ from shardckpt.errors import (
 from shardckpt.maintenance import is_marked
 from shardckpt.manager.listing import summarize_step
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
-from shardckpt.plugins import choose_reader, hold_checkpoint, parse_file
+from shardckpt.plugins import choose_reader, hold_checkpoint, open_below, parse_file
 from shardckpt.storage import (
     CheckpointReader,
-    TellsTimes,
-    attempt,
-    find_url,
     is_there,
-    on_store,
     open_directory,
     wrap_os_errors,
 )
@@ -140,20 +136,15 @@ def _read_best_description(directory: Path, plugins: PluginManager) -> tuple[Pat
         return hold_checkpoint(directory, plugins)
     if marker.shardckpt_generation is None:
         return place, Manifest(backend=marker.sharded_backend, version=marker.sharded_backend_version)
-    inside = f"{find_url(directory)}/{marker.shardckpt_generation}"
-    return _read_best_description(locate(inside, plugins), plugins)
+    return _read_best_description(open_below(directory, marker.shardckpt_generation, plugins), plugins)
 
 
 def _find_writer(directory: Path, older_than: float | None) -> str:
     """Return why a save, or a copy, may still write to a directory; ``""`` if none does."""
-    if (remote := on_store(directory)) is None:
-        written: float | None = find_last_write(directory)
-    else:
-        begun = find_unfinished(remote)
-        if begun is not None and (begun.is_removal or begun.owners):
-            return why_unfinished_kept(begun, older_than)
-        times = attempt("list", remote, remote.folder.times) if isinstance(remote.folder, TellsTimes) else {}
-        written = max(times.values(), default=None)
+    begun = find_unfinished(directory)
+    if begun is not None and (begun.is_removal or begun.owners):
+        return why_unfinished_kept(begun, older_than)
+    written = find_last_write(directory)
     limit = HOURS if older_than is None else older_than
     if limit <= 0:  # clocks of other hosts may be ahead
         return ""

@@ -15,11 +15,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.commit import (
-    delete_checkpoint,
     find_leftovers,
     find_unfinished,
     is_half_deleted,
-    make_tombstone,
+    remove_checkpoint,
     remove_free,
     why_unfinished_kept,
 )
@@ -29,11 +28,10 @@ from shardckpt.manager.marks import drop_marks
 from shardckpt.manager.retention import find_needed_steps, steps_to_remove
 from shardckpt.manager.step_links import find_own_links, update_links
 from shardckpt.manager.step_names import MARKS_NAME
-from shardckpt.storage import ListsFolders, has_local_files, on_store
+from shardckpt.storage import ListsFolders, find_ability, has_local_files
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
-    from pathlib import Path
 
     from shardckpt.manager.damage import Damage
     from shardckpt.manager.marks import StepState
@@ -132,7 +130,7 @@ def choose_steps(
     """
     found, known = folder.inspect_steps()
     # No link: the rename would make a tombstone of the link, and leave the files where they are.
-    places = {step: each for step, each in found.items() if not _place(folder, step).is_symlink()}
+    places = {step: each for step, each in found.items() if not (folder.place / folder.names.name(step)).is_symlink()}
     damage = {step: fault for step, each in places.items() if (fault := judge(each)) is not None}
     counted = {step: each.metrics for step, each in places.items() if each.is_loadable and step not in damage}
     chosen = [step for step in choose(counted) if step in counted]
@@ -347,8 +345,7 @@ class GarbageCollector:
     def _clear_uploads(self) -> None:
         """Abort, once in a training, the old uploads of saves that have left nothing else."""
         try:
-            if (remote := on_store(self._folder.place)) is not None:
-                clear_uploads(remote, self._folder.plugins, dry_run=False)
+            clear_uploads(self._folder.place, self._folder.plugins, dry_run=False)
         except Exception:  # as in a collection
             logger.warning("cannot look for uploads to %s that have not ended", self._folder, exc_info=True)
 
@@ -372,9 +369,9 @@ def _remove_leftovers(folder: StepFolder, steps: Collection[int] | None = None) 
     left to the next manager.
     """
     place = folder.place
-    if (remote := on_store(place)) is not None:
+    if not has_local_files(place):
         names = [folder.names.name(step) for step in (folder.steps() if steps is None else steps)]
-        for result in clear_unfinished(remote, names, folder.plugins, dry_run=False):
+        for result in clear_unfinished(place, names, folder.plugins, dry_run=False):
             if result.error:
                 logger.warning("%s", result.error)
             elif result.is_removed:
@@ -390,22 +387,6 @@ def _remove_leftovers(folder: StepFolder, steps: Collection[int] | None = None) 
         find_leftovers(place, is_step),
         lambda leftover: explain_kept_leftover(leftover, place / leftover.stem, is_superseded),
     )
-
-
-def _place(folder: StepFolder, step: int) -> Path:
-    """Return a step's directory or URL; a symbolic link itself."""
-    return folder.place / folder.names.name(step)
-
-
-def _remove(folder: StepFolder, step: int) -> None:
-    """Turn a checkpoint into a tombstone, or delete it on a store."""
-    parent, remote = on_store(folder.place), on_store(folder.path(step))
-    if parent is None or remote is None:
-        make_tombstone(_place(folder, step))
-        return
-    delete_checkpoint(remote.folder)
-    if isinstance(parent.folder, ListsFolders):  # its folders outlive their objects
-        parent.folder.remove_folder(folder.names.name(step))
 
 
 def _try_to_remove(
@@ -434,7 +415,10 @@ def _try_to_remove(
             if reason:
                 logger.log(level, "step %d in %s stays for now: %s", chosen.step, folder, reason)
                 return reason
-            _remove(folder, chosen.step)
+            path = folder.place / name  # a link itself
+            remove_checkpoint(path if has_local_files(path) else folder.path(chosen.step))
+            if (store := find_ability(folder.place, ListsFolders)) is not None:  # its folders outlive their objects
+                store.remove_folder(name)
     except (StorageError, CheckpointReplacedError) as exc:
         logger.warning("step %d in %s is to be removed, and stays for now: %s", chosen.step, folder, exc)
         return None
@@ -453,11 +437,9 @@ def _find_change(folder: StepFolder, chosen: StepCheckpoint, needed: Collection[
         return "since it was chosen it was saved anew" if now.is_loadable else "since it was chosen it was removed"
     if now.mark != chosen.mark:  # by it policies choose
         return f"since it was chosen it was {now.mark or 'marked anew'}"
-    if (remote := on_store(path)) is not None:
-        # The objects of a save that replaces it are below its URL.
-        begun = find_unfinished(remote)
-        if begun is not None and begun.owners and (reason := why_unfinished_kept(begun)):
-            return f"it is being saved anew: {reason}"
+    begun = find_unfinished(path)  # on a store, the objects of a save that replaces it are below its URL
+    if begun is not None and begun.owners and (reason := why_unfinished_kept(begun)):
+        return f"it is being saved anew: {reason}"
     return _find_loss(folder, needed)
 
 

@@ -16,7 +16,6 @@ from shardckpt.errors import CheckpointingException, listed, name_known
 from shardckpt.manager.step_resolution import check_step, find_newest
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import has_local_files
 
 if TYPE_CHECKING:
     import os
@@ -169,7 +168,7 @@ def pin_step(folder: str | os.PathLike[str], step: int | str, label: str) -> Non
     steps, step = find_step(folder, step)
     link = steps.place / steps.names.name(step)
     # a removal of what it leads to would not look at a pin of another name
-    if has_local_files(steps.place) and link.is_symlink() and link.resolve().parent == steps.place.resolve():
+    if link.is_symlink() and link.resolve().parent == steps.place.resolve():
         raise CheckpointingException(
             f"{link} is a link, which no policy removes: pin the step itself, {link.resolve()}"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from shardckpt import settings
 from shardckpt.commit import is_under_way
@@ -51,10 +51,12 @@ from shardckpt.storage import (
     CheckpointReader,
     HasFolders,
     combine_fingerprints,
+    find_ability,
     find_url,
     has_local_files,
     is_there,
-    list_objects,
+    lacks_directory,
+    list_below,
     name_siblings,
     on_store,
     open_directory,
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
 
     from shardckpt.manager.summaries import State
     from shardckpt.plugins import PluginManager
+    from shardckpt.storage import RemotePath
 
 
 def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False) -> list[CheckpointSummary]:
@@ -92,13 +95,12 @@ def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False)
     place = locate(folder, plugins)
     if place.is_file():
         return [_summarize_file(place)]
-    if has_local_files(place) and not place.is_dir():
+    if lacks_directory(place):
         raise StorageError(
             f"{place} is no directory: give a folder of checkpoints, or a checkpoint {name_siblings(place)}".rstrip()
         )
     found = _list(folder, place, plugins, recursive=recursive, above=())
-    remote = on_store(place)
-    if not found and remote is not None and not list_objects(remote.folder):
+    if not found and list_below(place) == {}:
         raise StorageError(f"{place} {ABSENT}")
     return found
 
@@ -127,7 +129,7 @@ def _list(
 
     def list_deeper(each: CheckpointSummary) -> list[CheckpointSummary]:
         """Return what is below a folder, by paths from this one; a link into what is listed has nothing new."""
-        if has_local_files(place) and is_listed_elsewhere(each, here):
+        if is_listed_elsewhere(each, here):
             return []
         path = f"{os.fspath(folder).rstrip('/')}/{each.name}"
         deeper = _list(path, locate(path, plugins), plugins, recursive=True, above=here)
@@ -165,7 +167,7 @@ def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
         StorageError: a folder cannot be listed.
     """
     place = locate(path, get_plugin_manager())
-    if (has_local_files(place) and not place.is_dir()) or is_there(place / MARKER_NAME):
+    if lacks_directory(place) or is_there(place / MARKER_NAME):
         return FoundCheckpoints([path], [])
     listed_ones = list_checkpoints(path, recursive=recursive)
     found = [each for each in listed_ones if each.is_checkpoint]
@@ -186,10 +188,9 @@ def _list_below(place: Path) -> dict[str, dict[str, int]] | None:
 
     None for a local directory, and where a plugin cannot list a tree.
     """
-    remote = on_store(place)
-    if remote is None or not isinstance(remote.folder, HasFolders):
+    if find_ability(place, HasFolders) is None:
         return None
-    found = {"": list_objects(remote.folder)}
+    found = {"": dict(list_below(place) or {})}
     for path, size in found[""].items():
         name, separator, inner = path.partition("/")
         if separator:
@@ -199,10 +200,9 @@ def _list_below(place: Path) -> dict[str, dict[str, int]] | None:
 
 def _attach_listing(place: Path, listings: Mapping[str, dict[str, int]] | None, name: str = "") -> Path:
     """Return a folder of a store with its listing, so that looking at it takes no request for one."""
-    remote = on_store(place)
-    if remote is None or listings is None:
+    if listings is None:
         return place
-    path = remote.use_listing(listings.get(name, {}))
+    path = cast("RemotePath", place).use_listing(listings.get(name, {}))  # only a store has listings
     path.listing = listings.get(name, {})
     return path
 

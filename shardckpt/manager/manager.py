@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from shardckpt import settings
 from shardckpt.distributed import Comm
-from shardckpt.engine import making_room, pause_gc, report_failure, report_phase
+from shardckpt.engine import Room, measure, pause_gc, report_failure, report_phase, within_room
 from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, listed, parse_globals, refuse_copy, show_given
 from shardckpt.manager.casting import cast_shards
 from shardckpt.manager.config import AsyncMode, CheckpointConfig, parse_config
@@ -32,7 +32,7 @@ from shardckpt.manager.step_resolution import NEWEST, check_step, find_best, rea
 from shardckpt.manager.steps import MODEL_PREFIX, PER_RANK_KEY, PREFIX_KEY, StepFolder
 from shardckpt.manifest import Lineage
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import limit_attempts
+from shardckpt.storage import limit_attempts, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -552,7 +552,9 @@ class CheckpointManager:
             if config.on_full == "prune":
                 self._make_room(step, comm)
 
-        with making_room(make_room), self._explaining_full(step, comm):
+        quota = 0 if config.quota is None else parse_size(config.quota, "quota")
+        room = Room(make_room, quota, lambda: measure(self._folder.place))
+        with within_room(room), self._explaining_full(step, comm):
             writer.write(state, target, {CONTENT_KEY: content}, lineage, on_commit, background=not last_step)
         self._last = step
 

@@ -14,7 +14,7 @@ from shardckpt.manager.step_links import LATEST, LINKS, choose_best
 from shardckpt.manager.step_names import parse_step, split_path
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import ListsFolders, on_store, wrap_os_errors
+from shardckpt.storage import ListsFolders, find_ability, has_local_files, wrap_os_errors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,9 +86,8 @@ def refuse_named_step(path: str) -> None:
     if word not in LINKS:
         return
     steps = StepFolder(folder, get_plugin_manager())
-    remote = on_store(steps.place)
-    if remote is not None and not isinstance(remote.folder, ListsFolders):  # nobody finds a step there by a word
-        return
+    if not has_local_files(steps.place) and find_ability(steps.place, ListsFolders) is None:
+        return  # nobody finds a step there by a word
     names = steps.directories()
     if word in names and not (steps.place / word).is_symlink():
         return

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt import dist_checkpointing
 from shardckpt.async_save import AsyncCallsQueue
-from shardckpt.commit import check_target, delete_checkpoint, hold_place
+from shardckpt.commit import check_target, hold_place, remove_checkpoint
 from shardckpt.distributed import Comm
 from shardckpt.engine import locate
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, StorageError
@@ -17,7 +17,7 @@ from shardckpt.manager.config import AsyncMode
 from shardckpt.manager.part import ManagerPart
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.plugins import get_plugin_manager, open_folder, read_manifest
-from shardckpt.storage import RemotePath, has_local_files, on_store
+from shardckpt.storage import has_local_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -95,10 +95,11 @@ class StepWriter(ManagerPart):
         with comm.local_phase("finding the target"):
             path = locate(target, get_plugin_manager())
             # A step may be a link to elsewhere: what holds it is beside the link.
-            if comm.is_main and has_local_files(path):
+            is_local = has_local_files(path)
+            if comm.is_main and is_local:
                 check_target(Path(target), overwrite=True)
-        if (remote := on_store(path)) is not None:
-            comm.main_runs("looking for another library's checkpoint", functools.partial(_delete_foreign, remote))
+        if not is_local:
+            comm.main_runs("looking for another library's checkpoint", functools.partial(_delete_foreign, path))
         queue = self._queue if background else None
         request = dist_checkpointing.save(
             state,
@@ -145,7 +146,7 @@ def _without_content(common: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in common.items() if key != "content_metadata"}
 
 
-def _delete_foreign(path: RemotePath) -> None:
+def _delete_foreign(path: Path) -> None:
     """Delete a checkpoint that a save cannot overwrite: no record says which files it has."""
     if not (path / MARKER_NAME).is_file():
         return
@@ -158,4 +159,4 @@ def _delete_foreign(path: RemotePath) -> None:
         logger.warning("%s cannot be read: %s", path, exc)
     with hold_place(path, functools.partial(open_folder, plugins=get_plugin_manager())):
         logger.warning("%s is saved a second time: the checkpoint without a record there is deleted first", path)
-        delete_checkpoint(path.folder)
+        remove_checkpoint(path)

@@ -40,5 +40,6 @@ from shardckpt.plugins.stores import ABSENT as ABSENT
 from shardckpt.plugins.stores import check_served as check_served
 from shardckpt.plugins.stores import find_options as find_options
 from shardckpt.plugins.stores import name_stored_siblings as name_stored_siblings
+from shardckpt.plugins.stores import open_below as open_below
 from shardckpt.plugins.stores import open_folder as open_folder
 from shardckpt.plugins.stores import read_stores as read_stores

@@ -43,17 +43,15 @@ from shardckpt.plugins.entries import StrategyAction, get_strategy_key
 from shardckpt.plugins.legacy_megatron import describe_legacy_megatron
 from shardckpt.plugins.origin import describe_origin, name_origin
 from shardckpt.plugins.registry import parse_key, parse_keys
-from shardckpt.plugins.stores import ABSENT, open_folder
+from shardckpt.plugins.stores import ABSENT, open_below
 from shardckpt.storage import (
+    OpenPath,
     ParseCache,
-    RelativePath,
-    RemotePath,
-    can_rename,
     detect_replacement,
     has_changed,
+    has_local_files,
     is_of_save,
     name_siblings,
-    on_store,
     open_directory,
     read_file,
     real_path,
@@ -158,7 +156,7 @@ def _hold_generation(place: Path, outer: Manifest, plugins: PluginManager) -> tu
         CorruptCheckpointError: it is not complete, or not of the backend that the marker says.
         CheckpointReplacedError: another save has replaced it meanwhile.
     """
-    inner = _open_generation(place, outer.folder, plugins)
+    inner = open_below(place, outer.folder, plugins)
 
     def is_replaced() -> bool:
         now = open_directory(real_path(place))
@@ -182,12 +180,6 @@ def _hold_generation(place: Path, outer: Manifest, plugins: PluginManager) -> tu
     return inner, manifest.model_copy(update={"folder": outer.folder})
 
 
-def _open_generation(place: Path, name: str, plugins: PluginManager) -> Path:
-    """Return the open folder of a generation, which is below a directory or URL that is open."""
-    remote = on_store(place)
-    return place / name if remote is None else RemotePath(open_folder(f"{remote.url}/{name}", plugins))
-
-
 def hold_same(directory: Path, manifest: Manifest, plugins: PluginManager) -> Path:
     """Open and return a checkpoint's directory, as :func:`hold_checkpoint` does, by the main rank's manifest.
 
@@ -196,8 +188,8 @@ def hold_same(directory: Path, manifest: Manifest, plugins: PluginManager) -> Pa
     """
     place = open_directory(directory)
     if manifest.folder:
-        place = _open_generation(place, manifest.folder, plugins)
-    if not can_rename(place):
+        place = open_below(place, manifest.folder, plugins)
+    if not has_local_files(place):
         return place
     if _is_moved_aside(place):
         raise replaced_error(directory, "an overwrite has moved it aside, and has not yet put the new one there")
@@ -215,9 +207,8 @@ def _is_moved_aside(place: Path) -> bool:
 
     That is how directories are replaced on file systems that cannot exchange two in one step.
     """
-    if not can_rename(place) or isinstance(place, RelativePath):  # a directory that could be opened exists
-        return False
-    return not place.exists() and bool(list_replaced_checkpoints(place))
+    # a directory that could be opened exists
+    return not isinstance(place, OpenPath) and not place.exists() and bool(list_replaced_checkpoints(place))
 
 
 def _read_manifest(directory: Path, plugins: PluginManager, *, moved: bool, unmarked: bool = False) -> Manifest:
@@ -412,7 +403,7 @@ def _unrecognised_error(directory: Path, names: Collection[str]) -> CannotLoadEr
     text = f"{directory} is not a distributed checkpoint"
     if not names:
         return NotACheckpointError(f"{text}: it is an empty directory")
-    if can_rename(directory) and (inner := _list_checkpoints(directory)):
+    if has_local_files(directory) and (inner := _list_checkpoints(directory)):
         return NotACheckpointError(
             f"{text}: it is a folder of {format_many(len(inner), 'checkpoint')}: give one, such as "
             f"{directory / max(inner, key=natural_order)}"
@@ -440,7 +431,7 @@ def _list_checkpoints(directory: Path) -> list[str]:
 
 
 def _absent_error(directory: Path) -> CannotLoadError:
-    if not can_rename(directory):
+    if not has_local_files(directory):
         return NotACheckpointError(f"{directory} {ABSENT}")
     replaced = list_replaced_checkpoints(directory)
     if replaced:

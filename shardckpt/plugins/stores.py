@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, PluginError, StorageError, name_known
-from shardckpt.storage import RemotePath, list_folders, mask_password
+from shardckpt.storage import RemotePath, list_folders, mask_password, on_store
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -63,6 +63,15 @@ def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
             f"object, or None for a URL that it does not serve (plugins that serve URLs: {_name_servers(plugins)})"
         )
     return folder
+
+
+def open_below(place: Path, name: str, plugins: PluginManager) -> Path:
+    """Return a folder in a directory, or at a URL the folder below it; ``""`` is the place itself."""
+    if not name:
+        return place
+    if (remote := on_store(place)) is None:
+        return place / name
+    return RemotePath(open_folder(f"{remote.url}/{name}", plugins))
 
 
 def check_served(url: str, plugins: PluginManager) -> None:

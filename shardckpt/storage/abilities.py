@@ -1,27 +1,36 @@
 """What the place of a checkpoint can do: each path answers for itself, so that no code tests for a class of store.
 
-A directory of this machine can do everything. Another kind of path has attributes with the names of these functions, as
+A directory of this machine can do everything. Another kind of path has the attributes that are looked for here, as
 :class:`~shardckpt.storage.remote.RemotePath` has.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from shardckpt.storage.remote import RemotePath
 
-
-def can_rename(path: Path) -> bool:
-    """Return whether a directory can be renamed there in one step; if not, a last object completes a checkpoint."""
-    return bool(getattr(path, "can_rename", True))
+_T = TypeVar("_T")
 
 
 def has_local_files(path: Path) -> bool:
-    """Return whether the system can open the files there; if not, they are read by requests for ranges."""
+    """Return whether the system opens, links and renames files there; if not, there are requests, and a marker."""
     return bool(getattr(path, "has_local_files", True))
+
+
+def lacks_directory(path: Path) -> bool:
+    """Return whether no directory has the path; False for a URL, where that takes a request, and a listing says it."""
+    return has_local_files(path) and not path.is_dir()
+
+
+def find_ability(path: Path, ability: Callable[..., _T]) -> _T | None:
+    """Return the folder of a store if it has an ability, one of :mod:`shardckpt.storage.store_abilities`; else None."""
+    folder: Any = getattr(path, "folder", None)
+    return folder if isinstance(folder, cast("type[_T]", ability)) else None
 
 
 def on_store(path: Path) -> RemotePath | None:

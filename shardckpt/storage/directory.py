@@ -13,20 +13,15 @@ import stat
 import sys
 import time
 from contextvars import ContextVar
-from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError
-from shardckpt.storage.abilities import on_store
-from shardckpt.storage.remote import RemotePath
+from shardckpt.storage.open_path import OpenPath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
+    from pathlib import Path
     from types import TracebackType
-
-    _Base = Path  # for mypy: code that reads a checkpoint takes a RelativePath as a Path, and uses what it has
-else:
-    _Base = object
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +41,7 @@ _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 _again: ContextVar[bool] = ContextVar("_again", default=False)
 
 
-class RelativePath(_Base):
+class RelativePath(OpenPath):
     """An open directory, or a file in it, with the part of pathlib's interface that reading a checkpoint needs.
 
     Paths made from one another share one descriptor, which is closed with the last of them.
@@ -66,14 +61,14 @@ class RelativePath(_Base):
         return self._directory.path / self._entry
 
     @property
+    def url(self) -> str:  # type: ignore[override]
+        """The path as text."""
+        return str(self.path)
+
+    @property
     def name(self) -> str:
         """The last part of the path."""
         return self._entry.rpartition("/")[2] or self._directory.path.name
-
-    @property
-    def suffix(self) -> str:
-        """The suffix of the name, as in pathlib."""
-        return PurePosixPath(self._entry).suffix
 
     def open(self, flags: int) -> int:  # type: ignore[override]
         """Return a new descriptor of the file, opened with flags of ``os.open``; the caller closes it."""
@@ -126,16 +121,7 @@ class RelativePath(_Base):
         return RelativePath(self._directory, f"{self._entry}/{name}" if self._entry else name)
 
     def __str__(self) -> str:
-        return str(self.path)
-
-    def __repr__(self) -> str:
-        return f"RelativePath({str(self)!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RelativePath) and self.path == other.path
-
-    def __hash__(self) -> int:
-        return hash(self.path)
+        return self.url
 
     def _mode(self, *, follow_symlinks: bool = True) -> int:
         """Return the file's type and permissions, as in ``st_mode``; 0 if it does not exist."""
@@ -172,21 +158,17 @@ def open_directory(path: Path) -> Path:
         is the one that came with the path; any other path unchanged, because the code that reads it reports what is
         wrong with it.
     """
-    if (remote := on_store(path)) is not None:
-        if remote.listing is not None and not is_read_again():
-            return remote.use_listing(remote.listing)
-        return refresh_listing(remote)
-    if isinstance(path, RelativePath):
-        return path
+    if isinstance(path, OpenPath):
+        return path.refresh() if is_read_again() else path.hold()
     try:
         return RelativePath(_OpenDirectory(path, os.open(path, _FLAGS)))
     except OSError:
         return path
 
 
-def refresh_listing(path: RemotePath) -> RemotePath:
-    """Return the folder on a store without its cached listing."""
-    return RemotePath(path.folder)
+def refresh_listing(path: Path) -> Path:
+    """Return the folder on a store without its cached listing; a directory, which has none, unchanged."""
+    return path.refresh() if isinstance(path, OpenPath) else path
 
 
 def real_path(path: Path) -> Path:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.errors import CorruptCheckpointError, StorageError, name_known
 from shardckpt.manifest import NAME_RULE, is_file_name, list_parents
-from shardckpt.storage.abilities import has_local_files, on_store
-from shardckpt.storage.directory import RelativePath
+from shardckpt.storage.abilities import on_store
+from shardckpt.storage.open_path import OpenPath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -139,7 +139,7 @@ def open_new(path: Path, *, shared: bool = False) -> int:
 
 def is_there(path: Path) -> bool:
     """Return whether anything has the name; a link without a target counts."""
-    if isinstance(path, RelativePath) or not has_local_files(path):
+    if isinstance(path, OpenPath):
         return path.exists() or path.is_symlink()
     return os.path.lexists(path)
 
@@ -148,6 +148,14 @@ def file_size(path: Path) -> int:
     """Return the size in bytes of a file, or of a link itself; raise an OSError if there is none."""
     remote = on_store(path)
     return path.lstat().st_size if remote is None else remote.size
+
+
+def find_size(path: Path) -> int:
+    """Return the size in bytes of a file; 0 if it is missing, which whoever reads it says."""
+    try:
+        return file_size(path)
+    except OSError:
+        return 0
 
 
 def name_siblings(path: Path) -> str:
@@ -195,14 +203,15 @@ def write_some(
     return done
 
 
-def put_file(path: Path, data: bytes, temporary: str) -> None:
+def put_file(path: Path, data: bytes, temporary: str, *, makes_folder: bool = False) -> None:
     """Write a small file, or an object of a store, in one step: who reads it sees the old bytes or the new ones.
 
     Args:
-        path: The file; its directory exists.
+        path: The file; its directory exists, or is made.
         data: All its bytes.
         temporary: Name of the file beside it that is written first, and stays if the process is killed. No other
             process or thread may use it. A store needs none.
+        makes_folder: Whether the directory is made if it does not exist.
 
     Raises:
         StorageError: it cannot be written.
@@ -211,6 +220,10 @@ def put_file(path: Path, data: bytes, temporary: str) -> None:
     if (remote := on_store(path)) is not None:
         remote.write(data)
         return
+    if makes_folder:
+        # mkdir(exist_ok=True) would raise where the directory is removed between the call and its second look
+        with wrap_os_errors("make", path.parent), contextlib.suppress(FileExistsError):
+            path.parent.mkdir()
     written = path.with_name(temporary)
     try:
         with written.open("wb") as file:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import RECORD_LIMIT, RECORD_NAME
-from shardckpt.storage.abilities import on_store
+from shardckpt.storage.abilities import has_local_files, on_store
 from shardckpt.storage.directory import refresh_listing, was_replaced
 from shardckpt.storage.filesystem import is_there
 from shardckpt.storage.input_file import open_existing, read_file
@@ -31,11 +31,8 @@ def is_gone(place: Path, manifest: Manifest) -> bool:
     Raises:
         StorageError: the store does not answer.
     """
-    remote = on_store(place)
-    if remote is None:
-        return was_replaced(place)
-    record = manifest.record
-    return (record is not None and not is_of_save(refresh_listing(remote), record)) or has_changed(remote)
+    record = None if has_local_files(place) else manifest.record
+    return (record is not None and not is_of_save(refresh_listing(place), record)) or has_changed(place)
 
 
 def has_changed(place: Path) -> bool:
@@ -43,13 +40,7 @@ def has_changed(place: Path) -> bool:
 
     A folder on a store was replaced if an object of its first listing is gone or has another size.
     """
-    remote = on_store(place)
-    if remote is None:
-        return was_replaced(place)
-    if remote.is_listed_before:
-        return False
-    before, after = ({path.name: path.size for path in at.iterdir()} for at in (remote, refresh_listing(remote)))
-    return not before.items() <= after.items()
+    return was_replaced(place) if (remote := on_store(place)) is None else remote.has_changed()
 
 
 def is_of_save(directory: Path, record: Record | None) -> bool:

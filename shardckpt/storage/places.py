@@ -9,17 +9,22 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import StorageError
 from shardckpt.storage.abilities import on_store
 from shardckpt.storage.filesystem import wrap_os_errors
-from shardckpt.storage.remote import ListsFolders, attempt, skip_impossible
+from shardckpt.storage.open_path import OpenPath
+from shardckpt.storage.remote import ListsFolders, attempt, list_objects, skip_impossible
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 
 def find_url(place: Path) -> str:
     """Return the path or URL that opens a place again, in any process; a URL with any password in it."""
-    remote = on_store(place)
-    return str(place) if remote is None else remote.url
+    return place.url if isinstance(place, OpenPath) else str(place)
+
+
+def find_bucket(url: str) -> str:
+    """Return a URL's scheme and host: ``s3://bucket``."""
+    return "/".join(url.split("/", 3)[:3])
 
 
 def list_names(place: Path) -> list[str]:
@@ -51,6 +56,13 @@ def list_folders(place: Path) -> list[str]:
             "that fsspec serves"
         )
     return skip_impossible(remote.url, attempt("list the folders of", remote, folder.folders))
+
+
+def list_below(place: Path) -> Mapping[str, int] | None:
+    """Return the size of each object below a URL by its path, as listed with others or anew; None of a directory."""
+    if (remote := on_store(place)) is None:
+        return None
+    return list_objects(remote.folder) if remote.listing is None else remote.listing
 
 
 def remove_file(path: Path) -> None:

@@ -9,33 +9,33 @@ import os
 import random
 import tempfile
 import time
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from pathlib import Path, PurePosixPath
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from shardckpt import settings
 from shardckpt.distributed import PicklingError, pickle_value
 from shardckpt.errors import CheckpointingException, StorageError, format_many, listed
 from shardckpt.storage.memory_budget import plan_upload
+from shardckpt.storage.open_path import OpenPath
 from shardckpt.storage.store_abilities import (
     CopiesObjects,
     CreatesObjects,
+    DeletesMany,
     ReadsInto,
     ReplacesObjects,
     StreamsWrites,
+    TellsTimes,
 )
 from shardckpt.storage.store_errors import find_problem, mask_password, mask_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 
-    from shardckpt.storage.store_abilities import ObjectWriter
     from shardckpt.storage.store_errors import StoreProblem
-
-    _Base = Path  # for mypy: code that reads a checkpoint takes a RemotePath as a Path, and uses what it has
-else:
-    _Base = object
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class ListsFolders(Protocol):
         """Remove a folder without objects, on stores where such a folder exists; on other stores do nothing."""
 
 
-class RemotePath(_Base):
+class RemotePath(OpenPath):
     """A URL's folder, or an object in it, with the part of pathlib's interface that reading a checkpoint needs.
 
     Paths made from one another share one listing of the folder, which is requested when it is first needed. A path that
@@ -130,10 +130,10 @@ class RemotePath(_Base):
 
     Args:
         folder: What the plugin returned.
+        name: The object's path in it; ``""`` is the folder itself.
     """
 
     #: Read by :mod:`shardckpt.storage.abilities`.
-    can_rename = False
     has_local_files = False
     #: The size in bytes of each object below, by path, where the folder has just been listed, with others: as for
     #: :meth:`use_listing`. What opens the folder for the first time asks for no listing of its own.
@@ -141,13 +141,28 @@ class RemotePath(_Base):
     #: Whether its own listing is one of before it was opened. Who gave that looks again at what seems wrong.
     is_listed_before = False
 
-    def __init__(self, folder: RemoteFolder) -> None:
+    def __init__(self, folder: RemoteFolder, name: str = "") -> None:
         self.folder = folder
-        self._name = ""
+        self._name = name
         #: Returns the size in bytes of each object by name: one request to the store, for all paths made from this one.
         self._sizes = functools.cache(lambda: _list(folder, folder.files))
         #: The same with the objects in folders, which takes more requests: asked for where a name has a folder.
         self._tree = functools.cache(lambda: list_objects(folder))
+
+    def refresh(self) -> RemotePath:
+        """Return the folder without its listing."""
+        return RemotePath(self.folder)
+
+    def hold(self) -> RemotePath:
+        """Return the folder with the listing that came with it, or none."""
+        return self.refresh() if self.listing is None else self.use_listing(self.listing)
+
+    def has_changed(self) -> bool:
+        """Return whether an object of the first listing is gone, or has another size."""
+        if self.is_listed_before:
+            return False
+        before = self._sizes()
+        return not before.items() <= _list(self.folder, self.folder.files).items()
 
     def use_listing(self, listing: Mapping[str, int]) -> RemotePath:
         """Return the folder with a listing that was requested before.
@@ -163,24 +178,14 @@ class RemotePath(_Base):
         return path
 
     @property
-    def url(self) -> str:
+    def url(self) -> str:  # type: ignore[override]
         """The URL that opens it in another process, with any password in it."""
         return f"{self.folder.url}/{self._name}" if self._name else self.folder.url
-
-    @property
-    def bucket(self) -> str:
-        """The URL's scheme and host: ``s3://bucket``."""
-        return "/".join(self.url.split("/", 3)[:3])
 
     @property
     def name(self) -> str:
         """The last part of the URL."""
         return (self._name or self.folder.url).rpartition("/")[2]
-
-    @property
-    def suffix(self) -> str:
-        """The suffix of the name, as in pathlib."""
-        return PurePosixPath(self.name).suffix
 
     @property
     def size(self) -> int:
@@ -213,6 +218,13 @@ class RemotePath(_Base):
     def is_symlink(self) -> bool:
         """Return False: stores have no links."""
         return False
+
+    def rmdir(self) -> None:
+        """Do nothing: a folder is there as long as an object is in it."""
+
+    def resolve(self) -> RemotePath:  # type: ignore[override]
+        """Return the path itself: no link leads anywhere."""
+        return self
 
     def exists(self) -> bool:
         """Return whether it is an object, or a folder with at least one object."""
@@ -251,23 +263,17 @@ class RemotePath(_Base):
         """
         folder = self.folder
         if isinstance(folder, ReadsInto):
-            read = folder.read_into
-            return attempt(f"read at offset {offset} of", self, lambda: read(self._name, offset, buffer))
+            return attempt(f"read at offset {offset} of", self, partial(folder.read_into, self._name, offset, buffer))
         found = self.read_range(offset, buffer.nbytes)
         buffer[: len(found)] = found
         return len(found)
 
     def write(self, data: bytes) -> None:
         """Write a small object in one step, or replace it; no local file is needed where the store streams writes."""
-        folder = self.folder
-        if isinstance(folder, StreamsWrites):
-            stream = folder.open_write
-            attempt("write", self, lambda: _write_parts(stream(self._name, max(_LEAST_PART, len(data))), [data]))
-            return
-        with tempfile.NamedTemporaryFile(prefix="shardckpt-") as file:
-            file.write(data)
-            file.flush()
-            self.upload(Path(file.name))
+        if isinstance(self.folder, StreamsWrites):
+            attempt("write", self, lambda: self._send([data], max(_LEAST_PART, len(data))))
+        else:
+            self._send([data], 0)
 
     def create(self, data: bytes) -> bool:
         """Write a small object unless one of that name exists; only for folders that :class:`CreatesObjects`.
@@ -279,16 +285,7 @@ class RemotePath(_Base):
         folder = self.folder
         if not isinstance(folder, CreatesObjects):
             raise StorageError(f"cannot create {self}: the store's plugin has no conditional writes")
-        create = folder.create
-
-        def call() -> bool:
-            try:
-                create(self._name, data)
-            except FileExistsError:
-                return False
-            return True
-
-        return attempt("create", self, call)
+        return self._put_if("create", partial(folder.create, self._name, data))
 
     def read_tagged(self) -> tuple[bytes, object]:
         """Return all bytes of a small object, and the store's tag of this content.
@@ -301,9 +298,8 @@ class RemotePath(_Base):
         """
         folder = self.folder
         if isinstance(folder, ReplacesObjects):
-            read = folder.read_tagged
-            return attempt("read", self, lambda: read(self._name))
-        listed = _make_path(self.folder, self._name)  # the size now, not that of a listing of before
+            return attempt("read", self, partial(folder.read_tagged, self._name))
+        listed = RemotePath(self.folder, self._name)  # the size now, not that of a listing of before
         return self.read_range(0, listed.size), None
 
     def replace_tagged(self, data: bytes, tag: object) -> bool:
@@ -317,52 +313,87 @@ class RemotePath(_Base):
         if tag is None or not isinstance(folder, ReplacesObjects):
             self.write(data)
             return True
-        replace = folder.replace
+        return self._put_if("replace", partial(folder.replace, self._name, data, tag))
+
+    def _put_if(self, action: str, put: Callable[[], None]) -> bool:
+        """Return whether the condition of a write held."""
 
         def call() -> bool:
             try:
-                replace(self._name, data, tag)
+                put()
             except FileExistsError:
                 return False
             return True
 
-        return attempt("replace", self, call)
+        return attempt(action, self, call)
 
     def upload(self, file: Path) -> None:
         """Upload a local file as the object."""
         attempt("upload", self, lambda: self.folder.upload(self._name, file))
 
-    def copy_from(self, source: RemotePath) -> None:
-        """Copy an object here, from any store: by the store itself where it can, else through memory, part by part.
+    def copy_from(self, source: Path) -> None:
+        """Copy a local file here, or an object of any store: by that itself where it can, else part by part.
 
         An object of the name is replaced in one step.
         """
+        if not isinstance(source, RemotePath):
+            self.upload(source.resolve())  # those of the Hub's cache are links
+            return
+        if source == self:  # stores refuse to copy an object onto itself
+            return
         nbytes, folder = source.size, self.folder
-        if isinstance(folder, CopiesObjects):
-            copy = folder.copy
-            if attempt(f"copy {source} to", self, lambda: copy(source.url, self._name, nbytes)):
-                return
+        if isinstance(folder, CopiesObjects) and attempt(
+            f"copy {source} to", self, partial(folder.copy, source.url, self._name, nbytes)
+        ):
+            return
         part_bytes = plan_upload(None, nbytes).part_bytes
         parts = (source.read_range(offset, min(part_bytes, nbytes - offset)) for offset in range(0, nbytes, part_bytes))
-        if isinstance(folder, StreamsWrites):
-            _write_parts(folder.open_write(self._name, part_bytes), parts)
+        self._send(parts, part_bytes)
+
+    def _send(self, parts: Iterable[bytes], part_bytes: int) -> None:
+        """Write the object in parts, or, where the store streams no writes, by way of a local file."""
+        if not isinstance(self.folder, StreamsWrites):
+            with tempfile.NamedTemporaryFile(prefix="shardckpt-") as file:
+                file.writelines(parts)
+                file.flush()
+                self.upload(Path(file.name))
             return
-        with tempfile.NamedTemporaryFile(prefix="shardckpt-") as file:
-            file.writelines(parts)
-            file.flush()
-            self.upload(Path(file.name))
+        writer = self.folder.open_write(self._name, part_bytes)
+        try:
+            for part in parts:
+                writer.write(memoryview(part))
+            writer.close()
+        except BaseException:
+            writer.abort()
+            raise
 
     def delete(self) -> None:
         """Delete the object; no error if it does not exist."""
-        try:
-            attempt("delete", self, lambda: self.folder.delete(self._name))
-        except StorageError as exc:
-            if not isinstance(exc.__cause__, FileNotFoundError):
-                raise
+
+        def call() -> None:
+            with suppress(FileNotFoundError):
+                self.folder.delete(self._name)
+
+        attempt("delete", self, call)
+
+    def times(self) -> dict[str, float]:
+        """Return when each object below was written, as :class:`TellsTimes` does; none where the store does not say."""
+        return attempt("list", self, self.folder.times) if isinstance(self.folder, TellsTimes) else {}
+
+    def delete_all(self, names: Collection[str]) -> None:
+        """Delete objects of the folder, by few requests where the store can; no error if they do not exist."""
+        if names and isinstance(self.folder, DeletesMany):
+            many = format_many(len(names), "object")
+            attempt(f"delete {many} of", self, partial(self.folder.delete_many, names))
+        elif len(names) < 2:  # noqa: PLR2004
+            for name in names:
+                (self / name).delete()
+        else:
+            with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-delete") as threads:
+                list(threads.map(lambda name: (self / name).delete(), names))
 
     def __truediv__(self, name: str | os.PathLike[str]) -> RemotePath:
-        path = RemotePath(self.folder)
-        path._name = f"{self._name}/{os.fspath(name)}" if self._name else os.fspath(name)
+        path = RemotePath(self.folder, f"{self._name}/{os.fspath(name)}" if self._name else os.fspath(name))
         path._sizes = self._sizes
         path._tree = self._tree
         return path
@@ -372,9 +403,6 @@ class RemotePath(_Base):
 
     def __str__(self) -> str:
         return mask_password(self.url)
-
-    def __repr__(self) -> str:
-        return f"RemotePath({str(self)!r})"
 
     def __copy__(self) -> RemotePath:
         return self  # a path does not change
@@ -390,13 +418,7 @@ class RemotePath(_Base):
                 f"{self} cannot be pickled, because the {type(self.folder).__qualname__} that its plugin returned "
                 f"cannot ({type(exc).__name__}: {exc}): send the URL, and open the checkpoint there by that"
             ) from exc
-        return _make_path, (self.folder, self._name)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemotePath) and self.url == other.url
-
-    def __hash__(self) -> int:
-        return hash(self.url)
+        return RemotePath, (self.folder, self._name)
 
 
 def list_objects(folder: RemoteFolder) -> dict[str, int]:
@@ -433,21 +455,6 @@ def skip_impossible(url: str, names: Iterable[str]) -> list[str]:
     return possible
 
 
-def _write_parts(writer: ObjectWriter, parts: Iterable[bytes]) -> None:
-    try:
-        for part in parts:
-            writer.write(memoryview(part))
-        writer.close()
-    except BaseException:
-        writer.abort()
-        raise
-
-
-def _make_path(folder: RemoteFolder, name: str) -> RemotePath:
-    path = RemotePath(folder)
-    return path / name if name else path
-
-
 @contextmanager
 def quiet_attempts() -> Iterator[None]:
     """Log attempts that are repeated in the block at DEBUG: the caller comes again, and says once what fails."""
@@ -471,7 +478,7 @@ def limit_attempts() -> Iterator[None]:
         _patience.reset(token)
 
 
-def attempt(action: str, path: RemotePath, call: Callable[[], _T]) -> _T:
+def attempt(action: str, path: Path, call: Callable[[], _T]) -> _T:
     """Call a store, and repeat the call after errors that may pass, ``SHARDCKPT_REMOTE_ATTEMPTS`` times in all.
 
     In a block of :func:`limit_attempts` less often, once that has no time left.

@@ -73,10 +73,7 @@ def find_folders(directory: Path) -> Iterator[Folder]:
 
 def count_files(directory: Path, name: str) -> int:
     """Return how many files are in a tensor's folder."""
-    store = on_store(directory)
-    if store is None:
-        return sum(1 for _ in (directory / name).iterdir())
-    return sum(path.rpartition("/")[0] == name for path in store.list_tree())
+    return sum(1 for _ in (directory / name).iterdir())
 
 
 def _walk(directory: Path) -> Iterator[Folder]:

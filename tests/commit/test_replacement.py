@@ -117,7 +117,7 @@ def test_a_copied_prefix_is_the_checkpoint(place: Place, tmp_path: Path) -> None
         (tmp_path / "c" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "c" / name).write_bytes(data)
         (copy / name).write(data)
-    delete_checkpoint(place.folder)
+    delete_checkpoint(RemotePath(place.folder))
     for url in (copy.url, str(tmp_path / "c")):
         jobs.check(url, NEW, verify_integrity=True)
         assert not [result.fault for result in verify_checkpoint(url) if result.fault]

@@ -43,7 +43,7 @@ def place(request: pytest.FixtureRequest) -> RemotePath:
 
 def _leave(place: RemotePath, owner: Owner) -> None:
     """What a save of a process has when it is killed; beside it a checkpoint, and a save that has just begun."""
-    upload = Upload(place.folder, MARKER_NAME)
+    upload = Upload(place.folder)
     upload.begin(SAVE_ID, overwrite=False)
     upload.close()
     for name in [name for name in place.folder.files() if name.startswith(".shardckpt")]:
@@ -106,7 +106,7 @@ def test_a_save_that_took_the_place_since_keeps_its_objects(place: RemotePath) -
     found = _find(place)
     for name in list_objects(place.folder):
         (place / name).delete()
-    upload = Upload(place.folder, MARKER_NAME)
+    upload = Upload(place.folder)
     upload.begin("8" * 32, overwrite=False)
     (place / "data").write(b"new")
     before = list_objects(place.folder)

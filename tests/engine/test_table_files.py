@@ -20,7 +20,7 @@ from shardckpt.maintenance.verify import DAMAGED, INTACT, get_exit_code, verify_
 from shardckpt.manifest import RECORD_NAME, TABLE_SUFFIX, FileRecord, Record
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import Segments
+from shardckpt.storage import RemotePath, Segments
 from tests import backends
 from tests.damage import flip
 from tests.engine.table_files import list_tables, moved, read_record, save_value
@@ -247,6 +247,6 @@ def test_a_checkpoint_is_removed_from_a_store_with_its_tables(ranks: Ranks, tmp_
     ranks.run(2, partial(save_value, sharded_strategy=SaveTree()), store.url)
     tables = list_tables(store.objects)
     (store.objects / "arrays" / "notes.digests").touch()
-    delete_checkpoint(open_folder(store.url, get_plugin_manager()))
+    delete_checkpoint(RemotePath(open_folder(store.url, get_plugin_manager())))
     assert len(tables) > 3
     assert list_tables(store.objects) == {"arrays/notes.digests"}

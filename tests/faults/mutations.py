@@ -306,8 +306,8 @@ MUTATIONS = (
     Mutation(
         "a failed save to a store deletes its marker last",
         _UPLOAD,
-        "        if self._marking:\n            self._delete([self._marker])  # first",
-        "        if False:\n            self._delete([self._marker])  # first",
+        "        if self._marking:\n            self._delete([MARKER_NAME])  # first",
+        "        if False:\n            self._delete([MARKER_NAME])  # first",
         "remote/test_faults.py::test_a_save_whose_kth_upload_fails_is_absent",
     ),
     Mutation(

@@ -18,7 +18,6 @@ from shardckpt.manager import garbage_collection, prune_steps
 from shardckpt.manager.garbage_collection import GarbageCollector, discard_steps_after
 from shardckpt.manager.marks import identify_save, mark_checkpoint
 from shardckpt.manager.retention import KeepLatest
-from shardckpt.manifest import MARKER_NAME
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import read_manifest
 from shardckpt.storage import on_store
@@ -186,13 +185,13 @@ def test_a_copy_set_aside_goes_before_its_step(tmp_path: Path, monkeypatch: pyte
     folders.save_all(tmp_path, 1, 2, 3)
     aside = tmp_path / temporary_name("step-1", REPLACED, new_save_id(), owners.dead())
     shutil.copytree(tmp_path / "step-1", aside)
-    make = garbage_collection.make_tombstone
+    make = garbage_collection.remove_checkpoint
 
     def be_killed(path: Path) -> None:
         make(path)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(garbage_collection, "make_tombstone", be_killed)
+    monkeypatch.setattr(garbage_collection, "remove_checkpoint", be_killed)
     with pytest.raises(KeyboardInterrupt):
         collect(tmp_path)
     monkeypatch.undo()
@@ -448,7 +447,7 @@ def test_a_step_that_is_being_saved_anew_on_a_store_stays(tmp_path: Path) -> Non
     folders.save_all(folder, 1, 2)
     remote = on_store(folders.steps_of(folder).path(1))
     assert remote is not None
-    claim = Claim(remote.folder, MARKER_NAME, "0" * 32)
+    claim = Claim(remote, "0" * 32)
     claim.announce()
     assert collect(folder, [KeepLatest(1)]) == []
     assert folders.is_intact(f"{folder}/step-1", 1)

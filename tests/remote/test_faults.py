@@ -14,6 +14,7 @@ from shardckpt.errors import IncompleteCheckpointError, NotACheckpointError, Sto
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import FileRecord
 from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.storage import RemotePath
 from tests import backends
 from tests.remote import jobs
 from tests.remote.faults import count_uploads
@@ -152,7 +153,7 @@ def test_two_saves_to_one_url_do_not_mix(store: Store, order: tuple[int, int]) -
 def uploads(store: Store) -> Iterator[tuple[Upload, Upload, FileRecord]]:
     """A save of two ranks that have uploaded: both parts, and the second one's file."""
     folder = open_folder(store.url, get_plugin_manager())
-    first, second = Upload(folder, "metadata.json"), Upload(folder, "metadata.json")
+    first, second = Upload(folder), Upload(folder)
     first.begin("a" * 32, overwrite=False)
     second.save_id = first.save_id
     (first.spool / "metadata.json").write_bytes(b"{}")
@@ -182,7 +183,7 @@ def test_a_save_whose_url_was_taken_at_the_last_moment_is_not_committed(
 ) -> None:
     """Another save that has begun since the last upload, with files of the same names and sizes, is noticed."""
     first, second, record = uploads
-    other = Upload(open_folder(store.url, get_plugin_manager()), "metadata.json")
+    other = Upload(open_folder(store.url, get_plugin_manager()))
     other.begin("b" * 32, overwrite=True)
     (other.spool / "data").write_bytes(b"54321")
     other.put(["data"])
@@ -202,12 +203,12 @@ def test_a_save_whose_url_was_taken_at_the_last_moment_is_not_committed(
 def test_other_saves_in_folders_below_are_nobodys_to_delete(store: Store, marker: str) -> None:
     """A save that fails leaves alone what other saves have in folders of its URL; overwrite=True is refused there."""
     folder = open_folder(store.url, get_plugin_manager())
-    save = Upload(folder, "metadata.json")
+    save = Upload(folder)
     save.begin("a" * 32, overwrite=False)
     for name in ("inner/deep/" + marker, "inner/deep/data/0", "mine/0"):
         (store.objects / name).parent.mkdir(parents=True, exist_ok=True)
         (store.objects / name).touch()
-    other = Upload(folder, "metadata.json")
+    other = Upload(folder)
     with pytest.raises(StorageError, match=r"has other saves in its folders, such as inner/deep/"):
         other.begin("b" * 32, overwrite=True)
     other.close()
@@ -253,7 +254,7 @@ def test_a_removal_of_a_tree_that_failed_goes_on(
         monkeypatch.setenv(settings.REMOTE_ATTEMPTS, "1")
         store.fails("delete", number, number, how="after" if number % 2 else "before")
         try:
-            delete_checkpoint(folder)
+            delete_checkpoint(RemotePath(folder))
             break
         except StorageError:
             failed += 1

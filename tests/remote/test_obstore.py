@@ -170,7 +170,7 @@ def test_a_marker_that_another_save_has_written_is_never_replaced(folder: Obstor
 
 def test_what_a_killed_save_left_is_named_and_overwritten(folder: ObstoreFolder) -> None:
     """A claim without a checkpoint is refused with who has left it; overwrite=True takes the place."""
-    dead = Upload(folder, MARKER_NAME)
+    dead = Upload(folder)
     dead.begin("0" * 32, overwrite=False)
     dead.close()
     with pytest.raises(StorageError, match=rf"has not ended \('save 0+ of process {os.getpid()} on .*overwrite=True"):
@@ -184,7 +184,7 @@ def test_what_a_killed_save_left_is_named_and_overwritten(folder: ObstoreFolder)
 
 def test_a_save_whose_place_was_taken_replaces_nothing(folder: ObstoreFolder, tmp_path: Path) -> None:
     """A save that goes on after another has taken its URL by overwrite=True fails before its object appears."""
-    slow = Upload(folder, MARKER_NAME)
+    slow = Upload(folder)
     slow.begin("1" * 32, overwrite=False)
     with CheckpointWriter(tmp_path, 0, store=open_stream(folder, "1" * 32)) as writer:
         file = writer.create(backends.data_file(0))

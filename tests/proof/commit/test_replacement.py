@@ -8,6 +8,7 @@ import pytest
 
 from shardckpt.commit import delete_checkpoint
 from shardckpt.engine import prune_leftovers
+from shardckpt.storage import RemotePath
 from tests.commit.replacement import LATER, NEW, OLD, Place, generations, place, versions
 from tests.remote import jobs
 
@@ -47,7 +48,7 @@ def test_an_overwrite_that_is_killed_anywhere_is_old_or_new(place: Place, saves:
         assert not [name for name in names if ".shardckpt-uploading" in name]
         assert len([name for name in names if name.endswith("shardckpt.json")]) == 1
         assert len(generations(place)) <= 2
-        delete_checkpoint(place.folder)
+        delete_checkpoint(RemotePath(place.folder))
         assert place.folder.tree() == {}
     assert [OLD] in found
     assert found[-1] == [NEW]

@@ -1,0 +1,45 @@
+"""What stands for a path where the system has none: a file in an open directory, or an object of a store."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    _Base = Path  # code that reads a checkpoint takes one as a Path, and uses what it has
+else:
+    _Base = object
+
+
+class OpenPath(_Base):
+    """The part of pathlib's interface that reading a checkpoint needs; each class adds how it looks and lists.
+
+    Attributes:
+        url: The path or URL that opens it again, in any process; a URL with any password in it.
+    """
+
+    url: str
+
+    @property
+    def suffix(self) -> str:
+        """The suffix of the name, as in pathlib."""
+        return PurePosixPath(self.name).suffix
+
+    def refresh(self) -> Path:
+        """Return the same without what was listed; a directory is listed anew each time."""
+        return self
+
+    def hold(self) -> Path:
+        """Return what :func:`~shardckpt.storage.directory.open_directory` does at a first attempt."""
+        return self.refresh()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.url == other.url
+
+    def __hash__(self) -> int:
+        return hash(self.url)

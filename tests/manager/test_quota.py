@@ -1,0 +1,60 @@
+"""A quota of the folder: the space that a team has, where the file system or the store has more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import pytest
+import torch
+
+from shardckpt.errors import ConfigurationError, NotEnoughSpaceError
+from shardckpt.manager import CheckpointConfig, CheckpointManager
+from tests.tables import table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def _make_manager(folder: str, **options: Any) -> CheckpointManager:
+    """A manager whose steps have 1 MiB."""
+    model = torch.nn.Linear(512, 512, bias=False)
+    return CheckpointManager(CheckpointConfig(folder=folder, interval=1, **options), {"model": model})
+
+
+def _name_folder(kind: str, tmp_path: Path) -> str:
+    return str(tmp_path / "run") if kind == "local" else f"memory://{tmp_path.parent.name}-{tmp_path.name}/run"
+
+
+@table("kind", ["local", "store"])
+def test_a_step_beyond_the_quota_is_refused(tmp_path: Path, kind: str) -> None:
+    """By the quota's name, before a byte of it is written; what is there stays."""
+    folder = _name_folder(kind, tmp_path)
+    with _make_manager(folder, quota="2.5MB") as manager:
+        assert manager.save(1)
+        assert manager.save(2)
+        with pytest.raises(NotEnoughSpaceError, match=r"quota=2,500,000 of .*run leaves .* too little. No file was"):
+            manager.save(3)
+        assert manager.steps() == [1, 2]
+    if kind == "store":
+        left = [
+            path.partition("/run/")[2]
+            for path in fsspec.filesystem("memory").find(f"/{tmp_path.parent.name}-{tmp_path.name}/run")
+        ]
+        assert {name.partition("/")[0] for name in left if not name.startswith(".")} == {"step-1", "step-2"}
+
+
+@table("kind", ["local", "store"])
+def test_a_quota_makes_room_as_a_full_disk_does(tmp_path: Path, kind: str) -> None:
+    """With on_full="prune" the step that the policies will not keep goes first."""
+    with _make_manager(_name_folder(kind, tmp_path), quota="2.5MB", on_full="prune", keep_latest_k=2) as manager:
+        for step in range(1, 5):
+            assert manager.save(step)
+        manager.wait()
+        assert manager.steps() == [3, 4]
+
+
+def test_a_quota_that_is_no_size_is_refused() -> None:
+    """At the start, not at the first save."""
+    with pytest.raises(ConfigurationError, match="quota='much'"):
+        CheckpointConfig(folder="run", quota="much")
