@@ -200,9 +200,10 @@ def explain_full(error: StorageError, target: Path) -> StorageError:
 
 def _name_removable(folder: Path | str) -> str:
     """Return what could go from a folder, and the command that removes it."""
-    has_runs = _has_runs(folder)
-    nbytes = sum(map(_count_leftovers, walk_folders(folder).used if has_runs else [folder]))
-    call = f"`shardckpt prune {'-r ' * has_runs}{folder}"
+    runs = _find_used_runs(folder)
+    places: Sequence[Path | str] = [folder] if runs is None else runs
+    nbytes = sum(_count_leftovers(place) for place in places)
+    call = f"`shardckpt prune {'' if runs is None else '-r '}{folder}"
     if nbytes:
         return f"What interrupted saves have left there could go, {format_bytes(nbytes)}: {call}`."
     return (
@@ -211,9 +212,11 @@ def _name_removable(folder: Path | str) -> str:
     )
 
 
-def _has_runs(folder: Path) -> bool:
-    """Return whether a folder has no checkpoints itself, but folders of some."""
-    return not any(folder.glob(f"*/{MARKER_NAME}")) and any(folder.glob(f"*/*/{MARKER_NAME}"))
+def _find_used_runs(folder: Path | str) -> Sequence[Path] | None:
+    """Return the folders of runs in a folder that leftovers are in; None if it has checkpoints itself, or is a URL."""
+    if isinstance(folder, str) or any(folder.glob(f"*/{MARKER_NAME}")) or not any(folder.glob(f"*/*/{MARKER_NAME}")):
+        return None
+    return walk_folders(folder).used
 
 
 def _measure(shards: Iterable[ShardedBase]) -> Iterator[tuple[int, int]]:
