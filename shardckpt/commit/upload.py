@@ -43,6 +43,7 @@ from shardckpt.storage import (
     HasFolders,
     RemotePath,
     StreamsWrites,
+    attempt,
     list_names,
     list_objects,
     refuse_unrecorded,
@@ -321,7 +322,8 @@ class _OwnedStream:
     def open_write(self, name: str, part_bytes: int) -> ObjectWriter:
         """Begin an object."""
         check = functools.partial(_check_own, self._folder, self._save_id, [name])
-        return _OwnedObject(self._folder.open_write(name, part_bytes), check)
+        begin = functools.partial(self._folder.open_write, name, part_bytes)
+        return _OwnedObject(attempt("begin", RemotePath(self._folder) / name, begin), check)
 
 
 class _OwnedObject:

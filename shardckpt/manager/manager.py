@@ -206,7 +206,15 @@ class CheckpointManager:
         if self._writer is None:
             return False
         self._check_open("save")
-        self._advance(self._writer)
+        in_background = self.config.async_mode is not AsyncMode.DISABLED and not last_step
+        with limit_attempts() if in_background else nullcontext():  # also what commits the save before this one
+            return self._save_due(self._writer, step, force, last_step=last_step, metrics=metrics)
+
+    def _save_due(
+        self, writer: StepWriter, step: int, force: bool, *, last_step: bool, metrics: Mapping[str, float]
+    ) -> bool:
+        """Collective: commit what is written, and save the step if it is due."""
+        self._advance(writer)
         forced = self._is_preempted() or force or last_step
         due = forced or self.is_due(step) or self._clock.is_due(step, metrics, Comm(self._group))
         # Lists, here and in `_is_preempted`, not `all(... for ...)`, which stops at the first False: the hooks are
@@ -214,17 +222,17 @@ class CheckpointManager:
         joined = [part.joins_step(step, due=due) for part in self._parts]
         if not (due and all(joined)) or (step == self._last and not last_step):
             return False
-        if self._writer.busy and self.config.on_busy == "skip" and not forced:
+        if writer.busy and self.config.on_busy == "skip" and not forced:
             logger.warning("step %d is skipped: the checkpoint of step %s is still being written", step, self._last)
             with report_phase("save", "skipping the step", self._folder.path(step), self._rank):
                 pass
             return False
-        self._advance(self._writer, blocking=True)
+        self._advance(writer, blocking=True)
         in_background = self.config.async_mode is not AsyncMode.DISABLED and not last_step
         try:
             # most of what is made until the tensors are copied is gone then: the collector would visit it before
-            with pause_gc() if in_background else nullcontext(), limit_attempts() if in_background else nullcontext():
-                self._save(self._writer, step, metrics, last_step=last_step)
+            with pause_gc() if in_background else nullcontext():
+                self._save(writer, step, metrics, last_step=last_step)
         finally:
             self._states.release()  # the tensors are copied, or written
         self._clock.note_save()

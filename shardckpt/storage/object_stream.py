@@ -7,6 +7,7 @@ for its turn, and one that is being filled.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, StorageError
@@ -90,7 +91,8 @@ class ObjectStream:
         """
         if self.error is None and self._writer is not None and not self._sent and self._closing is None:
             self._closing = ThreadPoolExecutor(1, "shardckpt-close")
-            self._closed = self._closing.submit(self._close, self._writer)
+            # with the caller's context: a training that waits for it is as patient in this thread
+            self._closed = self._closing.submit(copy_context().run, self._close, self._writer)
 
     def _close(self, writer: ObjectWriter) -> None:
         """Send the last part, and let the object appear."""

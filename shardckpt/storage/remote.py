@@ -469,7 +469,8 @@ def quiet_attempts() -> Iterator[None]:
 def limit_attempts() -> Iterator[None]:
     """Give up what fails in calls of this thread in the block after ``SHARDCKPT_REMOTE_TIMEOUT`` seconds in all.
 
-    For calls that a training waits for: one that a store does not answer takes that long at each attempt.
+    For calls that a training waits for: one that a store does not answer takes that long at each attempt. When the time
+    is used up, all further calls fail at once.
     """
     token = _patience.set([settings.remote_timeout()])
     try:
@@ -496,6 +497,11 @@ def attempt(action: str, path: Path, call: Callable[[], _T]) -> _T:
     """
     attempts = settings.remote_attempts()
     patience = _patience.get()
+    if patience is not None and patience[0] < 0:
+        raise StorageError(
+            f"cannot {action} {path}: not tried, since the store has not answered for {settings.remote_timeout()} s "
+            f"({settings.REMOTE_TIMEOUT}) while the training waits"
+        )
     number = 1
     while True:
         started = time.monotonic()

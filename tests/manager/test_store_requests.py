@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -131,3 +132,34 @@ def test_a_store_that_is_down_keeps_a_training_for_its_timeout(
                 manager.save(1)
         assert sent["folders"] == tries
         assert caught.value.phase == "looking at the folder"
+
+
+def test_the_commit_of_the_save_before_keeps_a_training_no_longer(
+    sent: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that goes down while a save is written costs the next save one SHARDCKPT_REMOTE_TIMEOUT in all.
+
+    The requests of the commit, and what would clean up after it, are not tried once the time is used up.
+    """
+    now = 0.0
+
+    def fail(*_: Any) -> None:
+        nonlocal now
+        now += 25
+        sent["failed"] += 1
+        raise ConnectionError("down")
+
+    with _managing(async_mode="async") as manager:
+        assert manager.save(1)
+        for thread in [each for each in threading.enumerate() if each.name == "shardckpt-background"]:
+            thread.join()  # it is written, and not committed
+        with monkeypatch.context() as patch:
+            for name in _CALLS:
+                patch.setattr(ObstoreFolder, name, fail)
+            patch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: now, sleep=lambda _: None))
+            with pytest.raises(StorageError, match="objects://bucket/run"):
+                manager.save(2)
+            assert sent["failed"] == 3
+        assert manager.save(3)
+        manager.wait()
+        assert manager.steps() == [3]

@@ -327,8 +327,9 @@ def _open_store(
             "timeout": timedelta(seconds=timeout),
             "allow_http": any(value.startswith("http://") for value in endpoints),
         },
-        # the client repeats requests; the errors that it gives up at are tried again by shardckpt's own attempts
-        retry_config={"max_retries": attempts - 1},
+        # The client repeats what fails at once; the errors that it gives up at are tried again by shardckpt's own
+        # attempts. A request that took all its time is not repeated by both: the attempts would be squared.
+        retry_config={"max_retries": attempts - 1, "retry_timeout": timedelta(seconds=timeout)},
     )
 
 

@@ -3,7 +3,10 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import socket
 import sys
+import threading
+from contextlib import suppress
 from subprocess import run
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +23,7 @@ from shardckpt.integrations.obstore.folder import ObstoreFolder
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import CheckpointWriter
+from shardckpt.storage import CheckpointWriter, RemotePath, attempt
 from tests import backends, programs
 from tests.remote import jobs
 from tests.remote.obstore import MIB, folder, url
@@ -204,3 +207,31 @@ def test_objects_that_no_checkpoint_has_stop_nothing(
     assert "2 checkpoints, 2 whole" in capsys.readouterr().out
     assert main(["prune", folder]) == 0
     assert train(3) == (True, [1, 2, 3])
+
+
+def test_a_request_that_hangs_is_not_repeated_by_two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that takes connections and never answers gets as many as SHARDCKPT_REMOTE_ATTEMPTS says, not squared."""
+    taken: list[socket.socket] = []
+    monkeypatch.setenv(settings.REMOTE_TIMEOUT, "1")
+    monkeypatch.setenv(settings.REMOTE_ATTEMPTS, "2")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def take() -> None:
+            with suppress(OSError):  # it is closed
+                while True:
+                    taken.append(server.accept()[0])
+
+        for name, value in variables(f"http://127.0.0.1:{server.getsockname()[1]}").items():
+            monkeypatch.setenv(name, value)
+        thread = threading.Thread(target=take)
+        thread.start()
+        try:
+            folder_there = open_folder(f"s3://{BUCKET}/hangs", get_plugin_manager())
+            with pytest.raises(StorageError, match=r"in 2 attempts"):
+                attempt("list", RemotePath(folder_there), folder_there.files)
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+    for each in taken:
+        each.close()
+    assert len(taken) == 2
