@@ -68,9 +68,11 @@ def _look_further(variable: Variable) -> Variable:
     from shardckpt import settings
     from shardckpt.errors import CheckpointingException
     from shardckpt.integrations.s3_options import check_options
-    from shardckpt.plugins import list_unknown_disabled, read_stores
+    from shardckpt.plugins import get_plugin_manager, list_unknown_accepted, list_unknown_disabled, read_stores
 
     faults = list_unknown_disabled() if variable.name == settings.DISABLED_PLUGINS else []
+    if variable.name == settings.ACCEPT:
+        faults = list_unknown_accepted(settings.accept(), get_plugin_manager())
     if variable.name == settings.STORES:
         try:
             for url, options in read_stores().items():

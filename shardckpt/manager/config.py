@@ -9,13 +9,14 @@ import signal
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_serializer,
     field_validator,
     model_validator,
@@ -47,7 +48,7 @@ from shardckpt.manager.save_policies import SAVING, SavePolicy
 from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import parse_step
 from shardckpt.manager.steps import MODEL_PREFIX
-from shardckpt.plugins import check_served, get_plugin_manager, parse_keys
+from shardckpt.plugins import check_served, get_plugin_manager, list_unknown_accepted, parse_keys
 from shardckpt.storage import LEAST_READING, mask_password, parse_memory_budget, parse_size, show_budget, show_mib
 from shardckpt.strategy import StoresHubFolders
 
@@ -363,6 +364,17 @@ class CheckpointConfig(BaseModel):
     def _as_names(cls, names: Any) -> Any:
         return (names,) if isinstance(names, str) else names
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth(cls, given: Any, info: ValidationInfo) -> Any:
+        kinds = {
+            *get_args(cls.model_fields[str(info.field_name)].annotation),
+            cls.model_fields[str(info.field_name)].annotation,
+        }
+        if isinstance(given, bool) and kinds & {int, float} and bool not in kinds:
+            raise ValueError(f"{given} is no number")  # YAML has yes, on and true for it
+        return given
+
     @field_validator("accept", mode="before")
     @classmethod
     def _as_keys(cls, given: Any) -> Any:
@@ -643,6 +655,8 @@ def find_faults(given: Any) -> list[str]:
                 find(right.get(name, CheckpointConfig.model_fields[name].default))
         except CheckpointingException as exc:  # noqa: PERF203 - there are few
             faults.append(f"{name}: {exc}")
+    if "accept" not in wrong:
+        faults += [f"accept: {text}" for text in list_unknown_accepted(right.get("accept"), get_plugin_manager())]
     return faults or _find_lacking_assets(right)
 
 

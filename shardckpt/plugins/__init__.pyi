@@ -28,12 +28,14 @@ from shardckpt.plugins.registry import StrategyRegistry as StrategyRegistry
 from shardckpt.plugins.registry import parse_key as parse_key
 from shardckpt.plugins.registry import parse_keys as parse_keys
 from shardckpt.plugins.resolver import CALLER as CALLER
+from shardckpt.plugins.resolver import FOREIGN_BACKENDS as FOREIGN_BACKENDS
 from shardckpt.plugins.resolver import Accept as Accept
 from shardckpt.plugins.resolver import check_policy as check_policy
 from shardckpt.plugins.resolver import choose_reader as choose_reader
 from shardckpt.plugins.resolver import find_reader as find_reader
 from shardckpt.plugins.resolver import hold_checkpoint as hold_checkpoint
 from shardckpt.plugins.resolver import hold_same as hold_same
+from shardckpt.plugins.resolver import list_unknown_accepted as list_unknown_accepted
 from shardckpt.plugins.resolver import parse_file as parse_file
 from shardckpt.plugins.resolver import read_manifest as read_manifest
 from shardckpt.plugins.stores import ABSENT as ABSENT

@@ -89,6 +89,8 @@ _RENAME_PAUSES = (0.001, 0.01, 0.05, 0.2, 0.4)
 
 _records = ParseCache[Record]()
 
+#: What is read without a registered strategy: folders and files of other libraries.
+FOREIGN_BACKENDS = frozenset({"deepspeed", "huggingface", "torch_save"})
 #: What a caller accepts: a backend, "backend@version" or (backend, version), or several of these.
 Accept = str | tuple[str, int] | Collection[str | tuple[str, int]]
 #: Where that is given, for errors, by default.
@@ -494,6 +496,27 @@ def check_policy(directory: Path, manifest: Manifest, accept: Accept | None = No
         raise RefusedByPolicyError(
             f"{_describe(directory, manifest)}; {source} allows {allowed or 'nothing'}{near.rstrip()}"
         )
+
+
+def list_unknown_accepted(accept: Accept | None, plugins: PluginManager) -> list[str]:
+    """Return a text for each format to accept that nothing installed reads: what is meant is refused at a load.
+
+    Args:
+        accept: What a caller, or ``SHARDCKPT_ACCEPT``, accepts; None: everything.
+        plugins: The plugin manager.
+    """
+    read = {(entry.backend, entry.version) for entry in plugins.registry.entries(StrategyAction.LOAD_SHARDED)}
+    read |= {(backend, 1) for backend in FOREIGN_BACKENDS}
+    backends = {backend for backend, _ in read}
+    faults = []
+    for backend, version in parse_keys(accept) if accept is not None else ():
+        if backend not in backends:
+            near = ask_nearest(backend, backends)
+            faults.append(f"no installed strategy reads {backend!r}: {near}there are {listed(sorted(backends))}")
+        elif version is not None and (backend, version) not in read:
+            known = listed([str(each) for name, each in sorted(read) if name == backend])
+            faults.append(f"no installed strategy reads {backend!r} of version {version}: there are versions {known}")
+    return faults
 
 
 def _refusal_error(

@@ -12,7 +12,10 @@ import pytest
 
 from shardckpt import settings
 from shardckpt.cli import main
+from shardckpt.deepspeed import DeepSpeedLoadStrategy
+from shardckpt.huggingface import HuggingFaceLoadStrategy, TorchFileLoadStrategy
 from shardckpt.manager import CheckpointConfig
+from shardckpt.plugins import FOREIGN_BACKENDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -261,3 +264,38 @@ def test_a_folder_of_assets_that_is_here_has_the_size_of_the_vocabulary(
     (tmp_path / "assets" / "config.json").write_text('{"model_type": "llama", "vocab_size": 60}')
     (tmp_path / "a.json").write_text(json.dumps({**given, "hf_assets_path": str(tmp_path / "assets")}))
     assert main(["config", "--check", str(tmp_path / "a.json")]) == 0
+
+
+def test_formats_that_nothing_reads_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A misspelt backend to accept is wrong in a file, and in SHARDCKPT_ACCEPT, before a job fails at its load."""
+    (tmp_path / "run.json").write_text('{"accept": ["torch_dit", "safetensors@9", "huggingface"]}')
+    assert main(["config", "--check", str(tmp_path / "run.json")]) == 2
+    said = capsys.readouterr().err
+    assert "accept: no installed strategy reads 'torch_dit': did you mean torch_dist?" in said
+    assert "accept: no installed strategy reads 'safetensors' of version 9: there are versions 1" in said
+    assert "huggingface" not in said.partition("torch_dit")[0]
+    monkeypatch.setenv("SHARDCKPT_ACCEPT", "torch_dit")
+    assert main(["config", "SHARDCKPT_ACCEPT"]) == 1
+    assert "did you mean torch_dist?" in capsys.readouterr().out
+    monkeypatch.setenv("SHARDCKPT_ACCEPT", "torch_dist@1,ep")
+    assert main(["config", "SHARDCKPT_ACCEPT"]) == 0
+
+
+def test_a_truth_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`interval: yes` of YAML is not an interval of 1; a setting that is a truth takes it."""
+    (tmp_path / "run.yaml").write_text("interval: yes\nkeep_latest_k: true\nlinks: yes\n")
+    assert main(["config", "--check", str(tmp_path / "run.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert "interval" in said
+    assert "keep_latest_k" in said
+    assert said.count("True is no number") == 2
+    assert "links" not in said
+
+
+def test_foreign_backends_are_those_of_their_readers() -> None:
+    """What may be accepted of other libraries' formats are the names by which their readers ask."""
+    readers = (DeepSpeedLoadStrategy, HuggingFaceLoadStrategy, TorchFileLoadStrategy)
+    assert {reader.backend for reader in readers} == FOREIGN_BACKENDS
+    assert {reader.version for reader in readers} == {1}
