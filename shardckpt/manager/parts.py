@@ -6,9 +6,10 @@ import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.commit import Owner
 from shardckpt.distributed import Comm
 from shardckpt.engine import format_bytes, measure_freed, show_progress
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, escape_text
 from shardckpt.huggingface import export_to_huggingface
 from shardckpt.manager.garbage_collection import GarbageCollector, remove_steps
 from shardckpt.manager.other_jobs import OtherJobs
@@ -91,6 +92,7 @@ class Retention(ManagerPart):
         #: The protected steps, oldest first: the one that this run loaded, and those that it saved.
         self._protected: list[int] = []
         self._warned: set[str] = set()
+        self._has_warned_of_later = False
 
     def before_save(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Wait until the directory of the step is not being removed; warn of later steps and of missing metrics."""
@@ -101,11 +103,9 @@ class Retention(ManagerPart):
             self._gc.wait()
             self._folder.forget(step)
         later = next((each for each in reversed(existing) if each > step and self._folder.is_taken(each)), None)
-        if later is not None:
-            self._warn_once(
-                f"{self._folder} has steps after {step}, the newest is {later}: a later load takes that one; "
-                f"manager.discard_after({step}) removes them"
-            )
+        if later is not None and not self._has_warned_of_later:  # once: each save is another step
+            self._has_warned_of_later = True
+            self._warn_of_later(step, later)
         for metric in self._metrics:
             if metric not in metrics:
                 given = ", ".join(map(repr, metrics)) or "none"
@@ -183,6 +183,22 @@ class Retention(ManagerPart):
     def _protect(self, step: int) -> list[int]:
         """Return the protected steps once this one is durable."""
         return [*(each for each in self._protected if each != step), step][-self._protected_count :]
+
+    def _warn_of_later(self, step: int, later: int) -> None:
+        """Warn of steps after the one that is saved; those of another job that still runs are not to be discarded."""
+        jobs = self._folder.holds.find_jobs().values()
+        others = [job.holder for job in jobs if job.is_current and Owner.from_text(job.owner) != Owner.current()]
+        unless = (
+            f"unless they are those of another job that saves there, too ({escape_text(others[0])}), " if others else ""
+        )
+        advice = f"{unless}manager.discard_after({step}) removes them"
+        logger.warning(
+            "%s has steps after %d, the newest is %d: a later load takes that one; %s",
+            self._folder,
+            step,
+            later,
+            advice,
+        )
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:

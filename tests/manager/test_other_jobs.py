@@ -75,3 +75,17 @@ def test_a_job_that_was_started_again_is_told_nothing(
             manager.save(step)
         assert _list_owners(str(tmp_path)) == {Owner.current().text, ELSEWHERE.text}
     assert not _warnings(caplog)
+
+
+def test_later_steps_are_said_once_and_may_be_anothers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each save of the job with the lower steps would say it; what removes them is no advice where another job runs."""
+    folder = str(tmp_path / "run")
+    with CheckpointManager(CheckpointConfig(folder=folder, interval=1), {"progress": Progress()}) as manager:
+        manager.save(100)
+    _write(folder, ELSEWHERE)
+    with CheckpointManager(CheckpointConfig(folder=folder, interval=1), {"progress": Progress()}) as manager:
+        for step in (1, 2, 3):
+            manager.save(step)
+    (text,) = [text for text in caplog.messages if "has steps after" in text]
+    assert "steps after 1, the newest is 100" in text
+    assert f"unless they are those of another job that saves there, too (process {ELSEWHERE.pid} on there)" in text
