@@ -372,7 +372,7 @@ class CheckpointConfig(BaseModel):
             cls.model_fields[str(info.field_name)].annotation,
         }
         if isinstance(given, bool) and kinds & {int, float} and bool not in kinds:
-            raise ValueError(f"{given} is no number")  # YAML has yes, on and true for it
+            raise ValueError(f"expected a number, not {given}")  # YAML has yes, on and true for it
         return given
 
     @field_validator("accept", mode="before")

@@ -56,7 +56,7 @@ class PluginManager:
         self._plugins: list[Plugin] = []
         self._lock = threading.RLock()
         #: Observers whose failure was logged, each with the class of the error.
-        self._failed_observers: set[tuple[str, type[Exception]]] = set()
+        self._failed_observers: set[tuple[str, type[BaseException]]] = set()
         self._is_importing = False
         #: Whether all plugins have been imported: hooks are then called without a lock, at each phase of a load.
         self._is_complete = False
@@ -156,7 +156,7 @@ class PluginManager:
     def _tell(self, observer: pluggy.HookImpl, event: hookspecs.Event) -> None:
         try:
             observer.function(*[event for _ in observer.argnames])
-        except Exception as exc:  # an observer must not be able to fail a save, least of all on one rank
+        except (Exception, SystemExit) as exc:  # an observer must not be able to fail a save, least of all on one rank
             kind = (observer.plugin_name, type(exc))
             level = logging.DEBUG if kind in self._failed_observers else logging.WARNING
             self._failed_observers.add(kind)

@@ -290,7 +290,7 @@ def test_a_truth_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().err
     assert "interval" in said
     assert "keep_latest_k" in said
-    assert said.count("True is no number") == 2
+    assert said.count(": expected a number, not True") == 2
     assert "links" not in said
 
 

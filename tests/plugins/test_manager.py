@@ -444,6 +444,21 @@ def test_a_failing_watcher_takes_no_event_from_others(tmp_path: Path, caplog: py
     assert "metrics of team b: its shardckpt_event failed" in warning.getMessage()
 
 
+def test_a_watcher_that_calls_sys_exit_is_one_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It ends no training: the warning names the plugin and the exit."""
+
+    class Exits:
+        @hookimpl
+        def shardckpt_event(self, event: Event) -> None:
+            sys.exit(3)
+
+    plugins = PluginManager()
+    plugins.register(Exits(), "metrics of team c")
+    plugins.report(Event("save", "", "start", str(tmp_path), 0))
+    assert "metrics of team c: its shardckpt_event failed" in caplog.text
+    assert "SystemExit: 3" in caplog.text
+
+
 def test_a_failing_watcher_does_not_end_a_save(failing: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Who only watches cannot break a checkpoint: the failure is logged, and the save goes on."""
     with caplog.at_level(logging.WARNING, "shardckpt"):
