@@ -71,6 +71,9 @@ def _look_further(variable: Variable) -> Variable:
     from shardckpt.plugins import get_plugin_manager, list_unknown_accepted, list_unknown_disabled, read_stores
 
     faults = list_unknown_disabled() if variable.name == settings.DISABLED_PLUGINS else []
+    if variable.name == settings.PLUGINS:
+        named = settings.plugins()
+        faults = [f"{each.name}: {each.fault}" for each in get_plugin_manager().broken() if each.name in named]
     if variable.name == settings.ACCEPT:
         faults = list_unknown_accepted(settings.accept(), get_plugin_manager())
     if variable.name == settings.STORES:

@@ -2,7 +2,9 @@
 
 With KEY[0:4, ...] in place of a prefix: statistics and values of that region, of which any part is read at a time.
 With common, or the name of a part of the common state (args.lr): its value.
-Files that are missing or too short are named, and the exit code is 1. Bytes of files are not checked: verify does that.
+Files that are missing or too short are named, and the exit code is 1. Where nothing can be listed, as of a folder of
+the Hub without one of its files, it is an error: 2 (convert --skip-damaged writes the rest). Bytes of files are not
+checked: verify does that.
 What convert reads can be inspected, too: Hugging Face folders, and files of safetensors and of torch.save.
 """
 

@@ -24,7 +24,7 @@ def add(verbs: Any) -> None:
     parser.add_argument("directory", help="the checkpoint's directory; not a URL")
     parser.add_argument("prefix", help="what the keys to be removed begin with")
     parser.add_argument("--dry-run", action="store_true", help="change nothing; print what would be removed and freed")
-    parser.set_defaults(reads=("directory",), run=run)
+    parser.set_defaults(writes="directory", run=run)
 
 
 def run(options: Any) -> Output:

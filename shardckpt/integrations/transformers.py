@@ -19,7 +19,8 @@ from shardckpt import dist_checkpointing
 from shardckpt.adapters import describe_object
 from shardckpt.distributed import Comm, replace_text
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, parse_globals
-from shardckpt.manager import CONTENT_KEY, CheckpointConfig, CheckpointManager, RandomState
+from shardckpt.manager import CheckpointConfig, CheckpointManager, RandomState
+from shardckpt.manifest import CONTENT_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -20,7 +20,6 @@ from shardckpt.manager.marks import NotMarkedError as NotMarkedError
 from shardckpt.manager.marks import StepState as StepState
 from shardckpt.manager.marks import identify_save as identify_save
 from shardckpt.manager.marks import mark_checkpoint as mark_checkpoint
-from shardckpt.manager.metrics import CONTENT_KEY as CONTENT_KEY
 from shardckpt.manager.metrics import rank_steps as rank_steps
 from shardckpt.manager.metrics import read_metrics as read_metrics
 from shardckpt.manager.named_steps import find_named_step as find_named_step

@@ -19,7 +19,7 @@ from shardckpt.manager.config import AsyncMode, CheckpointConfig, parse_config
 from shardckpt.manager.exclusion import leave_out
 from shardckpt.manager.garbage_collection import discard_steps_after
 from shardckpt.manager.initial import load_initial
-from shardckpt.manager.metrics import CONTENT_KEY, parse_metrics
+from shardckpt.manager.metrics import parse_metrics
 from shardckpt.manager.parts import make_parts
 from shardckpt.manager.preemption import Preemption
 from shardckpt.manager.reader import StepReader
@@ -30,7 +30,7 @@ from shardckpt.manager.states import MODEL, TrainingStates, check_named
 from shardckpt.manager.step_names import parse_number
 from shardckpt.manager.step_resolution import NEWEST, check_step, find_best, read_step, resolve_step, warn_of_others
 from shardckpt.manager.steps import MODEL_PREFIX, PER_RANK_KEY, PREFIX_KEY, StepFolder
-from shardckpt.manifest import Lineage
+from shardckpt.manifest import CONTENT_KEY, Lineage
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import limit_attempts, parse_size
 

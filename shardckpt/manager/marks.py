@@ -18,7 +18,13 @@ from pydantic import Field
 
 from shardckpt.commit import SmallFile, SmallFiles, Time
 from shardckpt.engine import expand_home, locate
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
+from shardckpt.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    NotACheckpointError,
+    listed,
+)
 from shardckpt.manager.step_names import MARKS_NAME
 from shardckpt.plugins import get_plugin_manager, hold_checkpoint
 from shardckpt.storage import find_url, retry_if_replaced
@@ -117,17 +123,20 @@ def identify_save(checkpoint: str | os.PathLike[str]) -> tuple[str, str]:
     """Return what names the save that is at a path now, for :func:`mark_checkpoint`. Not collective.
 
     Raises:
-        CannotLoadError: there is no checkpoint.
-        NotMarkedError: it has no record of its save, so that a mark could not be told from another save's.
+        CannotLoadError: the checkpoint cannot be told.
+        NotMarkedError: there is no record of a save, so that a mark could not be told from another save's.
     """
     directory = locate(checkpoint, get_plugin_manager())
-    manifest = retry_if_replaced(lambda: hold_checkpoint(directory, get_plugin_manager())[1], directory)
-    if manifest.record is None:
+    try:
+        record = retry_if_replaced(lambda: hold_checkpoint(directory, get_plugin_manager())[1], directory).record
+    except (NotACheckpointError, IncompleteCheckpointError):  # a folder of the Hub, or a file, may be read
+        record = None
+    if record is None:
         raise NotMarkedError(
             f"{directory} cannot be marked: another library saved it, and nothing in it tells this save from "
             "another at the same path; convert it (shardckpt convert), and mark what that writes"
         )
-    return _identify(manifest.record)
+    return _identify(record)
 
 
 def mark_checkpoint(

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException
-
-#: The manager's key in ``content_metadata``.
-CONTENT_KEY = "shardckpt_manager"
+from shardckpt.manifest import CONTENT_KEY
 
 
 def read_metric(value: Any) -> float | None:

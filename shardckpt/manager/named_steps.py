@@ -93,8 +93,8 @@ def refuse_named_step(path: str) -> None:
         return
     if any(parse_step(name) is not None for name in names):
         raise CheckpointingException(
-            f"{path} stands for a step of its folder, and nothing was written: give the step that is to be replaced, "
-            "or another name"
+            f"{path} stands for a step of its folder, and nothing was written: give the step itself where it is to "
+            "change, or another name"
         )
 
 

@@ -26,11 +26,11 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.manager.exclusion import leave_out
-from shardckpt.manager.metrics import CONTENT_KEY
 from shardckpt.manager.numbered import name_numbers
 from shardckpt.manager.rng import RNG
 from shardckpt.manager.states import LR_SCHEDULER, MODEL, OPTIMIZER, Ranks
 from shardckpt.manager.steps import MODEL_PREFIX, PER_RANK_KEY, PREFIX_KEY, MissingStatesError
+from shardckpt.manifest import CONTENT_KEY
 from shardckpt.mapping import ShardedBase, ShardedObject
 from shardckpt.parallel import share_reading, split_budget
 from shardckpt.plugins import get_plugin_manager

@@ -21,10 +21,10 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.manager.marks import find_mark, name_mark
-from shardckpt.manager.metrics import CONTENT_KEY, read_metrics, read_save_time
+from shardckpt.manager.metrics import read_metrics, read_save_time
 from shardckpt.manager.retention import Metrics
 from shardckpt.manager.step_names import MARKS_NAME, STEPS, StepNames, find_namings
-from shardckpt.manifest import RECORD_NAME
+from shardckpt.manifest import CONTENT_KEY, RECORD_NAME
 from shardckpt.plugins import choose_reader, hold_checkpoint
 from shardckpt.storage import (
     CheckpointReader,

@@ -18,6 +18,8 @@ HUB_ADAPTER = "adapter_model.safetensors"
 HUB_FILES = frozenset({HUB_WEIGHTS, HUB_INDEX, HUB_ADAPTER})
 #: Fingerprints of the tensors, if the save was asked for them; a file of the checkpoint like any other.
 FINGERPRINTS_NAME = "tensors.fingerprints"
+#: The key in ``content_metadata`` of what a CheckpointManager notes of a step.
+CONTENT_KEY = "shardckpt_manager"
 #: Largest size of each file that a reader accepts, in bytes.
 MARKER_LIMIT = 1 << 20
 RECORD_LIMIT = 1 << 31

@@ -15,7 +15,7 @@ from shardckpt.cli import main
 from shardckpt.deepspeed import DeepSpeedLoadStrategy
 from shardckpt.huggingface import HuggingFaceLoadStrategy, TorchFileLoadStrategy
 from shardckpt.manager import CheckpointConfig
-from shardckpt.plugins import FOREIGN_BACKENDS
+from shardckpt.plugins import FOREIGN_BACKENDS, get_plugin_manager
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -299,3 +299,16 @@ def test_foreign_backends_are_those_of_their_readers() -> None:
     readers = (DeepSpeedLoadStrategy, HuggingFaceLoadStrategy, TorchFileLoadStrategy)
     assert {reader.backend for reader in readers} == FOREIGN_BACKENDS
     assert {reader.version for reader in readers} == {1}
+
+
+def test_a_plugin_that_cannot_be_imported_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SHARDCKPT_PLUGINS with a module that is none is a wrong value, as a wrong name to disable is."""
+    monkeypatch.setenv("SHARDCKPT_PLUGINS", "no_such_module")
+    get_plugin_manager.cache_clear()
+    try:
+        assert main(["config", "SHARDCKPT_PLUGINS"]) == 1
+    finally:
+        get_plugin_manager.cache_clear()
+    assert "no_such_module: ModuleNotFoundError" in capsys.readouterr().out

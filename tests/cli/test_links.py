@@ -13,6 +13,7 @@ from shardckpt.cli import main
 from shardckpt.cli.amounts import format_bytes
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import find_checkpoints, list_checkpoints, pin_step
+from tests.manager import folders
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -172,3 +173,15 @@ def test_no_verb_writes_to_a_word_at_a_url(tmp_path: Path, capsys: pytest.Captur
     again = ["convert", str(tmp_path / "step-1"), "memory://exports/latest", "--to", "safetensors", "--overwrite"]
     assert main(again) == 0
     fsspec.filesystem("memory").store.clear()
+
+
+def test_keys_are_not_removed_by_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`remove FOLDER/latest` would take the optimizer out of the step that a training goes on from."""
+    folders.save_all(tmp_path, 1, 2)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "step-2").iterdir()}
+    for is_link in (False, True):
+        if is_link:
+            (tmp_path / "latest").symlink_to("step-2")
+        assert main(["remove", str(tmp_path / "latest"), ""]) == 2
+        assert "stands for a step of its folder, and nothing was written: give the step" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in (tmp_path / "step-2").iterdir()} == before

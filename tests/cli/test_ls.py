@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.integrations.fsspec.folder import FsspecFolder
-from shardckpt.manager import CONTENT_KEY, CheckpointConfig, CheckpointManager, list_checkpoints, listing
+from shardckpt.manager import CheckpointConfig, CheckpointManager, list_checkpoints, listing
+from shardckpt.manifest import CONTENT_KEY
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager, hookimpl
 from tests.backends import Backend, both, both_in_proof

@@ -13,6 +13,7 @@ from shardckpt.cli import main
 from shardckpt.engine import display
 from shardckpt.errors import CheckpointingException
 from shardckpt.maintenance import merge_checkpoints
+from shardckpt.manager import CheckpointConfig, CheckpointManager, list_checkpoints
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -188,3 +189,16 @@ def test_a_step_that_is_not_overwritten_is_an_error_as_any(tmp_path: Path, capsy
     error = capsys.readouterr().err
     assert "step-3" in error
     assert "pattern" not in error
+
+
+def test_a_merge_has_no_metrics(tmp_path: Path) -> None:
+    """Nobody has measured it: the loss of its base would make it the best of its folder."""
+    model = torch.nn.Linear(2, 2)
+    with CheckpointManager(CheckpointConfig(folder=str(tmp_path), interval=1), {"model": model}) as manager:
+        for step, loss in ((1, 2.0), (2, 1.0)):
+            manager.save(step, metrics={"loss": loss})
+    places = [str(tmp_path / name) for name in ("step-1", "step-2", "out/ema")]
+    assert main(["merge", *places, "--decay", "0.5"]) == 0
+    (merged,) = list_checkpoints(places[-1])
+    assert (merged.step, merged.metrics) == (2, {})
+    assert list_checkpoints(places[1])[0].metrics == {"loss": 1.0}

@@ -428,3 +428,16 @@ def test_json_says_what_intact_means(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["verify", *(str(tmp_path / name) for name in ("a.pt", "a.safetensors", "c", "none")), "--json"]) == 2
     rows = {row["checkpoint"]: row["checked"] for row in json.loads(capsys.readouterr().out)}
     assert [*rows.values()] == ["crc32", "structure", "digests", "nothing"]
+
+
+def test_what_cannot_be_marked_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --mark a folder of the Hub, or a file, is read as without: it is said that it has no mark."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    assert main(["convert", str(tmp_path / "w.pt"), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    capsys.readouterr()
+    for name in ("hf", "w.pt"):
+        assert main(["verify", str(tmp_path / name), "--mark"]) == 0
+        said = capsys.readouterr().out
+        assert "intact as far as can be checked" in said
+        assert "not marked" in said
+    assert main(["verify", str(tmp_path / "none"), "--mark"]) == 2

@@ -11,7 +11,8 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import _VERBS, main
-from shardckpt.manager import CONTENT_KEY, pin_step
+from shardckpt.manager import pin_step
+from shardckpt.manifest import CONTENT_KEY
 from shardckpt.mapping import ShardedTensor
 from tests.tables import table
 

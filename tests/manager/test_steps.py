@@ -18,8 +18,8 @@ from shardckpt.commit.staging_names import new_save_id
 from shardckpt.errors import CheckpointingException, StorageError, UnknownBackendError, VersionTooNewError
 from shardckpt.manager import KeepBest, KeepRecent
 from shardckpt.manager.garbage_collection import collect_garbage
-from shardckpt.manager.metrics import CONTENT_KEY
 from shardckpt.manager.step_names import STEPS, StepNames
+from shardckpt.manifest import CONTENT_KEY
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.hookspecs import hookimpl
 from shardckpt.plugins.manager import get_plugin_manager

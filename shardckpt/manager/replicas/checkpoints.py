@@ -12,10 +12,9 @@ from shardckpt.distributed import Comm
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manager.config import AsyncMode
 from shardckpt.manager.garbage_collection import GarbageCollector, remove_steps
-from shardckpt.manager.metrics import CONTENT_KEY
 from shardckpt.manager.reader import StepReader
 from shardckpt.manager.writer import StepWriter
-from shardckpt.manifest import Lineage
+from shardckpt.manifest import CONTENT_KEY, Lineage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
