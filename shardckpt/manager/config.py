@@ -48,13 +48,14 @@ from shardckpt.manager.save_policies import SAVING, SavePolicy
 from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import parse_step
 from shardckpt.manager.steps import MODEL_PREFIX
-from shardckpt.plugins import check_served, get_plugin_manager, list_unknown_accepted, parse_keys
+from shardckpt.plugins import check_served, get_plugin_manager, is_accepted, list_unknown_accepted, parse_keys
 from shardckpt.storage import LEAST_READING, mask_password, parse_memory_budget, parse_size, show_budget, show_mib
 from shardckpt.strategy import StoresHubFolders
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from shardckpt.plugins import Accept
     from shardckpt.strategy import SaveStrategy
 
 _Count = Annotated[int, Field(ge=0)]
@@ -528,7 +529,7 @@ class CheckpointConfig(BaseModel):
         Raises:
             CheckpointingException: there is none, or its checkpoints cannot be Hugging Face folders.
         """
-        saver = _find_step_saver(self.strategy, in_hf=self.steps_in_hf)
+        saver = _find_step_saver(self.strategy, self.accept, in_hf=self.steps_in_hf)
         if self.steps_in_hf and isinstance(saver, StoresHubFolders):
             return saver.store_hub_folders(prefix, self.hf_mapping, self.hf_assets_path)
         return saver
@@ -596,13 +597,20 @@ def _check_assets(folder: str, mapping: Any, *, cut_vocabulary: bool) -> None:
         raise replace_text(exc, f"hf_assets_path: {exc}") from exc.__cause__
 
 
-def _find_step_saver(strategy: Any, *, in_hf: bool) -> SaveStrategy:
+def _find_step_saver(strategy: Any, accept: Accept | None, *, in_hf: bool) -> SaveStrategy:
     """Return the strategy that a setting names.
 
     Raises:
-        CheckpointingException: there is none, or its checkpoints cannot be Hugging Face folders, and ``in_hf`` says so.
+        CheckpointingException: there is none, its checkpoints cannot be Hugging Face folders, and ``in_hf`` says so, or
+            no load would accept them.
     """
     saver = find_saver(strategy, get_plugin_manager())
+    for source, given in (("accept", accept), (settings.ACCEPT, settings.accept())):
+        if not is_accepted(saver.backend, saver.version, given):
+            raise CheckpointingException(
+                f"steps would be saved as {saver.backend}@{saver.version}, which {source} does not allow: the job "
+                "could not go on from them; add it, or choose another strategy"
+            )
     if in_hf and not isinstance(saver, StoresHubFolders):
         raise CheckpointingException(
             f"steps_in_hf: {type(saver).__name__}, the strategy {strategy!r}, does not store Hugging Face "
@@ -643,9 +651,10 @@ def find_faults(given: Any) -> list[str]:
         others, _ = _find_wrong_values(right)
         faults += [text for text in others if wrong.isdisjoint(re.findall(r"\w+", text))]
     in_hf = right.get("steps_in_hf") is True and not right.get("load_only")
+    accepted = None if right.get("load_only") else right.get("accept")
     for name, find in (
         ("hf_mapping", lambda given: (given and find_code(given)) or find_mapping(given)),
-        ("strategy", lambda given: _find_step_saver(given, in_hf=in_hf)),
+        ("strategy", lambda given: _find_step_saver(given, accepted, in_hf=in_hf)),
         ("folder", _check_place),
         ("initial_load_path", _check_place),
         ("hf_assets_path", _check_place),

@@ -445,7 +445,8 @@ class CheckpointManager:
         Raises:
             CheckpointingException: the same on every rank: a save in the background failed.
         """
-        self._advance(*self._parts)
+        with limit_attempts():
+            self._advance(*self._parts)
 
     def wait(self) -> None:
         """Collective: wait until every save is durable and old checkpoints are removed.

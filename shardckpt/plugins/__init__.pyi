@@ -35,6 +35,7 @@ from shardckpt.plugins.resolver import choose_reader as choose_reader
 from shardckpt.plugins.resolver import find_reader as find_reader
 from shardckpt.plugins.resolver import hold_checkpoint as hold_checkpoint
 from shardckpt.plugins.resolver import hold_same as hold_same
+from shardckpt.plugins.resolver import is_accepted as is_accepted
 from shardckpt.plugins.resolver import list_unknown_accepted as list_unknown_accepted
 from shardckpt.plugins.resolver import parse_file as parse_file
 from shardckpt.plugins.resolver import read_manifest as read_manifest

@@ -486,9 +486,9 @@ def check_policy(directory: Path, manifest: Manifest, accept: Accept | None = No
         RefusedByPolicyError: one of them leaves it out.
     """
     for source, given in ((accept_of, accept), (settings.ACCEPT, settings.accept())):
-        accepted = [(manifest.backend, None)] if given is None else parse_keys(given)
-        if any(backend == manifest.backend and version in (None, manifest.version) for backend, version in accepted):
+        if is_accepted(manifest.backend, manifest.version, given):
             continue
+        accepted = parse_keys(given)
         allowed = ", ".join(
             repr(backend if version is None else f"{backend}@{version}") for backend, version in accepted
         )
@@ -496,6 +496,11 @@ def check_policy(directory: Path, manifest: Manifest, accept: Accept | None = No
         raise RefusedByPolicyError(
             f"{_describe(directory, manifest)}; {source} allows {allowed or 'nothing'}{near.rstrip()}"
         )
+
+
+def is_accepted(backend: str, version: int, accept: Accept | None) -> bool:
+    """Return whether a format may be read by what a caller, or ``SHARDCKPT_ACCEPT``, accepts; None: everything."""
+    return accept is None or any(name == backend and each in (None, version) for name, each in parse_keys(accept))
 
 
 def list_unknown_accepted(accept: Accept | None, plugins: PluginManager) -> list[str]:

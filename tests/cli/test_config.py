@@ -9,12 +9,14 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from shardckpt import settings
 from shardckpt.cli import main
 from shardckpt.deepspeed import DeepSpeedLoadStrategy
+from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface import HuggingFaceLoadStrategy, TorchFileLoadStrategy
-from shardckpt.manager import CheckpointConfig
+from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.plugins import FOREIGN_BACKENDS, get_plugin_manager
 
 if TYPE_CHECKING:
@@ -312,3 +314,20 @@ def test_a_plugin_that_cannot_be_imported_is_wrong(
     finally:
         get_plugin_manager.cache_clear()
     assert "no_such_module: ModuleNotFoundError" in capsys.readouterr().out
+
+
+def test_steps_that_no_load_would_accept_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that saves what it may not read is refused at its start, and by the check: not at its first restart."""
+    (tmp_path / "run.json").write_text('{"accept": ["safetensors"], "strategy": "torch_dist"}')
+    assert main(["config", "--check", str(tmp_path / "run.json")]) == 2
+    assert "steps would be saved as torch_dist@1, which accept does not allow" in capsys.readouterr().err
+    states = {"model": torch.nn.Linear(2, 2)}
+    with pytest.raises(CheckpointingException, match="which accept does not allow"):
+        CheckpointManager(CheckpointConfig(folder=tmp_path, accept=("safetensors",)), states)
+    CheckpointManager(CheckpointConfig(folder=tmp_path, accept=("safetensors",), load_only=True), states).close()
+    monkeypatch.setenv("SHARDCKPT_ACCEPT", "safetensors")
+    with pytest.raises(CheckpointingException, match="which SHARDCKPT_ACCEPT does not allow"):
+        CheckpointManager(CheckpointConfig(folder=tmp_path), states)
+    CheckpointManager(CheckpointConfig(folder=tmp_path, strategy="safetensors"), states).close()

@@ -286,7 +286,7 @@ def test_a_manager_loads_what_its_setting_accepts(tmp_path: Path) -> None:
     state = _progress()
     with CheckpointManager(CheckpointConfig(folder=str(tmp_path / "a")), {"progress": state}) as manager:
         _saved(manager, state, 1)
-    model = {"model": torch.nn.Linear(2, 2)}
+    model, accept = {"model": torch.nn.Linear(2, 2)}, ("safetensors", ("ep", 1))
     for config in (
         {"folder": tmp_path / "a"},
         {"folder": tmp_path / "b", "initial_load_path": tmp_path / "a" / "step-1", "initial_load_model_only": False},
@@ -294,7 +294,7 @@ def test_a_manager_loads_what_its_setting_accepts(tmp_path: Path) -> None:
     ):
         states = model if "initial_load_in_hf" in config else {"progress": state}
         with (
-            CheckpointManager({**config, "accept": ("safetensors", ("ep", 1))}, states) as manager,
+            CheckpointManager({**config, "accept": accept, "strategy": "safetensors"}, states) as manager,
             pytest.raises(RefusedByPolicyError, match=r"; CheckpointConfig\.accept allows 'safetensors', 'ep@1'"),
         ):
             manager.load()

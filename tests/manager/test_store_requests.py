@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -134,10 +135,11 @@ def test_a_store_that_is_down_keeps_a_training_for_its_timeout(
         assert caught.value.phase == "looking at the folder"
 
 
+@pytest.mark.parametrize("is_asked", [False, True])
 def test_the_commit_of_the_save_before_keeps_a_training_no_longer(
-    sent: Counter[str], monkeypatch: pytest.MonkeyPatch
+    sent: Counter[str], monkeypatch: pytest.MonkeyPatch, is_asked: bool
 ) -> None:
-    """A store that goes down while a save is written costs the next save one SHARDCKPT_REMOTE_TIMEOUT in all.
+    """A store that goes down while a save is written costs what commits it one SHARDCKPT_REMOTE_TIMEOUT in all.
 
     The requests of the commit, and what would clean up after it, are not tried once the time is used up.
     """
@@ -158,7 +160,7 @@ def test_the_commit_of_the_save_before_keeps_a_training_no_longer(
                 patch.setattr(ObstoreFolder, name, fail)
             patch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: now, sleep=lambda _: None))
             with pytest.raises(StorageError, match="objects://bucket/run"):
-                manager.save(2)
+                (manager.maybe_wait_for_staging if is_asked else partial(manager.save, 2))()
             assert sent["failed"] == 3
         assert manager.save(3)
         manager.wait()
