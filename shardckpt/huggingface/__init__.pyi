@@ -60,6 +60,7 @@ from shardckpt.huggingface.structure import forget_structure as forget_structure
 from shardckpt.huggingface.structure import make_state_dict as make_state_dict
 from shardckpt.huggingface.structure import nest_stored as nest_stored
 from shardckpt.huggingface.structure import plain_name as plain_name
+from shardckpt.huggingface.torch_file import is_archive as is_archive
 from shardckpt.huggingface.torch_file import is_torch_file as is_torch_file
 from shardckpt.huggingface.torch_save import TorchFile as TorchFile
 from shardckpt.huggingface.torch_strategy import TorchFileLoadStrategy as TorchFileLoadStrategy

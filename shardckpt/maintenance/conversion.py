@@ -48,7 +48,7 @@ from shardckpt.huggingface import (
     plan_tensors,
 )
 from shardckpt.maintenance.proof import StagedProof, SummedCheckpoint, TensorProof, list_fingerprints
-from shardckpt.maintenance.sources import Reading
+from shardckpt.maintenance.sources import Reading, list_torch_files
 from shardckpt.maintenance.tensor_boxes import DeferredBoxes, cut_tensors
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.plugins import Identity
@@ -189,6 +189,8 @@ class Conversion:
             )
             with self.opener(self.source, self.plugins, how) as opened:
                 self._check(opened)
+                if isinstance(opened.strategy, HuggingFaceLoadStrategy) and not self.source.is_file():
+                    self._warn_of_torch_files(opened.context.reader.place)
                 if self.saver is not None:
                     operation.set_strategy(self.saver)
                 stored = SummedCheckpoint(
@@ -464,6 +466,18 @@ class Conversion:
                 lambda staged: self._prove(proof, written, staged, staged),
             )
         return file.rewritten
+
+    def _warn_of_torch_files(self, place: Path) -> None:
+        if names := list_torch_files(place):
+            logger.warning(
+                "converting %s: %s of torch.save beside the model %s not read: %s: convert each by its path",
+                *(
+                    self.source,
+                    format_many(len(names), "file"),
+                    "is" if len(names) == 1 else "are",
+                    listed(names, limit=6),
+                ),
+            )
 
     def _list_plain_objects(self, stored: OpenCheckpoint) -> list[str]:
         """Return the keys of the PlainObjects if they are not written."""

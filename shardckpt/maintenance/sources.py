@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from shardckpt.archive import Archive
 from shardckpt.deepspeed import DeepSpeedLoadStrategy, find_files
 from shardckpt.distributed import Comm
 from shardckpt.engine import (
@@ -38,6 +39,7 @@ from shardckpt.huggingface import (
     check_folder,
     check_weights,
     header_length,
+    is_archive,
     is_torch_file,
     name_for_trainer,
     read_all_of_folder,
@@ -290,6 +292,7 @@ def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[s
     """Check a folder of Hugging Face: its files and, if they are sound, whether it is a model that engines load."""
     found = {name: Checked(error) for name, error in check_folder(place).items()}
     weights = {name for name in found if name.endswith(".safetensors")}
+    found |= _check_archives(place)
     if any(found[name].error for name in weights):
         return found
     for name, note in review_others(place, weights).items():
@@ -310,6 +313,28 @@ def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[s
     except CheckpointingException as exc:  # a dtype that this torch lacks
         return {**found, config: Checked(None, note=f"not compared with the weights: {exc}")}
     return {**found, review.file: Checked(review.fault, note=review.note)} if review.file else found
+
+
+def list_torch_files(place: Path) -> list[str]:
+    """Return the names of the files of torch.save in a folder: a Trainer's optimizer stands beside its model."""
+    with wrap_os_errors("list", place):
+        names = sorted(path.name for path in place.iterdir())
+    return [name for name in names if name.endswith((".pt", ".pth", ".bin", ".ckpt")) and name[0] != "."]
+
+
+def _check_archives(place: Path) -> dict[str, Checked]:
+    """Compare the archives of torch.save in a folder with their CRC-32; their pickles are not read."""
+    manifest = Manifest(backend=TorchFileLoadStrategy.backend, version=TorchFileLoadStrategy.version)
+    found = {}
+    with CheckpointReader(place, manifest, verify=False, crcs="parts") as reader:
+
+        def check(name: str) -> None:
+            Archive.of_file(reader, name).check_members(reader, name)
+
+        for name in list_torch_files(place):
+            if reader.size(name) > _LENGTH and is_archive(reader.read_range(name, 0, _LENGTH, name)):
+                found[name] = Checked(find_error(check, name), "crc32")
+    return found
 
 
 def check_all_files(

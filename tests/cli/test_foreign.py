@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import pytest
@@ -116,3 +117,21 @@ def test_a_folder_of_torch_checkpointing_is_one_checkpoint(tmp_path: Path, capsy
     shutil.copytree(GOLDEN / "torch-checkpointing-0.1.1" / "mesh-4", step)
     assert main(["ls", str(tmp_path)]) == 0
     assert "a folder of 1 checkpoint" in capsys.readouterr().out
+
+
+def test_a_trainers_optimizer_beside_a_model_is_seen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """`verify` compares it with its CRC-32, and `convert` says that it is not read; whose pickle it is is no matter."""
+    folder = tmp_path / "checkpoint-1000"
+    folder.mkdir()
+    save_file({"w": torch.ones(4)}, folder / "model.safetensors")
+    torch.save({"state": torch.ones(1000)}, folder / "optimizer.pt")
+    torch.save(Fraction(1, 2), folder / "training_args.bin")
+    assert main(["verify", str(folder)]) == 0
+    assert "optimizer.pt" in capsys.readouterr().out
+    assert main(["convert", str(folder), str(tmp_path / "new")]) == 0
+    assert "2 files of torch.save beside the model are not read: optimizer.pt, training_args.bin" in caplog.text
+    (folder / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:-2000])
+    assert main(["verify", str(folder)]) == 1
+    assert "damaged: 1 of 3 files" in capsys.readouterr().out
