@@ -5,7 +5,9 @@ of objects that it had not sent to the end (S3, with s3fs).
 
 With --keep-latest, --keep-every, --keep-near, --keep-hours, --keep-best or --keep-verified also the checkpoints of
 steps that none of these keeps, as a CheckpointManager does: only complete ones, never the newest or the newest verified
-one. What a living process may use is kept, and so is what may be the only copy of a checkpoint; its row says why.
+one. Any directory counts that ls calls whole, whoever wrote it: DCP, Megatron, transformers' Trainer, DeepSpeed. Files
+such as step_100.pt do not: these are named, and left. What a living process may use is kept, and so is what may be the
+only copy of a checkpoint; its row says why.
 
 With --damaged the steps that ls calls damaged or incomplete, or that are marked as failed: alone, or beside options
 that keep steps, which then do not count these. One that was written to within the last hour (--older-than) is kept,
@@ -141,10 +143,24 @@ def run(options: Any) -> Output:
     if options.path is not None and not steps and not leftovers:
         refuse_checkpoint(options.path)
     unseen = "" if options.path is None else explain_unseen_uploads(options.path)
-    answer = Pruned(options.dry_run, verified, steps, leftovers, unseen, links, skipped)
+    files = [file for each in folders if _chooses_steps(options, policies) for file in _find_files(each.path)]
+    answer = Pruned(options.dry_run, verified, steps, leftovers, unseen, links, skipped, files)
     return Output(
         lambda: answer._asdict() | {"freed": answer.freed}, lambda: _describe(answer, options, policies), answer.code
     )
+
+
+def _find_files(folder: str) -> list[str]:
+    """Return the files in a local folder that ls shows with a step, and that no policy counts."""
+    from shardckpt.engine import find_local
+    from shardckpt.maintenance import FILE_SUFFIXES
+    from shardckpt.manager import parse_step
+
+    place = find_local(folder)
+    if place is None or not place.is_dir():
+        return []
+    found = sorted(each for each in place.iterdir() if each.suffix in FILE_SUFFIXES and each.is_file())
+    return [str(each) for each in found if parse_step(each.stem) is not None]
 
 
 def _list_runs(options: Any) -> tuple[list[argparse.Namespace], list[str]]:
@@ -323,6 +339,7 @@ class Pruned(NamedTuple):
     unseen: str
     links: Sequence[str]
     skipped: Sequence[Skipped]
+    files: Sequence[str]
 
     @property
     def everything(self) -> list[PruneResult | StepResult]:
@@ -356,6 +373,9 @@ def _describe(found: Pruned, options: Any, policies: Sequence[Any]) -> list[str]
         lines.append(found.unseen)
     if found.links:
         lines.append(_describe_links(found.links))
+    if found.files:
+        names = [file.removeprefix(f"{options.path.rstrip('/')}/") for file in found.files]
+        lines.append(f"left, since no policy counts files: {listed(names, limit=6)}")
     if found.skipped:
         many = format_many(len(found.skipped), "folder")
         lines.append(f"left as it was after an error: {many}: {listed([path for path, _ in found.skipped], limit=6)}")

@@ -48,12 +48,10 @@ class Damage(NamedTuple):
     Attributes:
         fault: What ``ls`` says of it.
         kept: Why it may not be removed; ``""`` if it may.
-        is_foreign: Whether nothing is wrong with it: it is whole, in another library's format that no manager loads.
     """
 
     fault: str
     kept: str = ""
-    is_foreign: bool = False
 
 
 def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | None = None) -> Damage | None:
@@ -73,9 +71,7 @@ def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | No
     if found.state not in ("damaged", "incomplete"):
         if step.is_loadable:
             return None if step.is_sound else Damage(str(step.mark))
-        why = (str(step.error or step.refusal).splitlines() or [""])[0]
-        is_foreign = found.state == "whole"
-        return Damage("", f"it is whole, and of {found.library}" if is_foreign else why, is_foreign)
+        return Damage("", (str(step.error or step.refusal).splitlines() or [""])[0])
     fault = f"{found.state}: {found.reason.removeprefix('is ')}"
     if found.state == "incomplete" and not _is_of_save(directory):
         return Damage(fault, "nothing in it shows that a save wrote it: remove it by hand")

@@ -98,8 +98,7 @@ class Choice(NamedTuple):
     @property
     def doomed(self) -> list[int]:
         """The damaged steps that are to go; none, if without them nothing whole would be left."""
-        is_left = bool(self.needed) or any(damage.is_foreign for damage in self.damage.values())
-        return [step for step, damage in self.damage.items() if not damage.kept] if is_left else []
+        return [step for step, damage in self.damage.items() if not damage.kept] if self.needed else []
 
 
 class Removals(NamedTuple):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit import MARK_SECONDS, Hold, describe_process, make_hold
 from shardckpt.errors import CheckpointingException, listed, name_known
+from shardckpt.manager.any_steps import AnySteps
 from shardckpt.manager.step_resolution import check_step, find_newest
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
@@ -204,7 +205,7 @@ def find_step(folder: str | os.PathLike[str], step: int | str, *, also: Collecti
         CheckpointingException: Several directories are of this step; or the name is not one of a step.
         StorageError: The folder cannot be listed.
     """
-    steps = StepFolder(folder, get_plugin_manager())
+    steps = AnySteps(folder, get_plugin_manager())
     if isinstance(step, int):
         found = [each for each in steps.list_namings() if step in each.steps()]
         if len(found) > 1:

@@ -25,14 +25,21 @@ class Metrics(dict[str, Any]):
     Attributes:
         saved_at: When it was saved, in seconds since 1970; None if that is not known (on a store, of older releases).
         state: ``verified`` or ``failed`` if ``shardckpt verify --mark`` has said so of this save, else ``candidate``.
+        is_foreign: Whether it is in a format that no manager loads.
     """
 
     def __init__(
-        self, metrics: Mapping[str, Any], saved_at: float | None = None, state: StepState = "candidate"
+        self,
+        metrics: Mapping[str, Any],
+        saved_at: float | None = None,
+        state: StepState = "candidate",
+        *,
+        is_foreign: bool = False,
     ) -> None:
         super().__init__(metrics)
         self.saved_at = saved_at
         self.state = state
+        self.is_foreign = is_foreign
 
 
 #: The :class:`Metrics` of each checkpoint by its step, in ascending order of the steps.
@@ -223,12 +230,17 @@ def get_state(metrics: Mapping[str, Any]) -> StepState:
 def find_needed_steps(checkpoints: StepMetrics) -> dict[int, str]:
     """Return the steps that no policy may remove, each with the reason.
 
-    They are the newest; the newest that was not marked as failed, which a load takes; and the newest verified one.
+    They are the newest; the newest that was not marked as failed, also of those that a manager loads; and the newest
+    verified one.
     """
     states = {step: get_state(metrics) for step, metrics in sorted(checkpoints.items())}
+    sound = [step for step, state in states.items() if state != "failed"]
     reasons = {
         "it is the newest verified one": [step for step, state in states.items() if state == "verified"],
-        "it is the newest that has not failed": [step for step, state in states.items() if state != "failed"],
+        "it is the newest that a manager loads": [
+            step for step in sound if not getattr(checkpoints[step], "is_foreign", False)
+        ],
+        "it is the newest that has not failed": sound,
         "it is the newest": list(states),
     }
     return {steps[-1]: reason for reason, steps in reasons.items() if steps}

@@ -43,7 +43,8 @@ def choose_best(metrics: Mapping[int, Mapping[str, Any]], rankings: Mapping[int,
 
 def find_own_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> tuple[str, ...]:
     """Return the names of the links that a manager of the folder keeps, as the newest whole of its steps says."""
-    newest = max((each for each in steps if each.is_whole), key=lambda each: each.step, default=None)
+    own = [each for each in steps if each.is_whole and not each.is_foreign]
+    newest = max(own, key=lambda each: each.step, default=None)
     if newest is None or not has_local_files(folder.place) or not read_settings(newest.content).links:
         return ()
     return (*LINKS, *map(_name_temporary, LINKS))
@@ -57,7 +58,9 @@ def choose_targets(folder: StepFolder, steps: Collection[StepCheckpoint]) -> dic
         steps: Those that are there, and stay; of these the whole ones count, also where a strategy is not installed
             here: what others find by these names must not depend on this process.
     """
-    whole = {each.step: each for each in steps if each.is_whole}
+    sound = [each for each in steps if each.is_whole]
+    # a manager's links lead to what it loads
+    whole = {each.step: each for each in [each for each in sound if not each.is_foreign] or sound}
     best = choose_best(
         {step: each.metrics for step, each in whole.items()},
         {step: read_settings(each.content).ranking for step, each in whole.items()},

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.engine import Progress, measure_freed
 from shardckpt.errors import CheckpointingException, name_known
+from shardckpt.manager.any_steps import AnySteps
 from shardckpt.manager.damage import Damage, find_damage
 from shardckpt.manager.garbage_collection import choose_steps, find_held, remove_steps
 from shardckpt.manager.holds import find_step
@@ -19,7 +20,6 @@ from shardckpt.manager.retention import (
     steps_to_remove,
 )
 from shardckpt.manager.step_links import find_moves, find_own_links
-from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.garbage_collection import Choice, Judge, Removals
     from shardckpt.manager.marks import Mark
     from shardckpt.manager.retention import RetentionPolicy, StepMetrics
-    from shardckpt.manager.steps import StepCheckpoint
+    from shardckpt.manager.steps import StepCheckpoint, StepFolder
 
 
 #: Why a step stays that was found damaged.
@@ -76,6 +76,7 @@ def prune_steps(
 
     The rules are those of a CheckpointManager: only complete checkpoints that can be loaded here are counted and
     removed, no link, no damaged one, none that is leased or pinned, and never the newest, nor the newest verified one.
+    What :func:`list_checkpoints` calls whole counts, too: of the Hub's format, and of DeepSpeed's.
     Directories of each way to name steps (``step-<n>``, ``iter_<n>``, ``ckpt_<n>``, ...) are counted separately. A
     killed removal is finished by the next one.
 
@@ -104,7 +105,7 @@ def prune_steps(
             one: nothing was removed.
         StorageError: the folder cannot be listed.
     """
-    folders = StepFolder(folder, get_plugin_manager()).list_namings(names)
+    folders = AnySteps(folder, get_plugin_manager()).list_namings(names)
     for one in folders:
         one.unwritten = unwritten or {}
     found = [(steps, each) for steps in folders if (each := {n: steps.inspect_step(n) for n in steps.steps()})]

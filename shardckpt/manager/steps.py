@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from pathlib import Path
 
+    from typing_extensions import Self
+
     from shardckpt.manager.marks import Mark
     from shardckpt.manifest import Manifest
     from shardckpt.plugins import PluginManager
@@ -105,6 +107,11 @@ class StepCheckpoint:
         return self.is_loadable and self.is_whole
 
     @property
+    def is_foreign(self) -> bool:
+        """Whether it is complete, in a format that no manager loads: an :class:`AnySteps` finds such."""
+        return self.error is None and self.manifest is None
+
+    @property
     def is_damaged(self) -> bool:
         """Whether it was a complete checkpoint once; False also for a save that was never committed."""
         return self.error is not None and not isinstance(self.error, CannotLoadError)
@@ -141,6 +148,7 @@ class StepCheckpoint:
             read_metrics(self.content),
             self.changed_at if saved_at is None else saved_at,
             "failed" if self.has_lost_record else "candidate" if self.mark is None else self.mark.verdict,
+            is_foreign=self.is_foreign,
         )
 
 
@@ -192,10 +200,10 @@ class StepFolder:
         """Return the names of all directories in the folder, of steps or not; none if the folder does not exist."""
         return list_folders(self.place)
 
-    def list_namings(self, prefix: str | None = None) -> list[StepFolder]:
+    def list_namings(self, prefix: str | None = None) -> list[Self]:
         """Return the folder once for each way in which steps are named in it; see :func:`find_namings`."""
         folder = find_url(self.place)
-        return [StepFolder(folder, self.plugins, names) for names in find_namings(self.directories(), prefix)]
+        return [type(self)(folder, self.plugins, names) for names in find_namings(self.directories(), prefix)]
 
     def steps(self) -> list[int]:
         """Return all steps that have a directory, in ascending order, whatever the directory contains."""
