@@ -285,6 +285,28 @@ def find_kept(policy: RetentionPolicy, checkpoints: StepMetrics) -> set[int]:
     return kept if type(policy) not in _REASONS or len(sound) == len(steps) else kept | _kept_by(policy, sound)
 
 
+class UnknownMetricError(CheckpointingException):
+    """A policy asks for the best steps by a metric that no step has.
+
+    Attributes:
+        metric: The metric.
+        known: Those there are.
+    """
+
+    metric = ""
+    known: Collection[str] = ()
+
+    @classmethod
+    def make(cls, metric: str, known: Collection[str]) -> UnknownMetricError:
+        """Return the error of a metric that is none of those there are."""
+        error = cls(
+            f"no step has a value of the metric {metric!r}, so that none would be the best, and nothing was removed "
+            f"{name_known(metric, known, 'metrics')}"
+        )
+        error.metric, error.known = metric, known
+        return error
+
+
 def refuse_unknown_metrics(policies: Collection[RetentionPolicy], steps: Iterable[Mapping[str, Any]]) -> None:
     """Raise if a policy asks for a metric that no step has, so that it would keep none.
 
@@ -293,15 +315,12 @@ def refuse_unknown_metrics(policies: Collection[RetentionPolicy], steps: Iterabl
         steps: The metrics of each step.
 
     Raises:
-        CheckpointingException: No step has a finite value of the metric; names those there are.
+        UnknownMetricError: No step has a finite value of the metric; names those there are.
     """
     known = {name for metrics in steps for name, value in metrics.items() if read_metric(value) is not None}
     for policy in policies:
         if isinstance(policy, KeepBest) and policy.metric not in known:
-            raise CheckpointingException(
-                f"no step has a value of the metric {policy.metric!r}, so that none would be the best, and nothing was "
-                f"removed {name_known(policy.metric, known, 'metrics')}"
-            )
+            raise UnknownMetricError.make(policy.metric, known)
 
 
 def _kept_by(policy: RetentionPolicy, steps: StepMetrics) -> set[int]:

@@ -47,6 +47,7 @@ class StepResult:
         kept: Why it is kept; ``""`` if it is not: it was removed, or with ``dry_run`` would be.
         error: Why it could not be removed; ``""`` if it could.
         fault: What is wrong with it, if it is removed for that, or could not be; else ``""``.
+        is_sound: Whether nothing is wrong with it that ``damaged`` looks for.
         moves: Which of the words and links ``latest`` and ``best`` stood for it, each with the name of the step that it
             stands for without it, ``""`` for none.
     """
@@ -57,6 +58,7 @@ class StepResult:
     kept: str = ""
     error: str = ""
     fault: str = ""
+    is_sound: bool = False
     moves: dict[str, str] = field(default_factory=dict)
 
 
@@ -101,8 +103,8 @@ def prune_steps(
         Every step that has a directory, in ascending order, for each way to name them.
 
     Raises:
-        CheckpointingException: no step has a value of the metric of a KeepBest, or there is no such step as a protected
-            one: nothing was removed.
+        UnknownMetricError: no step has a value of the metric of a KeepBest: nothing was removed.
+        CheckpointingException: there is no such step as a protected one: nothing was removed.
         StorageError: the folder cannot be listed.
     """
     folders = AnySteps(folder, get_plugin_manager()).list_namings(names)
@@ -187,7 +189,8 @@ def _prune(
     moves = find_moves(folder, before, [each for each in before if each.step not in removed])
     results = []
     for step, each in found.items():
-        result = StepResult(str(folder.place / folder.names.name(step)), step, sizes[step])
+        is_sound = step in choice.counted and not each.has_failed
+        result = StepResult(str(folder.place / folder.names.name(step)), step, sizes[step], is_sound=is_sound)
         if step not in wanted:
             result = replace(result, kept=_explain_kept(each, choice, policies, protected))
         elif step in kept:
