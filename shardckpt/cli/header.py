@@ -20,7 +20,7 @@ def read_header(checkpoint: StoredCheckpoint | PlainRecord, place: Path) -> dict
     """
     from shardckpt.engine import find_save_time, measure
     from shardckpt.manager import read_metrics
-    from shardckpt.manifest import PlainRecord
+    from shardckpt.manifest import PlainRecord, count_rescued
 
     record = checkpoint if isinstance(checkpoint, PlainRecord) else checkpoint.record
     parent, step = checkpoint.lineage
@@ -31,6 +31,9 @@ def read_header(checkpoint: StoredCheckpoint | PlainRecord, place: Path) -> dict
         "parent": parent,
         "step": step,
         "metrics": {} if record is None else read_metrics(record.content_metadata),
+        "rescued": count_rescued(checkpoint.content_metadata)
+        if isinstance(checkpoint, PlainRecord)
+        else checkpoint.rescued,
         "writer": None if record is None else record.writer,
         "library": _find_library(checkpoint, place),
         "ranks": None if record is None else record.world_size,

@@ -359,9 +359,10 @@ def _describe(found: _Found, options: Any) -> list[str]:
     summary += _sum_dtypes(found)
     if tensors.keys == [found.prefix] and not options.tree:
         summary += f"; its values: {found.prefix}[], a region: {found.prefix}[0:4, ...]"
+    rescued = [f"rescued: {format_many(header['rescued'], 'key')} left out as damaged"] if header["rescued"] else []
     faults = [f"the common state cannot be read: {found.fault}"] if found.fault else []
     shown = {*tensors.keys, *found.objects, *found.common}
-    head = map(escape_text, (title, _describe_writer(header)))
+    head = map(escape_text, (title, _describe_writer(header), *rescued))
     if found.statistics is not None:
         forms = [tensors.forms[number] for number in tensors.numbers]
         rows = [

@@ -281,11 +281,12 @@ def _find_writer(found: Sequence[CheckpointSummary]) -> str:
 
 def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the cells before the metric and the writer, and those behind them."""
-    from shardckpt.cli.amounts import format_bytes, format_seconds
+    from shardckpt.cli.amounts import format_bytes, format_many, format_seconds
 
     failed, mark = ([found.mark], []) if found.has_failed else ([], [found.mark])
     names = failed if failed and found.state == "whole" else [*failed, _name_state(found)]  # its sizes alone are right
-    state, reason = ", ".join((*names, *found.links)), found.reason.removeprefix("is ")
+    rescued = [f"rescued: {format_many(found.rescued, 'key')} left out"] if found.rescued else []
+    state, reason = ", ".join((*names, *rescued, *found.links)), found.reason.removeprefix("is ")
     state = reason if found.inside or found.is_refused else f"{state}: {reason}" if reason else state
     cells = (
         found.name,

@@ -132,6 +132,11 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
         return strategy.library if isinstance(strategy, _NamesLibrary) else ""
 
     @property
+    def rescued(self) -> int:
+        """How many keys the rescue that has written it (``convert --skip-damaged``) left out; 0 if it is none."""
+        return self._checkpoint.rescued
+
+    @property
     def record(self) -> Record | None:
         """What ``shardckpt.json`` says: writer, number of ranks, files; None for a checkpoint of another library."""
         return self._checkpoint.context.reader.manifest.record

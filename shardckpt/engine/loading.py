@@ -29,6 +29,7 @@ from shardckpt.errors import (
     format_many,
     listed,
 )
+from shardckpt.manifest import count_rescued
 from shardckpt.mapping import ShardedObject, ShardedTensor, StoredNames
 from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts, is_exact, make_changed_error
 from shardckpt.plugins import CALLER, Accept, choose_reader, hold_checkpoint, hold_same
@@ -112,6 +113,12 @@ class OpenCheckpoint:
     fully_parallel: bool = field(default=False, kw_only=True)
     names: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     damaged: Collection[str] = field(default=(), kw_only=True)
+
+    @property
+    def rescued(self) -> int:
+        """How many keys the rescue that has written it left out, as it says; 0 if it is none."""
+        record = self.context.reader.manifest.record
+        return count_rescued(record.content_metadata) if record else int(getattr(self.strategy, "rescued", 0))
 
     def common(self) -> StateDict:
         """Collective: return the state that is not sharded."""

@@ -80,8 +80,8 @@ class Folder:
         config: The content of ``config.json``; empty without one.
         stamp: Inode number, size in bytes and modification time in ns of the first file of weights; None on an object
             store. An export writes new files, so the stamp tells two exports apart.
-        origin: What an export has said of its source: ``version`` of shardckpt, ``source`` and ``fingerprint``, of
-            which some or all may be missing.
+        origin: What an export has said of its source: ``version`` of shardckpt, ``source``, ``fingerprint`` and
+            ``rescued``, the number of keys that are left out as damaged, of which some or all may be missing.
         adapter: The content of ``adapter_config.json``, if the folder has an adapter of PEFT and no model; else None.
     """
 
@@ -100,6 +100,12 @@ class Folder:
         """What wrote it, as far as that is said; ``""`` if not."""
         ours = f"shardckpt {self.origin['version']}" if "version" in self.origin else ""
         return ours if self.adapter is None else f"{ours or 'PEFT'} (a PEFT adapter)"
+
+    @property
+    def rescued(self) -> int:
+        """How many keys the rescue that has written it left out, as it says; 0 if it is none."""
+        many = self.origin.get("rescued", "")
+        return int(many) if many.isascii() and many.isdecimal() else 0
 
 
 def read_folder(folder: Path, *, skip_damaged: bool = False) -> Folder:

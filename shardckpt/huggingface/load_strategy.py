@@ -135,6 +135,11 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         """What wrote the folder, as far as it says that; ``""`` if it does not."""
         return self._folder.library
 
+    @property
+    def rescued(self) -> int:
+        """How many keys the rescue that has written the folder left out; 0 if it is none."""
+        return self._folder.rescued
+
     def missing(self) -> list[str]:
         """Return the names of the tensors that requested keys need and the folder lacks."""
         return sorted({name for key in self._missing for name in self._missing_names(key)})

@@ -47,6 +47,7 @@ from shardckpt.huggingface import (
     plan_export,
     plan_tensors,
 )
+from shardckpt.maintenance.content import note_rescue
 from shardckpt.maintenance.proof import StagedProof, SummedCheckpoint, TensorProof, list_fingerprints
 from shardckpt.maintenance.sources import Reading, list_torch_files
 from shardckpt.maintenance.tensor_boxes import DeferredBoxes, cut_tensors
@@ -292,6 +293,8 @@ class Conversion:
         stored = proof.stored
         index = stored.index()
         objects, common = self._read_values(stored)
+        if self.saver is not None:
+            common = note_rescue(common, stored.rescued + len(stored.damaged))
         # the names of values are no tensors'
         others = {*map(plain_name, index), *stored.common()}
         keys = [shard.key for shard in index if isinstance(shard, ShardedTensor)]

@@ -347,7 +347,7 @@ def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: Canno
         if found.adapter is not None:
             summary = replace(summary, strategy="PEFT adapter")
         by, fingerprint = found.library or summary.library, found.origin.get("fingerprint", "")
-        return replace(summary, state="whole", library=by, fingerprint=fingerprint)
+        return replace(summary, state="whole", library=by, fingerprint=fingerprint, rescued=found.rescued)
     if (described := _describe_deepspeed(directory, summary, names)) is not None:
         return described
     return _describe_rest(directory, summary, names, error)

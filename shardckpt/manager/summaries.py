@@ -13,7 +13,7 @@ from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, is_visible_in
 from shardckpt.manager.metrics import read_metrics, read_save_time, read_settings
 from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
-from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, find_generation
+from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, count_rescued, find_generation
 from shardckpt.plugins import find_own_formats, hold_plain
 from shardckpt.storage import combine_fingerprints, file_size, parse_fingerprints, read_file, refuse_linked_folders
 
@@ -66,6 +66,7 @@ class CheckpointSummary:
             names none.
         links: The links ``latest`` and ``best`` of the folder that lead to it.
         inside: If it is none itself: how many checkpoints there are in its folders, as the names of files say.
+        rescued: How many keys the rescue that has written it (``convert --skip-damaged``) left out; 0 if it is none.
         is_refused: Whether it is a file that may be a checkpoint, and names classes that nobody has allowed.
     """
 
@@ -87,6 +88,7 @@ class CheckpointSummary:
     ranking: tuple[str, str] | None = None
     links: tuple[str, ...] = ()
     inside: int = 0
+    rescued: int = 0
     is_refused: bool = False
 
     @property
@@ -256,6 +258,7 @@ def add_record(summary: CheckpointSummary, record: PlainRecord | Record, lineage
         writer=", ".join(f"{name} {version}" for name, version in record.writer.items()),
         metrics=read_metrics(record.content_metadata),
         ranking=read_settings(record.content_metadata).ranking,
+        rescued=count_rescued(record.content_metadata),
     )
 
 

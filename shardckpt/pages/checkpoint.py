@@ -40,6 +40,7 @@ class CheckpointHeader(NamedTuple):
         saved_at: When, in seconds since 1970.
         bytes_on_disk: Bytes of all files.
         metrics: Those of the step, by name; None for NaN and infinity.
+        rescued: How many keys the rescue that has written it left out; 0 if it is none.
     """
 
     name: str
@@ -54,6 +55,7 @@ class CheckpointHeader(NamedTuple):
     saved_at: float | None = None
     bytes_on_disk: int | None = None
     metrics: Mapping[str, float | None] | None = None
+    rescued: int = 0
 
 
 def describe_checkpoint(
