@@ -96,7 +96,9 @@ def run(options: Any) -> Output:
         with pause_gc():  # rows of 100,000 tensors all stay
             return retry_if_replaced(lambda: _inspect(options), options.directory)
     except CheckpointingException as exc:
-        raise _name_verdict(exc, options.directory) from exc
+        if (error := _name_verdict(exc, options.directory)) is exc:  # no error is its own cause
+            raise
+        raise error from exc
 
 
 def _name_verdict(error: CheckpointingException, path: str) -> CheckpointingException:

@@ -132,6 +132,17 @@ def test_a_sound_source_is_written_whole(tmp_path: Path, capsys: pytest.CaptureF
     assert "damaged" not in capsys.readouterr().out
 
 
+def test_verbs_that_only_read_name_the_rescue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """diff, and inspect of values, have no --skip-damaged: their error says which verb writes the rest."""
+    for name in ("a", "b"):
+        _save(tmp_path / name, "torch_dist")
+    _flip_value(tmp_path / "b", 2.0)
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    for call in (["diff", a, b], ["inspect", b, "--stats"]):
+        assert main(call) == 2
+        assert "`shardckpt convert PATH NEW --skip-damaged` writes the rest of it" in capsys.readouterr().err
+
+
 @table("to", ["ep", "hf", "dcp"])
 def test_a_rescue_is_said_of_what_it_has_written(tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]) -> None:
     """ls, inspect and their JSON say how many keys it lacks, also of what is converted from it; it has no metrics."""
