@@ -85,7 +85,7 @@ def diff_objects(first: OpenCheckpoint, second: OpenCheckpoint) -> ObjectReport:
 def _read(checkpoint: OpenCheckpoint) -> Mapping[str, Any]:
     """Return the values of objects by their keys, and those of the entries of the common state."""
     shards = [shard for shard in checkpoint.index() if isinstance(shard, ShardedObject)]
-    values = checkpoint.values([*shards])
+    values = checkpoint.values([*shards]) if shards else []
     common = forget_structure(checkpoint.common())  # the nesting of a file of torch.save, which its keys say as well
     found = {f"common[{key!r}]": value for key, value in common.items()}
     return found | {shard.unique_key: value for shard, value in zip(shards, values, strict=True)}

@@ -130,7 +130,7 @@ def get_key_map_entries(mapping: KeyMapping, key: str, shape: Ints) -> Sequence[
         PluginError: an entry's regions are not inside both tensors.
     """
     links = mapping.links(key, shape)
-    for link in links:
+    for link in () if isinstance(mapping, Identity) else links:  # of 100,000 tensors the check takes a second
         if not _is_sound(link, shape):
             raise PluginError(f"{type(mapping).__name__} maps {key!r} of shape {shape} to {link}, which does not fit")
     return links
