@@ -25,4 +25,6 @@ class AnySteps(StepFolder):
             return StepCheckpoint(step, changed_at=summary.saved_at)
         if summary.state == "damaged":
             return StepCheckpoint(step, error=CorruptCheckpointError(summary.reason))
+        if summary.state == "unreadable":
+            return StepCheckpoint(step, error=CannotLoadError(summary.reason))
         return found

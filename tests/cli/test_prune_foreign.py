@@ -73,3 +73,12 @@ def test_steps_on_a_store_are_steps(tmp_path: Path) -> None:
     _make_trainer_steps(tmp_path / "run", 1, 2)
     assert main(["prune", f"local://{tmp_path}/run", "--keep-latest", "1"]) == 0
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_what_no_verb_reads_stays_with_the_words_of_ls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step in a format that is known and not read is kept, and its row says what ls does."""
+    _make_trainer_steps(tmp_path, 1, 2)
+    (tmp_path / "global_step5").mkdir()
+    torch.save({"module": {"w": torch.ones(2)}}, tmp_path / "global_step5" / "mp_rank_00_model_states.pt")
+    assert main(["prune", str(tmp_path), "--keep-latest", "1", "--dry-run"]) == 0
+    assert "kept: a checkpoint of DeepSpeed without ZeRO partitions" in capsys.readouterr().out
