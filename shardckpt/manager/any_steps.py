@@ -22,7 +22,7 @@ class AnySteps(StepFolder):
             return found
         summary = summarize_step(self, step)
         if summary.state == "whole":
-            return StepCheckpoint(step, changed_at=summary.saved_at)
+            return StepCheckpoint(step, changed_at=summary.saved_at, foreign_metrics=summary.metrics)
         if summary.state == "damaged":
             return StepCheckpoint(step, error=CorruptCheckpointError(summary.reason))
         if summary.state == "unreadable":

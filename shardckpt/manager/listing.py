@@ -45,6 +45,7 @@ from shardckpt.manager.summaries import (
     list_once,
     name_below,
 )
+from shardckpt.manager.trainer_steps import TRAINER_STATE, is_unfinished, read_trainer_metrics
 from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, RECORD_NAME, Manifest
 from shardckpt.plugins import ABSENT, choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import (
@@ -347,7 +348,11 @@ def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: Canno
         if found.adapter is not None:
             summary = replace(summary, strategy="PEFT adapter")
         by, fingerprint = found.library or summary.library, found.origin.get("fingerprint", "")
-        return replace(summary, state="whole", library=by, fingerprint=fingerprint, rescued=found.rescued)
+        summary = replace(summary, state="whole", library=by, fingerprint=fingerprint, rescued=found.rescued)
+        if is_unfinished(directory, names):
+            reason = f"it has no {TRAINER_STATE}, which transformers' Trainer writes last: the save did not end"
+            return replace(summary, state="incomplete", reason=reason)
+        return replace(summary, metrics=read_trainer_metrics(directory, names))
     if (described := _describe_deepspeed(directory, summary, names)) is not None:
         return described
     return _describe_rest(directory, summary, names, error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -76,6 +76,7 @@ class StepCheckpoint:
         mark: The verdict of a verification of this save; None if there is none.
         has_lost_record: Whether its files say that it had a ``shardckpt.json``, which is gone: a load takes it, without
             digests, and it takes no whole step's place.
+        foreign_metrics: Those that another library has noted for the step.
     """
 
     step: int
@@ -85,6 +86,7 @@ class StepCheckpoint:
     changed_at: float | None = None
     mark: Mark | None = None
     has_lost_record: bool = False
+    foreign_metrics: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def is_loadable(self) -> bool:
@@ -142,10 +144,10 @@ class StepCheckpoint:
 
     @property
     def metrics(self) -> Metrics:
-        """The metrics that ``CheckpointManager.save`` was given for the step, and when it was saved."""
+        """The metrics that ``CheckpointManager.save`` was given, or a Trainer logged, and when it was saved."""
         saved_at = read_save_time(self.content)
         return Metrics(
-            read_metrics(self.content),
+            read_metrics(self.content) or self.foreign_metrics,
             self.changed_at if saved_at is None else saved_at,
             "failed" if self.has_lost_record else "candidate" if self.mark is None else self.mark.verdict,
             is_foreign=self.is_foreign,

@@ -26,7 +26,26 @@ def _make_trainer_steps(folder: Path, *steps: int) -> None:
         save_file({"w": torch.full((2,), float(step))}, place / "model.safetensors", {"format": "pt"})
         for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
             torch.save({"step": step}, place / name)
-        (place / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        log = [{"step": step, "loss": 1.0}, {"step": step, "eval_loss": abs(step - 200), "eval_runtime": 1.0}]
+        (place / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": log}))
+
+
+def test_a_trainers_metrics_choose_its_best_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What transformers' Trainer has logged at a step is its metric: ls shows it, and --keep-best keeps the best."""
+    _make_trainer_steps(tmp_path, 100, 200, 300)
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    rows = {each["step"]: each["metrics"] for each in json.loads(capsys.readouterr().out)}
+    assert rows[300] == {"eval_loss": 100.0, "loss": 1.0}
+    assert main(["prune", str(tmp_path), "--keep-best", "eval_loss"]) == 0
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-200", "checkpoint-300"}
+
+
+def test_a_trainers_unfinished_save_takes_no_whole_steps_place(tmp_path: Path) -> None:
+    """A step without trainer_state.json, which the Trainer writes last, is incomplete: the newest whole one stays."""
+    _make_trainer_steps(tmp_path, 100, 200, 300)
+    (tmp_path / "checkpoint-300" / "trainer_state.json").unlink()
+    assert main(["prune", str(tmp_path), "--keep-latest", "1"]) == 0
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-200", "checkpoint-300"}
 
 
 def test_a_trainers_steps_are_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
