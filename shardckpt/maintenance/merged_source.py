@@ -42,7 +42,7 @@ _ANGLE_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True)
 class MergeRules:
-    """How sources become one.
+    """The rules by which sources are merged.
 
     Attributes:
         weights: The weight of each source.
@@ -347,8 +347,6 @@ def merge_opened(
 
     Args:
         checkpoints: The sources, which stay open as long as the merge is read.
-        names: What each is called in errors.
-        rules: How they are merged.
 
     Returns:
         The merge, which has the files of the base; and the strategy that reads it.

@@ -113,7 +113,7 @@ def _find_hint(name: str) -> str:
 
 
 class AsyncMode(str, Enum):
-    """Who writes a checkpoint: see :class:`CheckpointConfig`."""
+    """The writer of a checkpoint, a thread or a process: see :class:`CheckpointConfig`."""
 
     DISABLED = "disabled"
     ASYNC = "async"
@@ -470,7 +470,7 @@ class CheckpointConfig(BaseModel):
 
     @property
     def last_model_prefix(self) -> str:
-        """What the keys of the model's tensors begin with in the last save."""
+        """The prefix of the model's keys in the last save."""
         return "" if self.last_save_model_only and self.last_save_bare_keys else MODEL_PREFIX
 
     def stores_values(self, *, last_step: bool, model_only: bool) -> bool:
@@ -719,9 +719,6 @@ def list_settings(names: Sequence[str] = ()) -> list[Setting]:
 
     Args:
         names: Those that are wanted, by our names or another library's; by default all.
-
-    Returns:
-        The settings.
 
     Raises:
         ConfigurationError: There is no such setting.
