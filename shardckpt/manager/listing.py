@@ -338,7 +338,7 @@ def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: Canno
     """Return the summary of a directory that no reader recognises: the Hub's, DeepSpeed's, a dead save, or any."""
     with wrap_os_errors("list", directory):
         names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    if is_hub_folder(names):
+    if is_hub_folder(names) and is_marked(names):
         summary = replace(summary, strategy="huggingface", library="Hugging Face")
         try:
             found = read_hub_folder(find_url(directory))

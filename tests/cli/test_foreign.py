@@ -135,3 +135,23 @@ def test_a_trainers_optimizer_beside_a_model_is_seen(
     (folder / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:-2000])
     assert main(["verify", str(folder)]) == 1
     assert "damaged: 1 of 3 files" in capsys.readouterr().out
+
+
+def test_loose_files_beside_a_model_are_not_hidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One file of the Hub's name among others is a file as they are; with a config it is a model, and has them all."""
+    folder = tmp_path / "loose"
+    folder.mkdir()
+    save_file({"w": torch.ones(4)}, folder / "model.safetensors")
+    save_file({"w": torch.ones(4)}, folder / "ema.safetensors")
+    torch.save({"w": torch.ones(1000)}, folder / "a.ckpt")
+    (folder / "a.ckpt").write_bytes((folder / "a.ckpt").read_bytes()[:-2000])
+    for call in (["ls", "-r", str(tmp_path)], ["ls", str(folder)], ["verify", "-r", str(tmp_path)]):
+        assert main(call) == 1
+        said = capsys.readouterr().out
+        assert all(name in said for name in ("a.ckpt", "ema.safetensors", "model.safetensors"))
+    (folder / "config.json").write_text("{}")
+    torch.save({"w": torch.ones(4)}, folder / "old.pt", _use_new_zipfile_serialization=False)
+    assert main(["ls", str(folder)]) == 0
+    assert main(["verify", str(folder)]) == 1
+    said = capsys.readouterr().out
+    assert all(name in said for name in ("a.ckpt", "ema.safetensors", "model.safetensors", "old.pt"))
