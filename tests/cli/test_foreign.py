@@ -155,3 +155,26 @@ def test_loose_files_beside_a_model_are_not_hidden(tmp_path: Path, capsys: pytes
     assert main(["verify", str(folder)]) == 1
     said = capsys.readouterr().out
     assert all(name in said for name in ("a.ckpt", "ema.safetensors", "model.safetensors", "old.pt"))
+
+
+def test_ls_and_verify_judge_a_file_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By what it begins with: empty and cut files are damaged if their names are those of checkpoints, else none."""
+    damaged = {
+        "empty.pt": b"",
+        "empty.safetensors": b"",
+        "cut.pt": b"PK\3",
+        "0.pt": bytes(99),
+    }
+    for name, content in {**damaged, "empty.bin": b"", "page.pt": b"<html>"}.items():
+        (tmp_path / name).write_bytes(content)
+    save_file({}, tmp_path / "none.safetensors")
+    save_file({"w": torch.ones(2)}, tmp_path / "w.ckpt")
+    assert main(["ls", str(tmp_path), "--json"]) == 1
+    states = {row["name"]: row["state"] for row in json.loads(capsys.readouterr().out)}
+    codes = {name: main(["verify", str(tmp_path / name)]) for name in states}
+    assert {name for name, code in codes.items() if code == 1} == {*damaged}
+    assert states == {name: ("whole", "damaged", "other")[code] for name, code in codes.items()}
+    capsys.readouterr()
+    (tmp_path / "hub").mkdir()
+    save_file({}, tmp_path / "hub" / "model.safetensors")
+    assert (main(["ls", str(tmp_path / "hub")]), main(["verify", str(tmp_path / "hub")])) == (0, 0)
