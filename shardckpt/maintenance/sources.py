@@ -106,6 +106,8 @@ class Reading(NamedTuple):
 
 _AS_IT_IS = Reading()
 _LENGTH = 8
+#: Suffixes that nothing but a checkpoint has.
+_OF_CHECKPOINTS = (".pt", ".pth", ".ckpt", ".safetensors")
 #: The upper half of the length of a safetensors header, and its first byte.
 _HEADER = b"\0\0\0\0{"
 
@@ -366,7 +368,7 @@ def _recognise(
     """Return the directory of the files, the manifest and the strategy that reads them."""
     if location.is_file():
         place = open_directory(location.parent)
-        strategy: LoadStrategy = _recognise_file(location, place, skip_damaged=skip_damaged)
+        strategy: LoadStrategy = recognise_file(location, place, skip_damaged=skip_damaged)
         return place, Manifest(backend=strategy.backend, version=strategy.version), strategy
     try:
         place, manifest = hold_checkpoint(location, plugins, moved=is_staged, unmarked=unmarked)
@@ -379,7 +381,19 @@ def _recognise(
     return place, manifest, find_reader(location, manifest, plugins)
 
 
-def _recognise_file(path: Path, place: Path, *, skip_damaged: bool) -> LoadStrategy:
+def recognise_file(
+    path: Path, place: Path, *, suffix: str = "", skip_damaged: bool = False
+) -> TorchFileLoadStrategy | HuggingFaceLoadStrategy:
+    """Return what reads a file, by what it begins with.
+
+    Args:
+        suffix: That of a link to it, if it has none itself.
+
+    Raises:
+        CorruptCheckpointError: It is cut, or empty, though its name is that of a checkpoint.
+        NotACheckpointError: It is something else, which the error names.
+    """
+    suffix = suffix or path.suffix
     with wrap_os_errors("open", path), path.open("rb") as file:
         first = file.read(_LENGTH + 1)
     is_torch = is_torch_file(path)
@@ -393,9 +407,12 @@ def _recognise_file(path: Path, place: Path, *, skip_damaged: bool) -> LoadStrat
         if first[_LENGTH // 2 : _LENGTH + 1] == _HEADER:  # it begins as one, and is cut in its header
             raise
         is_safetensors = False
+    what = what or describe_file(path) or "a zip archive that is cut short"
+    if suffix in _OF_CHECKPOINTS and (not any(first) or (first.startswith(b"PK") and not is_torch)):
+        raise CorruptCheckpointError(f"{path} is {what}")
     if is_safetensors:
         return read_all_of_folder(place, path.name, skip_damaged=skip_damaged)[0]
-    raise NotACheckpointError(f"{path} is {describe_file(path)}")
+    raise NotACheckpointError(f"{path} is {what}")
 
 
 def _open_folder(

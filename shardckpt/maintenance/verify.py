@@ -19,6 +19,7 @@ from shardckpt.errors import (
     NotACheckpointError,
     StorageError,
 )
+from shardckpt.maintenance.inside import FILE_SUFFIXES
 from shardckpt.maintenance.sources import Checked, check_all_files, check_source
 from shardckpt.manifest import (
     GENERATION,
@@ -123,7 +124,8 @@ def _verify(directory: Path, *, repair: bool) -> list[FileResult]:
     except (NotACheckpointError, IncompleteCheckpointError) as exc:
         place = directory.parent if directory.is_file() else directory
         errors = check_source(directory, plugins, exc)
-        return [_make_result(name, find_size(place / name), *found) for name, found in sorted(errors.items())]
+        results = [_make_result(name, find_size(place / name), *found) for name, found in sorted(errors.items())]
+        return results + [FileResult(name, 0, "", foreign=True) for name in _list_other_files(directory, errors)]
     except CorruptCheckpointError as exc:
         if not repair:
             raise
@@ -234,6 +236,14 @@ def _list_foreign(path: Path, manifest: Manifest, found: Collection[str]) -> lis
         for folder in ("", *folders) if manifest.record is not None else ("",):
             foreign += [name for name in _list_folder(path, folder) if name not in known]
     return sorted(foreign)
+
+
+def _list_other_files(directory: Path, found: Collection[str]) -> list[str]:
+    """Return which files, by their suffix, may be checkpoints of their own beside those of another library's folder."""
+    if directory.is_file():
+        return []
+    names = [entry.name for entry in open_directory(directory).iterdir()]
+    return sorted(name for name in names if name.endswith(FILE_SUFFIXES) and name not in found and name[0] != ".")
 
 
 def _list_folder(path: Path, folder: str) -> list[str]:

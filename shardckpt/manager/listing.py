@@ -24,13 +24,18 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.huggingface import (
-    TorchFileLoadStrategy,
+    HuggingFaceLoadStrategy,
     is_hub_folder,
-    is_torch_file,
-    read_all_of_folder,
     read_hub_folder,
 )
-from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, is_marked, list_local_names, list_stored_names
+from shardckpt.maintenance import (
+    FILE_SUFFIXES,
+    describe_foreign,
+    is_marked,
+    list_local_names,
+    list_stored_names,
+    recognise_file,
+)
 from shardckpt.manager.marks import find_mark, find_mark_of
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
 from shardckpt.manager.steps import StepFolder
@@ -269,18 +274,14 @@ def _summarize_file(path: Path) -> CheckpointSummary:
         with wrap_os_errors("look at", path):
             info = path.stat()
             summary = replace(summary, nbytes=info.st_size, saved_at=info.st_mtime)
-            is_torch = is_torch_file(path)
             real = path.resolve()  # a link is shown as what it leads to, as the Hub's cache has its files
         place = open_directory(real.parent)
-        if not is_torch:
-            if path.suffix == ".gguf":
-                return replace(summary, reason="GGUF, as llama.cpp has it, which is not read: its source may be")
-            if path.suffix != ".safetensors":
-                return replace(summary, reason="no file of torch.save or safetensors")
+        if path.suffix == ".safetensors":
             summary = replace(summary, strategy="safetensors file", library="safetensors")
-            by = read_all_of_folder(place, real.name)[0].library
-            return replace(summary, state="whole", library=by or summary.library)
-        strategy = TorchFileLoadStrategy(real.name)
+        strategy = recognise_file(real, place, suffix=path.suffix)
+        if isinstance(strategy, HuggingFaceLoadStrategy):
+            by = strategy.folder.library or "safetensors"
+            return replace(summary, state="whole", strategy="safetensors file", library=by)
         summary = replace(summary, strategy=strategy.backend, library="torch.save")
         manifest = Manifest(backend=strategy.backend, version=strategy.version)
         with CheckpointReader(place, manifest, verify=False) as reader:
@@ -338,7 +339,7 @@ def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: Canno
     """Return the summary of a directory that no reader recognises: the Hub's, DeepSpeed's, a dead save, or any."""
     with wrap_os_errors("list", directory):
         names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    if is_hub_folder(names):
+    if is_hub_folder(names) and is_marked(names):
         summary = replace(summary, strategy="huggingface", library="Hugging Face")
         try:
             found = read_hub_folder(find_url(directory))
