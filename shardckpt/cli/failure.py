@@ -1,4 +1,4 @@
-"""What the command prints after an error."""
+"""Print an error of the command."""
 
 from __future__ import annotations
 

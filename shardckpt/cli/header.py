@@ -1,4 +1,4 @@
-"""What is known of a checkpoint as a whole."""
+"""Describe a checkpoint as a whole."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ if TYPE_CHECKING:
 
 
 def read_header(checkpoint: StoredCheckpoint | PlainRecord, place: Path) -> dict[str, Any]:
-    """Return what is known of the checkpoint as a whole; None for what is not.
-
-    Args:
-        checkpoint: The checkpoint, or its record.
-        place: Where it is.
-    """
+    """Return what is known of the checkpoint as a whole; None for what is not."""
     from shardckpt.engine import find_save_time, measure
     from shardckpt.manager import read_metrics
     from shardckpt.manifest import PlainRecord

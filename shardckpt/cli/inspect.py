@@ -1,6 +1,6 @@
 """Print who wrote a checkpoint, its id, parent, step and metrics, and a row for each tensor, object and common value.
 
-With KEY[0:4, ...] in place of a prefix: statistics and values of that region, of which any part is read at a time.
+With KEY[0:4, ...] in place of a prefix: statistics and values of that region, read part by part.
 With common, or the name of a part of the common state (args.lr): its value.
 Files that are missing or too short are named, and the exit code is 1. Where nothing can be listed, as of a folder of
 the Hub without one of its files, it is an error: 2 (convert --skip-damaged writes the rest). Bytes of files are not
@@ -132,7 +132,6 @@ def _inspect_open(options: Any, lost: str = "") -> Output:
     """Do the same by the strategy that reads the checkpoint, which needs torch.
 
     Args:
-        options: Of the command.
         lost: That it has lost its ``metadata.json``, and what to do about that; ``""``: it must have it.
     """
     from shardckpt.cli.html import write_checkpoint_page
@@ -225,7 +224,7 @@ def _show(found: _Found, options: Any) -> Output:
 
 
 class _Form(NamedTuple):
-    """What many of the tensors have in common."""
+    """The common properties of many tensors."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -254,7 +253,7 @@ class _Tensors(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What is known of a checkpoint; of one prefix, without the common state."""
+    """The description of a checkpoint; of one prefix, without the common state."""
 
     directory: str
     prefix: str

@@ -138,8 +138,6 @@ def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: 
     """Return a line for a folder, and for each folder of checkpoints in it, where killed saves have left something.
 
     Args:
-        folder: The folder, a directory or URL.
-        found: The summaries of what is in it.
         inside: The real paths of other folders in it that have leftovers.
     """
     from shardckpt.cli.amounts import format_bytes
@@ -274,7 +272,7 @@ def _name_writer(found: CheckpointSummary) -> str:
 
 
 def _find_writer(found: Sequence[CheckpointSummary]) -> str:
-    """Return who wrote all that is there; ``""`` if several did, or nobody knows."""
+    """Return who wrote all that is there; ``""`` if several did, or it is unknown."""
     writers = {_name_writer(each) for each in found} - {"-"}
     return writers.pop() if len(writers) == 1 else ""
 

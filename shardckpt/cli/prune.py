@@ -314,7 +314,7 @@ class Skipped(NamedTuple):
 
 
 class Pruned(NamedTuple):
-    """What was verified, removed and kept, or with ``--dry-run`` would be, and what was not looked at."""
+    """The steps that were verified, removed and kept, or with ``--dry-run`` would be, and what was not looked at."""
 
     dry_run: bool
     verified: Sequence[Verified]

@@ -50,7 +50,7 @@ _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 
 
 class TensorLocation(NamedTuple):
-    """Where a tensor is stored.
+    """The location of a tensor.
 
     Attributes:
         file: The file's name in the folder.
@@ -92,12 +92,12 @@ class Folder:
     stamp: tuple[int, int, int] | None = None
     origin: dict[str, str] = field(default_factory=dict)
     adapter: dict[str, Any] | None = None
-    #: Names of the tensors that are missing, or cut, in a folder of which the rest is read.
+    #: Names of the tensors that are missing, or cut, in a folder whose rest is read.
     lost: frozenset[str] = frozenset()
 
     @property
     def library(self) -> str:
-        """What wrote it, as far as that is said; ``""`` if not."""
+        """The writer's name; ``""`` if unknown."""
         ours = f"shardckpt {self.origin['version']}" if "version" in self.origin else ""
         return ours if self.adapter is None else f"{ours or 'PEFT'} (a PEFT adapter)"
 
@@ -292,7 +292,6 @@ def read_head(path: Path, lost: set[str] | None = None) -> tuple[dict[str, FileT
     """Return the tensors of a file by name, and what its metadata says of its source.
 
     Args:
-        path: The file.
         lost: If given, names of tensors whose bytes are cut off are added to it, and are no error.
 
     Raises:

@@ -80,7 +80,7 @@ _CONTENT = "content_metadata"
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion has written, and the proof that it has the values of the source.
+    """The result of a conversion, and the proof that it has the values of the source.
 
     Attributes:
         old: Backend and version of the source; ``("huggingface", 1)`` for a folder or file of safetensors, and
@@ -117,7 +117,7 @@ class ConversionReport:
 
 
 class _Written(NamedTuple):
-    """What was written and what not: tensors, the number of objects, and the places of values of other classes."""
+    """The written and the left-out: tensors, the number of objects, and the places of values of other classes."""
 
     tensors: Sequence[HubTensor]
     objects: int

@@ -1,4 +1,4 @@
-"""What may be a checkpoint below a folder, at any depth, by the names of files alone: nothing is opened."""
+"""Find possible checkpoints below a folder, at any depth, by the names of files alone: nothing is opened."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PARTS = re.compile(r".*\.distcp|(rank_\d+_\d+|model-\d+-of-\d+)\.safetensors|.*
 
 
 class Names(NamedTuple):
-    """What is directly in a folder."""
+    """The direct content of a folder."""
 
     folders: list[str]
     files: list[str]
@@ -109,7 +109,7 @@ def list_local_names(place: Path, top: Path | None = None) -> Callable[[str], Na
 
 
 def list_stored_names(paths: Iterable[str]) -> Callable[[str], Names]:
-    """Return what lists the folders of a store, of which all objects are known by their paths."""
+    """Return the lister of a store's folders, from the paths of all its objects."""
     found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for path in paths:
         folder, _, name = path.rpartition("/")

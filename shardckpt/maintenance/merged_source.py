@@ -42,7 +42,7 @@ _ANGLE_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True)
 class MergeRules:
-    """How sources become one.
+    """The rules by which sources are merged.
 
     Attributes:
         weights: The weight of each source.
@@ -99,7 +99,7 @@ class _Read(NamedTuple):
 
 
 def _forget_metrics(common: StateDict) -> StateDict:
-    """Return the common state without the metrics that a manager has noted: nobody has measured the merge."""
+    """Return the common state without the metrics that a manager has noted: the merge was not measured."""
     content = common.get("content_metadata")
     if not isinstance(content, dict) or not isinstance(managed := content.get(CONTENT_KEY), dict):
         return common
@@ -356,8 +356,6 @@ def merge_opened(
 
     Args:
         checkpoints: The sources, which stay open as long as the merge is read.
-        names: What each is called in errors.
-        rules: How they are merged.
 
     Returns:
         The merge, which has the files of the base; and the strategy that reads it.

@@ -43,7 +43,7 @@ _DESCRIPTIONS = {MARKER_NAME, RECORD_NAME}
 
 
 class Damage(NamedTuple):
-    """What is wrong with a step that no load takes, or that ``ls`` does not call whole.
+    """The damage of a step that no load takes, or that ``ls`` does not call whole.
 
     Attributes:
         fault: What ``ls`` says of it.
@@ -60,8 +60,6 @@ def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | No
     """Return what is wrong with a step: it is damaged, was never finished, or is marked as failed. Not collective.
 
     Args:
-        folder: The folder that it is in.
-        step: The step, as it was inspected.
         older_than: Hours since the last write after which a save or a copy to it cannot still run; by default
             :data:`HOURS`, and of a save to a store whose process is named there, ``SHARDCKPT_LEFTOVER_HOURS``.
 

@@ -181,9 +181,7 @@ def unpin_step(folder: str | os.PathLike[str], step: int | str, label: str) -> N
     """Take a pin away; no error if the step does not have it. Not collective.
 
     Args:
-        folder: The directory or URL of the steps.
         step: The step, or the name of its directory; it need not exist.
-        label: The pin's.
 
     Raises:
         StorageError: the folder cannot be written to.
@@ -196,7 +194,6 @@ def find_step(folder: str | os.PathLike[str], step: int | str, *, also: Collecti
     """Return a folder with the way in which the directory of a step is named, and the step.
 
     Args:
-        folder: The directory or URL of the steps.
         step: The step, or the name of its directory. Of a step that is not there, the names are a manager's.
         also: Words that the caller takes in place of a step: the error of a misspelt one asks about it.
 

@@ -1,4 +1,4 @@
-"""What is in a folder of checkpoints, whoever wrote them: a summary of each, from JSON files, indexes and sizes."""
+"""List a folder of checkpoints, whoever wrote them: a summary of each, from JSON files, indexes and sizes."""
 
 from __future__ import annotations
 
@@ -160,7 +160,6 @@ def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
 
     Args:
         path: A directory or URL; it need not exist.
-        recursive: As for :func:`list_checkpoints`.
 
     Raises:
         NotACheckpointError: it has none itself, and its folders have some.
@@ -314,7 +313,7 @@ def _inspect(
     else:
         mark = find_mark_of(directory, record) if marks is None else find_mark(marks, directory.name, record)
         summary = add_mark(add_record(summary, record, manifest.lineage), mark)
-    # before the files: what no strategy reads may be whole, and nobody can say
+    # before the files: what no strategy reads may be whole, which is unknown
     try:
         strategy = choose_reader(directory, manifest, plugins)
     except CannotLoadError as exc:

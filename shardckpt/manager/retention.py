@@ -241,7 +241,6 @@ def steps_to_remove(
 
     Args:
         policies: If empty, all steps are kept.
-        checkpoints: The metrics of each complete checkpoint, by step.
         protected: Steps that are kept whatever the policies return.
 
     Returns:
@@ -275,10 +274,6 @@ def find_kept(policy: RetentionPolicy, checkpoints: StepMetrics) -> set[int]:
 
 def refuse_unknown_metrics(policies: Collection[RetentionPolicy], steps: Iterable[Mapping[str, Any]]) -> None:
     """Raise if a policy asks for a metric that no step has, so that it would keep none.
-
-    Args:
-        policies: The policies.
-        steps: The metrics of each step.
 
     Raises:
         CheckpointingException: No step has a finite value of the metric; names those there are.

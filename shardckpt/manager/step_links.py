@@ -53,7 +53,6 @@ def choose_targets(folder: StepFolder, steps: Collection[StepCheckpoint]) -> dic
     """Return the names of the directories that ``latest`` and ``best`` stand for if these steps are all there are.
 
     Args:
-        folder: The folder.
         steps: Those that are there, and stay; of these the whole ones count, also where a strategy is not installed
             here: what others find by these names must not depend on this process.
     """
@@ -73,8 +72,6 @@ def find_moves(
 
     Args:
         folder: The folder. A link or file of the user's that has the name of a word stays what it is.
-        before: The steps that are there.
-        after: Those that stay.
 
     Returns:
         By the name of a step's directory, the words that stood for it, each with the name of that for which it stands
@@ -94,10 +91,6 @@ def update_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> None:
     """Let the links lead to the latest and the best of some steps; a warning names a link that cannot be made.
 
     Where none of the steps is of a manager with links, they are removed: the next one would not know them as its own.
-
-    Args:
-        folder: The folder, on this machine.
-        steps: Those that are there, and stay.
     """
     targets = choose_targets(folder, steps) if _have_links(steps) else {}
     for name in LINKS:

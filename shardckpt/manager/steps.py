@@ -151,8 +151,6 @@ class StepFolder:
 
     Args:
         folder: A path or URL; it need not exist yet.
-        plugins: The plugin manager.
-        names: How the steps' directories are named.
 
     Raises:
         StorageError: no plugin serves the URL.
@@ -241,7 +239,6 @@ class StepFolder:
         Another library's checkpoint has no record of its files: there its index says which they are.
 
         Args:
-            step: The step.
             marks: The names of the marks that there are, if they are known.
 
         Returns:

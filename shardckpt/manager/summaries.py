@@ -66,7 +66,7 @@ class CheckpointSummary:
             names none.
         links: The links ``latest`` and ``best`` of the folder that lead to it.
         inside: If it is none itself: how many checkpoints there are in its folders, as the names of files say.
-        is_refused: Whether it is a file that may be a checkpoint, and names classes that nobody has allowed.
+        is_refused: Whether it is a file that may be a checkpoint, and names classes that are not allowed.
     """
 
     path: str
@@ -209,7 +209,7 @@ class _Names(NamedTuple):
 
 
 def _list_names(place: Path) -> _Names:
-    """Return the names in a directory, none of which is one of what may be a checkpoint, or a part of one."""
+    """Return the names in a directory that are neither possible checkpoints nor parts of one."""
     names = _Names([], [])
     with os.scandir(place) as entries:
         for entry in entries:
@@ -265,13 +265,7 @@ def add_mark(summary: CheckpointSummary, mark: Mark | None) -> CheckpointSummary
 
 
 def describe_other(summary: CheckpointSummary, names: Collection[str], inside: int) -> CheckpointSummary:
-    """Return the summary of a directory that is no checkpoint.
-
-    Args:
-        summary: What is known of it.
-        names: The names of all that is in it.
-        inside: How many checkpoints there may be below it.
-    """
+    """Return the summary of a directory that is no checkpoint."""
     if inside:
         return replace(summary, inside=inside, step=None, reason=f"a folder of {format_many(inside, 'checkpoint')}")
     return replace(summary, reason=f"it has {listed(sorted(names), limit=4)}" if names else "an empty directory")
@@ -315,7 +309,6 @@ def is_listed_elsewhere(found: CheckpointSummary, above: tuple[str, ...]) -> boo
     """Return whether a recursive listing has a folder by another path: one that is around it, or that a link leads to.
 
     Args:
-        found: The folder.
         above: The real paths of those that it is in, from the one that is listed on.
     """
     is_link = found.path != f"{above[-1]}/{found.name}"

@@ -96,7 +96,7 @@ def find_generation(name: str) -> str:
 
 
 class Lineage(NamedTuple):
-    """Where a checkpoint stands among those of its training.
+    """A checkpoint's place among those of its training.
 
     Attributes:
         parent: The save id of the checkpoint that the job was resumed from, 32 hex digits; None if from none.
