@@ -296,6 +296,7 @@ class _OwnedStream:
 
     def __init__(self, folder: Any, save_id: str) -> None:
         self._folder, self._save_id = folder, save_id
+        self.url = folder.url
 
     def open_write(self, name: str, part_bytes: int) -> ObjectWriter:
         """Begin an object."""

@@ -224,11 +224,16 @@ def note_failure(kind: str, directory: object, rank: int, error: Exception, star
     log_failure(kind, directory, rank, error, started)
 
 
+def report_failed(kind: str, directory: object, error: Exception) -> None:
+    """Report an operation that failed, and that its caller does without, by an event: the caller logs it."""
+    _report_unbegun(kind, mask_password(str(directory)), 0, error, 0.0)
+
+
 def report_skipped(directory: object, why: str) -> None:
     """Report a damaged checkpoint that a load does without: as a load of it that failed when it was chosen."""
     error = CorruptCheckpointError(why)
     error.phase = "choosing the step"
-    _report_unbegun("load", mask_password(str(directory)), 0, error, 0.0)
+    report_failed("load", directory, error)
 
 
 @contextmanager

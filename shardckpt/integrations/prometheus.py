@@ -105,6 +105,8 @@ class _FolderCollector:
             with quiet_attempts():
                 self._values = (measure(self._place), _count_damaged(self._place))
         except Exception as exc:  # noqa: BLE001 - of any store
+            if not threading.main_thread().is_alive():  # the program ends, and no thread pool takes anything
+                return
             self._values = (math.nan, math.nan)
             if not self._is_failing:
                 logger.warning(
@@ -130,13 +132,14 @@ class PrometheusListener:
     - ``shardckpt_last_success_timestamp_seconds{operation}``: when one last ended well; for an alert on its age.
     - ``shardckpt_start_timestamp_seconds``: when this listener was made; for an alert on a job that has never saved.
     - ``shardckpt_failures_total{operation}``: operations that failed, before they began, too, as a manager's save that
-      cannot list its folder, and a manager's load of a damaged step that it did without; 0 of saves and loads from
-      the start, so that ``increase`` sees the first.
+      cannot list its folder, and a manager's load of a damaged step that it did without; of ``prune``, old steps that a
+      manager could not remove; 0 of these three from the start, so that ``increase`` sees the first.
     - ``shardckpt_skipped_saves_total``: steps that ``on_busy="skip"`` left out, since a save was under way.
     - ``shardckpt_last_failure_timestamp_seconds{operation, phase, error}``: when one last failed, in which phase
       (``""`` for none), and with which class of error, ``StorageError``.
     - ``shardckpt_in_flight{operation}``: operations that have begun and not ended, saves in the background among them.
-    - ``shardckpt_blocked_seconds{operation}``, a histogram: what the training waited for each.
+    - ``shardckpt_blocked_seconds{operation}``, a histogram: what the training waited for each. A manager's look at
+      its folder before a save is a phase, ``looking at the folder``; old steps are removed behind the training.
     - ``shardckpt_written_bytes_per_second{operation}``: of the last phase ``writing``.
     - ``shardckpt_folder_bytes{folder}``: the size of ``folder``, by its whole path. A scrape does not wait for it: it
       gives what the scrape before has had measured, and NaN if that was the first, or the folder could not be listed.
@@ -192,7 +195,7 @@ class PrometheusListener:
         self._skipped = Counter(
             "shardckpt_skipped_saves", "Steps that were due, and left out while another was saved", registry=registry
         )
-        for operation in ("save", "load"):
+        for operation in ("save", "load", "prune"):
             self._failures.labels(operation)
         self._failure = Gauge(
             "shardckpt_last_failure_timestamp_seconds",

@@ -22,7 +22,13 @@ from shardckpt.commit import (
     remove_free,
     why_unfinished_kept,
 )
-from shardckpt.engine import clear_unfinished, clear_uploads, explain_kept_leftover, make_superseded_check
+from shardckpt.engine import (
+    clear_unfinished,
+    clear_uploads,
+    explain_kept_leftover,
+    make_superseded_check,
+    report_failed,
+)
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, StorageError, listed
 from shardckpt.manager.marks import drop_marks
 from shardckpt.manager.retention import find_needed_steps, steps_to_remove
@@ -322,6 +328,7 @@ class GarbageCollector:
                 text = f"{type(exc).__qualname__}: {exc}"
                 if text != self._failure:  # a policy that raises does so after each save
                     logger.warning("cannot remove old checkpoints from %s: %s", self._folder, exc, exc_info=True)
+                report_failed("prune", self._folder, exc)
                 self._failure = text
             else:
                 self._failure = ""
@@ -388,6 +395,7 @@ def _try_to_remove(
         Why it stays; ``""`` if it was removed, and None, after a warning, if that failed.
     """
     name = folder.names.name(chosen.step)
+    path = folder.place / name  # a link itself
     try:
         with folder.holds.removing(name, [folder.names.name(each.step) for each in needed]) as against:
             # The marks were read before the checkpoints are looked at: a removal that ends in between is then seen.
@@ -399,12 +407,12 @@ def _try_to_remove(
             if reason:
                 logger.log(level, "step %d in %s stays for now: %s", chosen.step, folder, reason)
                 return reason
-            path = folder.place / name  # a link itself
             remove_checkpoint(path if has_local_files(path) else folder.path(chosen.step))
             if (store := find_ability(folder.place, ListsFolders)) is not None:  # its folders outlive their objects
                 store.remove_folder(name)
     except (StorageError, CheckpointReplacedError) as exc:
         logger.warning("step %d in %s is to be removed, and stays for now: %s", chosen.step, folder, exc)
+        report_failed("prune", path, exc)
         return None
     logger.info("removed step %d from %s", chosen.step, folder)
     return ""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.storage.digest import SEGMENT_BYTES, Segments, digest_function
+from shardckpt.storage.store_errors import mask_password
 from shardckpt.tensors import LARGE
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class ObjectStream:
         part_bytes: int,
         count: Callable[[int], None] | None = None,
     ) -> None:
-        self._path = path
+        #: Where the object appears, for errors; a save to a store has a local directory, too.
+        self._path = f"{url}/{name}" if (url := mask_password(getattr(folder, "url", ""))) else path
         self._part_bytes = part_bytes
         self._count = count
         self._digest = digest_function(algorithm)

@@ -514,7 +514,7 @@ def test_the_alerts_ask_for_what_is_exported(tmp_path: Path) -> None:
     samples = [sample for metric in registry.collect() for sample in metric.samples]
     text = READMES["shardckpt/integrations/README.md"]
     rules = re.findall(r"^  - {alert: \w+, expr: '([^']*shardckpt_[^']*[<>] [\d.]+)'}$", text, re.MULTILINE)
-    assert len(rules) == 10
+    assert len(rules) == 11
     for rule in rules:
         assert rule.count("(") == rule.count(")")
         for name, matchers in re.findall(r"(shardckpt_\w+)(?:{([^}]*)})?", rule):
@@ -664,3 +664,10 @@ def test_no_scrape_waits_for_a_store(
     assert len(lines) == 2, lines
     assert re.search(r"cannot be measured, and are NaN until they can: .*no route to the store", lines[0])
     assert lines[1].endswith(f"of {url} are measured again")
+    with _registered(store), monkeypatch.context() as ending:
+        # the program ends: what a scrape has begun then is no failure of the store
+        store.is_down = True
+        ending.setattr(threading.main_thread(), "is_alive", lambda: False)
+        scrape()
+        _wait_for_measures()
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 2

@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardckpt.errors import NotEnoughSpaceError
+from shardckpt.errors import NotEnoughSpaceError, StorageError
 from shardckpt.manager import CheckpointConfig, CheckpointManager, garbage_collection, pin_step
 from shardckpt.manager.garbage_collection import GarbageCollector
 from shardckpt.manager.marks import identify_save, mark_checkpoint
 from shardckpt.plugins import Event, hookimpl
+from shardckpt.settings import SPACE_CHECK
 from tests.faults.disks import small_disk
 from tests.plugged import registered
 
@@ -92,6 +93,33 @@ def test_a_full_disk_is_pruned_first_if_asked(ranks: Ranks, tmp_path: Path) -> N
         with pytest.raises(NotEnoughSpaceError, match=TRIED):
             one.save(2)
         assert one.steps() == [1]
+
+
+def _save_and_wait(manager: CheckpointManager, step: int) -> bool:
+    saved = manager.save(step)
+    manager.wait()
+    return saved
+
+
+def _save_five(directory: str, mode: str) -> tuple[list[bool], list[int]]:
+    """Save five times where two fit, which only the write itself finds."""
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        _make_manager(directory, max_failed_saves=2, async_mode=mode) as manager,
+    ):
+        patched.setenv(SPACE_CHECK, "0")
+        saved = [_save_and_wait(manager, step) for step in (1, 2, 3, 4)]
+        with pytest.raises(StorageError):
+            _save_and_wait(manager, 5)
+        return saved, manager.steps()
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_ranks_go_on_without_the_same_saves(ranks: Ranks, tmp_path: Path, mode: str) -> None:
+    """With max_failed_saves=2, two failures on a full disk are borne by all ranks alike, and the third is an error."""
+    with small_disk(tmp_path / "disk", "2700k") as disk:
+        begun = mode == "async"  # then it fails later
+        assert ranks.run(2, _save_five, str(disk), mode) == [([True, True, begun, begun], [1, 2])] * 2
 
 
 def test_a_full_disk_does_not_cost_the_newest_sound_step(tmp_path: Path) -> None:
