@@ -147,7 +147,7 @@ def _parse_yaml(text: str) -> Any:
     """Return what a text of YAML has.
 
     Raises:
-        ValueError: A mapping has a key twice, of which PyYAML takes the last.
+        ValueError: A mapping has a key twice: PyYAML takes the last.
     """
     import yaml  # type: ignore[import-untyped]
 

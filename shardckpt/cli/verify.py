@@ -89,7 +89,7 @@ def add(verbs: Any) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found of a checkpoint: its files, or the error for which there is none."""
+    """The verdict on a checkpoint: its files, or the error that leaves none."""
 
     path: str
     files: Sequence[FileResult]

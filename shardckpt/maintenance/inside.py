@@ -1,4 +1,4 @@
-"""What may be a checkpoint below a folder, at any depth, by the names of files alone: nothing is opened."""
+"""Find possible checkpoints below a folder, at any depth, by the names of files alone: nothing is opened."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OF_TRAINER = re.compile(r"(optimizer|scheduler|scaler|rng_state|random_states|t
 
 
 class Names(NamedTuple):
-    """What is directly in a folder."""
+    """The direct content of a folder."""
 
     folders: list[str]
     files: list[str]
@@ -118,7 +118,7 @@ def list_local_names(place: Path, top: Path | None = None) -> Callable[[str], Na
 
 
 def list_stored_names(paths: Iterable[str]) -> Callable[[str], Names]:
-    """Return what lists the folders of a store, of which all objects are known by their paths."""
+    """Return the lister of a store's folders, from the paths of all its objects."""
     found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for path in paths:
         folder, _, name = path.rpartition("/")

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 
 class Checked(NamedTuple):
-    """What was found of a file.
+    """The result of a look at a file.
 
     Attributes:
         error: What is wrong with it; None if nothing is.
@@ -79,7 +79,7 @@ class Checked(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How a source is read.
+    """Options for reading a source.
 
     Attributes:
         allow_globals: Classes and functions that pickles may name, besides those that every load accepts.
@@ -118,8 +118,6 @@ def open_source(location: Path, plugins: PluginManager, how: Reading = _AS_IT_IS
 
     Args:
         location: The directory, store folder or file, as :func:`shardckpt.engine.locate` returned it.
-        plugins: The plugin manager.
-        how: How it is read.
 
     Yields:
         What is opened, all of it of one save; it is closed at the end of the block.
@@ -181,8 +179,6 @@ def open_staged(
     Args:
         staging: The staging directory or file; of a checkpoint, it has the record and ``metadata.json``.
         files: Where all other files of a checkpoint are: ``staging``, or a store folder, which has no marker yet.
-        plugins: The plugin manager.
-        how: How it is read.
 
     Yields:
         What is opened; it is closed at the end of the block.
@@ -224,8 +220,6 @@ def open_any(
 
     Args:
         place: A path, or, but for files, a URL.
-        unmarked: As for :class:`Reading`.
-        rename: As for :class:`Reading`.
 
     Returns:
         A context manager that gives the mapping, whose tensors are read when they are asked for.
@@ -240,12 +234,7 @@ def open_any(
 
 
 def identify_source(location: Path, opened: OpenCheckpoint) -> str:
-    """Return what identifies the values of a source; ``""`` if nothing does: a foreign folder on a store.
-
-    Args:
-        location: As for :func:`open_source`.
-        opened: The source.
-    """
+    """Return what identifies the values of a source; ``""`` if nothing does: a foreign folder on a store."""
     record = opened.context.reader.manifest.record
     if record is not None:
         return record.self_digest
@@ -259,11 +248,6 @@ def identify_source(location: Path, opened: OpenCheckpoint) -> str:
 
 def check_source(location: Path, plugins: PluginManager, error: CheckpointingException) -> dict[str, Checked]:
     """Check the files of a folder of Hugging Face or DeepSpeed, or a file, as far as that goes without digests.
-
-    Args:
-        location: As for :func:`open_source`; no checkpoint.
-        plugins: The plugin manager.
-        error: Why it is no checkpoint.
 
     Returns:
         What is wrong with each file by its name, or None, and how it was checked.
@@ -345,10 +329,7 @@ def check_all_files(
     """Check the files that a checkpoint must have, and return what is wrong with each, or None, and how it was checked.
 
     Args:
-        strategy: Checks them.
         reader: Reads them, and compares the CRC-32 of archives if it is to, which plugins see the progress of.
-        location: What is checked, for plugins.
-        plugins: The plugin manager.
     """
     if reader.crcs == "none":
         errors = strategy.check_files(reader)
@@ -406,10 +387,7 @@ def recognise_file(
     """Return what reads a file, by what it begins with.
 
     Args:
-        path: The file.
-        place: Its directory.
         suffix: That of a link to it, if it has none itself.
-        skip_damaged: As for :class:`Reading`.
 
     Raises:
         CorruptCheckpointError: It is cut, or empty, though its name is that of a checkpoint.

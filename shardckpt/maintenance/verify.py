@@ -140,7 +140,6 @@ def _repair(directory: Path, error: CorruptCheckpointError) -> list[FileResult]:
     """Check a checkpoint by its record; if all other files are as written, write its lost or damaged marker back.
 
     Args:
-        directory: The checkpoint.
         error: Why it cannot be opened; raised if this is not for its marker alone.
     """
     path = open_directory(directory)
@@ -267,7 +266,6 @@ def get_exit_code(results: Sequence[FileResult], *, require_digests: bool = Fals
     It is ``INTACT``, ``DAMAGED`` if any file is, or ``NO_ANSWER`` if one was not readable.
 
     Args:
-        results: Those of :func:`verify_checkpoint`.
         require_digests: Whether a file without a digest, whose values were not checked, counts as damaged.
     """
     own = [result for result in results if not result.foreign]

@@ -1,4 +1,4 @@
-"""What is in a folder of checkpoints, whoever wrote them: a summary of each, from JSON files, indexes and sizes."""
+"""List a folder of checkpoints, whoever wrote them: a summary of each, from JSON files, indexes and sizes."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ from shardckpt.manager.summaries import (
     list_once,
     name_below,
 )
+from shardckpt.manager.trainer_steps import TRAINER_STATE, is_unfinished, read_trainer_metrics
 from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, RECORD_NAME, Manifest
 from shardckpt.plugins import ABSENT, choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import (
@@ -165,7 +166,6 @@ def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
 
     Args:
         path: A directory or URL; it need not exist.
-        recursive: As for :func:`list_checkpoints`.
 
     Raises:
         NotACheckpointError: it has none itself, and its folders have some.
@@ -315,7 +315,7 @@ def _inspect(
     else:
         mark = find_mark_of(directory, record) if marks is None else find_mark(marks, directory.name, record)
         summary = add_mark(add_record(summary, record, manifest.lineage), mark)
-    # before the files: what no strategy reads may be whole, and nobody can say
+    # before the files: what no strategy reads may be whole, which is unknown
     try:
         strategy = choose_reader(directory, manifest, plugins)
     except CannotLoadError as exc:
@@ -348,7 +348,11 @@ def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: Canno
         if found.adapter is not None:
             summary = replace(summary, strategy="PEFT adapter")
         by, fingerprint = found.library or summary.library, found.origin.get("fingerprint", "")
-        return replace(summary, state="whole", library=by, fingerprint=fingerprint)
+        summary = replace(summary, state="whole", library=by, fingerprint=fingerprint, rescued=found.rescued)
+        if is_unfinished(directory, names):
+            reason = f"it has no {TRAINER_STATE}, which transformers' Trainer writes last: the save did not end"
+            return replace(summary, state="incomplete", reason=reason)
+        return replace(summary, metrics=read_trainer_metrics(directory, names))
     if (described := _describe_deepspeed(directory, summary, names)) is not None:
         return described
     return _describe_rest(directory, summary, names, error)
