@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ROWS = [
     # verbs and options
     ("verfy runs", "did you mean verify?"),
+    ("--json ls runs", "options of a verb stand behind it: shardckpt ls runs --json"),
     ("ls runs --jsno", "did you mean --json?"),
     ("inspect runs/step-1 --treee", "did you mean --tree?"),
     ("diff runs/step-1 runs/step-2 --rtoll=1", "did you mean --rtol?"),
