@@ -217,13 +217,19 @@ def report_failure(kind: str, directory: object, rank: int) -> Iterator[None]:
     try:
         yield
     except Exception as exc:
-        if not _has_mark(exc, "is_reported"):
-            vars(exc)["is_reported"] = True
-            _report_unbegun(kind, mask_password(str(directory)), rank, exc, time.perf_counter() - started)
-        log_failure(kind, directory, rank, exc, started)
+        note_failure(kind, directory, rank, exc, started)
         raise
     finally:
         _reports.reset(token)
+
+
+def note_failure(kind: str, directory: object, rank: int, error: Exception, started: float | None = None) -> None:
+    """Report a failure as :func:`report_failure` does, of an error that its caller need not raise."""
+    started = time.perf_counter() if started is None else started
+    if not _has_mark(error, "is_reported"):
+        vars(error)["is_reported"] = True
+        _report_unbegun(kind, mask_password(str(directory)), rank, error, time.perf_counter() - started)
+    log_failure(kind, directory, rank, error, started)
 
 
 def report_skipped(directory: object, why: str) -> None:

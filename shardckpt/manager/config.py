@@ -176,6 +176,10 @@ class CheckpointConfig(BaseModel):
             the step.
         on_full: What ``save`` does where the file system has no space for the step: ``error``, or ``prune``: it first
             removes the steps that the policies will not keep once it is complete, but never the newest that is there.
+        max_failed_saves: How many saves in a row may fail for the file system or the store (:class:`StorageError`)
+            before one is an error: up to so many are a warning, ``save`` returns False, and the next step that is due
+            is tried. 0: the first is an error. What a later save cannot make up for always is: other errors, the last
+            step, a step that is saved because of a signal, and what ``close`` finds.
         quota: Bytes, or text such as ``"500GB"``, that ``folder`` may hold, on a store, too: a step that would be
             more is refused before a byte is written, or makes room, as ``on_full`` says. What is there is counted
             before each save.
@@ -310,6 +314,7 @@ class CheckpointConfig(BaseModel):
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] | AsyncMode = AsyncMode.DISABLED
     on_busy: Literal["wait", "skip"] = "wait"
     on_full: Literal["error", "prune"] = "error"
+    max_failed_saves: _Count = 0
     quota: int | str | None = None
     last_save_model_only: bool = True
     last_save_bare_keys: bool = False

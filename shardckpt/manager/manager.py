@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from shardckpt import settings
 from shardckpt.distributed import Comm
-from shardckpt.engine import Room, measure, pause_gc, report_failure, report_phase, within_room
-from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, listed, parse_globals, refuse_copy, show_given
+from shardckpt.engine import Room, measure, note_failure, pause_gc, report_failure, report_phase, within_room
+from shardckpt.errors import (
+    CheckpointingException,
+    NotEnoughSpaceError,
+    StorageError,
+    listed,
+    parse_globals,
+    refuse_copy,
+    show_given,
+)
 from shardckpt.manager.casting import cast_shards
 from shardckpt.manager.config import AsyncMode, CheckpointConfig, parse_config
 from shardckpt.manager.exclusion import leave_out
@@ -98,6 +106,8 @@ class CheckpointManager:
         #: The step of the last save, finished or not; None after an error, so that the step can be saved a second time.
         self._last: int | None = None
         self._loaded: int | None = None
+        #: How many saves have failed since the last that became durable.
+        self._failed = 0
         self._preempted = False
         self._closed = False
         #: The folder, for events and logs, and the rank that has them.
@@ -184,7 +194,8 @@ class CheckpointManager:
 
         Returns:
             Whether this call saved the step or began to. False if the step is not due or was saved before, if
-            ``on_busy="skip"`` skipped it, or if another replica saves it.
+            ``on_busy="skip"`` skipped it, if another replica saves it, or if it failed and ``max_failed_saves`` allows
+            that.
 
         Raises:
             CheckpointingException: the same on every rank. This save, or an earlier one in the background, failed. The
@@ -233,9 +244,12 @@ class CheckpointManager:
             # most of what is made until the tensors are copied is gone then: the collector would visit it before
             with pause_gc() if in_background else nullcontext():
                 self._save(writer, step, metrics, last_step=last_step)
+        except StorageError as error:
+            self._bear(error, step, is_final=last_step or self._preempted)
+            return False
         finally:
             self._states.release()  # the tensors are copied, or written
-        self._clock.note_save()
+            self._clock.note_save()  # of one that failed, too: the next attempt is the next step that is due
         for part in self._parts:
             part.after_save(step, last_step=last_step)
         return True
@@ -491,12 +505,34 @@ class CheckpointManager:
 
     def _advance(self, *parts: ManagerPart, blocking: bool = False) -> None:
         """Collective: commit what all ranks have written; after an error let the failed step be saved a second time."""
+        for part in parts:
+            self._advance_part(part, blocking=blocking)
+
+    def _advance_part(self, part: ManagerPart, *, blocking: bool) -> None:
         try:
-            for part in parts:
-                part.advance(blocking=blocking)
-        except BaseException:
-            self._last = None
-            raise
+            part.advance(blocking=blocking)
+        except BaseException as error:
+            failed, self._last = self._last, None
+            if not isinstance(error, StorageError):
+                raise
+            self._bear(error, failed)
+
+    def _bear(self, error: StorageError, step: int | None, *, is_final: bool = False) -> None:
+        """Report a save that failed; raise its error if no later one makes up for it, or too many failed in a row.
+
+        Every rank has the same error, and so decides alike.
+        """
+        self._failed += 1
+        most = self.config.max_failed_saves
+        if is_final or error.shared_by is None or self._failed > most:
+            raise error
+        note_failure("save", self._place, self._rank, error)
+        if self._rank == 0:
+            logger.warning(
+                "step %s has no checkpoint, and the training goes on: failed save %d in a row of %d that "
+                "max_failed_saves allows; older checkpoints stay",
+                *(step, self._failed, most),
+            )
 
     def _check_open(self, action: str) -> None:
         if self._closed:
@@ -550,6 +586,7 @@ class CheckpointManager:
                 part.before_save(step, numbers)
 
         def on_commit() -> None:
+            self._failed = 0
             for part in self._parts:
                 part.after_commit(step)
 

@@ -1,0 +1,140 @@
+"""Saves that fail for the disk or the store, and a training that goes on without them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, StorageError
+from shardckpt.manager import CheckpointConfig, CheckpointManager, SaveAfter
+from shardckpt.plugins import get_plugin_manager, hookimpl
+from tests.tables import table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from shardckpt.plugins import Event
+
+
+class _Failures:
+    def __init__(self) -> None:
+        self.types: list[str] = []
+
+    @hookimpl
+    def shardckpt_event(self, event: Event) -> None:
+        if event.state == "failure" and not event.phase:
+            self.types.append(event.error_type)
+
+
+@pytest.fixture
+def failures() -> Iterator[list[str]]:
+    """The kinds of errors of which events tell."""
+    listener = _Failures()
+    get_plugin_manager().register(listener)
+    yield listener.types
+    get_plugin_manager().unregister(listener)
+
+
+def _make_manager(tmp_path: Path, states: dict[str, Any] | None = None, **options: Any) -> CheckpointManager:
+    config = {"max_failed_saves": 2, **({} if "save_when" in options else {"interval": 1}), **options}
+    model = torch.nn.Linear(512, 512, bias=False)  # 1 MiB
+    return CheckpointManager(CheckpointConfig(folder=str(tmp_path / "run"), **config), states or {"model": model})
+
+
+@table("mode", ["disabled", "async"])
+def test_so_many_saves_in_a_row_may_fail(
+    tmp_path: Path, mode: str, failures: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is False, a warning and an event; older steps stay; the next one is an error that names the cause."""
+    failures.clear()  # of the row before
+    caplog.clear()
+    manager = _make_manager(tmp_path, quota="1.5MB", async_mode=mode, keep_latest_k=2)
+    assert manager.save(1)
+    manager.wait()
+    assert [manager.save(2), manager.save(3)] == [False, False]
+    manager.wait()
+    with pytest.raises(NotEnoughSpaceError, match="quota"):
+        manager.save(4)
+    assert manager.steps() == [1]
+    assert failures == ["NotEnoughSpaceError"] * 3
+    warned = [each.getMessage() for each in caplog.records if "max_failed_saves" in each.getMessage()]
+    assert [text[:6] for text in warned] == ["step 2", "step 3"]
+    manager.close()
+
+
+def _block(tmp_path: Path, step: int) -> Path:
+    """Let the commit of a background save fail: a file is in its place."""
+    place = tmp_path / "run" / f"step-{step}"
+    place.write_text("")
+    return place
+
+
+@table("call", ["wait", "save", "maybe_wait_for_staging"])
+def test_a_failure_in_the_background_is_borne_where_it_surfaces(
+    tmp_path: Path, call: str, failures: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the call that would raise it, which goes on: the step can be saved again, and the count begins anew."""
+    failures.clear()  # of the row before
+    caplog.clear()
+    manager = _make_manager(tmp_path, async_mode="async", max_failed_saves=1)
+    for step in (1, 3):
+        assert manager.save(step)
+        blocker = _block(tmp_path, step)
+        if call == "wait":
+            manager.wait()
+        elif call == "save":
+            assert manager.save(step + 1)
+        else:
+            while manager._writer.busy:  # type: ignore[union-attr]
+                manager.maybe_wait_for_staging()
+        blocker.unlink()
+        assert manager.save(step + 1) is (call != "save")
+        manager.wait()
+    assert manager.steps() == [2, 4]
+    assert failures == ["StorageError"] * 2
+    assert caplog.text.count("failed save 1 in a row of 1") == 2
+    manager.close()
+
+
+def test_what_no_later_save_makes_up_for_is_an_error(tmp_path: Path) -> None:
+    """The last step, a step that a signal asked for, and what only close finds."""
+    manager = _make_manager(tmp_path, quota="0.5MB", save_on_signals=())
+    with pytest.raises(NotEnoughSpaceError):
+        manager.save(1, last_step=True)
+    manager.request_save()
+    with pytest.raises(NotEnoughSpaceError):
+        manager.save(2)
+    manager.close()
+    manager = _make_manager(tmp_path, async_mode="async")
+    manager.save(1)
+    _block(tmp_path, 1)
+    with pytest.raises(StorageError):
+        manager.close()
+
+
+def test_an_error_that_no_retry_mends_is_raised_at_once(tmp_path: Path) -> None:
+    """A program's own, in a state; wrong arguments."""
+
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            raise KeyError("lr")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            """Take nothing."""
+
+    with _make_manager(tmp_path, {"broken": Broken()}) as manager:
+        with pytest.raises(CheckpointingException, match="lr"):
+            manager.save(1)
+        with pytest.raises(CheckpointingException, match="expected True or False"):
+            manager.save(1, force={})  # type: ignore[arg-type]
+
+
+def test_a_failed_save_by_the_clock_waits_for_the_next_time(tmp_path: Path) -> None:
+    """Not for the next step: a store that is down for minutes would use up all attempts in a second."""
+    with _make_manager(tmp_path, quota="0.5MB", save_when=[SaveAfter(seconds=1e-9)]) as manager:
+        began = manager._clock._last
+        assert not manager.save(1)
+        assert manager._clock._last > began
