@@ -436,10 +436,6 @@ def load_content_metadata(
 
     Where it is plain JSON, it comes from ``shardckpt.json``, and nothing is unpickled.
 
-    Args:
-        checkpoint_dir: The checkpoint.
-        preloaded_state_dict: Its common state, if that is loaded already.
-
     Returns:
         The value that ``save`` was given; None if it was given none.
     """

@@ -84,7 +84,7 @@ class UnsafePickleError(CheckpointingException):
 
     Attributes:
         refused: All globals that it asks for and must not, as ``"module.name"``; empty where the error is another one.
-        runs_code: Whether one of them runs commands or code, or reaches files: nobody is told how to allow that.
+        runs_code: Whether one of them runs commands or code, or reaches files: no error says how to allow that.
         is_module: Whether what was pickled is a whole ``nn.Module``, and no state dict.
     """
 

@@ -96,8 +96,6 @@ def extract_matching_values(
     """Split nested dicts and lists into the leaves that match and the rest.
 
     Args:
-        x: A dict or list.
-        predicate: Says of a leaf whether it matches.
         return_lists_as_dicts: Return lists as dicts from index to value, so that :func:`merge` knows their indices.
 
     Returns:
@@ -294,7 +292,6 @@ def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
     Args:
         x1: The loaded values, nested; changed in place.
         x2: The factories, nested at the same paths; lists may be dicts from index to value.
-        key: Path so far, for error texts.
 
     Returns:
         ``x1`` with the merged tensors.
@@ -351,7 +348,6 @@ def split_state_dict(x: Any, path: tuple[Any, ...] = (), *, plain_objects: bool)
     Args:
         x: The sharded state dict, or a list within one.
         path: Where ``x`` stands in the sharded state dict, for errors.
-        plain_objects: Whether the sharded state has the PlainObjects.
 
     Returns:
         ``(sharded, common)``, each with the containers in which it has leaves.

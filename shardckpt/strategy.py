@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanContext:
-    """What a strategy needs to plan a save.
+    """The input of a strategy that plans a save.
 
     Attributes:
         comm: The ranks that save. What can fail stands in ``with comm.collective_phase(...)`` or
@@ -75,7 +75,7 @@ class PlanContext:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveContext(PlanContext):
-    """What a strategy needs to save: a plan's context, and the writer.
+    """The input of a strategy that saves: a plan's context, and the writer.
 
     Attributes:
         writer: Creates files in the staging directory. It makes their digests and syncs them; the core commits.
@@ -86,7 +86,7 @@ class SaveContext(PlanContext):
 
 @dataclass(frozen=True)
 class LoadContext:
-    """What a strategy needs to load.
+    """The input of a strategy that loads.
 
     Attributes:
         reader: Reads the checkpoint's files; ``reader.manifest`` is what the checkpoint says of itself.
@@ -622,7 +622,7 @@ class ReadsPlainObjects(Protocol):
 
 
 class StoredColumns(NamedTuple):
-    """What a checkpoint stores, in columns: a listing of a million tensors needs no object for each.
+    """The content of a checkpoint, in columns: a listing of a million tensors needs no object for each.
 
     Attributes:
         keys: The keys of the tensors.
@@ -719,7 +719,7 @@ class KeptItem(NamedTuple):
 
 @dataclass(frozen=True)
 class Removal:
-    """What changes in a checkpoint's directory when keys are removed.
+    """The changes to a checkpoint's directory when keys are removed.
 
     Attributes:
         keys: The keys that are removed.

@@ -41,7 +41,6 @@ def describe_dtensor(
     raise the same error.
 
     Args:
-        key: Name of the global tensor.
         dtensor: The tensor. A rank outside its mesh stores nothing of it; a load returns it unchanged there.
         replicated: ``replicated`` of ShardedTensor, for the copies on other meshes.
         alike: What the tensors that are described together have in common.
@@ -65,7 +64,6 @@ def sharded_tensor_from_dtensor(key: str, dtensor: DTensor) -> ShardedTensor:
     another ``replica_id`` on all but one of them; :func:`to_sharded_state_dict` sees to that.
 
     Args:
-        key: Name of the global tensor.
         dtensor: The tensor; its local tensor becomes ``data`` without a copy.
 
     Returns:
@@ -87,10 +85,6 @@ def sharded_tensor_from_dtensor(key: str, dtensor: DTensor) -> ShardedTensor:
 
 def get_dtensor_splits(key: str, dtensor: DTensor) -> list[Split]:
     """Return the splits that cut this rank's part out of the global tensor, in mesh order.
-
-    Args:
-        key: Name of the tensor, for errors.
-        dtensor: The tensor.
 
     Returns:
         One split for each mesh dimension that shards; the next one cuts what the one before it left.
@@ -169,13 +163,8 @@ def make_shards(
     """Describe a local tensor by the boxes of a global tensor that it consists of.
 
     Args:
-        key: Name of the global tensor.
-        local: The local tensor.
         pieces: Its boxes, each with its place in the local tensor.
-        global_shape: Shape of the global tensor.
-        replica_id: As for ShardedTensor, like ``replicated``.
         grid: Number of equal parts along every axis of the global tensor; None if it is not cut into equal parts.
-        replicated: As for ShardedTensor.
 
     Returns:
         One shard for each box, of the local tensor's dtype; its data is a view of the local tensor.
@@ -235,7 +224,7 @@ def _shards(
 
 
 class _Cut(NamedTuple):
-    """What a rank holds of tensors of one shape, cut by the same splits.
+    """A rank's part of tensors of one shape, cut by the same splits.
 
     Attributes:
         extent: The shape of the local tensor.
@@ -254,7 +243,7 @@ class _Cut(NamedTuple):
 
 
 class _Common(NamedTuple):
-    """What DTensors of one mesh, placements and shape have in common on this rank.
+    """The common layout of DTensors of one mesh, placements and shape on this rank.
 
     Attributes:
         replica_id: This rank's coordinates on the mesh dimensions that replicate; 0 if none does.

@@ -1,4 +1,4 @@
-"""What stock ``dcp.load`` asks for of an optimizer: options of groups and numbers of its state, under its keys."""
+"""Entries that stock ``dcp.load`` requests for an optimizer: group options and numbers of its state, by its keys."""
 
 from __future__ import annotations
 
@@ -27,12 +27,6 @@ def describe_groups(
 
     Nested: ``<key>.0.lr``, and the names of the parameters, ``<key>.0.params``. Flattened: ``<key>.<name>.lr`` for each
     parameter. An option is stored once, and listed under all these keys.
-
-    Args:
-        param_groups: The groups, with the names of their parameters.
-        key: What the keys begin with.
-        params: The names of all parameters.
-        kept: Has the keys of the last save.
 
     Returns:
         The descriptions, by their own keys. Ranks with the same parameters in a group have the same.
@@ -77,8 +71,6 @@ class GroupKeys:
         """Return the own key of an option that several groups have alike, and those to find it by.
 
         Args:
-            option: Its name.
-            numbers: The groups.
             by_name: Whether it is listed under the names of parameters; tensors are there already.
         """
         place = option, (*numbers,), by_name
@@ -98,10 +90,6 @@ class GroupKeys:
 
 def describe_numbers(states: Mapping[str, Any], key: str) -> dict[str, PlainObject]:
     """Describe the optimizer's state that is not tensors (a step that is a number) as stock ``dcp.load`` asks for it.
-
-    Args:
-        states: The state of each parameter, by its name.
-        key: What the keys begin with.
 
     Returns:
         The descriptions, by their own keys: one for each name of a value and each value, listed for all parameters that

@@ -55,10 +55,6 @@ def flatten_state(state: Any, *, shards: bool = True) -> Any:
     """Return a state as nested dicts and lists with plain tensors and DTensors.
 
     A tuple or deque with tensors becomes a dict that has its items, as a tensor with others inside does.
-
-    Args:
-        state: Nested dicts and lists.
-        shards: Whether to take the shards of DTensors apart.
     """
 
     def flatten(leaf: Any) -> Any:
@@ -89,7 +85,6 @@ def is_self_describing(state: Any, layout: Layout | None) -> bool:
     """Return whether keys alone say what a state was: nested dicts with names as keys, and values that are no lists.
 
     Args:
-        state: The state of a parameter.
         layout: That of the parameter if it is a DTensor. Then state is one, too, but for single numbers.
     """
     if type(state) is not dict or not state:
@@ -116,7 +111,6 @@ def make_form(state: Any, *, is_distributed: bool = False) -> Any:
     """Return a state with a placeholder for each tensor.
 
     Args:
-        state: Nested dicts and lists.
         is_distributed: Whether plain tensors are told apart from DTensors.
 
     Raises:
@@ -257,10 +251,8 @@ def fill_form(
     A tensor that each rank had whole when it was saved, and that was loaded as a DTensor, is gathered.
 
     Args:
-        form: What :func:`make_form` returned.
         find: Returns the tensor at a dotted path, or None if it was not loaded.
         param: The parameter whose state it is, if it is one's.
-        path: Where the form stands in the state.
 
     Raises:
         CheckpointingException: a tensor is missing, or a wrapper tensor cannot be put together.

@@ -112,8 +112,6 @@ def request_options(names: Iterable[str], stored: StoredNames, key: str) -> dict
     of other libraries, have an object for each parameter, too.
 
     Args:
-        names: The parameters.
-        stored: What the checkpoint has.
         key: What the keys of options begin with, without the last dot.
     """
     rests = (each[len(key) + 1 :] for each in stored.objects if each.startswith(f"{key}."))
@@ -132,7 +130,6 @@ def spread_options(loaded: Mapping[str, Any], live: Collection[str] = ()) -> dic
     """Return the options of each parameter; those of a group are one dict, if no tensor is among them.
 
     Args:
-        loaded: What was loaded for :func:`request_options`.
         live: The names of groups, by :func:`name_group`, that count where others have the same parameter.
     """
     found: dict[str, dict[str, Any]] = {}

@@ -31,7 +31,6 @@ def choose_options(keep: Collection[str] | str, names: Collection[str]) -> list[
 
     Args:
         keep: Their names, one name, or ``"all"``.
-        names: The names that there are.
 
     Raises:
         CheckpointingException: one of them is no option of any group.
@@ -51,9 +50,7 @@ def replace_inner_options(saved: Any, live: Any, kept: Collection[str]) -> Any:
     """Return a state dict of a wrapper's own structure, with the kept options in the groups of optimizers inside.
 
     Args:
-        saved: What was loaded.
         live: What the wrapper has now; groups are those at the same place.
-        kept: The names of options.
     """
     if isinstance(saved, dict) and isinstance(live, dict):
         found = {name: replace_inner_options(value, live.get(name), kept) for name, value in saved.items()}
@@ -87,7 +84,6 @@ def log_kept(kept: Sequence[str], pairs: Sequence[tuple[Mapping[str, Any], Mappi
     """Log the kept options, and the saved values that differ.
 
     Args:
-        kept: The names of options.
         pairs: The options of each group, and what was saved for it.
     """
     texts: dict[str, None] = {}

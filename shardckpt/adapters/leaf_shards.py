@@ -79,9 +79,6 @@ class LeafShards:
 
         Args:
             leaves: The leaves by name. Their shards have their memory.
-            prefix: What their keys begin with.
-            replicated: As for :func:`describe_leaf`.
-            unchecked: The names of those that count as ``"unchecked"``.
 
         Returns:
             The shards by name, until :meth:`release` those of this object. Of a leaf that is several boxes a list.

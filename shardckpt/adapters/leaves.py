@@ -40,8 +40,6 @@ def describe_leaf(
     """Describe a leaf: a tensor of any kind as its shards, anything else as a replicated object.
 
     Args:
-        value: The leaf.
-        key: Its key in the checkpoint.
         replicated: ``replicated`` of ShardedTensor, for a leaf that is not sharded, or for copies on other meshes.
         alike: What the tensors that are described together have in common.
         detached: Whether a load returns a DTensor detached, as it returns any other tensor.
@@ -87,11 +85,5 @@ def describe_object(value: Any, key: str, replicated: Replicated) -> ShardedObje
 
 
 def describe_plain_object(value: Any, key: str, keys: tuple[str, ...] = ()) -> PlainObject:
-    """Return the description of an object that stock ``dcp.load`` finds by its keys; the lowest rank's is saved.
-
-    Args:
-        value: The object.
-        key: Its key.
-        keys: Others to find it by instead; see :class:`shardckpt.mapping.PlainObject`.
-    """
+    """Return the description of an object that stock ``dcp.load`` finds by its keys; the lowest rank's is saved."""
     return PlainObject(key, value, replica_id=get_rank(), replicated="unchecked", keys=keys)

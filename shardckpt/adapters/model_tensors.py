@@ -24,12 +24,9 @@ if TYPE_CHECKING:
 
 
 class ModelTensors:
-    """What modules have in their state dicts, as they are now.
+    """The current tensors of modules' state dicts.
 
     Args:
-        parts: The modules.
-        columns: What :func:`list_state_columns` has returned for each.
-        replicated: As for :func:`describe_leaf`.
         dequantize: Whether the values of quantized parameters are stored, not the tensors inside them.
         kept: Describes tensors that are as in the last save; None for a load.
     """
@@ -52,12 +49,7 @@ class ModelTensors:
         self._kept = kept
 
     def describe(self, prefix: str, alike: AlikeTensors) -> ShardedStateDict:
-        """Describe the tensors, and the versions of modules.
-
-        Args:
-            prefix: What the keys begin with.
-            alike: As for :func:`describe_leaf`.
-        """
+        """Describe the tensors, and the versions of modules."""
         values, wrappers = self._values, self._wrappers
         plain = {name: value for name, value in values.items() if name not in wrappers} if wrappers else values
         if self._kept is not None:

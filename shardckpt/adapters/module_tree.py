@@ -39,7 +39,6 @@ class _Tree:
     """The tensors of a tree of modules in the order of its state dict, in lists: a model may have 20,000.
 
     Args:
-        root: The module.
         only_parameters: Whether to leave out the persistent buffers; what classes and hooks add to the state dict of a
             module is no parameter, so only what renames parameters matters then.
 
@@ -121,7 +120,7 @@ class _Tree:
 
 
 class StateColumns(NamedTuple):
-    """What the state dict of a module has, in lists: a model may have 20,000 tensors.
+    """The content of a module's state dict, in lists: a model may have 20,000 tensors.
 
     Attributes:
         names: The full names of parameters and persistent buffers, without those of wrappers.
@@ -229,11 +228,7 @@ def read_state_dict(module: Module) -> ReadState | None:
 
 
 def only_copies(module: Module) -> bool:
-    """Return whether ``load_state_dict`` does no more than copy each value into the parameter or buffer of its name.
-
-    Args:
-        module: One of which :func:`list_state_tensors` lists all that is stored.
-    """
+    """Return whether ``load_state_dict`` does no more than copy each value into the parameter or buffer of its name."""
     usual: dict[type[Any], bool] = {}
     for each in module.modules():
         values, kind = each.__dict__, type(each)
@@ -253,7 +248,6 @@ def has_load_hook(module: Module, *, but_torchs: tuple[str, ...] = ()) -> bool:
     """Return whether a hook may change what a module is given to load.
 
     Args:
-        module: The module; others inside are not looked at.
         but_torchs: What the names begin with of torch's modules whose hooks do not count.
     """
     if not (found := module.__dict__["_load_state_dict_pre_hooks"]):

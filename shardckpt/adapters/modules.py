@@ -33,9 +33,6 @@ def as_parts(model: Any) -> list[Module]:
 def get_model_tensors(parts: Sequence[Module]) -> dict[str, Any]:
     """Return the parameters and buffers of all modules by full name, without the prefixes of wrappers.
 
-    Args:
-        parts: The modules of this rank.
-
     Returns:
         Tensors by name, detached: DTensors and ShardedTensors as FSDP has them, plain tensors else. They share the
         modules' memory.
@@ -64,7 +61,6 @@ def read_model(
     """Return what :func:`read_model_tensors` returns, and of each module the versions by name.
 
     Args:
-        parts: The modules.
         columns: What :func:`list_state_columns` has returned for each, if it was called.
     """
     found = list(map(_read_part, parts, map(list_state_columns, parts) if columns is None else columns))

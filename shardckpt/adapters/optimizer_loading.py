@@ -248,9 +248,6 @@ def _has_place(name: str, params: Mapping[str, torch.Tensor], objects: Collectio
     """Return whether a name is that of a value of a parameter, or of an object with all options of one.
 
     Args:
-        name: One of :func:`_list_names`.
-        params: This rank's parameters.
-        objects: The names of stored objects.
         numbered: Whether groups are stored by number: then no options are read by parameter.
     """
     kind, _, rest = name.partition(".")
@@ -324,7 +321,6 @@ def _group_options(options: dict[str, dict[str, Any]], *, apart: bool) -> list[d
     """Group parameters whose options were stored by parameter.
 
     Args:
-        options: Options by the parameter's full name.
         apart: Whether each parameter gets its own group, from which torch's ``set_optimizer_state_dict`` can fill any
             grouping; else parameters with equal options share a group.
 

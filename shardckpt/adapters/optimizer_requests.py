@@ -1,4 +1,4 @@
-"""What a load asks a checkpoint for of optimizers: all that is stored, in live tensors where these fit."""
+"""Requests of a load for optimizers: all that is stored, in live tensors where these fit."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ def request_optimizer(
     """Return what a load without an optimizer asks for: all that is stored below its key, in new memory.
 
     Args:
-        params: The parameters.
-        stored: What the checkpoint has.
         key: What the keys begin with, without the last dot.
         groups: How many groups there are, if they are stored by number; 0 if options are stored by parameter.
         shard_factored: As for :func:`empty_state_tensor`.
@@ -80,15 +78,12 @@ def request_states(
     """Return what a load asks for: all that is stored of each parameter's state, in the live tensors where they fit.
 
     Args:
-        live: The state of the optimizers now.
         described: What describes it; what the caller has changed there is heeded.
-        stored: What the checkpoint has.
         key: What the keys of states begin with, without the last dot.
-        model: What the keys of the parameters begin with.
         shard_factored: As for :func:`empty_state_tensor`.
 
     Returns:
-        The descriptions by parameter. One of which nothing is stored has its live ones, or none.
+        The descriptions by parameter. One without stored state has its live ones, or none.
     """
     # memory that several live tensors have is loaded into once
     taken = {data_address(param) for param in live.params.values()} - {0}
@@ -107,7 +102,7 @@ def request_states(
 
 @dataclass(frozen=True)
 class _SavedState:
-    """What a checkpoint has of the state of a parameter.
+    """The stored state of a parameter.
 
     Attributes:
         key: What the keys begin with, without the last dot.
@@ -162,8 +157,6 @@ def _request_state(saved: _SavedState, state: Any, described: dict[str, Any] | N
     """Return what a load asks for of one parameter's state.
 
     Args:
-        saved: What the checkpoint has of it.
-        state: The live state.
         described: What describes it, if anything does: a leaf that fits is loaded as it is described, one that the
             caller has removed is not asked for.
         taken: The addresses of memory that is loaded into; those of leaves are added.
@@ -222,7 +215,6 @@ def request_numbered(groups: Iterable[Mapping[str, Any]], stored: StoredNames, k
 
     Args:
         groups: Its groups; what they have under ``params`` are the keys of the state.
-        stored: What the checkpoint has.
         key: What the keys of the state begin with, without the last dot.
     """
     # by names of parameters: the optimizer itself was described; other values of plain DCP are common state elsewhere
@@ -243,9 +235,6 @@ def request_others(live: OptimizerState, described: Mapping[str, Any], stored: S
     """Return what a load asks for of what belongs to no parameter.
 
     Args:
-        live: The state of the optimizers now.
-        described: What describes it.
-        stored: What the checkpoint has.
         key: What the keys begin with, without the last dot.
     """
     found: dict[str, Any] = {}

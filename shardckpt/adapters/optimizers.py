@@ -107,11 +107,6 @@ def get_optimizer_state(
 ) -> OptimizerState:
     """Return the state of all optimizers.
 
-    Args:
-        parts: The modules of this rank.
-        optimizers: Their optimizers.
-        columns: As for :func:`name_parts`.
-
     Raises:
         ShardingError: two optimizers have the same parameter, or one has those of several parts.
     """
@@ -135,11 +130,6 @@ def get_optimizer_state(
 
 def get_param_groups(parts: Sequence[Module], optimizer: Optimizer, number: int) -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer, with the full names of the parameters under ``params``.
-
-    Args:
-        parts: The modules of this rank.
-        optimizer: The optimizer; it does not change.
-        number: Its position among the optimizers, for errors.
 
     Returns:
         Its groups, as torch's ``get_optimizer_state_dict`` gives them.
@@ -168,7 +158,6 @@ def name_parts(parts: Iterable[Module], columns: Iterable[StateColumns | None] =
     """Return the modules with their parameters as they are now.
 
     Args:
-        parts: The modules.
         columns: What the tensors of each are listed as, if they are: then modules are not looked at again.
     """
     found = []
@@ -233,10 +222,6 @@ def describe_state(
     """Describe the state of a parameter below a key: tensors and other values one by one, or with its form.
 
     Args:
-        values: The state.
-        key: The key.
-        replicated: As for :func:`describe_leaf`.
-        alike: As there.
         layout: That of the parameter, if it is a DTensor.
     """
     if is_self_describing(values, layout):

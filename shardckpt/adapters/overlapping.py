@@ -1,4 +1,4 @@
-"""Tensors of which several elements are one place in memory: expanded ones, or views with strides that overlap."""
+"""Tensors with several elements at one place in memory: expanded ones, or views with strides that overlap."""
 
 from __future__ import annotations
 
@@ -16,14 +16,7 @@ if TYPE_CHECKING:
 
 
 def describe_overlapping(key: str, tensor: torch.Tensor, replicated: Replicated, rank: int) -> ShardedTensorFactory:
-    """Describe such a tensor: all its elements are stored; a load fills it if those of each place are equal.
-
-    Args:
-        key: Its key in the checkpoint.
-        tensor: The tensor, detached.
-        replicated: ``replicated`` of ShardedTensor.
-        rank: This rank, as its replica id.
-    """
+    """Describe such a tensor: all its elements are stored; a load fills it if those of each place are equal."""
     return ShardedTensorFactory(key, tensor, partial(_build, replicated), partial(_put, key, tensor), replica_id=rank)
 
 

@@ -1,4 +1,4 @@
-"""What modules load by code of their own: a load asks for it as the checkpoint has it, as ``torch.load`` returns it.
+"""Values that modules load by code of their own: a load requests them as stored, as ``torch.load`` returns them.
 
 Extra state may be a tensor of another size each time, or none; observers of torch's quantization get their sizes in a
 load; a cache has any number of tensors; lazy parameters have no shape. A parameter that has one must have the stored
@@ -34,7 +34,7 @@ _TORCH = ("torch.nn.", "torch.distributed.")
 
 
 class OwnValues(NamedTuple):
-    """Which values modules load by code of their own, by names without those of wrappers.
+    """The values that modules load by code of their own, by names without those of wrappers.
 
     Attributes:
         loaders: What the names of the values begin with.
@@ -115,15 +115,7 @@ def _loads_itself(module: Module) -> bool:
 def request_own_values(
     entries: Mapping[str, Any], values: Mapping[str, Any], own: OwnValues, stored: StoredNames, prefix: str
 ) -> dict[str, Any]:
-    """Return what a load asks for: what modules load by code of their own as it is stored, all else as it is live.
-
-    Args:
-        entries: The descriptions of what the modules have.
-        values: What they have.
-        own: What :func:`find_own_values` returned for them.
-        stored: What the checkpoint has.
-        prefix: What its keys begin with.
-    """
+    """Return what a load asks for: what modules load by code of their own as it is stored, all else as it is live."""
     found = dict(entries)
     for name, live in values.items():
         if name not in entries or not (is_lazy(live) or own.has(name)):

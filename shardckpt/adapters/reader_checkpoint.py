@@ -1,4 +1,4 @@
-"""What a StorageReader of torch reads, as an open checkpoint has it: by the reader's public methods alone."""
+"""A checkpoint opened by a StorageReader of torch: by the reader's public methods alone."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ class ReaderCheckpoint:
 
     Args:
         reader: Any reader; each method is called as ``dcp.load`` calls it.
-        key: The key below which values are read: ``"optimizer"``.
-        comm: The ranks.
         allow_globals: Classes and functions that objects may name besides the plain ones.
 
     Raises:
@@ -124,11 +122,6 @@ class ReaderCheckpoint:
 
 class _Planner(LoadPlanner):
     """Reads given items into given tensors; objects by the allow-list.
-
-    Args:
-        items: What is read.
-        tensors: The destinations.
-        allow_globals: As for :class:`ReaderCheckpoint`.
 
     Attributes:
         objects: The objects that were read, by key.

@@ -198,8 +198,6 @@ def _hand_over(
     """Give an optimizer its state and the options of its groups.
 
     Args:
-        optimizer: The optimizer.
-        live: Its state now.
         groups: Its groups, with the full names of the parameters under ``params``.
         states: The loaded state of each parameter by its full name; one that is absent has none.
         others: What was loaded of what belongs to no parameter.
@@ -289,8 +287,6 @@ def _apply_options(
     """Return a group with the options that its parameters were saved with; its own if none of them was saved.
 
     Args:
-        group: The group, with names of parameters.
-        options: The saved options of each parameter.
         of_empty: Those of the group of its number, if that had no parameters.
         kept: Names of options whose values in the group stay.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Columns(NamedTuple):
-    """What the keys of states of tensors depend on, and whether they are stored by these alone.
+    """The inputs of the keys of tensors' states, and whether they are stored by these alone.
 
     Attributes:
         params: The names of the parameters.
@@ -46,9 +46,7 @@ class SavedStates:
         """Describe the states.
 
         Args:
-            live: The state of the optimizers.
             key: What the keys begin with, without the last dot.
-            replicated: As for :func:`describe_leaf`.
 
         Returns:
             The shards by the names of parameters and dotted paths, until :meth:`release`; nested ones of states that

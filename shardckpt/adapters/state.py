@@ -122,7 +122,7 @@ def to_sharded_state_dict(
 
 
 class _Kept(NamedTuple):
-    """What describes a model and its optimizers in later saves."""
+    """The description of a model and its optimizers, kept for later saves."""
 
     tensors: LeafShards
     states: SavedStates
@@ -133,9 +133,6 @@ class SavedModules:
     """Describes the same modules and optimizers in each save: faster than :func:`to_sharded_state_dict`.
 
     What describes tensors is kept from save to save; a change of whatever kind is seen.
-
-    Args:
-        check_replicas: As for that function.
     """
 
     def __init__(self, *, check_replicas: bool = True) -> None:
@@ -149,12 +146,6 @@ class SavedModules:
         self, model: Module | Sequence[Module], *optimizers: Optimizer, prefix: str = "", dequantize: bool = False
     ) -> ShardedStateDict:
         """Describe modules and optimizers for a save; a load needs :func:`to_sharded_state_dict`.
-
-        Args:
-            model: As for that function.
-            optimizers: As for that function.
-            prefix: As for that function.
-            dequantize: As for that function.
 
         Returns:
             A dict for ``dist_checkpointing.save``, until :meth:`release`.

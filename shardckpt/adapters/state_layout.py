@@ -47,16 +47,8 @@ def empty_state_tensor(
     shape.
 
     Args:
-        key: The key of the stored state.
-        shape: Its global shape.
-        dtype: Its dtype, which the tensor has, too.
         slot: Its name, such as ``"exp_avg"``.
-        param: The parameter.
-        shard_factored: See above.
         param_shape: The global shape of the parameter in the same checkpoint, if it is there.
-
-    Returns:
-        The tensor.
 
     Raises:
         ShapeMismatchError: the state is that of a parameter of another shape.
@@ -86,9 +78,6 @@ def resize_like(key: str, shape: Ints, old: Ints, new: Ints) -> Ints:
     """Return the shape of state whose parameter has had another shape when it was saved.
 
     Args:
-        key: The key of the state.
-        shape: Its stored shape.
-        old: The stored shape of the parameter.
         new: That of the parameter now.
 
     Raises:
@@ -145,7 +134,7 @@ def _as_dtensor(key: str, shape: Ints, dtype: torch.dtype, param: DTensor, *, sh
 
 
 def empty_of_axes(key: str, shape: Ints, dtype: torch.dtype, param: DTensor, axes: Iterable[int]) -> DTensor:
-    """Return uninitialized memory for state of a DTensor of which one axis is sharded as it is, or none."""
+    """Return uninitialized memory for state of a DTensor with one axis sharded as it is, or none."""
     if any(axis >= len(shape) for axis in axes):
         raise CorruptCheckpointError(f"{key!r} has the shape {shape}, and is said to be sharded along {axes}")
     sharded = {getattr(place, "dim", -1) for place in param.placements} - {-1}

@@ -1,4 +1,4 @@
-"""What a checkpoint has below a name, and memory and containers for it."""
+"""The stored values below a name, and memory and containers for them."""
 
 from __future__ import annotations
 

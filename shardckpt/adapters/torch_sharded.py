@@ -34,7 +34,6 @@ def describe_torch_sharded(
     sharding, the ranks of other groups hold copies; the lowest rank's is the main one.
 
     Args:
-        key: Name of the global tensor.
         value: torch's ShardedTensor. A rank without local shards stores nothing of it; a load returns it unchanged.
         replicated: ``replicated`` of our ShardedTensor, for the copies in other groups.
 

@@ -33,7 +33,6 @@ def list_versions(root: Module, metadata: Mapping[str, dict[str, Any]]) -> dict[
     """Return the versions of modules by full name, without the names of wrappers; see :func:`has_version`.
 
     Args:
-        root: The module.
         metadata: What its state dict says of each module, by path. Where hooks have put more than the version there,
             all of it is in the version's place.
     """
@@ -70,7 +69,6 @@ def add_versions(root: Module, state: dict[str, Any], stored: Iterable[Mapping[s
 
     Args:
         root: The module that is to be loaded.
-        state: Its state dict.
         stored: Versions by name. Where they differ, as of stages of a pipeline that begin with other classes, the live
             one is taken if it is there, else none, as of a checkpoint without versions.
     """

@@ -39,12 +39,6 @@ def describe_wrapper_param(
 ) -> ShardedTensorFactory:
     """Describe a module's tensor by the tensors inside it, which a load fills.
 
-    Args:
-        key: Its key.
-        tensor: A tensor of :func:`find_wrapper_params`.
-        replicated: As for :func:`describe_leaf`.
-        alike: As there.
-
     Returns:
         A factory, which a load resolves to ``tensor``. The load raises ShardingError if the stored one is of another
         class, or its bits mean something else.
@@ -95,14 +89,7 @@ def _are_alike(saved: dict[str, Any], live: dict[str, Any]) -> bool:
 def request_wrapper_params(
     entries: Mapping[str, Any], params: Mapping[str, torch.Tensor], stored: StoredNames, prefix: str
 ) -> dict[str, Any]:
-    """Return what a load asks for of a module's tensors: values where the checkpoint has no tensors inside.
-
-    Args:
-        entries: The descriptions of all of the module's tensors.
-        params: Those of :func:`find_wrapper_params`.
-        stored: What the checkpoint has.
-        prefix: What the keys begin with.
-    """
+    """Return what a load asks for of a module's tensors: values where the checkpoint has no tensors inside."""
     by_value = {
         name: describe_leaf(param, f"{prefix}{name}", "unchecked", detached=True)
         for name, param in params.items()

@@ -130,12 +130,7 @@ def _warn_of_values(name: str, shape: tuple[int, ...], placements: str) -> None:
 
 
 def flatten_wrappers(state: Any, *, shards: bool = True) -> Any:
-    """Return a state with a dict for each wrapper tensor, which has the tensors inside.
-
-    Args:
-        state: Nested dicts and lists.
-        shards: Whether to take the shards of DTensors apart.
-    """
+    """Return a state with a dict for each wrapper tensor, which has the tensors inside."""
 
     def flatten(leaf: Any) -> Any:
         return _flatten(leaf) if is_wrapper(leaf) and (shards or not isinstance(leaf, DTensor)) else leaf
@@ -187,8 +182,6 @@ def request_inner(
     Args:
         slot: The dotted path of the tensor in the state, for which :func:`is_inner` is True.
         shapes: The shapes of all stored tensors of the state.
-        dtype: Its dtype.
-        param: The parameter whose state it is.
 
     Returns:
         The memory; None where the tensor is to be loaded as any other.

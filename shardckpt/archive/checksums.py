@@ -35,11 +35,6 @@ _BITS = 32
 def check_memory(data: bytes | bytearray | memoryview, crc: int, what: str) -> None:
     """Compare bytes in memory with their CRC-32; zero is none.
 
-    Args:
-        data: All bytes of a member.
-        crc: What the archive's directory says.
-        what: What they are, for the error.
-
     Raises:
         CorruptCheckpointError: They differ.
     """
@@ -51,7 +46,6 @@ def write_crcs(path: Path, tensors: Iterable[tuple[int, int, tuple[int, int]]]) 
     """Read the tensors of a file that was written, and write the CRC-32 of each; they are durable at the return.
 
     Args:
-        path: The file.
         tensors: Of each tensor the offset, the bytes, and the places of its CRC-32.
     """
     block = memoryview(bytearray(_BLOCK))
@@ -75,7 +69,6 @@ def clear_crcs(path: Path, crcs: Iterable[tuple[int, int]]) -> None:
 
     Args:
         path: The file; it need not exist.
-        crcs: Of each tensor the places of its CRC-32.
     """
     if not path.exists():
         return
@@ -93,7 +86,7 @@ def summed(
 ) -> Iterator[Source]:
     """Give what reads a tensor's storage, and compares it with its CRC-32 at the end of the block.
 
-    A storage that is read as a whole is summed while it is read. One of which a part is read is read once more, as a
+    A storage that is read as a whole is summed while it is read. One that is read in part is read once more, as a
     whole, if it is small, or if the reader is to check every part that it reads.
 
     Args:
@@ -127,13 +120,7 @@ def summed(
 
 
 def combine_crc32(first: int, second: int, nbytes: int) -> int:
-    """Return the CRC-32 of two pieces that follow each other, from the CRC-32 of each.
-
-    Args:
-        first: That of the first piece.
-        second: That of the second.
-        nbytes: Size of the second piece.
-    """
+    """Return the CRC-32 of two pieces that follow each other, from the CRC-32 of each."""
     return _multiply(_make_shift(nbytes), first) ^ second
 
 
@@ -224,10 +211,7 @@ def check_member(reader: CheckpointReader, file: str, member: Member, what: str)
     """Read a member in blocks, once in the life of a reader, and compare it with its CRC-32; zero is none.
 
     Args:
-        reader: Reads the file.
-        file: The file that has the archive.
         member: The member; its offset is one of the file.
-        what: What it is, for the error.
 
     Raises:
         CorruptCheckpointError: It differs.

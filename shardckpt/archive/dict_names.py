@@ -50,8 +50,7 @@ def list_dict_names(data: bytes, source: str) -> list[str] | None:
     """Return the sorted names in the dict that an archive holds.
 
     Args:
-        data: The archive, of which somebody vouches that a load accepts it: a digest, say.
-        source: Named in errors.
+        data: The archive, known to be one that a load accepts: by a digest, say.
 
     Returns:
         None if it is something else, or has anything but plain values and tensors: :class:`Archive` reads that.

@@ -24,7 +24,7 @@ class LazyReads:
     """Puts the values of tensors in the places of the :class:`LazyTensor` that :meth:`Archive.describe` has left.
 
     It looks into dicts, lists, tuples, sets, deques and the attributes of objects. Each object is visited once, however
-    often it is referred to: a pickle of 60 tuples, of which each has the one before twice, names 2^60 places.
+    often it is referred to: a pickle of 60 tuples, each with the one before twice, names 2^60 places.
 
     Args:
         read: Returns a tensor; called with the key that :meth:`fill` got, for errors.
@@ -41,7 +41,6 @@ class LazyReads:
         Args:
             value: What was described, or a part of it. What can change is changed in place; a tuple or set that has a
                 tensor is replaced.
-            key: Its place, for errors.
 
         Returns:
             The value; a tuple or set in its place if it was replaced, a tensor if it was described alone.
@@ -85,11 +84,7 @@ class LazyReads:
 
 
 def refuse_expanded(stored: StoredPayload, what: str) -> None:
-    """Refuse a tensor that has so many more elements than its storage that nobody has saved it.
-
-    Args:
-        stored: The tensor.
-        what: What it is, for errors.
+    """Refuse a tensor that has so many more elements than its storage that no save has made it.
 
     Raises:
         CorruptCheckpointError: It is one.

@@ -1,4 +1,4 @@
-"""Where the tensors of an archive with many are, without their values: plain tensors, and local tensors of DTensors."""
+"""Locate the tensors of an archive with many, without their values: plain tensors, and local tensors of DTensors."""
 
 from __future__ import annotations
 
@@ -44,11 +44,7 @@ class LazyTensor:
 
 
 class TensorDescriber:
-    """Stands in for the functions that torch's pickles call to rebuild tensors: each returns a :class:`LazyTensor`.
-
-    Args:
-        locate: Returns where a tensor is in the archive.
-    """
+    """Stands in for the functions that torch's pickles call to rebuild tensors: each returns a :class:`LazyTensor`."""
 
     def __init__(self, locate: Callable[[Geometry], StoredPayload]) -> None:
         self._locate = locate

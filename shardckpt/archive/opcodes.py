@@ -52,10 +52,8 @@ def check_pickle(data: bytes | mmap, source: str, *, plain: bool = False, start:
 
     Args:
         data: The pickle; bytes after its end are ignored.
-        source: Named in errors.
         plain: Whether to allow few dict keys other than text, objects and small integers (hashes of floats and tuples
             can be made to collide), and integers of at most 32 bytes.
-        start: Offset of the pickle in the data.
 
     Returns:
         The offset of the pickle's end in the data.

@@ -1,4 +1,4 @@
-"""Where an archive stores the values of a tensor."""
+"""The location of a tensor's values in an archive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class StoredPayload(NamedTuple):
-    """Where an archive stores a tensor.
+    """The location of a tensor in an archive.
 
     Attributes:
         dtype: Its dtype.

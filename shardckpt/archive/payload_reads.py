@@ -25,12 +25,8 @@ def read_payload(
     Of a tensor that is not contiguous, the part of its storage from the box's first element to its last is in memory.
 
     Args:
-        reader: Reads the file.
         file: The file; the archive begins at its first byte.
-        stored: Where the tensor is in the archive.
         start: Index of the box's first element, one number for each axis.
-        target: Filled in place.
-        key: The tensor's key, for errors.
     """
     if not target.numel():
         return

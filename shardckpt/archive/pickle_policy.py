@@ -1,4 +1,4 @@
-"""What a pickle may do with the globals that the allow-list gives it: calls, states, and the memory they may take.
+"""Limit what a pickle may do with the globals of the allow-list: calls, states, and the memory they may take.
 
 Each limit refuses small pickles that would take much memory, time or C stack: see tests/faults/test_pickle_bombs.py.
 """
@@ -41,7 +41,6 @@ class FunctionProxy:
     """A function that a pickle may call, and whose attributes (defaults, code) it cannot reach.
 
     Args:
-        function: The function.
         copies: Whether its result is as large as its arguments, so that the call counts against the copy limit.
     """
 
@@ -252,8 +251,6 @@ def apply_state(target: Any, state: Any, is_allowed: Callable[[Any], bool]) -> b
     """Set the pickled attributes of a value, the argument of BUILD, or check that pickle's own BUILD may set them.
 
     Args:
-        target: The value.
-        state: The attributes.
         is_allowed: Returns whether a class is one that the caller allows, or an inert stub.
 
     Returns:

@@ -50,7 +50,6 @@ class Archive:
     """One ``torch.save`` archive; only its directory is read at first.
 
     Args:
-        read_range: Reads (offset, size) of the archive.
         size: Its size in bytes.
         source: Its name, for errors.
 
@@ -85,10 +84,6 @@ class Archive:
     def of_file(cls, reader: CheckpointReader, name: str) -> Self:
         """Open an archive that is a file of a checkpoint.
 
-        Args:
-            reader: Reads the file.
-            name: The file's name.
-
         Raises:
             CorruptCheckpointError: As the class.
             StorageError: The file cannot be read.
@@ -102,11 +97,6 @@ class Archive:
 
     def check_members(self, reader: CheckpointReader, file: str, first: int = 0) -> None:
         """Read all members, and compare them with their CRC-32, if the reader is to check these.
-
-        Args:
-            reader: Reads the file that has the archive.
-            file: Its name.
-            first: Where the archive begins in it.
 
         Raises:
             CorruptCheckpointError: A member differs.
@@ -132,9 +122,6 @@ class Archive:
 
     def describe(self, allow_globals: Iterable[Any] = ()) -> Any:
         """Load the archive's object without the values of its tensors.
-
-        Args:
-            allow_globals: As for :meth:`load`.
 
         Returns:
             The object, with a :class:`~shardckpt.archive.lazy_tensors.LazyTensor` for each tensor.

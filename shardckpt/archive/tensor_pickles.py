@@ -45,7 +45,7 @@ class Storage(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """How a tensor lies in its storage; checked to lie inside it.
+    """A tensor's layout in its storage, checked to lie inside it.
 
     Attributes:
         storage: The storage.
@@ -101,7 +101,6 @@ class TensorRebuilder:
     """Checked replacements for the functions that torch's pickles call to rebuild tensors.
 
     Args:
-        memory: Returns the bytes of a storage.
         nested: Loads an archive that the pickle holds as bytes.
     """
 
@@ -175,7 +174,6 @@ def resolve_lazy_view(tensor: torch.Tensor, lazy: frozenset[str]) -> torch.Tenso
     """Compute the values of a lazy view.
 
     Args:
-        tensor: The values that are stored.
         lazy: The bits of the view: ``conj``, ``neg`` or both.
 
     Returns:

@@ -65,7 +65,6 @@ def make_refusal(asks: str, names: Sequence[str], places: str = "") -> UnsafePic
 
     Args:
         asks: What the text begins with: what asks for them.
-        names: Each as ``"module.name"``.
         places: Where they are, a line for each place, instead of the names alone.
     """
     if hostile := [name for name in names if _runs_code(name)]:
@@ -323,10 +322,6 @@ class _Collector(_ObjectUnpickler):
 def load_metadata(data: bytes, source: str) -> Any:
     """Unpickle a ``.metadata`` file, or another index that is a pickle of plain data.
 
-    Args:
-        data: The bytes of the file.
-        source: Its path, for errors.
-
     Returns:
             For ``.metadata``, a record with the attributes of DCP's ``Metadata``; records in place of all its classes.
         Types and values are not checked.
@@ -349,10 +344,7 @@ def load_object(
     """Return the object of the pickle in a ``torch.save`` archive.
 
     Args:
-        data: The pickle.
-        source: The archive's name, for errors.
         torch_global: Returns the function that rebuilds tensors, by (module, name), or None.
-        storage: Turns a persistent id into a storage.
         allow_globals: Classes and functions that the caller allows, in addition to those that the user registered by
             ``torch.serialization.add_safe_globals``; each by itself, or as (class or function, "module.name").
     """

@@ -62,8 +62,6 @@ def make_frame(dtype: torch.dtype, shape: tuple[int, ...], position: int, addres
     """Make the frame of an archive that will hold a contiguous tensor, for a position in a file.
 
     Args:
-        dtype: The tensor's dtype.
-        shape: Its shape.
         position: Where the archive will begin in its file, in bytes. The payload is aligned to 64 bytes of the file.
         address: Address of the tensor's memory. A payload of 1 MiB or more gets the same offset in its page of the file
             as in its page of memory, so that direct I/O can write the pages without copying them.
@@ -82,8 +80,6 @@ def make_frame_of_length(dtype: torch.dtype, shape: tuple[int, ...], length: int
     """Make the frame of an archive of a known length: the inverse of :func:`make_frame`, without the position.
 
     Args:
-        dtype: The tensor's dtype.
-        shape: Its shape.
         length: Size of the archive with its payload, in bytes.
 
     Returns:
@@ -208,7 +204,7 @@ def _local_header(member: _Member, extra: bytes) -> bytes:
 
 
 def _common_fields(member: _Member, extra: bytes) -> tuple[int, ...]:
-    """Return the fields of a member's local header, all of which its directory entry repeats."""
+    """Return the fields of a member's local header, all repeated by its directory entry."""
     size = min(member.size, _MAX32)  # the largest value says: see the zip64 field
     version = 20 if size < _MAX32 else 45
     return version, 0, 0, 0, _DATE, member.crc, size, size, len(member.name), len(extra)

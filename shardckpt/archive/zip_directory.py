@@ -28,7 +28,7 @@ _TAIL_SIZES = (1024, 4096, _END.size + 0xFFFF)
 
 
 class Member(NamedTuple):
-    """Where the bytes of a zip member are in the archive.
+    """The location of a zip member's bytes in the archive.
 
     Attributes:
         offset: Of its first byte.

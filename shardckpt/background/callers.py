@@ -39,7 +39,7 @@ class TemporalAsyncCaller(AsyncCaller):
     def schedule_async_call(self, request: AsyncRequest) -> Future[Any]:
         """Start a thread that runs ``async_fn``, and return the Future of its result or error."""
         future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()  # so nobody can cancel it: the thread sets its result in any case
+        future.set_running_or_notify_cancel()  # so it cannot be cancelled: the thread sets its result in any case
         thread = threading.Thread(target=_run, args=(request, future), name="shardckpt-background")
         thread.start()
         self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]

@@ -60,7 +60,7 @@ _Run = tuple[int, int, int]  # number of the first tensor, its address, number o
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tensors lie in a buffer.
+    """The places of tensors in a buffer.
 
     Numbers are in arrays, which are pickled and compared faster than lists.
 
@@ -88,12 +88,12 @@ class Layout:
 
     @cached_property
     def small_starts(self) -> list[int]:
-        """Where each small tensor begins."""
+        """The offset of each small tensor."""
         return [self.offsets[number] for number in self.small]
 
     @cached_property
     def small_ends(self) -> list[int]:
-        """Where each ends."""
+        """The offset behind each small tensor."""
         return [self.ends[number] for number in self.small]
 
     @cached_property
@@ -286,13 +286,13 @@ class Copies:
 
 
 class _Facts(NamedTuple):
-    """What is asked of all tensors.
+    """The properties of all tensors that a copy asks for.
 
     Attributes:
         counts: The number of elements of each.
         dtypes: The dtype of each.
         on_host: Whether each is on the CPU.
-        addresses: Where each begins; None if one has no address, or nobody asked.
+        addresses: Where each begins; None if one has no address, or none was asked for.
         are_contiguous: Whether all are, which only those with addresses are asked; None if they were not.
     """
 
@@ -337,9 +337,6 @@ class RunFinder:
     """Finds small tensors that lie side by side in memory as their copies do in the buffer.
 
     Save after save: the next tensors nearly always have the addresses of the last.
-
-    Args:
-        layout: Has the small tensors.
     """
 
     def __init__(self, layout: Layout) -> None:

@@ -27,7 +27,6 @@ def wait_for_all_ends(name: str, comm: Comm, group: dist.ProcessGroup | None) ->
 
     Args:
         name: Identifies what is to be finalized; the same on all ranks, used once.
-        comm: The ranks.
         group: The process group of ``comm``; None for the default one.
 
     Returns:

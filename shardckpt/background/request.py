@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class RequestFields(Protocol):
-    """What every library's request has: Megatron's, nvidia-resiliency-ext's, ours."""
+    """The common fields of every library's request: Megatron's, nvidia-resiliency-ext's, ours."""
 
     @property
     def async_fn(self) -> Callable[..., Any] | None:
@@ -153,7 +153,7 @@ class AsyncRequest(NamedTuple):
         is_committed = False
         try:
             with comm.collective_phase("saving in the background"):
-                if future.done():  # not done: another rank has failed, and nobody needs what this one writes
+                if future.done():  # not done: another rank has failed, and what this one writes is not needed
                     future.result()
             (most,) = comm.largest(len(self.finalize_fns))
             for number in range(most):

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class _Job(NamedTuple):
-    """What a rank needs to write, pickled for the worker process; ``url`` is ``""`` for a local checkpoint.
+    """A rank's input for a write, pickled for the worker process; ``url`` is ``""`` for a local checkpoint.
 
     ``total`` is the bytes to write, if a plugin asks for the progress, else 0; ``memory_budget`` is without the copy.
     """
@@ -62,7 +62,7 @@ class _Job(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """What a rank has written; pickled on the way back from the worker process."""
+    """A rank's result of a write, pickled on the way back from the worker process."""
 
     save_id: str
     written: WrittenFiles
@@ -175,7 +175,7 @@ _ending: SimpleQueue[threading.Thread] = SimpleQueue()
 
 
 def _end_dropped(transaction: Transaction, process: int) -> None:
-    """End a save that nobody finalizes, unless this is a forked child, which ends with a copy of it."""
+    """End a save that is not finalized, unless this is a forked child, which ends with a copy of it."""
     if os.getpid() != process:
         return
     thread = threading.Thread(target=_abort_dropped, args=(transaction,), name="shardckpt-dropped-save")
@@ -258,8 +258,6 @@ def _leave_for_writing(budget: int | None, prepared: PreparedSave, least: int) -
 
     Args:
         budget: The budget in bytes; None for none.
-        prepared: This rank's part of the save.
-        least: Bytes that writing takes at least.
 
     Raises:
         CheckpointingException: it is too small for the copy.

@@ -109,7 +109,6 @@ class StagingBufferPool:
         """Wait for a free buffer of at least ``nbytes`` bytes, and return it; :meth:`release` ends its use.
 
         Args:
-            nbytes: The bytes.
             most: How many buffers may be in use with this one, if they are fewer than the setting says.
         """
         limit = min(settings.staged_saves(), most or settings.staged_saves())

@@ -28,9 +28,7 @@ def append_tensor(file: FileWriter, tensor: torch.Tensor, key: str, head: bytes 
     """Append the values of a tensor to a file, row by row.
 
     Args:
-        file: The file.
         tensor: Any tensor that :func:`shardckpt.tensors.plain_cpu` accepts.
-        key: Its key, for errors.
         head: Bytes to put before the values, at most 64 KiB.
         tail: Bytes to put after them, at most 64 KiB.
 
@@ -60,9 +58,6 @@ def append_tensor(file: FileWriter, tensor: torch.Tensor, key: str, head: bytes 
 def cut_runs(sizes: Sequence[int]) -> Iterator[range]:
     """Cut the tensors of a file into runs for :func:`append_run`: small ones together, others alone.
 
-    Args:
-        sizes: The bytes that each takes in the file.
-
     Yields:
         The numbers of the tensors of each run.
     """
@@ -85,9 +80,6 @@ def append_run(
     """Append the values of tensors to a file, as :func:`append_tensor` appends those of each.
 
     Args:
-        file: The file.
-        tensors: The tensors of a run.
-        keys: Their keys, for errors.
         frames: The bytes to put before and after the values of each.
     """
     # A call for each small tensor takes several times as long as to copy it.

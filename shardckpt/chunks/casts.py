@@ -12,11 +12,6 @@ from shardckpt.errors import ShardingError
 def check_cast(key: str, stored: torch.dtype, requested: torch.dtype) -> None:
     """Check that torch can cast stored values to the requested dtype.
 
-    Args:
-        key: The tensor's key, for the error.
-        stored: The stored dtype.
-        requested: The destination's dtype.
-
     Raises:
         ShardingError: It cannot.
     """

@@ -62,11 +62,8 @@ def read_units(
     that do nothing else, while the calling thread reads the other items.
 
     Args:
-        reader: The checkpoint's files.
         units: Lists of items that one thread must read together, in order; those of one item are sorted by location.
-        locate: Returns where an item is.
         nbytes: Returns how many bytes of an item are read.
-        read: Reads an item.
         find_ranges: Called with the large items that are units of their own.
         entire: Chunks that are read, too.
 
@@ -105,7 +102,6 @@ class ReadAhead:
 
     Args:
         reader: Reads the file, and any range outside the group.
-        group: The small items.
     """
 
     def __init__(self, reader: CheckpointReader, group: CoalescedRead) -> None:
@@ -142,7 +138,6 @@ class ReadAhead:
 
         Args:
             offset: Of the first byte in the file; the bytes are within what :meth:`view` returned.
-            target: Gets as many bytes as it has.
         """
         ctypes.memmove(target.data_ptr(), self._address + offset - self._start, target.nbytes)
 

@@ -122,9 +122,6 @@ class NeighbourRead:
     """Runs of small chunks, which one thread reads at once into a buffer and copies to their places.
 
     Args:
-        chunks: All chunks.
-        runs: All runs.
-        low: The first of the runs to read.
         high: The run after the last one.
     """
 

@@ -18,11 +18,7 @@ def count_files(requested: int | None, nbytes: int, directory: Path | None) -> i
 
     Args:
         requested: What the caller has requested; None: to be chosen.
-        nbytes: Bytes to write.
         directory: Where; None if nothing is written.
-
-    Returns:
-        A number from 1 on.
     """
     most = nbytes // _MIN_FILE_BYTES
     return requested or (1 if most <= 1 or directory is None else min(most, count_parallel_files(directory)))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sources:
-    """Where the values of boxes come from.
+    """The source of the values of boxes.
 
     Attributes:
         shards: The shard of each box, by its position among the rank's.
@@ -53,7 +53,7 @@ class LocalItems:
     """The items that a rank stores.
 
     Attributes:
-        keys: The keys of the tensors of which it stores a part.
+        keys: The keys of the tensors that it stores parts of.
         dtypes: Their dtypes.
         shapes: Their global shapes.
         boxes: The boxes that it stores.
@@ -88,10 +88,6 @@ def view_tensors(sources: Sources, shards: Sequence[Any]) -> list[torch.Tensor]:
 
 def collect_items(shards: Sequence[ShardedBase], left_out: Collection[str] = ()) -> LocalItems:
     """Return the items of the main replicas among a rank's shards; their tensors are views, not copies.
-
-    Args:
-        shards: The rank's shards.
-        left_out: Keys of tensors that are not stored.
 
     Returns:
         The items, with tensors in the order of the shards and of their parts.

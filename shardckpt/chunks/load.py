@@ -200,8 +200,6 @@ def read_targets(reads: Sequence[ReadT], read: Callable[[ReadT], None], reader: 
 
     Args:
         reads: What to read, each with its target, in the order of the files.
-        read: Fills one.
-        reader: Has the threads.
     """
     # these have streams of their own: work of the caller's that uses the destinations must be done
     synchronize_devices(each.target for each in reads)

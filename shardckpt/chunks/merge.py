@@ -41,7 +41,7 @@ class LocalPlan(NamedTuple):
 
 
 class MergedPlan(NamedTuple):
-    """What all ranks store. A tensor's number is its position in ``keys``.
+    """The items that all ranks store. A tensor's number is its position in ``keys``.
 
     Attributes:
         keys: The keys of the tensors.

@@ -30,7 +30,7 @@ _DIGEST = "specs"
 
 
 class OwnedParts(NamedTuple):
-    """What this rank has merged.
+    """The result of this rank's merge.
 
     Attributes:
         parts: The tensors and boxes of the parts that it owns, by the number of the part. Those without tensors are not
@@ -46,9 +46,7 @@ def merge_by_owners(plan: LocalPlan, count: int, comm: Comm) -> OwnedParts:
     """Collective: merge the plans of all ranks in parts, each on the rank that owns it.
 
     Args:
-        plan: This rank's plan.
         count: Number of parts, at least 1, the same on all ranks. A rank may own several.
-        comm: The ranks that save together.
 
     Returns:
         What this rank has merged.
@@ -96,10 +94,6 @@ def pack_file_counts(plans: Sequence[LocalPlan]) -> bytes:
 class SpecsByPart:
     """The tensors of a rank, by the part that they are in.
 
-    Args:
-        packed: Their packed specs, as in :class:`shardckpt.storage.PackedShards`.
-        count: Number of parts.
-
     Attributes:
         owners: int64 of shape (tensors,): the part of each.
         numbers: The numbers of the tensors of each part.
@@ -131,12 +125,10 @@ def route_rows(plan: LocalPlan, first_file: int, specs: SpecsByPart) -> dict[int
     """Return what a rank stores of each part: the boxes, their locations and keys of objects, as packed columns.
 
     Args:
-        plan: The rank's plan.
         first_file: The number of its first file among those of all ranks.
-        specs: Its tensors by part.
 
     Returns:
-        A message for each part of which the rank has boxes or objects, by the number of the part.
+        A message for each part with boxes or objects of the rank, by the number of the part.
     """
     columns = Columns(plan.locations, _SOURCE)
     table, objects = plan.stored.rows()
@@ -177,7 +169,7 @@ def answer(question: bytes, specs: SpecsByPart) -> bytes:
 
 
 class PartMerge:
-    """What an owner has received.
+    """The messages that an owner has received.
 
     Args:
         messages: The rows of its parts, by the rank that sent them.
@@ -202,9 +194,6 @@ class PartMerge:
 
     def merge(self, answers: Mapping[int, bytes]) -> dict[int, MergedPlan]:
         """Return the tensors and boxes of each part that has tensors.
-
-        Args:
-            answers: What the ranks have answered.
 
         Returns:
             What all ranks store of each part, by the number of the part; without files and locations of objects.

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 def make_finder(key: str, boxes: Sequence[Box]) -> BoxFinder:
     """Return a finder of the stored boxes of a tensor.
 
-    Args:
-        key: The tensor's key, for the error.
-        boxes: Its boxes.
-
     Returns:
         A finder; it numbers the boxes in their order.
 
@@ -38,7 +34,6 @@ def match_parts(shard: ShardedTensor, finder: BoxFinder) -> dict[FlatPart, list[
 
     Args:
         shard: Of any kind; with ``allow_shape_mismatch`` elements may be missing.
-        finder: The stored boxes of its tensor.
 
     Returns:
         For each part the numbers of the boxes, each with the box of the common elements.

@@ -42,8 +42,6 @@ class Region(NamedTuple):
 
         Args:
             payload: Where the payload of the chunk's item begins in the file, in bytes.
-            dtype: The stored dtype.
-            key: The tensor's key, for errors.
         """
         chunk = self.chunk
         first = payload + chunk.first * dtype.itemsize

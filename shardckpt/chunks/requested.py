@@ -1,4 +1,4 @@
-"""Match requested tensors with stored chunks: which elements of which chunk go where."""
+"""Match requested tensors with stored chunks: the elements of each chunk, and their destinations."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ class RequestedTensors:
 
     Args:
         shards: The shards; the core has compared their dtypes with the stored ones.
-        index: What is stored.
         reader: The checkpoint's files, whose sizes are compared with what the index claims.
 
     Raises:
@@ -160,7 +159,6 @@ class _FewShards:
     """A few shards, each a part of one stored chunk, as those of most slices: matched without a column.
 
     Args:
-        shards: The shards.
         specs: The place of each one's tensor among the requested ones.
         parts: The chunk that has each, and where the shard begins in it.
     """
@@ -192,12 +190,6 @@ class _FewShards:
 class _MatchedShards:
     """Shards that are boxes of stored tensors of the same global shape, matched by columns.
 
-    Args:
-        shards: The shards.
-        requested: Their boxes.
-        chunks: Their chunks.
-        bounds: Where those of each tensor begin.
-
     Attributes:
         uncovered: Those of the shards whose elements are not all stored exactly once.
     """
@@ -223,9 +215,6 @@ class _MatchedShards:
         """Take out the regions that are entire chunks, and fill shards as the files have them; see the base.
 
         Args:
-            files: The names of the files.
-            keys: The keys of the tensors in the index.
-            dtypes: Their dtypes.
             numbers: int64: the number of each tensor in the index.
 
         Returns:
@@ -273,12 +262,7 @@ class _MatchedShards:
                 shard.init_data("cpu")
 
     def regions(self, files: Sequence[str], numbers: Sequence[int]) -> list[Region]:
-        """Return the regions to read; shards without data get CPU memory.
-
-        Args:
-            files: The names of the files.
-            numbers: The number of each tensor in the index.
-        """
+        """Return the regions to read; shards without data get CPU memory."""
         self._allocate()
         found = self._found
         stored = self._chunks.box.rows(found.stored)
@@ -305,15 +289,7 @@ class _MatchedShards:
 
 
 class _OtherShard:
-    """A shard that is matched box by box.
-
-    Args:
-        shard: The shard.
-        number: The number of its tensor.
-        finder: The boxes of the tensor.
-        chunks: Its chunks, in the same order.
-        dtype: Its stored dtype.
-    """
+    """A shard that is matched box by box."""
 
     def __init__(
         self, shard: ShardedTensor, number: int, finder: BoxFinder, chunks: list[Chunk], dtype: torch.dtype
@@ -378,11 +354,7 @@ def _match_few(
     """Match shards that are boxes of stored tensors of the same global shape, if they are few.
 
     Args:
-        shards: The shards.
         specs: The place of each one's tensor among the requested ones.
-        chunks: The chunks of these.
-        bounds: Where those of each tensor begin.
-        files: The names of the files.
 
     Returns:
         None if they are many, or one is not a part of one chunk that shares no element with another.

@@ -38,7 +38,7 @@ ObjectT = TypeVar("ObjectT")
 
 @dataclass(frozen=True)
 class GlobalFiles(Generic[IndexT]):
-    """What only the main rank writes: the index and the common state.
+    """The part that only the main rank writes: the index and the common state.
 
     Attributes:
         index: What all ranks store, as the format describes it.
@@ -80,7 +80,7 @@ class ChunkWork(ABC, Generic[IndexT, ObjectT]):
         keys: Their keys.
         objects: The encoded objects, by unique key.
         aliases: Further keys of stored tensors, and the key by which each is stored; the same on every rank.
-        stored: The boxes of the tensors, in the same order, and the objects; None if nobody asks what was stored.
+        stored: The boxes of the tensors, in the same order, and the objects; None if the caller needs none.
         global_files: The files that only the main rank writes; None on the others.
         planned: The pickle of the fields that are not of one save alone (:attr:`own_fields`), for all works of a plan.
     """
@@ -133,9 +133,7 @@ class ChunkWork(ABC, Generic[IndexT, ObjectT]):
         """Report the shards that the files hold, so that the commit notices what a subclass has taken out of them.
 
         Args:
-            writer: Has written them.
             positions: The written tensors, by their positions in ``tensors``, in ascending order.
-            objects: The unique keys of the written objects.
         """
         if self.stored is None:
             return
@@ -217,7 +215,7 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
 
     @property
     def plan_cache_key(self) -> Hashable:
-        """What the plan depends on, in addition to the shards: the class and its options."""
+        """The key of the plan besides the shards: the class and its options."""
         return type(self), self._main_only, self._files
 
     @abstractmethod

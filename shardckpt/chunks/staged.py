@@ -26,9 +26,6 @@ class StagedDestination:
     threads. Then the destination is filled from it. If an item fails, the destination stays as it was.
 
     Args:
-        shard: The ShardedTensor.
-        destination: Its ``data``.
-        items: How many items it is read by.
         keeps: Whether elements that no item has keep their values.
     """
 
@@ -93,9 +90,6 @@ def check_no_partial_overlap(shards: Iterable[ShardedTensor]) -> None:
     """Refuse destinations that are views of one quantized tensor.
 
     The scales of the tensor belong to all of its views: to quantize one changes the values of the others.
-
-    Args:
-        shards: The shards with quantized destinations.
 
     Raises:
         ShardingError: Two destinations share some of their memory, but not all of it.

@@ -1,4 +1,4 @@
-"""What a checkpoint stores of tensors, as columns: the boxes of each tensor, and the items of files that hold them."""
+"""The stored tensors of a checkpoint, as columns: the boxes of each tensor, and the items of files that hold them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardckpt.distributed import Comm
     from shardckpt.mapping import ShardedBase
 
-#: The class of a key of which a rank has no shard.
+#: The class of a key without a shard on a rank.
 _ABSENT = -1
 
 
@@ -60,11 +60,6 @@ def agree_on_aliases(ties: list[tuple[str, ...]], shards: Sequence[ShardedBase],
     """Collective: return for each tied key that need not be stored the one that is, the same on every rank.
 
     Keys are tied if each rank that has a shard of one of them has the same boxes of the others, in the same memory.
-
-    Args:
-        ties: What :meth:`TieFinder.find` returned on this rank.
-        shards: This rank's shards.
-        comm: The ranks that save.
 
     Returns:
         The stored key, the first of its group in the order of the alphabet, by each of the others.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import os
 import sys
 import warnings
@@ -74,6 +75,10 @@ def _run(given: Sequence[str]) -> int:
     # options before the verb take no values: for a verb of ours neither the others nor the plugins are imported
     verb = next((word for word in given if not word.startswith("-")), "")
     parser, verbs = _make_parser(verb)
+    before = [*itertools.takewhile(lambda word: word != verb, given)]
+    if verb and (own := [word for word in before if word not in parser._option_string_actions]):  # noqa: SLF001 - argparse offers no other
+        rest = " ".join([*given[len(before) + 1 :], *own])
+        parser.error(f"options of a verb stand behind it: shardckpt {verb} {rest}")
     if verb and verb not in verbs:
         near = f"did you mean {_OTHERS[verb]}? " if verb in _OTHERS else ask_nearest(verb, verbs)
         parser.error(f"there is no verb {verb!r} ({near}verbs: {listed(sorted(verbs), limit=len(verbs))})")

@@ -20,7 +20,7 @@ def measure(text: str) -> int:
 
 
 def measure_widest(texts: Collection[str]) -> int:
-    """Return the cells of the widest of some texts, of which there may be 100,000."""
+    """Return the cells of the widest of some texts, up to 100,000."""
     return max(map(len if all(map(str.isascii, texts)) else measure, texts))
 
 
@@ -30,7 +30,7 @@ def pad(text: str, width: int) -> str:
 
 
 def pad_all(texts: Sequence[str], width: int) -> Iterator[str]:
-    """Yield each of some texts, of which there may be 100,000, as :func:`pad` returns it."""
+    """Yield each of some texts, up to 100,000, as :func:`pad` returns it."""
     return map(str.ljust if all(map(str.isascii, texts)) else pad, texts, repeat(width))
 
 
@@ -47,7 +47,7 @@ def cut(text: str, most: int) -> str:
 
 
 def cut_middle(text: str, most: int, gap: str = "...") -> str:
-    """Return a text of at most so many cells: of a longer one both ends, the end of which tells names apart."""
+    """Return a text of at most so many cells: of a longer one both ends, since names differ in the end."""
     if measure(text) <= most:
         return text
     tail = (most - len(gap)) * 2 // 3
@@ -61,8 +61,6 @@ def wrap(text: str, most: int, first: int = 0) -> list[str]:
     such as JSON or a path, is not broken: a line has it alone.
 
     Args:
-        text: The text.
-        most: Cells of a line.
         first: Cells of the first line, by default as many; of a shorter one that has no room for the first word, none.
     """
     parts = text.split("`")

@@ -94,6 +94,8 @@ def _check(file: str, section: str) -> Output:
     from shardckpt.errors import ConfigurationError, format_many, name_known
     from shardckpt.huggingface import find_code
     from shardckpt.manager import find_faults
+    from shardckpt.settings import list_variables
+    from shardckpt.storage import mask_password
 
     given = _read(file)
     for name in filter(None, section.split(".")):
@@ -102,7 +104,8 @@ def _check(file: str, section: str) -> Output:
         if name not in tables:
             raise ConfigurationError(f"{file} has no section {name!r} {name_known(name, tables, 'sections')}")
         given = tables[name]
-    if faults := find_faults(given):
+    wrong = [each for each in map(_look_further, list_variables()) if each.is_wrong]
+    if faults := [*find_faults(given), *(f"{each.name}={each.value}: {each.text}" for each in wrong)]:
         lines = "".join(f"\n  {fault}" for fault in faults)
         if not section and isinstance(given, dict) and any(isinstance(value, dict) for value in given.values()):
             lines += "\n(where the settings are a table of the file: --section NAME)"
@@ -111,6 +114,8 @@ def _check(file: str, section: str) -> Output:
     code = find_code(given.get("hf_mapping") or "")
     not_run = [str(code)] if code else []
     words = [f"hf_mapping: {path} is code, and was not run: a training runs it at its start" for path in not_run]
+    if given.get("links") and "://" in str(folder := given.get("folder", "")):
+        words.append(f"links: {mask_password(str(folder))} is on a store, which has none")
     return Output(lambda: {"file": file, "settings": given, "not_run": not_run}, lambda: [text, *words])
 
 
@@ -142,7 +147,7 @@ def _parse_yaml(text: str) -> Any:
     """Return what a text of YAML has.
 
     Raises:
-        ValueError: A mapping has a key twice, of which PyYAML takes the last.
+        ValueError: A mapping has a key twice: PyYAML takes the last.
     """
     import yaml  # type: ignore[import-untyped]
 

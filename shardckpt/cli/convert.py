@@ -230,7 +230,6 @@ def describe_conversion(report: ConversionReport, target: str, how: str = "", *,
     """Return the lines about what was written, and what not.
 
     Args:
-        report: What was done.
         target: Where it was written, as the caller calls it.
         how: What was done, if it was no plain conversion.
         verbose: Whether the proof is a line for each tensor, too.

@@ -134,7 +134,7 @@ def _describe(report: DiffReport, options: Any) -> list[str]:
 
 
 def _fold_values(report: ObjectReport) -> list[tuple[str, ...]]:
-    """Return the rows of values, with one for each outermost list or dict of which many places differ."""
+    """Return the rows of values, with one for each outermost list or dict that differs in many places."""
     within = {
         key: [key[:at] for at, letter in enumerate(key) if letter == "[" and key[:at] in report.containers]
         for key, *_ in report.differences
@@ -164,7 +164,7 @@ def _find_style(kind: str) -> Style:
 
 
 def _advise_names(report: DiffReport, options: Any) -> str:
-    """Return which call compares checkpoints of which no tensor has its name in both; ``""`` if some have."""
+    """Return the call that compares checkpoints without a common name of a tensor; ``""`` if there is one."""
     # the shape behind the dtype, which a cast changes
     shapes = [
         {

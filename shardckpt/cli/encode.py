@@ -12,12 +12,7 @@ class Rows(list[dict[str, Any]]):
 
 
 def encode_json(value: Any, *, indent: int | None = None) -> str:
-    """Return an answer as JSON in ASCII; see :func:`make_plain`.
-
-    Args:
-        value: The answer.
-        indent: As for :func:`json.dumps`.
-    """
+    """Return an answer as JSON in ASCII; see :func:`make_plain`."""
     return json.dumps(make_plain(value), indent=indent, allow_nan=False)
 
 

@@ -1,4 +1,4 @@
-"""What the command prints after an error."""
+"""Print an error of the command."""
 
 from __future__ import annotations
 
@@ -116,8 +116,11 @@ def _advise_of_damage(error: CheckpointingException, options: argparse.Namespace
     """Return how the rest is written where bytes are missing or damaged; ``""`` for other errors."""
     from shardckpt.engine import is_damage
 
-    if getattr(options, "skip_damaged", True) or not is_damage(error):
+    only_reads = hasattr(options, "reads") and not hasattr(options, "writes")
+    if getattr(options, "skip_damaged", not only_reads) or not is_damage(error):
         return ""
+    if only_reads:  # of several, the error says which
+        return "\nIf bytes are damaged, `shardckpt convert PATH NEW --skip-damaged` writes the rest of it"
     return "\nIf what is read is at fault, --skip-damaged writes the rest, and names what is missing"
 
 

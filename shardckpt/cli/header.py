@@ -1,4 +1,4 @@
-"""What is known of a checkpoint as a whole."""
+"""Describe a checkpoint as a whole."""
 
 from __future__ import annotations
 
@@ -12,15 +12,10 @@ if TYPE_CHECKING:
 
 
 def read_header(checkpoint: StoredCheckpoint | PlainRecord, place: Path) -> dict[str, Any]:
-    """Return what is known of the checkpoint as a whole; None for what is not.
-
-    Args:
-        checkpoint: The checkpoint, or its record.
-        place: Where it is.
-    """
+    """Return what is known of the checkpoint as a whole; None for what is not."""
     from shardckpt.engine import find_save_time, measure
     from shardckpt.manager import read_metrics
-    from shardckpt.manifest import PlainRecord
+    from shardckpt.manifest import PlainRecord, count_rescued
 
     record = checkpoint if isinstance(checkpoint, PlainRecord) else checkpoint.record
     parent, step = checkpoint.lineage
@@ -31,6 +26,9 @@ def read_header(checkpoint: StoredCheckpoint | PlainRecord, place: Path) -> dict
         "parent": parent,
         "step": step,
         "metrics": {} if record is None else read_metrics(record.content_metadata),
+        "rescued": count_rescued(checkpoint.content_metadata)
+        if isinstance(checkpoint, PlainRecord)
+        else checkpoint.rescued,
         "writer": None if record is None else record.writer,
         "library": _find_library(checkpoint, place),
         "ranks": None if record is None else record.world_size,

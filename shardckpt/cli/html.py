@@ -23,11 +23,7 @@ def write_checkpoint_page(
     """Write the page of a checkpoint; return how large it is.
 
     Args:
-        checkpoint: The open checkpoint.
         directory: How the caller names it.
-        prefix: Only keys that begin with it.
-        target: The page's file.
-        with_values: Whether all values are read, for norms.
 
     Raises:
         KeyMismatchError: No key begins with the prefix.
@@ -55,10 +51,6 @@ def write_checkpoint_page(
 
 def write_difference_page(report: DiffReport, options: Any) -> str:
     """Write the page of two checkpoints; return what to print.
-
-    Args:
-        report: What differs.
-        options: Those of ``diff``.
 
     Raises:
         CheckpointingException: One of them cannot be read, or the page cannot be written.

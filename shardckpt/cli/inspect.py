@@ -1,6 +1,6 @@
 """Print who wrote a checkpoint, its id, parent, step and metrics, and a row for each tensor, object and common value.
 
-With KEY[0:4, ...] in place of a prefix: statistics and values of that region, of which any part is read at a time.
+With KEY[0:4, ...] in place of a prefix: statistics and values of that region, read part by part.
 With common, or the name of a part of the common state (args.lr): its value.
 Files that are missing or too short are named, and the exit code is 1. Where nothing can be listed, as of a folder of
 the Hub without one of its files, it is an error: 2 (convert --skip-damaged writes the rest). Bytes of files are not
@@ -96,7 +96,9 @@ def run(options: Any) -> Output:
         with pause_gc():  # rows of 100,000 tensors all stay
             return retry_if_replaced(lambda: _inspect(options), options.directory)
     except CheckpointingException as exc:
-        raise _name_verdict(exc, options.directory) from exc
+        if (error := _name_verdict(exc, options.directory)) is exc:  # no error is its own cause
+            raise
+        raise error from exc
 
 
 def _name_verdict(error: CheckpointingException, path: str) -> CheckpointingException:
@@ -132,7 +134,6 @@ def _inspect_open(options: Any, lost: str = "") -> Output:
     """Do the same by the strategy that reads the checkpoint, which needs torch.
 
     Args:
-        options: Of the command.
         lost: That it has lost its ``metadata.json``, and what to do about that; ``""``: it must have it.
     """
     from shardckpt.cli.html import write_checkpoint_page
@@ -225,7 +226,7 @@ def _show(found: _Found, options: Any) -> Output:
 
 
 class _Form(NamedTuple):
-    """What many of the tensors have in common."""
+    """The common properties of many tensors."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -254,7 +255,7 @@ class _Tensors(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What is known of a checkpoint; of one prefix, without the common state."""
+    """The description of a checkpoint; of one prefix, without the common state."""
 
     directory: str
     prefix: str
@@ -359,9 +360,10 @@ def _describe(found: _Found, options: Any) -> list[str]:
     summary += _sum_dtypes(found)
     if tensors.keys == [found.prefix] and not options.tree:
         summary += f"; its values: {found.prefix}[], a region: {found.prefix}[0:4, ...]"
+    rescued = [f"rescued: {format_many(header['rescued'], 'key')} left out as damaged"] if header["rescued"] else []
     faults = [f"the common state cannot be read: {found.fault}"] if found.fault else []
     shown = {*tensors.keys, *found.objects, *found.common}
-    head = map(escape_text, (title, _describe_writer(header)))
+    head = map(escape_text, (title, _describe_writer(header), *rescued))
     if found.statistics is not None:
         forms = [tensors.forms[number] for number in tensors.numbers]
         rows = [

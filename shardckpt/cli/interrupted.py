@@ -1,4 +1,4 @@
-"""What Ctrl-C has left of a verb."""
+"""Say what a verb had done when it was interrupted by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def find_published(options: argparse.Namespace, before: object) -> str:
     """Return DST, if an interrupted verb has given it its name already, so that it is complete; else ``""``.
 
     Args:
-        options: Those of the verb.
         before: What :func:`identify_target` has returned before the verb ran.
     """
     return find_target(options) if identify_target(options) not in (None, before) else ""

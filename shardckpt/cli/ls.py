@@ -138,8 +138,6 @@ def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: 
     """Return a line for a folder, and for each folder of checkpoints in it, where killed saves have left something.
 
     Args:
-        folder: The folder, a directory or URL.
-        found: The summaries of what is in it.
         inside: The real paths of other folders in it that have leftovers.
     """
     from shardckpt.cli.amounts import format_bytes
@@ -274,18 +272,19 @@ def _name_writer(found: CheckpointSummary) -> str:
 
 
 def _find_writer(found: Sequence[CheckpointSummary]) -> str:
-    """Return who wrote all that is there; ``""`` if several did, or nobody knows."""
+    """Return who wrote all that is there; ``""`` if several did, or it is unknown."""
     writers = {_name_writer(each) for each in found} - {"-"}
     return writers.pop() if len(writers) == 1 else ""
 
 
 def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the cells before the metric and the writer, and those behind them."""
-    from shardckpt.cli.amounts import format_bytes, format_seconds
+    from shardckpt.cli.amounts import format_bytes, format_many, format_seconds
 
     failed, mark = ([found.mark], []) if found.has_failed else ([], [found.mark])
     names = failed if failed and found.state == "whole" else [*failed, _name_state(found)]  # its sizes alone are right
-    state, reason = ", ".join((*names, *found.links)), found.reason.removeprefix("is ")
+    rescued = [f"rescued: {format_many(found.rescued, 'key')} left out"] if found.rescued else []
+    state, reason = ", ".join((*names, *rescued, *found.links)), found.reason.removeprefix("is ")
     state = reason if found.inside or found.is_refused else f"{state}: {reason}" if reason else state
     cells = (
         found.name,

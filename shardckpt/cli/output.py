@@ -1,4 +1,4 @@
-"""What the command prints: the answers of its verbs, as text or JSON, in the one place that writes to the terminal.
+"""Print the command's output: the answers of its verbs, as text or JSON, in the one place that writes to the terminal.
 
 Keys, names of files, labels and errors come from files that anybody may have written. None of them moves the cursor,
 erases a line or turns the direction of text: what is no printable character is shown by its escape.
@@ -26,7 +26,7 @@ _STREAMS = ("stdin", "stdout", "stderr")
 
 
 class Output(NamedTuple):
-    """The answer of a verb, of which one form is made: text, or with ``--json`` JSON.
+    """The answer of a verb, made in one form: text, or with ``--json`` JSON.
 
     Attributes:
         data: Returns all of it, for JSON: dataclasses, named tuples, dicts, lists, texts and numbers.

@@ -1,4 +1,4 @@
-"""What long verbs show while they run."""
+"""Show the progress of long verbs."""
 
 from shardckpt.engine import show_progress
 

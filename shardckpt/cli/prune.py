@@ -5,7 +5,9 @@ of objects that it had not sent to the end (S3, with s3fs).
 
 With --keep-latest, --keep-every, --keep-near, --keep-hours, --keep-best or --keep-verified also the checkpoints of
 steps that none of these keeps, as a CheckpointManager does: only complete ones, never the newest or the newest verified
-one. What a living process may use is kept, and so is what may be the only copy of a checkpoint; its row says why.
+one. Any directory counts that ls calls whole, whoever wrote it: DCP, Megatron, transformers' Trainer, DeepSpeed. Files
+such as step_100.pt do not: these are named, and left. What a living process may use is kept, and so is what may be the
+only copy of a checkpoint; its row says why.
 
 With --damaged the steps that ls calls damaged or incomplete, or that are marked as failed: alone, or beside options
 that keep steps, which then do not count these. One that was written to within the last hour (--older-than) is kept,
@@ -18,9 +20,10 @@ one, until one is intact, which is kept; with --damaged, too, all of them are re
 A metric that no step has, and a --keep-step that is not there, are errors, and nothing is removed.
 A checkpoint that has nothing beside it is one, too: its folder was meant.
 
-With -r each folder below PATH that has steps, or only what killed saves have left, is pruned by itself; what is an
-error for one of them is one for all, before anything is removed; with --skip-errors that folder alone is left as it
-was, and the exit code is 2. Links in PATH to folders elsewhere are not followed.
+With -r each folder below PATH that has steps, or only what killed saves have left, is pruned by itself, as each of
+several PATHs is. What is an error for one of them is one for all, before anything is removed; with --skip-errors that
+folder alone is left as it was, and the exit code is 2. One whose steps lack the metric of --keep-best is left, named,
+and no error where another has it. Links in PATH to folders elsewhere are not followed.
 Exit code: 1 if --verify has found a damaged step; 2 if something could not be removed, or a folder was skipped.
 """
 
@@ -31,6 +34,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.cli.cells import cut, measure
+from shardckpt.cli.convert import add_verbose
 from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
 from shardckpt.cli.folders import refuse_checkpoint, refuse_lost_link
 from shardckpt.cli.output import Output
@@ -41,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from shardckpt.engine import PruneResult
-    from shardckpt.manager import CheckpointSummary, Mark, StepResult
+    from shardckpt.manager import CheckpointSummary, Mark, StepResult, UnknownMetricError
 
 #: Terminal cells of the name of what goes, at most: those of staging directories have two ids.
 _LONGEST_NAME = 50
@@ -52,7 +56,9 @@ def add(verbs: Any) -> None:
     parser = verbs.add_parser(
         "prune", help="remove what killed saves have left, and steps that are not kept", description=__doc__
     )
-    parser.add_argument("path", nargs="?", help="a folder of checkpoints, or one checkpoint: a directory or a URL")
+    parser.add_argument(
+        "paths", nargs="*", metavar="path", help="a folder of checkpoints, or one checkpoint: a directory or a URL"
+    )
     parser.add_argument(
         "-r",
         "--recursive",
@@ -62,7 +68,7 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--skip-errors",
         action="store_true",
-        help="with -r: prune the other folders where an option is an error for one, such as a metric that it lacks",
+        help="of several folders: prune the others where an option is an error for one, such as a step that it lacks",
     )
     parser.add_argument(
         "--spool",
@@ -118,6 +124,7 @@ def add(verbs: Any) -> None:
         "`shardckpt verify --mark` does, but with --dry-run; a step that is marked is not read again",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
+    add_verbose(parser, "with --damaged alone, name the sound steps, too")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -127,24 +134,48 @@ def run(options: Any) -> Output:
 
     policies = _make_policies(options)
     _refuse_wrong_calls(options, policies)
-    if options.path is not None:
-        refuse_lost_link(options.path)
-    folders, links = _list_runs(options)
-    folders, planned, skipped = _plan_all(folders, policies)
-    if _chooses_steps(options, policies) and not skipped and not any(planned):
-        refuse_checkpoint(options.path)
-        _refuse_folder_of_runs(options.path)
-    found = [_prune(each, policies, steps) for each, steps in zip(folders, planned, strict=True)]
-    verified, steps, leftovers = ([*chain.from_iterable(each)] for each in zip(*found, strict=True))
+    folders, links = _list_folders(options)
+    plan = _plan_all(folders, policies)
+    found = [_prune(each, policies, steps) for each, steps in zip(plan.folders, plan.steps, strict=True)]
+    verified, steps, leftovers = (
+        ([*chain.from_iterable(each)] for each in zip(*found, strict=True)) if found else ([], [], [])
+    )
     leftovers = [*{each.path: each for each in leftovers}.values()]  # what is beside a folder is in the one around it
     leftovers += _prune_spools(options)
-    if options.path is not None and not steps and not leftovers:
-        refuse_checkpoint(options.path)
-    unseen = "" if options.path is None else explain_unseen_uploads(options.path)
-    answer = Pruned(options.dry_run, verified, steps, leftovers, unseen, links, skipped)
+    for path in options.paths if not steps and not leftovers else []:
+        refuse_checkpoint(path)
+    unseen = "\n".join(filter(None, dict.fromkeys(map(explain_unseen_uploads, options.paths))))
+    files = [file for each in plan.folders if _chooses_steps(options, policies) for file in _find_files(each.path)]
+    answer = Pruned(options.dry_run, verified, steps, leftovers, unseen, links, plan.skipped, plan.lacking, files)
     return Output(
         lambda: answer._asdict() | {"freed": answer.freed}, lambda: _describe(answer, options, policies), answer.code
     )
+
+
+def _find_files(folder: str) -> list[str]:
+    """Return the files in a local folder that ls shows with a step, and that no policy counts."""
+    from shardckpt.engine import find_local
+    from shardckpt.maintenance import FILE_SUFFIXES
+    from shardckpt.manager import parse_step
+
+    place = find_local(folder)
+    if place is None or not place.is_dir():
+        return []
+    found = sorted(each for each in place.iterdir() if each.suffix in FILE_SUFFIXES and each.is_file())
+    return [f"{folder.rstrip('/')}/{each.name}" for each in found if parse_step(each.stem) is not None]
+
+
+def _list_folders(options: Any) -> tuple[list[argparse.Namespace], list[str]]:
+    """Return the options for each folder, once, and the links that were not followed; see :func:`_list_runs`."""
+    folders: dict[str, argparse.Namespace] = {}
+    unfollowed = []
+    for path in options.paths:
+        refuse_lost_link(path)
+        found, links = _list_runs(argparse.Namespace(**{**vars(options), "path": path}))
+        for each in found:
+            folders.setdefault(each.path.rstrip("/"), each)
+        unfollowed += links
+    return [*folders.values()], unfollowed
 
 
 def _list_runs(options: Any) -> tuple[list[argparse.Namespace], list[str]]:
@@ -192,43 +223,87 @@ def _describe_links(links: Sequence[str]) -> str:
     return f"not followed: {many} to other folders: {listed(links, limit=6)}" if links else ""
 
 
-def _plan_all(
-    folders: Sequence[argparse.Namespace], policies: Sequence[Any]
-) -> tuple[list[argparse.Namespace], list[list[StepResult]], list[Skipped]]:
-    """Return the folders to prune, what would become of the steps of each, and with --skip-errors those that are left.
+class Plan(NamedTuple):
+    """The folders to prune, what would become of the steps of each, and which are left.
+
+    Attributes:
+        folders: The options for each.
+        steps: Its steps.
+        skipped: Those left with --skip-errors.
+        lacking: Those left since no step has the metric of a --keep-best, which another folder has.
+    """
+
+    folders: list[argparse.Namespace]
+    steps: list[list[StepResult]]
+    skipped: list[Skipped]
+    lacking: list[Skipped]
+
+
+def _plan_all(folders: Sequence[argparse.Namespace], policies: Sequence[Any]) -> Plan:
+    """Return what is to be done, before anything is removed of any folder.
 
     Raises:
         CheckpointingException: What is asked for cannot be done in a folder, or with --skip-errors in none of them.
     """
     from shardckpt.cli.failure import print_error
+    from shardckpt.manager import UnknownMetricError
 
-    fit, planned, skipped = [], [], []
+    plan, unknown = Plan([], [], [], []), []
     for each in folders:
         try:
-            planned.append(_plan(each, policies))
-            fit.append(each)
-        except CheckpointingException as exc:  # noqa: PERF203 - before anything is removed of any folder
-            if not each.skip_errors or (each is folders[-1] and not fit):
+            plan.steps.append(_plan(each, policies, is_alone=len(folders) == 1))
+            plan.folders.append(each)
+        except UnknownMetricError as exc:  # noqa: PERF203 - another folder may have it
+            unknown.append(exc)
+            plan.lacking.append(Skipped(each.path, str(exc)))
+        except CheckpointingException as exc:
+            if not each.skip_errors or (each is folders[-1] and not plan.folders):
                 raise
             print_error(exc, each)
-            skipped.append(Skipped(each.path, str(exc)))
-    return fit, planned, skipped
+            plan.skipped.append(Skipped(each.path, str(exc)))
+    if unknown and not any(plan.steps):
+        raise _join(unknown)
+    if not plan.skipped:
+        _refuse_empty(plan, policies)
+    return plan
 
 
-def _plan(options: Any, policies: Sequence[Any]) -> list[StepResult]:
+def _join(errors: Sequence[UnknownMetricError]) -> CheckpointingException:
+    """Return the error of folders none of which has all metrics that are asked for; it names those of all."""
+    from shardckpt.manager import UnknownMetricError
+
+    known = {name for error in errors for name in error.known}
+    lacking = [error for error in errors if error.metric not in known]
+    return UnknownMetricError.make(lacking[0].metric, known) if lacking and len(errors) > 1 else errors[0]
+
+
+def _refuse_empty(plan: Plan, policies: Sequence[Any]) -> None:
+    """Raise if steps are asked for, and a folder that was given has none, or with -r none has."""
+    empty = [each for each, steps in zip(plan.folders, plan.steps, strict=True) if not steps]
+    for each in empty:
+        if _chooses_steps(each, policies) and not (each.recursive and any(plan.steps)):
+            refuse_checkpoint(each.path)
+            _refuse_folder_of_runs(each.path)
+
+
+def _plan(options: Any, policies: Sequence[Any], *, is_alone: bool) -> list[StepResult]:
     """Return what would become of the steps of one folder.
 
     Raises:
         CheckpointingException: A metric or step is not there that an option names.
     """
-    if options.path is None or not _chooses_steps(options, policies):
+    from shardckpt.engine import prune_leftovers
+
+    if not _chooses_steps(options, policies):
+        if not is_alone:
+            prune_leftovers(options.path, dry_run=True)  # the folder is there
         return []
     try:
         return _prune_steps(options, policies, dry_run=True)
     except CheckpointingException as exc:
         from shardckpt.distributed import replace_text
 
-        if not options.recursive:
+        if is_alone and not options.recursive:
             raise
         how = "" if options.skip_errors else "; --skip-errors prunes the other folders"
         raise replace_text(exc, f"{options.path}: {exc}{how}") from exc.__cause__
@@ -287,8 +362,6 @@ def _prune_leftovers(options: Any) -> list[PruneResult]:
     """Remove what killed saves have left in a folder, and return what became of it."""
     from shardckpt.engine import prune_leftovers
 
-    if options.path is None:
-        return []
     return prune_leftovers(options.path, _find_age(options), dry_run=options.dry_run)
 
 
@@ -307,14 +380,14 @@ def _find_age(options: Any) -> float | None:
 
 
 class Skipped(NamedTuple):
-    """A folder that was left as it is, since an option is an error there."""
+    """A folder that was left as it is, and why: the error of an option there."""
 
     path: str
     error: str
 
 
 class Pruned(NamedTuple):
-    """What was verified, removed and kept, or with ``--dry-run`` would be, and what was not looked at."""
+    """The steps that were verified, removed and kept, or with ``--dry-run`` would be, and what was not looked at."""
 
     dry_run: bool
     verified: Sequence[Verified]
@@ -323,6 +396,8 @@ class Pruned(NamedTuple):
     unseen: str
     links: Sequence[str]
     skipped: Sequence[Skipped]
+    lacking: Sequence[Skipped]
+    files: Sequence[str]
 
     @property
     def everything(self) -> list[PruneResult | StepResult]:
@@ -343,28 +418,50 @@ class Pruned(NamedTuple):
 
 
 def _describe(found: Pruned, options: Any, policies: Sequence[Any]) -> list[str]:
-    from shardckpt.cli.amounts import format_bytes
-
     lines = fit_table(("checkpoint", "verification"), found.verified) if found.verified else []
-    for what, results in (("checkpoint", found.steps), ("leftover", found.leftovers)):
-        if what == "leftover" and _chooses_steps(options, policies) and not found.steps:
-            lines.append(f"{options.path} has no directory of a step")
-        if results:
-            rows = [(_name_row(r, options.path), format_bytes(r.nbytes), _name_result(r, options)) for r in results]
-            lines += fit_table((what, "size", "result"), rows)
-    if found.unseen:
-        lines.append(found.unseen)
-    if found.links:
-        lines.append(_describe_links(found.links))
-    if found.skipped:
-        many = format_many(len(found.skipped), "folder")
-        lines.append(f"left as it was after an error: {many}: {listed([path for path, _ in found.skipped], limit=6)}")
-    if options.path is not None and not found.everything:
-        lines += _describe_inner_leftovers(options.path)
+    counts_sound = not policies and not options.verbose
+    sound = [each for each in found.steps if each.kept and each.is_sound and counts_sound]
+    lines += _make_table("checkpoint", [each for each in found.steps if each not in sound], options)
+    if sound:
+        stay = "1 step stays" if len(sound) == 1 else f"{len(sound)} steps stay"
+        lines.append(f"{stay}, whole by the sizes of their files: -v names them")
+    if _chooses_steps(options, policies) and not found.steps:
+        lines.append(f"{_name_folders(options)} has no directory of a step")
+    lines += _make_table("leftover", found.leftovers, options)
+    lines += _describe_left(found, options)
+    for path in options.paths if not found.everything else []:
+        lines += _describe_inner_leftovers(path)
     if all(result.kept for result in found.everything):
         return [*lines, "nothing was found to remove"]
-    where = "" if options.path is None else f" in {options.path}"
+    where = f" in {_name_folders(options)}" if options.paths else ""
     return [*lines, f"{found.freed:,} bytes {'would be ' * options.dry_run}freed{where}"]
+
+
+def _make_table(what: str, results: Sequence[PruneResult | StepResult], options: Any) -> list[str]:
+    from shardckpt.cli.amounts import format_bytes
+
+    rows = [(_name_row(r, options.paths), format_bytes(r.nbytes), _name_result(r, options)) for r in results]
+    return fit_table((what, "size", "result"), rows) if rows else []
+
+
+def _describe_left(found: Pruned, options: Any) -> list[str]:
+    """Return a line for each kind of what was not looked at, or is left as a whole."""
+    above = f"{options.paths[0].rstrip('/')}/" if len(options.paths) == 1 else ""
+    lines = [found.unseen, _describe_links(found.links)]
+    if found.files:
+        names = [file.removeprefix(above) for file in found.files]
+        lines.append(f"left, since no policy counts files: {listed(names, limit=6)}")
+    for why, folders in (("after an error", found.skipped), ("since no step has the metric", found.lacking)):
+        if folders:
+            many, names = format_many(len(folders), "folder"), [path for path, _ in folders]
+            were = "it was" if len(folders) == 1 else "they were"
+            lines.append(f"left as {were}, {why}: {many}: {listed(names, limit=6)}")
+    return [line for line in lines if line]
+
+
+def _name_folders(options: Any) -> str:
+    """Return the folder that was given, or how many were."""
+    return str(options.paths[0]) if len(options.paths) == 1 else format_many(len(options.paths), "folder")
 
 
 def _chooses_steps(options: Any, policies: Sequence[Any]) -> bool:
@@ -374,12 +471,12 @@ def _chooses_steps(options: Any, policies: Sequence[Any]) -> bool:
 
 def _refuse_wrong_calls(options: Any, policies: list[Any]) -> None:
     """Exit with the parser's error if options do not go together."""
-    if options.path is None and (options.spool is None or options.recursive):
+    if not options.paths and (options.spool is None or options.recursive):
         options.parser.error("give a PATH" + ", or --spool" * (not options.recursive))
-    if options.skip_errors and not options.recursive:
-        options.parser.error("--skip-errors needs -r: it leaves one folder of several as it is")
+    if options.skip_errors and not options.recursive and len(options.paths) < 2:  # noqa: PLR2004 - several
+        options.parser.error("--skip-errors needs -r, or several folders: it leaves one of them as it is")
     if _chooses_steps(options, policies):
-        if options.path is None:
+        if not options.paths:
             options.parser.error(
                 "options that choose steps, such as --keep-latest, need a PATH: the folder of the steps"
             )
@@ -507,16 +604,19 @@ def _make_policies(options: Any) -> list[Any]:
     return policies
 
 
-def _name_row(result: PruneResult | StepResult, folder: str | None) -> str:
+def _name_row(result: PruneResult | StepResult, folders: Sequence[str]) -> str:
     """Return the name of what is in the folder, of what goes without the end of a long one; the path of what is not.
 
-    What stays is named in full: its result may ask for its removal by hand.
+    Of several folders, the name begins with the one that was given. What stays is named in full: its result may ask for
+    its removal by hand.
     """
     from shardckpt.engine import locate
     from shardckpt.plugins import get_plugin_manager
 
-    path = str(result.path)
-    name = path if folder is None else path.removeprefix(f"{locate(folder, get_plugin_manager())}/")
+    path = name = str(result.path)
+    for folder in folders:
+        if (inside := path.removeprefix(f"{locate(folder, get_plugin_manager())}/")) != path:
+            name = inside if len(folders) == 1 else f"{folder.rstrip('/')}/{inside}"
     is_long = name != path and not result.kept and measure(name) > _LONGEST_NAME
     return f"{cut(name, _LONGEST_NAME - 3)}..." if is_long else name
 

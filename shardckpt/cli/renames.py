@@ -14,7 +14,6 @@ def add_rename_option(parser: Any, what: str) -> None:
     """Add the option.
 
     Args:
-        parser: Of the verb.
         what: What the verb calls the checkpoint that is renamed.
     """
     parser.add_argument(

@@ -63,10 +63,6 @@ def fit_table(
     below their row.
 
     Args:
-        header: Names of the columns.
-        rows: Cells, converted by ``str``.
-        styles: As for :func:`table`.
-        styled: As for :func:`table`.
         optional: Names of columns that can be missed, the first of all first. Another text names those left out.
         copied: Whether the first cells are arguments of other commands: those that a line has no room for are not cut,
             and stand above their rows.
@@ -159,10 +155,7 @@ def columns_table(
     """Return the same of columns: a listing may have 100,000 rows.
 
     Args:
-        header: Names of the columns.
         columns: The texts of each column, as many in each.
-        styles: As for :func:`table`.
-        styled: As for :func:`table`.
     """
     full = []
     is_painted = bool(styles) and has_colours()
@@ -189,8 +182,6 @@ def grouped_table(
     """Return the same, where all cells behind the first are those of one of a few rows: 100,000 in few steps.
 
     Args:
-        header: Names of the columns.
-        firsts: The first cell of each row.
         groups: The number of the row that has its other cells.
         rows: The other cells, of rows that are all in ``groups``.
     """

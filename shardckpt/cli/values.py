@@ -147,7 +147,6 @@ def find_common(checkpoint: StoredCheckpoint, path: str) -> tuple[str, Any] | No
     """Return the value at a dotted path of the common state, after ``common.`` or without it, and its path.
 
     Args:
-        checkpoint: The checkpoint.
         path: ``common``, ``common.args.lr`` or ``args.lr``; keys of dicts, and numbers of items of lists.
 
     Returns:

@@ -89,7 +89,7 @@ def add(verbs: Any) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found of a checkpoint: its files, or the error for which there is none."""
+    """The verdict on a checkpoint: its files, or the error that leaves none."""
 
     path: str
     files: Sequence[FileResult]
@@ -252,7 +252,8 @@ def _describe_skipped(skipped: Sequence[CheckpointSummary]) -> list[str]:
     if not skipped:
         return []
     deeper = "; -r verifies what is in folders" if any(each.inside for each in skipped) else ""
-    return [f"skipped: {len(skipped)}: {listed([f'{each.name} ({each.reason})' for each in skipped])}{deeper}"]
+    said = listed([f"{each.name} ({each.reason.removeprefix('is ')})" for each in skipped])
+    return [f"skipped: {len(skipped)}: {said}{deeper}"]
 
 
 def _name_verdict(answer: Answer) -> str:

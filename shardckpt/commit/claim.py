@@ -56,8 +56,6 @@ class Claim:
     """The claim and the in-progress object of one save in a folder; only the main rank takes them.
 
     Args:
-        target: The folder.
-        save_id: The save's id.
         overruled: In-progress objects of other saves that have died, or are taken for dead.
     """
 

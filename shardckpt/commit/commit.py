@@ -61,8 +61,6 @@ def staging_path(target: Path, save_id: str, owner: Owner | None = None) -> Path
     The same parent, because a rename is one step only inside one file system.
 
     Args:
-        target: The checkpoint's directory.
-        save_id: What :func:`~shardckpt.commit.staging_names.new_save_id` returned for the save.
         owner: The process that commits it; by default this one.
     """
     return target.with_name(temporary_name(target.name, STAGING, save_id, owner))
@@ -177,9 +175,7 @@ def commit_staging(staging: Path, target: Path, list_owned: Callable[[], Collect
 
     Args:
         staging: The new checkpoint; all its files are fsynced.
-        target: The checkpoint's directory.
         list_owned: Returns the ``owned`` names of :func:`replace_target`; called only if a target exists.
-        overwrite: Whether an existing target may be replaced.
 
     Raises:
         StorageError: the target exists and must not be replaced, or a step fails.
@@ -215,8 +211,6 @@ def replace_target(staging: Path, target: Path, owned: Collection[str], old: os.
     ``staging``, which callers discard.
 
     Args:
-        staging: The new checkpoint.
-        target: The directory to replace.
         owned: Paths in ``target`` of what belongs to the old checkpoint, a folder with all that is in it; all others
             are kept, as hard links.
         old: ``stat`` of the directory to replace, if no other directory may be replaced.
@@ -341,7 +335,6 @@ def find_foreign(directory: Path, owned: Collection[str]) -> list[str]:
     """Return the paths of what is in a local checkpoint's directory and is not the checkpoint's, folders first.
 
     Args:
-        directory: The checkpoint.
         owned: Paths of what belongs to it; a folder counts with all that is in it.
 
     Returns:

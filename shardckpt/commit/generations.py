@@ -31,10 +31,6 @@ logger = logging.getLogger(__name__)
 def list_recorded(place: RemotePath, found: Collection[str]) -> set[str] | None:
     """Return the files that the record at a URL names, of a checkpoint that may be half deleted.
 
-    Args:
-        place: The URL.
-        found: Names of all objects at the URL.
-
     Returns:
         The names; empty if there is no record, None if it cannot be read.
     """
@@ -49,12 +45,7 @@ def list_recorded(place: RemotePath, found: Collection[str]) -> set[str] | None:
 
 
 def list_first(place: RemotePath, found: Collection[str]) -> set[str]:
-    """Return what is left at a URL of the save that an overwrite has replaced, if that was the first one.
-
-    Args:
-        place: The URL.
-        found: Names of all objects at the URL.
-    """
+    """Return what is left at a URL of the save that an overwrite has replaced, if that was the first one."""
     recorded = list_recorded(place, found)
     return {*recorded, INTEGRITY_NAME, RECORD_NAME}.intersection(found) if recorded else set()
 
@@ -67,13 +58,7 @@ def delete_first(place: RemotePath, names: Collection[str]) -> None:
 
 
 def delete_generations(place: RemotePath, found: Collection[str], generations: Collection[str]) -> None:
-    """Delete all objects of some generations, and their folders where the store has folders.
-
-    Args:
-        place: The URL.
-        found: Names of all objects at the URL.
-        generations: Names of the generations.
-    """
+    """Delete all objects of some generations, and their folders where the store has folders."""
     place.delete_all({name for name in found if find_generation(name) in generations})
     if isinstance(place.folder, ListsFolders):
         for name in generations:

@@ -51,7 +51,7 @@ Kind = Literal["lease", "pin", "removal", "save", "job"]
 
 
 class Hold(SmallFile):
-    """What a file of the directory says.
+    """The content of a file of the directory.
 
     Attributes:
         directory: The name of the step's directory.
@@ -132,10 +132,6 @@ class Holds:
     def removing(self, directory: str, needed: Collection[str] = ()) -> Generator[list[Hold], None, None]:
         """Mark a removal, which begins in the block, and yield what stands against it: with any it must not begin.
 
-        Args:
-            directory: The name of the step's directory.
-            needed: The directories for whose sake it can go.
-
         Returns:
             A context manager that gives the leases and pins of the directory, the marks that other removals and saves
             have written of it, and those that removals have written of the needed ones.
@@ -154,9 +150,6 @@ class Holds:
     @contextlib.contextmanager
     def replacing(self, directory: str) -> Generator[bool, None, None]:
         """Mark a save that takes, in the block, the place of a checkpoint; removals then give way.
-
-        Args:
-            directory: The name of the checkpoint's directory.
 
         Returns:
             A context manager that gives whether it has waited for a removal: then the checkpoint may be gone.
@@ -182,7 +175,7 @@ class Holds:
                 time.sleep(0.02)
             self._refuse(directory, found.values())
             for name, hold in found.items():
-                if name != own and not _counts(name, hold):  # of a process that was killed: nobody else may look here
+                if name != own and not _counts(name, hold):  # of a killed process: no other may look here
                     self._try_to_drop(name)
             yield waited
 
@@ -292,10 +285,6 @@ def make_hold(directory: str, kind: Kind, holder: str, seconds: float | None) ->
 def hold_place(target: Path, open_folder: Callable[[str], RemoteFolder] | None = None) -> AbstractContextManager[bool]:
     """Let a save take the place of a checkpoint in the block: see :meth:`Holds.replacing`.
 
-    Args:
-        target: The checkpoint.
-        open_folder: Opens the folder of a URL.
-
     Raises:
         CheckpointingException: as :meth:`Holds.replacing`.
     """
@@ -304,12 +293,7 @@ def hold_place(target: Path, open_folder: Callable[[str], RemoteFolder] | None =
 
 
 def find_holds_beside(target: Path, open_folder: Callable[[str], RemoteFolder] | None = None) -> Holds | None:
-    """Return the holds of the folder that a checkpoint is in; None if nothing can hold the checkpoint.
-
-    Args:
-        target: The checkpoint.
-        open_folder: Opens the folder of a URL.
-    """
+    """Return the holds of the folder that a checkpoint is in; None if nothing can hold the checkpoint."""
     if not target.name[-1:].isdecimal():  # only steps are held, and their names end with the number
         return None
     remote = on_store(target)

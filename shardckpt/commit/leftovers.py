@@ -39,7 +39,6 @@ def find_leftovers(folder: Path, is_wanted: Callable[[str], bool]) -> list[Lefto
     """Find the temporary directories in a folder by their names.
 
     Args:
-        folder: The parent directory of their targets.
         is_wanted: Returns whether to include those of a target, given the stem of the target's name.
 
     Returns:
@@ -63,7 +62,7 @@ def find_leftovers_of(path: Path) -> list[Leftover]:
 
 
 class FoundFolders(NamedTuple):
-    """What a walk has found: folders with leftovers in them, links to folders, which end it, and links to nothing."""
+    """The result of a walk: folders with leftovers in them, links to folders, which end it, and links to nothing."""
 
     used: list[Path]
     links: list[Path]
@@ -94,7 +93,6 @@ def why_kept(leftover: Leftover, hours: float | None = None) -> str:
     """Return why a leftover must stay, judged by its owner and the times of its files.
 
     Args:
-        leftover: The leftover.
         hours: Hours since the last write after which the owner on another host counts as dead; by default
             ``SHARDCKPT_LEFTOVER_HOURS``.
 
@@ -163,7 +161,6 @@ def remove_free(
     """Remove the leftovers that may be removed; log a warning for each whose removal fails.
 
     Args:
-        leftovers: The leftovers.
         why_kept: Returns why one must stay; ``""`` if it may be removed.
 
     Returns:

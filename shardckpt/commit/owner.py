@@ -53,7 +53,7 @@ class Owner(NamedTuple):
         return f"{self.host:012x}{self.pid:08x}{self.start & _START_MASK:012x}"
 
     def is_alive(self) -> bool | None:
-        """Return whether the process is alive; None if it is of another host, boot or container, so nobody here knows.
+        """Return whether the process is alive; None if it is of another host, boot or container, and unknown here.
 
         False is certain: the caller may delete what the process owned. True may be wrong for a process that ends at
         this moment, or that the system hides.

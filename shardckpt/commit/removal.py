@@ -49,7 +49,6 @@ def clear_tombstones(folder: Path, owned: Callable[[str], bool]) -> None:
     """Remove the tombstones in a folder, also those that a crash left; log a warning for each whose removal fails.
 
     Args:
-        folder: The parent directory of the removed checkpoints.
         owned: Returns whether to remove one, given the :func:`stem` of the checkpoint's name.
     """
     remove_free(leftover for leftover in find_leftovers(folder, owned) if leftover.kind == REMOVED)

@@ -46,12 +46,7 @@ _CLAIM_SECONDS = 60.0
 
 
 class Replacement:
-    """The overwrite of a complete checkpoint at a URL; only the main rank has one.
-
-    Args:
-        target: The URL.
-        save_id: The new save's id.
-    """
+    """The overwrite of a complete checkpoint at a URL; only the main rank has one."""
 
     def __init__(self, target: RemotePath, save_id: str) -> None:
         self._target = target
@@ -73,9 +68,6 @@ class Replacement:
 
     def begin(self, found: Collection[str]) -> None:
         """Claim the URL.
-
-        Args:
-            found: Names of all objects at the URL.
 
         Raises:
             StorageError: another save is under way there, or nothing says which objects are the checkpoint's.
@@ -111,7 +103,6 @@ class Replacement:
         """Replace the URL's marker by one that names the generation.
 
         Args:
-            marker: The marker of the new save.
             expected: Size in bytes of each object that the generation must have, by name.
 
         Raises:

@@ -23,10 +23,6 @@ def adopt_staging(target: Path, journal: Journal) -> Path | None:
     Of a process that may be alive, nothing is taken. What does not belong to the same source and options is removed,
     after a warning.
 
-    Args:
-        target: What is to be written.
-        journal: Gets what the other process had written.
-
     Returns:
         The staging directory, which this process owns now; None if there is none.
     """

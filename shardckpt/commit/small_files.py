@@ -1,4 +1,4 @@
-"""Small JSON files in a hidden directory beside the steps, each of which is written in one step.
+"""Small JSON files in a hidden directory beside the steps, each written in one step.
 
 Anyone may write one by hand: what does not say exactly what such a file says is refused as a whole.
 """
@@ -39,7 +39,7 @@ _TEMPORARY = re.compile(r"(?P<owner>[0-9a-f]{32})\.[0-9a-f]{32}\.tmp")
 
 
 class SmallFile(BaseModel):
-    """What a small file says. Fields that are not known are ignored."""
+    """The content of a small file. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -66,11 +66,7 @@ class SmallFile(BaseModel):
 
 
 class SmallFiles:
-    """The small files in a directory beside the steps; it is made with the first file, and goes with the last.
-
-    Args:
-        place: The directory, or folder on a store.
-    """
+    """The small files in a directory beside the steps; it is made with the first file, and goes with the last."""
 
     def __init__(self, place: Path) -> None:
         self.place = place

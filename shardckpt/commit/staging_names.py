@@ -87,9 +87,7 @@ def temporary_name(target: str, kind: str, save_id: str, owner: Owner | None = N
     """Return the name of a temporary directory.
 
     Args:
-        target: Name of the checkpoint's directory.
         kind: ``STAGING``, ``REPLACED`` or ``REMOVED``.
-        save_id: What :func:`new_save_id` returned.
         owner: The process that owns it; by default this one.
     """
     return f"{prefix(stem(target), kind)}{save_id}-{(owner or Owner.current()).text}"

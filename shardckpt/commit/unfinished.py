@@ -1,4 +1,4 @@
-"""What killed saves and removals have left on a store: found by in-progress objects, removed once their owner is dead.
+"""Leftovers of killed saves and removals on a store: found by in-progress objects, removed once their owner is dead.
 
 A killed save leaves objects without a marker, and its in-progress object, which names its process. Whether that process
 is alive is certain on its host; elsewhere the time of the last write decides, as for leftovers in directories.
@@ -34,7 +34,7 @@ _HOUR = 3600.0
 
 
 class Unfinished(NamedTuple):
-    """What saves or removals that have not ended have at a URL.
+    """The objects of saves and removals at a URL that have not ended.
 
     Attributes:
         path: The URL.
@@ -92,7 +92,7 @@ def find_unfinished(place: Path) -> Unfinished | None:
 
 
 def _find_generation(path: RemotePath) -> str | None:
-    """Return the generation that is the checkpoint; ``""`` if the URL itself has it, None if nobody can say."""
+    """Return the generation that is the checkpoint; ``""`` if the URL itself has it, None if unknown."""
     try:
         return Marker.parse((path / MARKER_NAME).read_tagged()[0]).shardckpt_generation or ""
     except (ValueError, CorruptCheckpointError):
@@ -116,7 +116,6 @@ def why_unfinished_kept(unfinished: Unfinished, hours: float | None = None) -> s
     """Return why what a save has left must stay, judged by its process and the time of its last write.
 
     Args:
-        unfinished: What was found.
         hours: Hours since the last write after which a process on another host counts as dead; by default
             ``SHARDCKPT_LEFTOVER_HOURS``.
 

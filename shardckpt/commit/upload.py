@@ -61,12 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 class Upload:
-    """One rank's part of a save to a store.
-
-    Args:
-        folder: The checkpoint's folder on the store.
-        open_folder: Opens the folder of a URL.
-    """
+    """One rank's part of a save to a store."""
 
     def __init__(self, folder: RemoteFolder, open_folder: Callable[[str], RemoteFolder] | None = None) -> None:
         self._folder = folder
@@ -94,7 +89,6 @@ class Upload:
         """Take the folder for this save; only the main rank calls it.
 
         Args:
-            save_id: The save's id.
             overwrite: Whether the objects of a save that never ended may be deleted.
 
         Raises:
@@ -111,7 +105,7 @@ class Upload:
                     self._replacement = Replacement(self._checkpoint, save_id)
                     self._replacement.begin(found)
                     self.join(save_id, is_replacing=True)
-                    # no claim: nobody else has a folder with the save's id in its name
+                    # no claim: no other save has a folder with the save's id in its name
                     self._claim.announce()
                     return
         left = set(filter(is_mark, found))
@@ -152,12 +146,7 @@ class Upload:
             raise claim.make_error(found)
 
     def join(self, save_id: str, *, is_replacing: bool) -> None:
-        """Take part in a save that the main rank has begun.
-
-        Args:
-            save_id: The save's id.
-            is_replacing: Whether it overwrites a checkpoint.
-        """
+        """Take part in a save that the main rank has begun."""
         self.save_id = save_id
         if is_replacing and not self.is_replacing and self._open_folder is not None:
             self.is_replacing = True
@@ -165,7 +154,7 @@ class Upload:
 
     @property
     def target(self) -> RemotePath:
-        """Where the save's files are: the URL, or the generation below it if it replaces a checkpoint."""
+        """The location of the save's files: the URL, or the generation below it if it replaces a checkpoint."""
         return RemotePath(self._folder)
 
     def check(self, names: Iterable[str]) -> None:
@@ -190,7 +179,6 @@ class Upload:
         """Write the marker if the store has all files in their sizes; only the main rank calls it.
 
         Args:
-            files: The records of the files of all ranks.
             marker: The marker's bytes; None if it is in the spool directory.
 
         Raises:
@@ -284,12 +272,6 @@ class Upload:
 def upload_files(folder: RemoteFolder, spool: Path, names: Iterable[str], save_id: str) -> None:
     """Upload files of a spool directory, one after the other.
 
-    Args:
-        folder: The checkpoint's folder on the store.
-        spool: The spool directory.
-        names: Of the files.
-        save_id: The save's id.
-
     Raises:
         StorageError: an upload failed, or the folder no longer belongs to the save.
     """
@@ -302,10 +284,6 @@ def upload_files(folder: RemoteFolder, spool: Path, names: Iterable[str], save_i
 
 def open_stream(folder: RemoteFolder, save_id: str) -> StreamsWrites | None:
     """Return where a save streams its files to, which refuses them once another save has the folder.
-
-    Args:
-        folder: The checkpoint's folder on the store.
-        save_id: The save's id.
 
     Returns:
         The stream; None if the store cannot stream writes.

@@ -1,4 +1,4 @@
-"""Which files of DeepSpeed a folder has, by their names; and what of it is not read here."""
+"""Find the files of DeepSpeed in a folder by their names, and name those that are not read here."""
 
 from __future__ import annotations
 
@@ -37,10 +37,6 @@ class DeepSpeedFiles:
 
 def find_files(folder: Path, names: Collection[str]) -> DeepSpeedFiles | None:
     """Return the files of a ZeRO or universal checkpoint of DeepSpeed; None if the folder is something else.
-
-    Args:
-        folder: The folder.
-        names: The names of what is in it.
 
     Raises:
         CannotLoadError: It is one of a job that was cut in a way that is not read here.

@@ -1,4 +1,4 @@
-"""Where a checkpoint of DeepSpeed has the values of which tensor.
+"""Locate the values of each tensor in a checkpoint of DeepSpeed.
 
 ZeRO flattens the parameters of a group one after the other, and pads the end. Stages 1 and 2 cut that row over the
 ranks. Stage 3 cuts each parameter over the ranks, pads each part alike, and each rank's parts follow each other
@@ -64,7 +64,7 @@ class IndexedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint has.
+    """The content of a checkpoint.
 
     Attributes:
         tensors: By key.
@@ -95,8 +95,6 @@ class ModelStates:
 
     Args:
         files: What is in the file of each rank, with a LazyTensor for each tensor, by name; none if there is no file.
-        place: The checkpoint, for errors.
-        read: Reads a tensor.
     """
 
     def __init__(self, files: Mapping[str, Any], place: str, read: Callable[[StoredTensorFile], torch.Tensor]) -> None:
@@ -121,7 +119,6 @@ class ModelStates:
         """Add what is not trained: frozen parameters, buffers, extra state, names of tied weights, the job's values.
 
         Args:
-            index: Has the trained parameters.
             is_cut: Whether frozen parameters are cut over the ranks.
         """
         tied = self._take_dict(self._first, "shared_params")
@@ -178,9 +175,6 @@ def index_partitions(
 
     Args:
         files: What is in the file of each rank's partition, in the order of ranks, with LazyTensors, by name.
-        models: The other files.
-        place: The checkpoint, for errors.
-        read: Reads a tensor.
     """
     ranks = [_Partition(name, state, place, read) for name, state in files.items()]
     first = ranks[0]
@@ -215,14 +209,7 @@ def index_partitions(
 
 
 class _Partition:
-    """What one rank has stored of the optimizer.
-
-    Args:
-        name: The file.
-        state: What is in it.
-        place: The checkpoint, for errors.
-        read: Reads a tensor.
-    """
+    """One rank's stored part of the optimizer."""
 
     def __init__(self, name: str, state: Any, place: str, read: Callable[[StoredTensorFile], torch.Tensor]) -> None:
         self._name, self._path, self._read = name, f"{place}/{name}", read
@@ -274,8 +261,6 @@ def pick_options(stored: Any, group: int, count: int) -> dict[str, Any] | None:
     """Return the optimizer's options for a group of parameters.
 
     Args:
-        stored: The options of the optimizer's own groups.
-        group: Index of the group.
         count: The number of groups; stage 3 cuts a large group into smaller ones.
 
     Returns:
@@ -313,7 +298,7 @@ def _cut_by_parameter(
 
 
 def join_parts(name: str, shape: Ints, parts: Sequence[StoredTensorFile]) -> IndexedTensor:
-    """Return a tensor whose elements are those of flat parts one after the other, of which the last may be padded."""
+    """Return a tensor whose elements are those of flat parts one after the other; the last may be padded."""
     return _make_tensor(name, shape, list(_take(name, parts, 0, math.prod(shape))))
 
 

@@ -32,9 +32,6 @@ class DeepSpeedLoadStrategy(ChunkLoadStrategy):
 
     Keys are those of :func:`shardckpt.adapters.to_sharded_state_dict`: ``model.<name>`` is the fp32 weight, and
     ``optimizer.state.<name>.exp_avg`` a moment. Ranges of files are read, so that memory is bounded.
-
-    Args:
-        files: What the folder has.
     """
 
     backend = "deepspeed"

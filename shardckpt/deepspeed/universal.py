@@ -48,11 +48,7 @@ def index_universal(
     """Return what a universal checkpoint has.
 
     Args:
-        directory: The checkpoint.
         describe: Returns what is in a file, with a LazyTensor for each tensor.
-        models: The files of the model's states.
-        place: The checkpoint, for errors.
-        read: Reads a tensor.
     """
     index, shapes = Index(), dict(chain.from_iterable(group.items() for group in models.groups))
     folders = _list_parameters(directory)

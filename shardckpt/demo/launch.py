@@ -40,7 +40,7 @@ _QUIET = "ignore:Failed to initialize NumPy"  # torch warns where numpy is not i
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks train, and over how many of them experts are split (0: a model without experts)."""
+    """The number of ranks that train, and of those that split experts (0: a model without experts)."""
 
     ranks: int
     ep: int = 0
@@ -59,7 +59,7 @@ EXPERTS = (Layout(4, ep=2), Layout(4, ep=4), Layout(2, ep=1), Layout(1, ep=1))
 
 @dataclass
 class Run:
-    """What a group has reported.
+    """The reports of a group.
 
     Attributes:
         layout: The group's number of ranks.
@@ -79,7 +79,6 @@ def run_demo(directory: str | None, steps: int, layouts: Sequence[Layout], say: 
         directory: For checkpoints and the ranks' logs: new or empty; by default a temporary one.
         steps: Training steps before the checkpoint; as many follow, 8 at most, which the kill loses.
         layouts: Of the groups, in order.
-        say: Prints a line of progress.
 
     Returns:
         What each group has reported, for `check` and `differences`.
@@ -149,9 +148,7 @@ class _Group:
     """The processes of one group of ranks.
 
     Args:
-        run: Receives what they report.
         options: Command line of train.py.
-        logs: Prefix of the paths of their logs.
         kill_at: The step after which they are killed; None to let them end.
     """
 
@@ -167,7 +164,6 @@ class _Group:
 
         Args:
             limit: Time of :func:`time.monotonic` at which they are killed.
-            say: Prints a line of progress.
 
         Raises:
             CheckpointingException: a rank failed, or they took too long.

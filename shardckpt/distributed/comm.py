@@ -695,12 +695,7 @@ class Comm:
 
 
 class _LocalPhase:
-    """The block of :meth:`Comm.local_phase`; no generator: a load has two dozen, one of a slice few milliseconds.
-
-    Args:
-        comm: The ranks.
-        name: What the phase does.
-    """
+    """The block of :meth:`Comm.local_phase`; no generator: a load has two dozen, one of a slice few milliseconds."""
 
     __slots__ = ("_before", "_comm", "_name")
 

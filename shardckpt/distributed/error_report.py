@@ -66,7 +66,6 @@ class ErrorReport:
         Args:
             error: Any error, also one from outside the family.
             where: Rank and phase, or the process, for the text.
-            phase: The phase alone.
             with_traceback: Whether to include the traceback. It is long: leave it out where all ranks may fail at once.
         """
         kind = error.foreign_class if isinstance(error, _AdoptedError) else type(error)
@@ -132,7 +131,6 @@ def join_messages(reports: Sequence[ErrorReport], *, named: bool = False) -> str
 
     Args:
         reports: The reports of all ranks that failed, in rank order.
-        named: Whether to name the class of the first.
     """
     first, *others = reports
     also = [report for report in others if (report.class_name, report.text) != (first.class_name, first.text)]

@@ -76,7 +76,7 @@ class Deadlines(NamedTuple):
 
 
 class Diagnosis(NamedTuple):
-    """What all survivors report.
+    """The report of all survivors.
 
     Attributes:
         text: What happened, to which ranks, and what to look for.
@@ -111,7 +111,7 @@ class Call(Generic[_T]):
 
 
 class GroupView:
-    """What a diagnosis sees of a process group, of the system and of the time; tests have a simulated one.
+    """A diagnosis's view of a process group, of the system and of the time; tests have a simulated one.
 
     Args:
         group: The process group, which moves CPU tensors.
@@ -178,7 +178,7 @@ class GroupView:
                 return
 
     def _probe(self, rank: int) -> Any:
-        """Start a receive that nobody answers, to test the connection to a rank.
+        """Start a receive without a sender, to test the connection to a rank.
 
         Returns:
             The receive; None where that rank closed the connection; False where this rank did, or without gloo.
@@ -229,10 +229,6 @@ class GroupFailure:
         A rank that does not answer takes up to a tenth of the group's timeout, if that is more: see
         :class:`Deadlines`. It closes the connections of the group, so that nothing of the failed collective arrives
         later.
-
-        Args:
-            error: What the collective raised on this rank.
-            phase: What this rank was doing, for the text.
 
         Returns:
             The diagnosis, the same on all survivors while the store answers.

@@ -30,9 +30,6 @@ class SharedPickle:
     """The pickle of a value that is sent many times, as a part of other values: made once.
 
     :func:`pickle_parts` does not copy it: to touch 4 MB of fresh memory takes 5 ms.
-
-    Args:
-        data: The pickle.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -68,7 +65,6 @@ def pickle_to_compare(value: Any, replace: Callable[[Any], tuple[Any, ...] | Non
     """Return a pickle that is compared, and never read.
 
     Args:
-        value: The value.
         replace: Returns what is pickled in the place of an object inside; None for the object itself.
     """
 

@@ -41,7 +41,6 @@ class Grid:
     """The grid of the ranks; the last row may be shorter than the others.
 
     Args:
-        world_size: Number of ranks.
         direct: Ranks that stand in one row, at most.
     """
 
@@ -78,10 +77,6 @@ def find_owner(name: str, world_size: int) -> int:
 
     Names are spread evenly by their SHA-256: with 1,000 names no rank of 16,384 owns more than a few.
 
-    Args:
-        name: A key, or any other text.
-        world_size: Number of ranks.
-
     Returns:
         A number from 0 to below the number of ranks.
     """
@@ -93,10 +88,6 @@ def place_owner(number: int, world_size: int) -> int:
 
     Owners in one column would share the ranks over which all messages to that column go; so each has its own column and
     row, as far as there are any.
-
-    Args:
-        number: The number of the part.
-        world_size: Number of ranks.
 
     Returns:
         A number from 0 to below the number of ranks.

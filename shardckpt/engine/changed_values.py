@@ -24,13 +24,7 @@ if TYPE_CHECKING:
 def find_suspects(
     wanted: Sequence[ShardedBase], values: Sequence[Any], dtypes: Mapping[str, torch.dtype]
 ) -> list[ShardedTensor]:
-    """Return the shards of which a cast may have changed a value.
-
-    Args:
-        wanted: The shards.
-        values: What was loaded for them.
-        dtypes: The stored dtypes by key.
-    """
+    """Return the shards that a cast may have changed."""
     return [
         shard
         for shard, value in zip(wanted, values, strict=True)

@@ -1,4 +1,4 @@
-"""How the files of a save become a checkpoint: in a directory by one rename, at a URL by a marker that comes last.
+"""Turn the files of a save into a checkpoint: in a directory by one rename, at a URL by a marker that comes last.
 
 A transaction has the committer of its place, and never asks which kind of place that is.
 """
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Begun(NamedTuple):
-    """What the main rank knows once it has taken the target; the other ranks have these defaults.
+    """The main rank's record of the target that it has claimed; the other ranks have these defaults.
 
     Attributes:
         save_id: The save's id.
@@ -113,9 +113,6 @@ class Committer(ABC):
 
         Args:
             files: Names of all files of this rank so far; a file of another name is refused.
-            added: Names of those to bring.
-            streamed: Names of those that are there.
-            phase: Begins the phase in which that is done.
         """
 
     def send_more(self, names: Iterable[str], streamed: Collection[str]) -> None:  # noqa: B027
@@ -128,25 +125,14 @@ class Committer(ABC):
     def publish(
         self, writer: CheckpointWriter, files: list[FileRecord], check: Callable[[Path, Path], None] | None
     ) -> None:
-        """Make the files the checkpoint at the target.
-
-        Args:
-            writer: Has written the record and the marker.
-            files: The records of the files of all ranks.
-            check: As for :class:`~shardckpt.engine.transaction.Transaction`.
-        """
+        """Make the files the checkpoint at the target."""
 
     def close(self) -> None:  # noqa: B027
         """Remove what only this rank has used."""
 
     @abstractmethod
     def abort(self, streamed: Iterable[str], *, is_main: bool) -> None:
-        """Remove all that the save has written, unless it is committed; raise nothing.
-
-        Args:
-            streamed: Names of files that were streamed.
-            is_main: Whether this is the main rank.
-        """
+        """Remove all that the save has written, unless it is committed; raise nothing."""
 
 
 def make_committer(
@@ -157,15 +143,7 @@ def make_committer(
     journal: Journal | None,
     memory_budget: int | None,
 ) -> Committer:
-    """Return the committer of a target; nothing is opened or written yet.
-
-    Args:
-        target: The checkpoint's directory or URL.
-        plugins: The plugin manager.
-        overwrite: As for :class:`~shardckpt.engine.transaction.Transaction`.
-        journal: As for :class:`~shardckpt.engine.transaction.Transaction`.
-        memory_budget: As for :class:`~shardckpt.engine.transaction.Transaction`.
-    """
+    """Return the committer of a target; nothing is opened or written yet."""
     if (remote := on_store(target)) is None:
         return DirectoryCommitter(target, plugins, overwrite=overwrite, journal=journal)
     return StoreCommitter(remote, plugins, overwrite=overwrite, memory_budget=memory_budget)
@@ -175,8 +153,6 @@ class DirectoryCommitter(Committer):
     """All ranks write to one staging directory beside the target, which takes the target's name at last.
 
     Args:
-        target: The checkpoint's directory.
-        plugins: The plugin manager.
         overwrite: Whether what is at the target may be replaced.
         journal: The journal of what is written, if another process may go on with it after a kill.
     """
@@ -239,8 +215,6 @@ class StoreCommitter(Committer):
     """Each rank streams its files to a store, or uploads them from a directory of its own; the marker comes last.
 
     Args:
-        target: The checkpoint's folder.
-        plugins: The plugin manager.
         overwrite: Whether a checkpoint there, or what an interrupted save has left, may be replaced.
         memory_budget: Bytes that this rank may hold at a time beside the tensors; None: as many as are fast.
     """

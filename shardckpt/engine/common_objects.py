@@ -20,11 +20,7 @@ _NOTHING: Any = object()
 
 
 class CommonObjects:
-    """The common state, by the keys of objects.
-
-    Args:
-        common: The common state.
-    """
+    """The common state, by the keys of objects."""
 
     def __init__(self, common: Mapping[str, Any]) -> None:
         self._common = common

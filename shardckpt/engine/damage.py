@@ -1,4 +1,4 @@
-"""What can still be read of a damaged checkpoint: its index without the tensors and objects that cannot."""
+"""The readable part of a damaged checkpoint: its index without the lost tensors and objects."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ def hide_damaged(checkpoint: OpenCheckpoint, lost: Collection[str] = ()) -> Open
     """Return the checkpoint without the tensors and objects that cannot be read. Not collective.
 
     Everything is read once, and compared with its digests, or where there are none with the CRC-32 of archives. A
-    tensor of which one box is damaged is damaged. Plugins see the progress as that of ``verify``.
+    tensor with one damaged box is damaged. Plugins see the progress as that of ``verify``.
     Of a file that was cut, its reader takes what is before the end from then on.
 
     Args:
-        checkpoint: The open checkpoint.
         lost: Names that its reader has found to be missing already.
 
     Raises:

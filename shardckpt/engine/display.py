@@ -1,4 +1,4 @@
-"""What long operations show while they run, from ``shardckpt_event``: a bar on a terminal, else a line now and then."""
+"""Show the progress of long operations, from ``shardckpt_event``: a bar on a terminal, else a line now and then."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ExternalSavePart(NamedTuple):
-    """What a rank needs to know of a save to write its files.
+    """The data of a save that a rank needs to write its files.
 
     Attributes:
         rank: The rank.
@@ -52,11 +52,8 @@ class ExternalSave:
 
     Args:
         path: The checkpoint's directory; not a URL.
-        strategy: The strategy whose format the files have.
-        world_size: Number of ranks that write.
         owner: The object whose life the save is bound to.
         overwrite: Whether an existing checkpoint, or other files, may stand at ``path``.
-        digest_votes: What :func:`shardckpt.storage.digest_vote` returned on other ranks.
     """
 
     def __init__(
@@ -89,12 +86,7 @@ class ExternalSave:
         ]
 
     def commit(self, files: Sequence[FileRecord], write: Callable[[CheckpointWriter], None]) -> None:
-        """Write the metadata, and commit the files of all ranks; after an error nothing of the save remains.
-
-        Args:
-            files: The records that :func:`write_part` returned on all ranks.
-            write: Writes the files that name them.
-        """
+        """Write the metadata, and commit the files of all ranks; after an error nothing of the save remains."""
         try:
             with self._transaction.writer() as writer:
                 with self._operation.local_phase("writing the metadata"):
@@ -112,10 +104,6 @@ class ExternalSave:
 
 def write_part(part: ExternalSavePart, write: Callable[[CheckpointWriter], None]) -> list[FileRecord]:
     """Write a rank's files; they are synced to disk when this returns.
-
-    Args:
-        part: The rank's part of the save.
-        write: Writes the files.
 
     Returns:
         The records of the files, which :meth:`ExternalSave.commit` needs.
@@ -139,10 +127,6 @@ def locate_checkpoint(path: str | os.PathLike[str]) -> Path:
 def open_reader(path: str | os.PathLike[str], strategy: LoadStrategy) -> CheckpointReader:
     """Open a checkpoint for a strategy, and return a reader of its files.
 
-    Args:
-        path: The checkpoint's directory or URL.
-        strategy: The strategy that is to read it.
-
     Returns:
         The reader; all that it reads is of one save.
 
@@ -158,13 +142,7 @@ def open_reader(path: str | os.PathLike[str], strategy: LoadStrategy) -> Checkpo
 
 @contextmanager
 def report_read(reader: CheckpointReader, rank: int, phase: str) -> Iterator[None]:
-    """Report the block to ``shardckpt_event`` as a phase of a load.
-
-    Args:
-        reader: The checkpoint's.
-        rank: The rank that reads.
-        phase: Name of the phase.
-    """
+    """Report the block to ``shardckpt_event`` as a phase of a load."""
     with Operation("load", reader.directory, _alone(rank), get_plugin_manager()).local_phase(phase):
         yield
 

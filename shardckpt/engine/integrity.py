@@ -53,7 +53,7 @@ _NOT_THE_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 @dataclass(frozen=True)
 class ExpectedFile:
-    """A file of a checkpoint of which there is a digest.
+    """A file of a checkpoint that has a digest.
 
     Attributes:
         name: Its name in the directory.
@@ -105,7 +105,7 @@ def verify_integrity(directory: Path, manifest: Manifest, comm: Comm) -> None:
 
 
 def list_digested_files(directory: Path, manifest: Manifest) -> list[ExpectedFile] | None:
-    """Return the files of which there is a digest, sorted by name; None if the checkpoint was saved without digests.
+    """Return the files that have a digest, sorted by name; None if the checkpoint was saved without digests.
 
     Raises:
         CorruptCheckpointError: ``integrity.json`` is damaged.
@@ -133,9 +133,6 @@ def find_faults(
     """Read files, and compare them with their digests; threads share the work. Not collective.
 
     Args:
-        directory: The checkpoint.
-        manifest: Its manifest.
-        files: Some of its files.
         count: Called by each thread with the number of bytes that it has read since the last call.
 
     Returns:
@@ -176,7 +173,6 @@ def find_incomplete_files(strategy: LoadStrategy | None, reader: CheckpointReade
     Args:
         strategy: Reads the checkpoint; if it :class:`ChecksFiles`, its files are looked at, too. None: those of
             ``shardckpt.json`` only, without a look at the index.
-        reader: The checkpoint's.
 
     Raises:
         CheckpointReplacedError: another save has replaced the checkpoint, and its files are gone.
@@ -252,11 +248,6 @@ def list_recorded_files(directory: Path, manifest: Manifest) -> dict[str, int | 
 def refuse_damage(directory: Path, reader: CheckpointReader, plugins: PluginManager) -> None:
     """Raise the first fault of a checkpoint without digests, before it gets some: they would say that it is right.
 
-    Args:
-        directory: The checkpoint, for errors.
-        reader: Its files.
-        plugins: The plugin manager.
-
     Raises:
         CheckpointingException: A file is damaged, as far as its index and its archives show, or cannot be read.
     """
@@ -310,9 +301,6 @@ def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
 
 def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
     """Check a checkpoint's files against all digests. Not collective: :func:`verify_integrity` in this process alone.
-
-    Args:
-        checkpoint_dir: The checkpoint's directory or URL.
 
     Raises:
         CorruptCheckpointError: names every file that is missing or not as it was written.

@@ -57,7 +57,7 @@ class StoredTensor:
 
     @property
     def block_scales(self) -> BlockScales | None:
-        """What scales its values, if another tensor does and the format stores which."""
+        """The tensor that scales its values, if there is one and the format names it."""
         return self._description.block_scales
 
     def read(self) -> torch.Tensor:
@@ -127,13 +127,18 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
 
     @property
     def library(self) -> str:
-        """What wrote it, where no record says that and its files do; ``""`` if they do not."""
+        """The writer's name, from its files where no record has it; ``""`` if unknown."""
         strategy = self._checkpoint.strategy
         return strategy.library if isinstance(strategy, _NamesLibrary) else ""
 
     @property
+    def rescued(self) -> int:
+        """How many keys the rescue that has written it (``convert --skip-damaged``) left out; 0 if it is none."""
+        return self._checkpoint.rescued
+
+    @property
     def record(self) -> Record | None:
-        """What ``shardckpt.json`` says: writer, number of ranks, files; None for a checkpoint of another library."""
+        """The content of ``shardckpt.json``: writer, ranks, files; None for a checkpoint of another library."""
         return self._checkpoint.context.reader.manifest.record
 
     @property
@@ -155,7 +160,7 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
     def fingerprints(self) -> dict[str, str]:
         """The fingerprints of the tensors that the save has stored, by key; empty if it has stored none.
 
-        Of a tensor of which ranks have stored elements twice it has none.
+        A tensor with elements stored twice has none.
         """
         found, names = read_fingerprints(self._checkpoint.context.reader), self._checkpoint.names
         return {rename_key(key, names): fingerprint for key, fingerprint in found.items()} if names else found
@@ -201,9 +206,6 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
 
     def read_object(self, unique_key: str) -> Any:
         """Return the value of a ShardedObject.
-
-        Args:
-            unique_key: One of :attr:`objects`.
 
         Raises:
             CheckpointingException: no such object is stored, or it cannot be read.

@@ -1,4 +1,4 @@
-"""What a load strategy returns, checked: a strategy that breaks its contract is an error that names it and the key."""
+"""Check the values that a load strategy returns: a broken contract is an error that names the strategy and the key."""
 
 from __future__ import annotations
 
@@ -29,10 +29,6 @@ def check_values(
     """Return what ``LoadStrategy.load`` returned, after a check that it fits the shards; no value is read.
 
     Args:
-        strategy: The strategy.
-        wanted: What it was given.
-        values: What it returned.
-        plugins: The plugin manager.
         find_dtypes: Returns the stored dtypes by key. It is called only where a tensor has another than its shard.
 
     Raises:
@@ -89,14 +85,6 @@ def check_index(strategy: LoadStrategy, index: Any, plugins: PluginManager) -> l
 
 def check_columns(strategy: LoadStrategy, columns: Any, plugins: PluginManager) -> StoredColumns:
     """Return what ``list_columns`` returned.
-
-    Args:
-        strategy: The strategy.
-        columns: What it returned.
-        plugins: The plugin manager.
-
-    Returns:
-        The same.
 
     Raises:
         PluginError: it is no StoredColumns, or the columns of the tensors differ in length.

@@ -58,13 +58,12 @@ class LoadTemplate:
     """The structure of the state dict to load; the caller's dict and descriptions are not changed.
 
     Args:
-        wanted: The caller's sharded state dict.
         list_stored: Returns what the checkpoint stores, which decides what is wanted of optional entries; called once
             if there are any. By default it has nothing of them.
 
     Attributes:
         shards: Copies of the descriptions of all shards, factories' included, in the order of the leaves.
-        left_out: The names of optional entries of which nothing is stored.
+        left_out: The names of optional entries without stored values.
 
     Raises:
         ShardingError: a leaf is one rank's part of a tensor, and nothing describes it.
@@ -140,7 +139,7 @@ class LoadTemplate:
         return self._make_slot(wanted)
 
     def _make_entries(self, wanted: OptionalEntries) -> dict[str, Any]:
-        """Return the slots of the entries to load; those of which nothing is stored are left out."""
+        """Return the slots of the entries to load; those without stored values are left out."""
         found: dict[str, Any] = {}
         for name, entry in wanted.request(self._stored).items():
             first, prefix = len(self.shards), f"{wanted.prefix}{name}."

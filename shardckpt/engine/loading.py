@@ -29,6 +29,7 @@ from shardckpt.errors import (
     format_many,
     listed,
 )
+from shardckpt.manifest import count_rescued
 from shardckpt.mapping import ShardedObject, ShardedTensor, StoredNames
 from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts, is_exact, make_changed_error
 from shardckpt.plugins import CALLER, Accept, choose_reader, hold_checkpoint, hold_same
@@ -70,7 +71,7 @@ _FEW = 5
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a checkpoint is opened; see :func:`shardckpt.dist_checkpointing.load`.
+    """Options for opening a checkpoint; see :func:`shardckpt.dist_checkpointing.load`.
 
     Attributes:
         strategy: A LoadStrategy, a backend, or (backend, version); None: as the checkpoint says.
@@ -112,6 +113,12 @@ class OpenCheckpoint:
     fully_parallel: bool = field(default=False, kw_only=True)
     names: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     damaged: Collection[str] = field(default=(), kw_only=True)
+
+    @property
+    def rescued(self) -> int:
+        """How many keys the rescue that has written it left out, as it says; 0 if it is none."""
+        record = self.context.reader.manifest.record
+        return count_rescued(record.content_metadata) if record else int(getattr(self.strategy, "rescued", 0))
 
     def common(self) -> StateDict:
         """Collective: return the state that is not sharded."""
@@ -163,7 +170,6 @@ class OpenCheckpoint:
         """Collective: return the values of shards; where a shard has data, that is filled and returned.
 
         Args:
-            wanted: Shards of stored keys, none or many.
             is_synced: Whether the ranks have just called another collective, so that no rank has failed.
 
         Returns:
@@ -277,10 +283,6 @@ def read_checkpoint(
 
     Args:
         path: The checkpoint, or its URL; links are resolved in each attempt, since they may have changed.
-        comm: The ranks that read.
-        plugins: The plugin manager.
-        options: How it is opened.
-        read: Called with the open checkpoint in each attempt.
 
     Returns:
         What ``read`` returns, all of it from one save.
@@ -315,8 +317,6 @@ def load_checkpoint(
     Everything that can be checked without data is checked before any destination is filled.
 
     Args:
-        sharded_state_dict: This rank's.
-        checkpoint: The open checkpoint.
         validate: Whether to check that the shards of all ranks cover every tensor exactly once.
         strict: What to do about keys that do not match.
         verify: Whether to read every file, and compare it with its digests, first.
@@ -503,9 +503,7 @@ def name_stored(columns: StoredColumns, common: CommonObjects | None = None, res
     """Return what is stored by key, but for the objects that are several parts.
 
     Args:
-        columns: What is stored.
         common: The common state, whose values objects may be built of.
-        resize: As for a load.
     """
     objects = [ShardedObject.empty_from_unique_key(name) for name in columns.objects]
     keys = [shard.key for shard in objects if set(shard.global_shape) <= {1}]

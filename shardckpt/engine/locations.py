@@ -42,11 +42,7 @@ def locate(path: str | os.PathLike[str], plugins: PluginManager) -> Path:
     """Return the directory or store folder that a path or URL names; it need not exist.
 
     Args:
-        path: A path, of which ``~``, links and ``..`` are resolved; a ``file://`` URL, which is a path; or another URL.
-        plugins: The plugin manager, whose plugins serve URLs.
-
-    Returns:
-        An absolute path, or a :class:`shardckpt.storage.RemotePath`.
+        path: A path, whose ``~``, links and ``..`` are resolved; a ``file://`` URL, which is a path; or another URL.
 
     Raises:
         CheckpointingException: it is neither a path nor a URL.
@@ -173,10 +169,6 @@ def find_save_time(directory: Path) -> float | None:
 def name_library(place: Path, backend: str) -> str:
     """Return the library that wrote what shardckpt did not write, as far as the files show it.
 
-    Args:
-        place: The directory or file.
-        backend: That of the strategy that reads it.
-
     Returns:
         Its name, such as ``Megatron-Core``; the backend where nothing else shows it.
     """
@@ -191,12 +183,7 @@ def name_library(place: Path, backend: str) -> str:
 
 
 def measure(directory: Path, count: Callable[[Path], int] = used_bytes) -> int:
-    """Return the bytes that a checkpoint's directory or URL takes, other files in it and hard links included.
-
-    Args:
-        directory: The directory or store folder.
-        count: Counts the bytes of a directory.
-    """
+    """Return the bytes that a checkpoint's directory or URL takes, other files in it and hard links included."""
     found = list_below(directory)
     return count(directory) if found is None else sum(found.values())
 

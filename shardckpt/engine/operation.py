@@ -39,9 +39,6 @@ class Operation:
 
     Args:
         kind: ``save``, ``load``, ``migrate``, ``convert``, ``remove`` or ``export``.
-        directory: The checkpoint.
-        comm: The ranks that take part.
-        plugins: The plugin manager, whose plugins observe the operation.
     """
 
     def __init__(self, kind: str, directory: Path, comm: Comm, plugins: PluginManager) -> None:
@@ -100,7 +97,7 @@ class Operation:
 
     @property
     def count(self) -> Callable[[int], None] | None:
-        """Counts some more bytes as done, from any thread; None if nobody asks."""
+        """Counts some more bytes as done, from any thread; None if nothing watches."""
         return None if self._progress is None else self._progress.add
 
     def share_progress(self, other: Operation) -> None:
@@ -204,11 +201,6 @@ def report_failure(kind: str, directory: object, rank: int) -> Iterator[None]:
     """Report a failure of the block once: as an event, unless an operation in it has, and on the main rank in the log.
 
     For the calls of users. Their operations begin late: what they do before, as to list a folder, may fail, too.
-
-    Args:
-        kind: ``save`` or ``load``.
-        directory: The checkpoint, or the folder of the steps.
-        rank: This rank.
     """
     if _reports.get():
         yield
@@ -300,12 +292,7 @@ def _has_mark(error: BaseException, name: str) -> bool:
 
 
 class _Phase:
-    """The block of :meth:`Operation.local_phase`; no generator: a load has a dozen, one of a slice few milliseconds.
-
-    Args:
-        operation: The operation.
-        name: What the phase does.
-    """
+    """The block of :meth:`Operation.local_phase`; no generator: a load has a dozen, one of a slice few milliseconds."""
 
     __slots__ = ("_inner", "_name", "_operation", "_pause", "_started")
 

@@ -1,4 +1,4 @@
-"""Which keys are those of an optimizer's state, and which of a model's parameters."""
+"""Tell the keys of an optimizer's state from those of a model's parameters."""
 
 from __future__ import annotations
 

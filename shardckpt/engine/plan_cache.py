@@ -68,7 +68,6 @@ class PlanCache(Generic[_Plan]):
         """Return the newest plan of a key for which ``fits`` is true, or None.
 
         Args:
-            key: The key that the plan was added with.
             fits: Called with plans of that key, the newest first.
         """
         return next((plan for other, plan in self._entries if other == key and fits(plan)), None)
@@ -89,11 +88,6 @@ class PlanCache(Generic[_Plan]):
 
         Args:
             share: This rank's part of the plan's input: plain data that its ``repr`` describes completely.
-            group: The ranks that plan.
-            plan: Makes the plan with all ranks; collective.
-
-        Returns:
-            The plan.
         """
         if not self._size:
             return plan()
@@ -182,9 +176,6 @@ def look_up_plan(shards: Sequence[ShardedBase], saver: SaveStrategy, comm: Comm,
     """Look up the plan for these shards in this rank's cache. Not collective.
 
     Args:
-        shards: This rank's, before anything is checked.
-        saver: The strategy that saves them.
-        comm: The ranks that save.
         validate: Whether to find only plans whose shards were validated.
 
     Returns:

@@ -23,10 +23,6 @@ class Progress:
 
     Args:
         operation: ``verify`` or another name that :class:`~shardckpt.plugins.Event` lists.
-        directory: The checkpoint.
-        total: Bytes that are to be done.
-        plugins: The plugin manager, whose plugins observe the operation.
-        rank: The rank that reports.
     """
 
     def __init__(
@@ -61,6 +57,6 @@ class Progress:
 def wants_progress(plugins: PluginManager) -> bool:
     """Return whether a plugin that is registered asks for the progress of operations: it has ``wants_progress``.
 
-    A save then calls it ten times a second from the threads that write; nobody who does not ask for it pays for it.
+    A save then calls it ten times a second from the threads that write; without this call it costs nothing.
     """
     return any(getattr(hook.plugin, "wants_progress", False) for hook in plugins.hook.shardckpt_event.get_hookimpls())

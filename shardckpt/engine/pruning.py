@@ -69,7 +69,7 @@ IsSuperseded: TypeAlias = "Callable[[Path, Path], bool]"
 logger = logging.getLogger(__name__)
 
 _HOUR = 3600.0
-#: The buckets of which this process has warned that their uploads cannot be listed.
+#: The buckets that this process has warned of: their uploads cannot be listed.
 _warned: set[str] = set()
 
 
@@ -107,7 +107,6 @@ def prune_leftovers(
             leftovers are in the place of the checkpoint.
         older_than: Hours since the last write after which a leftover whose owner is on another host, or not known,
             counts as dead; by default ``SHARDCKPT_LEFTOVER_HOURS``.
-        dry_run: Remove nothing; report what would be removed.
 
     Returns:
         Every leftover, sorted by name: those next to ``path``, then those in it.
@@ -135,8 +134,6 @@ def prune_spools(
 
     Args:
         folder: The folder that has them; by default ``SHARDCKPT_SPOOL_DIR``, or the system's temporary directory.
-        older_than: As for :func:`prune_leftovers`.
-        dry_run: As for :func:`prune_leftovers`.
 
     Returns:
         Every such directory, sorted by name.
@@ -156,11 +153,7 @@ def clear_unfinished(
     """Remove what saves and removals that were killed have left in folders of a store.
 
     Args:
-        place: The URL that has the folders.
         names: Of the folders; ``""`` is the URL itself.
-        plugins: The plugin manager.
-        older_than: As for :func:`prune_leftovers`.
-        dry_run: As for :func:`prune_leftovers`.
 
     Returns:
         What was found, sorted by name.
@@ -194,12 +187,6 @@ def clear_uploads(
     Their saves have left nothing else that says whose they are: what they had was removed, or overwritten. Those to the
     place of a save that may live stay at any age.
 
-    Args:
-        place: The URL.
-        plugins: The plugin manager.
-        older_than: As for :func:`prune_leftovers`.
-        dry_run: As for :func:`prune_leftovers`.
-
     Returns:
         A result for each upload that has not ended; none of a directory, or if they cannot be listed.
 
@@ -226,9 +213,6 @@ def clear_uploads(
 def explain_unseen_uploads(path: str | os.PathLike[str]) -> str:
     """Say what to do about uploads of killed saves that nothing here can list.
 
-    Args:
-        path: As for :func:`prune_leftovers`.
-
     Returns:
         The advice; ``""`` for a directory, or where they can be listed.
 
@@ -250,9 +234,6 @@ def open_staging(
     """Create a staging directory, or take over that of a killed process, after its leftovers are removed.
 
     Args:
-        target: What is to be written.
-        is_superseded: As for :func:`clear_leftovers`.
-        restore: As for :func:`clear_leftovers`.
         journal: The journal of what is written, if another process may go on with it.
 
     Returns:
@@ -273,10 +254,8 @@ def clear_leftovers(target: Path, is_superseded: IsSuperseded, *, restore: bool,
     Leftovers that are kept, or cannot be removed, are a warning: the save continues. The folder is listed once.
 
     Args:
-        target: The save's target.
         is_superseded: Tells whether a checkpoint that an overwrite has moved aside is not needed.
         restore: Whether to rename such a checkpoint back first, if nothing is at the target.
-        keep: What this process uses.
     """
     try:
         found = find_leftovers(target.parent, belongs_to(target))
@@ -304,10 +283,7 @@ def explain_kept_leftover(
     """Return why a leftover is kept; ``""`` if no living process owns it, and it is not the only complete checkpoint.
 
     Args:
-        leftover: The leftover.
-        target: The checkpoint that it is a leftover of.
         is_superseded: Tells whether a checkpoint that an overwrite has moved aside is not needed.
-        older_than: As for :func:`prune_leftovers`.
     """
     reason = why_kept(leftover, older_than)
     if reason or not leftover.is_replaced or is_superseded(leftover.path, target):
@@ -322,9 +298,6 @@ def make_superseded_check(plugins: PluginManager) -> IsSuperseded:
     """Return the :data:`IsSuperseded` for checkpoints.
 
     It is true if the checkpoint at the target is complete, and the target has all other files of the one moved aside.
-
-    Args:
-        plugins: The plugin manager.
     """
 
     def is_superseded(aside: Path, target: Path) -> bool:

@@ -38,10 +38,8 @@ def rename_stored(checkpoint: OpenCheckpoint, names: Mapping[str, str], keys: Se
     """Return an open checkpoint under other names.
 
     Args:
-        checkpoint: The open checkpoint.
         names: The dotted beginnings of keys, or whole keys, as they are stored, and what they are to be; of several
             that begin a key the longest counts, and ``""`` begins every key. The same on every rank.
-        keys: What :func:`list_names` has returned for it.
 
     Raises:
         KeyMismatchError: the checkpoint has nothing of one of these names, or two things would have one name.

@@ -48,12 +48,10 @@ def parse_resize(resize: object) -> tuple[str, ...]:
 def allow_resizing(
     shards: Sequence[ShardedBase], stored: Mapping[str, Ints], patterns: Sequence[str]
 ) -> list[ShardedBase]:
-    """Return shards of which those that match a pattern may have another shape than is stored.
+    """Return shards; those that match a pattern may have another shape than is stored.
 
     Args:
-        shards: Those of a load.
         stored: The stored shapes by key. Where one is not known, what can have another shape may have it.
-        patterns: The caller's.
 
     Raises:
         CheckpointingException: one with another shape has axes that its tensor has not, or is flattened.
@@ -80,14 +78,11 @@ def _allow(shard: ShardedTensor, stored: Mapping[str, Ints]) -> ShardedTensor:
 
 
 class Resizing:
-    """What a load into tensors of other sizes must keep: the values that new rows have.
+    """The values of new rows, which a load into tensors of other sizes must keep.
 
     New rows of an optimizer's state become zero, as a load with ``allow_shape_mismatch`` leaves them.
 
     Args:
-        shards: Those of the load, as :func:`allow_resizing` returned them.
-        stored: The stored shapes by key.
-        patterns: The caller's.
         is_main: Whether this rank warns of rows that are not read.
     """
 

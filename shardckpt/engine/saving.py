@@ -53,7 +53,7 @@ _LARGE = 1 << 20
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How a checkpoint is saved; see :func:`shardckpt.dist_checkpointing.save`.
+    """Options of a save; see :func:`shardckpt.dist_checkpointing.save`.
 
     Attributes:
         validate: Whether to check the shards of all ranks, and compare their common state.
@@ -125,16 +125,7 @@ def save_checkpoint(
     plugins: PluginManager,
     options: SaveOptions,
 ) -> None:
-    """Collective: save a state dict, and commit it; see :func:`shardckpt.dist_checkpointing.save`.
-
-    Args:
-        sharded_state_dict: This rank's.
-        target: The checkpoint, as :func:`shardckpt.engine.locate` returned it.
-        strategy: As for :func:`find_saver`.
-        comm: The ranks that save.
-        plugins: The plugin manager.
-        options: The caller's.
-    """
+    """Collective: save a state dict, and commit it; see :func:`shardckpt.dist_checkpointing.save`."""
     operation = Operation("save", target, comm, plugins)
     with operation.collective_span():
         state = check_state(sharded_state_dict, strategy, operation, options)
@@ -168,9 +159,6 @@ def check_state(
 
     Args:
         sharded_state_dict: This rank's; it is not changed.
-        strategy: As for :func:`find_saver`.
-        operation: The save.
-        options: The caller's.
         background: Whether it is to be saved in the background.
 
     Returns:
@@ -284,7 +272,6 @@ def find_saver(strategy: Any, plugins: PluginManager, others: Collection[str] = 
     Args:
         strategy: A SaveStrategy, which is returned; a backend, whose newest version is chosen; (backend, version); or
             None for the registry's default.
-        plugins: The plugin manager.
         others: Names of formats that the caller takes, too, for the error.
 
     Raises:

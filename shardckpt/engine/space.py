@@ -30,7 +30,7 @@ UNKNOWN = 1 << 62
 
 
 class Forecast(NamedTuple):
-    """What a rank is about to store, for the forecast of space.
+    """The bytes that a rank is about to store, for the forecast of space.
 
     Attributes:
         nbytes: The bytes of its tensors, tied ones counted for each key: it is quickly known.
@@ -54,7 +54,7 @@ NO_FORECAST: Forecast = Forecast()
 
 
 class Room(NamedTuple):
-    """What a caller of saves says of their space.
+    """The caller's settings for the space of saves.
 
     Attributes:
         make: Collective: called before a save is refused, which may fit after it.
@@ -109,7 +109,7 @@ def count_least_bytes(shards: Iterable[ShardedBase]) -> int:
 
 
 def find_free_bytes(directory: Path) -> int:
-    """Return the free bytes of a directory's file system; :data:`UNKNOWN` if it does not say, or nobody is to ask."""
+    """Return the free bytes of a directory's file system; :data:`UNKNOWN` if it does not say, or is not to be asked."""
     if not settings.space_check():
         return UNKNOWN
     try:
@@ -138,8 +138,6 @@ def refuse_full(target: Path, needed: int, action: str, free: int | None = None)
 
     Args:
         target: What is to be written: its folder is on the file system.
-        needed: Bytes of tensors.
-        action: What is done, for the error: ``export to``.
         free: Free bytes of the file system; None: look.
 
     Raises:
@@ -154,10 +152,7 @@ def make_space_error(target: Path, needed: int, free: int, action: str = "save t
     """Return the error of a save that does not fit, with what could go.
 
     Args:
-        target: The checkpoint's directory.
         needed: Bytes of tensors of all ranks.
-        free: Free bytes of the file system.
-        action: What is done, for the error.
     """
     folder, room = _find_folder(target), _room.get()
     is_quota = room is not None and room.quota and free < _find_system_bytes(target)

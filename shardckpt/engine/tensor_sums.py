@@ -33,12 +33,7 @@ class TensorSums:
         self._sums: dict[str, dict[tuple[Ints, Ints], tuple[int, int]]] = defaultdict(dict)
 
     def add(self, shards: Sequence[ShardedTensor], values: Sequence[torch.Tensor]) -> None:
-        """Add boxes of tensors.
-
-        Args:
-            shards: Where each box lies in which tensor.
-            values: Its values.
-        """
+        """Add boxes of tensors."""
         boxes = []
         for shard, value in zip(shards, values, strict=True):
             whole = value.reshape((1,) * shard.prepend_axis_num + tuple(value.shape))
@@ -63,7 +58,7 @@ class TensorSums:
                 self._sums[key].setdefault((tuple(offset), tuple(shape)), (first, second))
 
     def finish(self, key: str, dtype: torch.dtype, shape: Ints) -> str:
-        """Return the fingerprint of a tensor of which all boxes were added."""
+        """Return the fingerprint of a tensor, once all its boxes are added."""
         boxes = self._sums.get(key, {}).values()
         sums = [sum(box[number] for box in boxes) for number in range(2)]
         return finish_fingerprint(str(dtype).removeprefix("torch."), shape, sums)

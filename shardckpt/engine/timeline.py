@@ -82,7 +82,6 @@ class Timeline:
 
         Args:
             ready: When the rank had written all, and began to commit.
-            nbytes: The bytes of its files.
         """
         if self._writing is None:
             return b""
@@ -116,7 +115,6 @@ def make_timings(times: Sequence[_Times], committed: float, background: bool) ->
     Args:
         times: Those of all ranks, in rank order.
         committed: When the record was made.
-        background: Whether the save ran behind the training.
     """
     zero = min(rank.plan for rank in times)
     spans = [

@@ -105,13 +105,8 @@ class Transaction:
     its files to the store; where the store cannot do that, it writes to a local directory of its own, and uploads them.
 
     Args:
-        operation: The save or migration.
-        target: The checkpoint's directory or URL.
-        header: The checkpoint's header.
         overwrite: Whether ``target`` may have a checkpoint, or other files; at a URL, a checkpoint or what an
             interrupted save has left.
-        sha256: Whether to write ``integrity.json``.
-        fingerprints: Whether to store fingerprints of the tensors.
         journal: The journal of what one process writes to a directory, if another may go on with it after a kill.
         check: Called on the main rank when all is written and nothing is committed: with a directory that has the
             record and ``metadata.json``, and the place of all other files, which is the same directory or the target's
@@ -226,7 +221,6 @@ class Transaction:
 
         Args:
             write: Writes this rank's files, and their fingerprints; gets the writer and the save's id.
-            content: The caller's ``content_metadata``.
 
         Raises:
             CheckpointingException: on every rank, if any failed; the target is unchanged then.
@@ -249,7 +243,6 @@ class Transaction:
         Args:
             writer: Has written this rank's files; on the main rank it writes the record and ``metadata.json``.
             before: Files of this rank that another writer has written.
-            content: The caller's ``content_metadata``.
 
         Raises:
             CheckpointingException: on every rank, if any failed; the target is unchanged then.
@@ -328,10 +321,6 @@ class Transaction:
 
     def _announce(self, begun: Begun, forecast: Forecast) -> None:
         """Collective: announce the save's name, negotiate the digest, and refuse the save if it cannot fit.
-
-        Args:
-            begun: What the main rank knows of the save.
-            forecast: What this rank will store.
 
         Raises:
             NotEnoughSpaceError: on every rank.

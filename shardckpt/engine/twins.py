@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 def find_twins(wanted: Sequence[ShardedBase], not_stored: Collection[str] = ()) -> dict[int, int]:
-    """Return for each shard whose data another one has, under another key, the number of the first of these.
-
-    Args:
-        wanted: Shards.
-        not_stored: Keys that do not count.
-    """
+    """Return for each shard whose data another one has, under another key, the number of the first of these."""
     first: dict[tuple[Any, ...], int] = {}
     twins: dict[int, int] = {}
     for number, shard in enumerate(wanted):
@@ -40,11 +35,6 @@ def find_twins(wanted: Sequence[ShardedBase], not_stored: Collection[str] = ()) 
 
 def check_twins(wanted: Sequence[ShardedBase], values: list[Any], twins: Mapping[int, int]) -> None:
     """Put the value of the first in the place of each twin's, which was read into memory of its own.
-
-    Args:
-        wanted: The shards.
-        values: Their values; changed.
-        twins: What :func:`find_twins` returned.
 
     Raises:
         KeyMismatchError: two values differ.

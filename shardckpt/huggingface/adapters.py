@@ -106,7 +106,7 @@ def _split_name(key: str) -> tuple[str, str]:
 
 
 class AdapterReview(NamedTuple):
-    """What was found: why PEFT would not load it as it was trained, ``""`` if nothing; and what may surprise."""
+    """The findings: why PEFT would not load it as it was trained, ``""`` if nothing; and surprises."""
 
     fault: str
     note: str

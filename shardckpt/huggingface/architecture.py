@@ -34,7 +34,7 @@ _NO_CLASS = "it names no class (architectures)"
 
 
 class Fit(NamedTuple):
-    """How weights fit a class.
+    """The fit of weights to a class.
 
     Attributes:
         fault: What the class misses or refuses; ``""`` if there is nothing, or it was not tried.
@@ -65,8 +65,6 @@ def try_class(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Ints
 
     Args:
         folder: The folder, on this machine. No code in it is run.
-        config: The content of its ``config.json``.
-        shapes: Those of its tensors, by name.
     """
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""

@@ -26,7 +26,7 @@ def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -
     """Return a model's files that are not weights.
 
     Args:
-        assets: A folder or the URL of one, of which all files but weights count; or a list of files.
+        assets: A folder or the URL of one, whose files but weights count; or a list of files.
         mapping: The mapping, as a caller gives it: with that of an adapter, of a folder its configuration alone counts.
 
     Raises:

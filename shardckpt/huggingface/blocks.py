@@ -31,7 +31,6 @@ def open_writer(folder: Path, journal: Journal | None = None) -> CheckpointWrite
     """Return a writer of files of tensors in a folder of this machine.
 
     Args:
-        folder: Where they are staged.
         journal: The journal of what is written, if another process may go on with it after a kill.
     """
     if journal is None:
@@ -43,9 +42,6 @@ def write_blocks(writer: CheckpointWriter, name: str, layout: FileLayout, checkp
     """Write a new file, durable when this returns.
 
     Args:
-        writer: Of the folder, or of the store.
-        name: The file's name in it.
-        layout: Of the file.
         checkpoint: Has the values of the tensors; this thread reads them.
     """
     file = writer.create(name, layout.size)

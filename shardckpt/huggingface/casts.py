@@ -1,4 +1,4 @@
-"""Which tensors of an export are cast: each by itself, and none that holds more than the model's weights do."""
+"""Choose the tensors of an export that are cast: each by itself, and none that holds more than the weights do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLOAT32_NAMES = ("*e_score_correction_bias", "*.A_log")
 
 
 class Casts(NamedTuple):
-    """What is cast.
+    """The casts of an export.
 
     Attributes:
         dtype: What floating-point tensors of 16 bits and more are cast to; None keeps their dtypes.
@@ -46,8 +46,6 @@ class Casts(NamedTuple):
         """Return the dtype in which a tensor is written.
 
         Args:
-            name: Its name.
-            dtype: Its dtype.
             model: That of the model's weights, as :func:`find_model_dtype` returns it.
         """
         if not is_castable(dtype) or self.keeps(name):
@@ -72,7 +70,6 @@ def parse_casts(dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | Non
     Args:
         dtype: A dtype or its name; or dtypes by patterns of names as of :mod:`fnmatch`, of which ``"*"`` stands for the
             others: ``{"*": "bfloat16", "*.A_log": "bfloat16"}``.
-        keep: Patterns of names that keep their dtype.
 
     Raises:
         CheckpointingException: One is no floating-point dtype of 16 bits or more; or ``keep`` is one text,
@@ -93,11 +90,7 @@ def parse_casts(dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | Non
 
 
 def find_model_dtype(tensors: Iterable[tuple[torch.dtype, int]]) -> torch.dtype | None:
-    """Return the dtype that most elements of a model's floating-point tensors have; None if it has none.
-
-    Args:
-        tensors: dtype and number of elements of each tensor.
-    """
+    """Return the dtype that most elements of a model's floating-point tensors have; None if it has none."""
     counts: Counter[torch.dtype] = Counter()
     for dtype, count in tensors:
         if is_castable(dtype):

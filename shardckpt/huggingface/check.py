@@ -29,9 +29,6 @@ _JSON_LIMIT = 256 << 20
 def check_folder(folder: Path) -> dict[str, CheckpointingException | None]:
     """Check every weight file of a folder, and that each has the tensors that the index promises; no value is read.
 
-    Args:
-        folder: The folder, local or on a store.
-
     Returns:
         By file name: what is wrong with it, or None. Of JSON files beside the index those with a fault.
 
@@ -69,7 +66,6 @@ def check_weights(path: Path, promised: Collection[str] = ()) -> None:
     """Check one file of safetensors.
 
     Args:
-        path: The file.
         promised: The tensors that it must have, by the index.
 
     Raises:

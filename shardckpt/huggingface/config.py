@@ -75,8 +75,6 @@ def adapt_config(
     """Return the text of a ``config.json`` that is true of tensors: their dtype, and whether they are quantized.
 
     Args:
-        config: The file.
-        tensors: What its folder will have.
         is_cast: Whether a config without a dtype gets one.
         refuses: Whether another vocabulary than that of the tensors is an error, and not a warning.
 

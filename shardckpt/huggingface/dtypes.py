@@ -11,7 +11,7 @@ from shardckpt.errors import ConfigurationError, ask_nearest
 if TYPE_CHECKING:
     from shardckpt.planning import Ints
 
-#: The format's names, and torch's, some of which this release of torch may lack.
+#: The format's names, and torch's; this release of torch may lack some.
 #: https://github.com/huggingface/safetensors/blob/main/safetensors/src/tensor.rs
 _NAMES = {
     "F64": "float64",

@@ -1,4 +1,4 @@
-"""What a memory budget leaves an export for reading, for its blocks, and for what is on its way to a store."""
+"""Split an export's memory budget into reading, its blocks, and parts on their way to a store."""
 
 from __future__ import annotations
 
@@ -62,9 +62,6 @@ def split_export_budget(memory_budget: int | str | None, source: Path, target: P
 
     Args:
         memory_budget: Bytes, text, or None.
-        source: The checkpoint, as :func:`shardckpt.engine.locate` returned it.
-        target: The folder to write, likewise.
-        file_format: ``safetensors`` or ``bin``.
 
     Raises:
         CheckpointingException: it is no size, or too small; says the smallest that works.

@@ -50,7 +50,7 @@ _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 
 
 class TensorLocation(NamedTuple):
-    """Where a tensor is stored.
+    """The location of a tensor.
 
     Attributes:
         file: The file's name in the folder.
@@ -80,8 +80,8 @@ class Folder:
         config: The content of ``config.json``; empty without one.
         stamp: Inode number, size in bytes and modification time in ns of the first file of weights; None on an object
             store. An export writes new files, so the stamp tells two exports apart.
-        origin: What an export has said of its source: ``version`` of shardckpt, ``source`` and ``fingerprint``, of
-            which some or all may be missing.
+        origin: What an export has said of its source: ``version`` of shardckpt, ``source``, ``fingerprint`` and
+            ``rescued``, the number of keys that are left out as damaged, of which some or all may be missing.
         adapter: The content of ``adapter_config.json``, if the folder has an adapter of PEFT and no model; else None.
     """
 
@@ -92,14 +92,20 @@ class Folder:
     stamp: tuple[int, int, int] | None = None
     origin: dict[str, str] = field(default_factory=dict)
     adapter: dict[str, Any] | None = None
-    #: Names of the tensors that are missing, or cut, in a folder of which the rest is read.
+    #: Names of the tensors that are missing, or cut, in a folder whose rest is read.
     lost: frozenset[str] = frozenset()
 
     @property
     def library(self) -> str:
-        """What wrote it, as far as that is said; ``""`` if not."""
+        """The writer's name; ``""`` if unknown."""
         ours = f"shardckpt {self.origin['version']}" if "version" in self.origin else ""
         return ours if self.adapter is None else f"{ours or 'PEFT'} (a PEFT adapter)"
+
+    @property
+    def rescued(self) -> int:
+        """How many keys the rescue that has written it left out, as it says; 0 if it is none."""
+        many = self.origin.get("rescued", "")
+        return int(many) if many.isascii() and many.isdecimal() else 0
 
 
 def read_folder(folder: Path, *, skip_damaged: bool = False) -> Folder:
@@ -292,7 +298,6 @@ def read_head(path: Path, lost: set[str] | None = None) -> tuple[dict[str, FileT
     """Return the tensors of a file by name, and what its metadata says of its source.
 
     Args:
-        path: The file.
         lost: If given, names of tensors whose bytes are cut off are added to it, and are no error.
 
     Raises:

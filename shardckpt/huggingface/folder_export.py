@@ -128,7 +128,8 @@ class FolderExport:
         if self.source is not None:
             fingerprint = combine_fingerprints(read_fingerprints(self.checkpoint.context.reader))
             source = self.source.name.encode(errors="replace").decode()  # a name in a file system may be no UTF-8
-        origin = {"version": __version__, "source": source, "fingerprint": fingerprint}
+        rescued = self.checkpoint.rescued + len(self.checkpoint.damaged)
+        origin = {"version": __version__, "source": source, "fingerprint": fingerprint, "rescued": str(rescued or "")}
         return {f"{ORIGIN}{key}": value for key, value in origin.items() if value}
 
     def _pickle(self, path: Path, tensors: Sequence[HubTensor]) -> None:

@@ -96,7 +96,6 @@ def lay_out(tensors: Sequence[HubTensor], metadata: Mapping[str, str] | None = N
     multiple of its element without padding, which the format forbids.
 
     Args:
-        tensors: Tensors of dtypes that the format can hold.
         metadata: Put into the header; ``format: pt`` is added, without which transformers refuses a file.
 
     Raises:

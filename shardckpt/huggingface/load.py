@@ -244,9 +244,6 @@ def huggingface_index(folder: str | os.PathLike[str]) -> dict[str, tuple[torch.d
 def read_hub_folder(folder: str | os.PathLike[str]) -> Folder:
     """Read what a Hugging Face folder holds; only headers are read. Needs no other rank.
 
-    Args:
-        folder: As for :func:`load_from_huggingface`.
-
     Raises:
         CheckpointingException: as for :func:`load_from_huggingface`.
     """

@@ -43,10 +43,8 @@ class HuggingFaceLoadStrategy(LoadStrategy):
     """Reads requested shards from a folder.
 
     Args:
-        folder: The content of the folder.
         mapping: Maps keys, without the prefix, to the folder's names.
         prefix: Prefix of the keys that the folder's names do not have.
-        requested: The shards that will be loaded.
 
     Attributes:
         absent: The keys of those that the folder lacks; a tied one is filled by the other that the folder has.
@@ -132,8 +130,13 @@ class HuggingFaceLoadStrategy(LoadStrategy):
 
     @property
     def library(self) -> str:
-        """What wrote the folder, as far as it says that; ``""`` if it does not."""
+        """The name of the folder's writer; ``""`` if unknown."""
         return self._folder.library
+
+    @property
+    def rescued(self) -> int:
+        """How many keys the rescue that has written the folder left out; 0 if it is none."""
+        return self._folder.rescued
 
     def missing(self) -> list[str]:
         """Return the names of the tensors that requested keys need and the folder lacks."""

@@ -73,7 +73,7 @@ def _mixtral() -> Iterable[Rule]:
 
 
 class _ModelMapping(RuleMapping):
-    """A table of several trainers' names, most of which a checkpoint lacks."""
+    """A table of several trainers' names; a checkpoint lacks most of them."""
 
     def with_config(self, config: Mapping[str, Any], padding: Padding) -> RuleMapping:
         """Return the table with the rules of layers that predict further tokens, whose numbers the config says."""

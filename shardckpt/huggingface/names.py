@@ -55,7 +55,6 @@ def assign_files(sizes: Mapping[str, int], limit: int, file_format: str = SAFETE
     Args:
         sizes: Bytes of every tensor by name, in order.
         limit: Bytes of tensors in a file.
-        file_format: ``safetensors`` or ``bin``.
 
     Returns:
         The names of the tensors in each file, by the file's name.
@@ -95,12 +94,7 @@ def encode_weights_index(weight_map: Mapping[str, str], total: int, origin: Mapp
     """Return the content of the index, as transformers reads it.
 
     Args:
-        weight_map: The file of each tensor, by name.
-        total: Bytes of all tensors.
         origin: What the metadata says of the checkpoint that the folder has.
-
-    Returns:
-        JSON, in UTF-8.
     """
     index = {"metadata": {"total_size": total, **(origin or {})}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
@@ -108,12 +102,6 @@ def encode_weights_index(weight_map: Mapping[str, str], total: int, origin: Mapp
 
 def parse_leave_out(names: Collection[str]) -> frozenset[str]:
     """Return the names that a caller leaves out; one with a dot at its end is the name without it.
-
-    Args:
-        names: The caller's argument ``leave_out``.
-
-    Returns:
-        The names.
 
     Raises:
         CheckpointingException: It is one text, whose letters would be the names.
@@ -142,7 +130,6 @@ def is_replaced(name: str, *, has_assets: bool) -> bool:
     """Return whether an export over a folder removes a file of this name: what a loader might prefer to it, or add.
 
     Args:
-        name: The name.
         has_assets: Whether the export brings the model's other files. Else those of the folder stay.
     """
     return _LOADED.fullmatch(name) is not None or (has_assets and is_configuration(name))

@@ -1,4 +1,4 @@
-"""What is written of a checkpoint under the names of the Hub, as the callers of all doors say it."""
+"""Options of all exports under the names of the Hub."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ExportOptions(NamedTuple):
-    """What to write, and how.
+    """Options of an export.
 
     Attributes:
         prefix: Prefix of the keys to write; None for that of the model's, as :func:`find_sections` finds it.

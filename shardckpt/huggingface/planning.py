@@ -159,9 +159,7 @@ def choose_model(
     """Choose what of a checkpoint is the model.
 
     Args:
-        stored: Descriptions of all that is stored.
         options: Their prefix is the model's, if it is not None; keys that their mapping knows are the model's.
-        optimizer: Whether the optimizer's state is chosen, too.
 
     Returns:
         The prefix of the model's keys; the chosen shards with it; and the keys of other tensors.
@@ -199,7 +197,7 @@ def refuse_codes(keys: Iterable[str]) -> None:
 
 
 class PlannedTensors(NamedTuple):
-    """What shards become in a folder.
+    """The tensors of a folder that shards become.
 
     Attributes:
         tensors: The tensors by name, in the order of the shards.
@@ -222,7 +220,6 @@ def plan_tensors(stored: Iterable[ShardedBase], options: ExportOptions, others: 
     A warning names the tensors that the mapping does not know.
 
     Args:
-        stored: Descriptions of all that is stored.
         options: What to write. A prefix of None is none.
         others: What may be left out beside tensors, for the error about a name that is neither.
 

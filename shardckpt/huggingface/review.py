@@ -1,4 +1,4 @@
-"""What an engine would trip over in a folder whose files are sound: configuration, tied pairs, other files."""
+"""Find faults that an engine would meet in a folder whose files are sound: configuration, tied pairs, other files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MISTRAL = "consolidated*.safetensors"
 
 
 class Review(NamedTuple):
-    """What was found.
+    """The findings.
 
     Attributes:
         fault: Why the configuration and the weights are not of one model; None if they are.
@@ -71,7 +71,6 @@ def review_folder(place: Path, checkpoint: OpenCheckpoint) -> Review:
     """Compare a folder's configuration with its weights.
 
     Args:
-        place: The folder.
         checkpoint: The same, opened: of tied pairs values are read.
 
     Raises:

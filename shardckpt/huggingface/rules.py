@@ -49,7 +49,7 @@ class Rows(NamedTuple):
 
 
 class StoredPlace(NamedTuple):
-    """Where a tensor of a folder is stored.
+    """The location of a tensor of a folder.
 
     Attributes:
         key: The stored name.
@@ -66,7 +66,7 @@ class StoredPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """How stored tensors of one kind are named and split in a Hugging Face folder.
+    """The names and splits of stored tensors of one kind in a Hugging Face folder.
 
     Names are patterns: a field such as ``{layer}`` stands for text without a dot, the same in all names of the rule. If
     the folder's names have ``{expert}`` and the stored one has not, the stored tensor's first axis counts the experts,
@@ -275,7 +275,7 @@ def _fill(template: str, fields: Mapping[str, str]) -> str:
 
 
 def _match(template: str, key: str) -> re.Match[str] | None:
-    """Match a name by a template; folders have tens of thousands of names, most of which end otherwise."""
+    """Match a name by a template; most of the tens of thousands of names of a folder end otherwise."""
     ending, pattern = _compile_pattern(template)
     return pattern.fullmatch(key) if key.endswith(ending) else None
 

@@ -1,4 +1,4 @@
-"""Which keys of a checkpoint are the model's, and which its optimizers': by what they hold, not by one spelling."""
+"""Tell the model's keys from its optimizers' by the values they hold, not by one spelling."""
 
 from __future__ import annotations
 

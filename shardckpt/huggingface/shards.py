@@ -113,7 +113,7 @@ def _write_bin(state_dict: Mapping[str, torch.Tensor], path: Path) -> None:
     plain = {name: _plain(name, state_dict) for name in state_dict if name not in ties}
     # of a view, torch.save would write the whole storage
     own = {n: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for n, t in plain.items()}
-    # tied names get one object, of which torch.save stores the elements once
+    # tied names get one object, whose elements torch.save stores once
     write_pickled(path, {name: own[ties.get(name, name)] for name in state_dict})
 
 

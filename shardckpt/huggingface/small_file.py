@@ -28,7 +28,6 @@ def replace_file(path: Path, journal: Journal | None = None) -> Iterator[Path]:
     """Yield a staging path for a file; at the end, the written and durable file replaces the one at ``path``.
 
     Args:
-        path: The file.
         journal: The journal of what is written, if another process may go on with it after a kill.
     """
     check_names(path)

@@ -44,8 +44,6 @@ def nest_stored(checkpoint: OpenCheckpoint, common: StateDict, values: StateDict
     """Return the plain state dict of an open checkpoint, nested as it was saved if the checkpoint says how.
 
     Args:
-        checkpoint: Where they are stored.
-        common: What is wanted of its common state.
         values: Its tensors and objects by their plain names, or what stands for them.
     """
     strategy, nested = checkpoint.strategy, None

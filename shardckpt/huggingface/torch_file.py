@@ -31,9 +31,6 @@ _REFUSAL = re.compile(r"WeightsUnpickler error: .*|.*[Uu]nsupported.*")
 def is_torch_file(path: Path) -> bool:
     """Return whether a file begins as those of ``torch.save`` do.
 
-    Args:
-        path: The file.
-
     Returns:
         True for any zip archive, and for a file of before torch 1.6.
 
@@ -52,9 +49,6 @@ def is_archive(first: bytes) -> bool:
 
 def read_torch_file(path: Path) -> dict[Any, Any]:
     """Read the state dict in a file; tensors are memory-mapped if the file's format allows.
-
-    Args:
-        path: The file.
 
     Returns:
         The state dict, with tensors on the CPU.

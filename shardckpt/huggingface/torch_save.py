@@ -43,9 +43,6 @@ _ADVICE = "leave it out (--leave-out), or convert to a format that stores object
 class TorchFile:
     """A state dict that is to be written to a file of ``torch.save``.
 
-    Args:
-        tensors: The tensors of the checkpoint by name.
-
     Attributes:
         rewritten: Places of values that were of other classes than builtin ones, with the class.
     """
@@ -63,7 +60,7 @@ class TorchFile:
 
     @property
     def stand_ins(self) -> dict[str, Any]:
-        """What stands for each tensor in the state dict that :meth:`write` takes, by name."""
+        """The stand-in for each tensor in the state dict that :meth:`write` takes, by name."""
         return dict(self._declared)
 
     def write(
@@ -78,8 +75,6 @@ class TorchFile:
 
         Args:
             path: The file; an existing one is replaced.
-            state_dict: Nested values with the stand-ins of all tensors.
-            checkpoint: Has the values of the tensors.
             journal: The journal of what is written, if another process may go on with it after a kill.
             check: Gets the path of the durable file before it is put in its place; if it raises, the file is removed.
 

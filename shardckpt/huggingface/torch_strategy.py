@@ -41,7 +41,7 @@ _MAGIC = 8  # bytes that say whether a file is an archive
 
 @dataclass(frozen=True)
 class _Content:
-    """What a file has: its state dict with tensors of the meta device, and by key where each tensor's values are."""
+    """The content of a file: its state dict with tensors of the meta device, and where each one's values are."""
 
     state_dict: dict[Any, Any]
     tensors: dict[str, StoredPayload | torch.Tensor]
@@ -52,9 +52,6 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
 
     The key of a tensor is its path in the state dict, joined by dots; all other values are common state. Ranges of
     tensors are read from the file, so that memory is bounded; a file of before torch 1.6 is in memory as a whole.
-
-    Args:
-        file: The file's name in its folder.
     """
 
     backend = "torch_save"
@@ -135,13 +132,7 @@ def _read_magic(reader: CheckpointReader, file: str) -> bytes:
 
 
 class _Walker:
-    """Locates the tensors of a nested state dict, and puts tensors of the meta device in their places.
-
-    Args:
-        reader: Reads the file.
-        file: The file.
-        most: The most values that it may have.
-    """
+    """Locates the tensors of a nested state dict, and puts tensors of the meta device in their places."""
 
     def __init__(self, reader: CheckpointReader, file: str, most: int) -> None:
         self._reader = reader

@@ -49,11 +49,8 @@ class ModelCheckpoint(StoredCheckpoint):
                 engine.load_weights(checkpoint.weights("qwen3_moe", dtype="bfloat16"))
 
         Args:
-            mapping: How names and shapes change: as for :func:`shardckpt.huggingface.export_to_huggingface`.
             prefix: Prefix of the keys to read, which is removed; by default that of the model, which is found beside
                 its optimizers (``model.``, ``app.model.``).
-            dtype: As for :func:`shardckpt.huggingface.export_to_huggingface`, as ``keep`` is.
-            keep: Patterns of names that are not cast.
             optimizer: Also the optimizer's state; by default it is left out.
             leave_out: Names, of the Hub, that are not read: a ``lm_head.weight`` that is tied to the embedding.
             memory: Bytes of tensors that are read at a time; a larger tensor is read alone.

@@ -1,4 +1,4 @@
-"""Open a folder or file of safetensors as a checkpoint of which everything is read."""
+"""Open a folder or file of safetensors as a checkpoint that is read whole."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def read_all_of_folder(
     """Return a strategy that reads every tensor of a folder under its own name, in its own dtype.
 
     Args:
-        place: The folder.
         file: The only file to read, of any name; by default those of the folder's model.
         skip_damaged: Whether tensors that are missing or cut are left out, and no error.
 
@@ -65,10 +64,8 @@ def name_for_trainer(
     Tensors that no rule names keep their names.
 
     Args:
-        strategy: Reads every tensor under its own name.
         mapping: Maps the trainer's names to those of the folder.
         dtype: The dtype in which weights of 8 bits with scales are read.
-        damaged: Names of tensors that are not read.
 
     Raises:
         CheckpointingException: There are such weights, and no dtype.

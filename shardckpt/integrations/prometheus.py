@@ -62,7 +62,7 @@ def _count_damaged(place: Path) -> int:
 
 
 class _FolderCollector:
-    """What is measured by listing a folder: each scrape gives what was measured last, and has it measured anew.
+    """Gauges that are measured by listing a folder: each scrape gives what was measured last, and has it measured anew.
 
     A store that does not answer keeps no scrape waiting: Prometheus would give up, and have no metric of this rank.
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class CliqueReplication:
-    """Collective: define cliques of ``factor`` ranks ``r, r + jump, ...``, of which each keeps the parts of all.
+    """Collective: define cliques of ``factor`` ranks ``r, r + jump, ...``; each keeps the parts of all.
 
     If ``jump`` is the number of ranks per node, the ranks of a clique are on different nodes, and of these nodes any
     ``factor - 1`` may be lost.

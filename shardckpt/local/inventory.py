@@ -1,4 +1,4 @@
-"""What the disks of all ranks have: which saves are complete, and which ranks have which part."""
+"""The inventory of all ranks' disks: which saves are complete, and which ranks have which part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Inventory:
         #: The saves of as many ranks as there are now, the newest last; then those of another number of ranks.
         self.saves = sorted(save for save in found if save.world_size == self.world_size)
         self.foreign = sorted(found - set(self.saves))
-        #: The saves of which every part is on some disk, the newest last.
+        #: The saves with every part on some disk, the newest last.
         self.complete = [save for save in self.saves if not self.missing(save)]
 
     def missing(self, save: SaveId) -> list[int]:

@@ -40,7 +40,7 @@ _DAMAGED = (CorruptCheckpointError, IncompleteCheckpointError, NotACheckpointErr
 
 
 class LocalCheckpointManager:
-    """Saves each rank's part on the disk of its node, and loads the newest step of which all parts exist.
+    """Saves each rank's part on the disk of its node, and loads the newest step that has all its parts.
 
     A restart needs the same number of ranks. Parts on nodes that were lost come from the disks of other nodes, if
     ``replication`` put copies there. Every rank must make the manager, and call each of its methods.
@@ -121,7 +121,7 @@ class LocalCheckpointManager:
             self._remove(listing, inventory.superseded(save, self._keep))
 
     def find_latest(self) -> int | None:
-        """Collective: find the newest step of which every rank's part is on some rank's disk.
+        """Collective: find the newest step with every rank's part on some rank's disk.
 
         The sizes of files are checked, not their bytes. Damaged and incomplete saves are ignored, with a warning.
 

@@ -31,7 +31,7 @@ class KeptShards(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """What other ranks need to know of a tensor that a rank keeps."""
+    """A tensor that a rank keeps, as other ranks need to know it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class _Tensor(NamedTuple):
 
 
 class _Inventory(NamedTuple):
-    """What a rank announces: the tensors that it keeps, and the kinds of device of those that it lacks."""
+    """A rank's announcement: the tensors that it keeps, and the kinds of device of those that it lacks."""
 
     kept: dict[ShardId, _Tensor]
     lacking: dict[ShardId, str]
@@ -72,8 +72,6 @@ def fetch_shards(
     Args:
         kept: The tensors that this rank keeps, by shard id.
         lacking: The shards that this rank requests; ``data`` is filled if it is plain and of the kept dtype.
-        group: The ranks.
-        algorithm: How ranks exchange shards.
 
     Returns:
         The tensor of every shard that this rank lacked: its data, or new memory if that was not filled.

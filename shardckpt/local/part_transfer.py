@@ -36,7 +36,6 @@ def transfer_parts(routes: Sequence[Route], folder: PartFolder, comm: Comm) -> d
     Args:
         routes: The copies to make; the same on every rank.
         folder: This rank's disk. A part that exists is replaced when the new one is complete.
-        comm: The ranks.
 
     Returns:
         The reason for each copy that failed; the same on every rank. All other copies are durable.

@@ -55,7 +55,7 @@ class PartId(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """What a :class:`PartFolder` has."""
+    """The content of a :class:`PartFolder`."""
 
     #: The parts, with what is wrong with each; ``""`` for nothing.
     parts: dict[PartId, str]

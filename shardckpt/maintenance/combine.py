@@ -69,8 +69,6 @@ def combine(values: Sequence[torch.Tensor], how: Combination, target: torch.Tens
 
     Args:
         values: The values of each source, of the target's shape; of complex dtypes if the target's is.
-        how: The weights.
-        target: Is filled.
         accumulate: ``torch.float32`` or ``torch.float64``; for complex values, of each of their two parts. What is too
             large for float32 is added up in float64.
     """
@@ -179,7 +177,6 @@ class Angle:
 
         Args:
             part: How far from the first to the second, from 0 to 1.
-            key: The tensor's, for the error.
 
         Raises:
             CheckpointingException: A value is not finite, so there is no angle.

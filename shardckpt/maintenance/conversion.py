@@ -47,6 +47,7 @@ from shardckpt.huggingface import (
     plan_export,
     plan_tensors,
 )
+from shardckpt.maintenance.content import note_rescue
 from shardckpt.maintenance.proof import StagedProof, SummedCheckpoint, TensorProof, list_fingerprints
 from shardckpt.maintenance.sources import Reading, list_torch_files
 from shardckpt.maintenance.tensor_boxes import DeferredBoxes, cut_tensors
@@ -80,7 +81,7 @@ _CONTENT = "content_metadata"
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion has written, and the proof that it has the values of the source.
+    """The result of a conversion, and the proof that it has the values of the source.
 
     Attributes:
         old: Backend and version of the source; ``("huggingface", 1)`` for a folder or file of safetensors, and
@@ -117,7 +118,7 @@ class ConversionReport:
 
 
 class _Written(NamedTuple):
-    """What was written and what not: tensors, the number of objects, and the places of values of other classes."""
+    """The written and the left-out: tensors, the number of objects, and the places of values of other classes."""
 
     tensors: Sequence[HubTensor]
     objects: int
@@ -292,6 +293,8 @@ class Conversion:
         stored = proof.stored
         index = stored.index()
         objects, common = self._read_values(stored)
+        if self.saver is not None:
+            common = note_rescue(common, stored.rescued + len(stored.damaged))
         # the names of values are no tensors'
         others = {*map(plain_name, index), *stored.common()}
         keys = [shard.key for shard in index if isinstance(shard, ShardedTensor)]

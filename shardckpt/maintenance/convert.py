@@ -296,7 +296,7 @@ def _find_assets(
         return None
     if not has_local_files(source):
         return old
-    # nobody has named these files: a link of a downloaded folder must not lead to others of this machine
+    # these files were not named by the caller: a link of a downloaded folder must not lead to others of this machine
     return [path for path in list_assets(old) if not path.is_symlink() or resolve_link(source, path.name) != path]
 
 

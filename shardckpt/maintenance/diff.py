@@ -76,7 +76,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class DiffReport:
-    """How two checkpoints differ.
+    """The differences of two checkpoints.
 
     Attributes:
         equal: Number of tensors of the first checkpoint that the second has alike.
@@ -123,9 +123,7 @@ def diff_checkpoints(
     Args:
         first: A checkpoint that an installed strategy reads, a Hugging Face folder of safetensors, or a file of
             ``torch.save`` or safetensors: a path, or, but for files, a URL.
-        second: The other.
         rtol: Values differ if ``|first - second| > atol + rtol * |second|``.
-        atol: See ``rtol``.
         mapping: How names and shapes of the first become those of the second; by default, they are the same.
             :func:`shardckpt.huggingface.find_mapping` returns that of a model.
         prefix: Prefix that names of the first have and those of the second lack; its other tensors are left out.
@@ -185,7 +183,7 @@ class _Pair(NamedTuple):
 
 @dataclass
 class _Found:
-    """What is found of a tensor of the first checkpoint.
+    """The comparison of a tensor of the first checkpoint.
 
     Attributes:
         pairs: The tensors of the second that have its elements.
@@ -316,7 +314,7 @@ class _Comparison:
         return ((one, pair, pair.link.box) for one in found for pair in ([] if one.absent else one.pairs))
 
     def _cut(self, found: Iterable[_Found]) -> Iterator[tuple[_Found, _Pair, Box]]:
-        """Yield parts of these boxes, each of which is compared at a time."""
+        """Yield parts of these boxes, to be compared one at a time."""
         for one, pair, whole in self._list_boxes(found):
             for box in cut_box(whole, _itemsize(pair), self.memory):
                 yield one, pair, box
@@ -330,7 +328,7 @@ class _Comparison:
             one.elements += first.numel()
             is_same = first.dtype == second.dtype and torch.equal(_view_bytes(first), _view_bytes(second))
             differs = None if is_same else self._find_different(first, second)
-            # of a tensor that is here whole and equal nobody asks for norms, which cost as much as all else
+            # norms of a tensor that is here whole and equal are not shown, and cost as much as all else
             is_done = is_same and first.numel() == math.prod(one.tensor.global_shape)
             if not is_done and has_numbers(first) and has_numbers(second):
                 one.norm = math.hypot(one.norm, _norm(_widen(first)))

@@ -60,12 +60,7 @@ def describe_file(path: Path) -> str:
 
 
 def describe_folder(folder: Path, names: Collection[str]) -> str:
-    """Return what a folder is that is no checkpoint that is read here, with what to do; ``""`` if that is not known.
-
-    Args:
-        folder: The folder.
-        names: The names of what is in it.
-    """
+    """Return what a folder is that is no checkpoint that is read here, with what to do; ``""`` if that is not known."""
     what = describe_foreign(folder, names)
     if what:
         return what
@@ -76,12 +71,7 @@ def describe_folder(folder: Path, names: Collection[str]) -> str:
 
 
 def describe_foreign(folder: Path, names: Collection[str]) -> str:
-    """Return what a folder is that is one checkpoint of a kind that is not read here; ``""`` if it is none.
-
-    Args:
-        folder: The folder.
-        names: The names of what is in it.
-    """
+    """Return what a folder is that is one checkpoint of a kind that is not read here; ``""`` if it is none."""
     several = "pytorch_model.bin.index.json" in names
     pickles = "write it as safetensors with transformers' save_pretrained" if several else "convert pytorch_model.bin"
     legacy = describe_legacy_megatron(folder, names)

@@ -1,4 +1,4 @@
-"""What may be a checkpoint below a folder, at any depth, by the names of files alone: nothing is opened."""
+"""Find possible checkpoints below a folder, at any depth, by the names of files alone: nothing is opened."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import StorageError
-from shardckpt.manifest import HUB_FILES, MARKER_NAME, RECORD_NAME
+from shardckpt.manifest import HUB_FILES, HUB_WEIGHTS, MARKER_NAME, RECORD_NAME
 from shardckpt.storage import real_path, wrap_os_errors
 
 if TYPE_CHECKING:
@@ -27,10 +27,12 @@ _MARKS = frozenset(
 #: Data files of DCP, Megatron and (safetensors, 1), DeepSpeed's, the Hub's, of several, and the folders of ranks of
 #: Megatron's legacy format.
 _PARTS = re.compile(r".*\.distcp|(rank_\d+_\d+|model-\d+-of-\d+)\.safetensors|.*_model_states\.pt|mp_rank_\d+(_\d+)*")
+#: What transformers and accelerate write beside the only file of a model, which then needs no config.json.
+_OF_TRAINER = re.compile(r"(optimizer|scheduler|scaler|rng_state|random_states|training_args|sampler|dl_state_dict).*")
 
 
 class Names(NamedTuple):
-    """What is directly in a folder."""
+    """The direct content of a folder."""
 
     folders: list[str]
     files: list[str]
@@ -73,8 +75,15 @@ def _list_inside(
 
 
 def is_marked(names: Iterable[str]) -> bool:
-    """Return whether what is in a folder says that the folder is one checkpoint, or was to be."""
-    return any(name in _MARKS or _PARTS.fullmatch(name) for name in names)
+    """Return whether what is in a folder says that the folder is one checkpoint, or was to be.
+
+    ``model.safetensors`` does not, where nothing but it does, and other files that may be checkpoints are beside it.
+    """
+    names = [*names]
+    marks = {name for name in names if name in _MARKS or _PARTS.fullmatch(name)}
+    if marks != {HUB_WEIGHTS} or "config.json" in names:
+        return bool(marks)
+    return not any(name.endswith(FILE_SUFFIXES) and not _OF_TRAINER.fullmatch(name) for name in {*names} - marks)
 
 
 def is_visible_in(path: str, top: str) -> bool:
@@ -109,7 +118,7 @@ def list_local_names(place: Path, top: Path | None = None) -> Callable[[str], Na
 
 
 def list_stored_names(paths: Iterable[str]) -> Callable[[str], Names]:
-    """Return what lists the folders of a store, of which all objects are known by their paths."""
+    """Return the lister of a store's folders, from the paths of all its objects."""
     found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for path in paths:
         folder, _, name = path.rpartition("/")

@@ -47,7 +47,7 @@ _KEPT_PART, _LEAST_KEPT = 8, 2 << 20
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge has written.
+    """The result of a merge.
 
     Attributes:
         sources: The checkpoints that were merged.

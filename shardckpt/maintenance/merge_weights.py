@@ -1,4 +1,4 @@
-"""How much each of several checkpoints of one training weighs in their merge."""
+"""The weights of several checkpoints of one training in their merge."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from shardckpt.engine import (
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMismatchError, listed, name_known
 from shardckpt.huggingface import forget_structure, plain_name
 from shardckpt.maintenance.combine import Angle, Combination, combine, make_average
-from shardckpt.manifest import CONTENT_KEY
+from shardckpt.maintenance.content import forget_metrics
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, batch_by_bytes, cut_box, part_view, shard_parts
 from shardckpt.strategy import LoadStrategy, ReadsPlainObjects
@@ -42,7 +42,7 @@ _ANGLE_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True)
 class MergeRules:
-    """How sources become one.
+    """The rules by which sources are merged.
 
     Attributes:
         weights: The weight of each source.
@@ -98,15 +98,6 @@ class _Read(NamedTuple):
     target: torch.Tensor
 
 
-def _forget_metrics(common: StateDict) -> StateDict:
-    """Return the common state without the metrics that a manager has noted: nobody has measured the merge."""
-    content = common.get("content_metadata")
-    if not isinstance(content, dict) or not isinstance(managed := content.get(CONTENT_KEY), dict):
-        return common
-    rest = {key: value for key, value in managed.items() if key != "metrics"}
-    return {**common, "content_metadata": {**content, CONTENT_KEY: rest}}
-
-
 @dataclass
 class MergedLoadStrategy(LoadStrategy):
     """Reads several open checkpoints as one.
@@ -139,7 +130,7 @@ class MergedLoadStrategy(LoadStrategy):
         """Return the base's, without what the merge leaves out."""
         index, common = self.load_index(context), self.base.common()
         self.left_out += [key for key in common if self._is_left_out(key)]
-        kept = _forget_metrics({key: value for key, value in common.items() if not self._is_left_out(key)})
+        kept = forget_metrics({key: value for key, value in common.items() if not self._is_left_out(key)})
         is_same = {stored_key(shard) for shard in index} == {stored_key(shard) for shard in self.base.index()}
         return kept if is_same else forget_structure(kept)
 
@@ -356,8 +347,6 @@ def merge_opened(
 
     Args:
         checkpoints: The sources, which stay open as long as the merge is read.
-        names: What each is called in errors.
-        rules: How they are merged.
 
     Returns:
         The merge, which has the files of the base; and the strategy that reads it.

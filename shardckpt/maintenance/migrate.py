@@ -113,14 +113,14 @@ def _migrate(
         oldest_reader = str(entry.create().reader) if entry else ""
         header = CheckpointHeader(manifest.backend, chosen.to_version, oldest_reader, manifest.lineage)
         record = manifest.record
-        if record is not None:  # of another library's, nobody knows how much will be written
+        if record is not None:  # of another library's, the size of the result is unknown
             operation.start_progress(lambda: sum(record.list_files().values()))
         with CheckpointReader(place, manifest, verify=True, crcs="parts") as reader:
             refuse_damage(source, reader, plugins)  # what is written anew has digests
             index = _read_index(source, reader, plugins)
             before = _describe(index)
             needed = sum(t.dtype.itemsize * math.prod(t.global_shape) for t in index if isinstance(t, ShardedTensor))
-            if not index and record is not None:  # nobody knows how much of it are tensors: it is about all
+            if not index and record is not None:  # the share of tensors is unknown: it is about all
                 needed = sum(record.list_files().values())
 
             def write(writer: CheckpointWriter, _save_id: str) -> None:

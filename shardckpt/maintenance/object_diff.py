@@ -40,7 +40,7 @@ class ObjectDifference(NamedTuple):
 
 
 class ObjectReport(NamedTuple):
-    """How the objects and the common state of two checkpoints differ.
+    """The differences of the objects and the common state of two checkpoints.
 
     Attributes:
         equal: Number of objects, and of entries of the common state, that both have alike.
@@ -59,10 +59,6 @@ def diff_objects(first: OpenCheckpoint, second: OpenCheckpoint) -> ObjectReport:
     What two places of one checkpoint refer to is compared once: a difference in it stands at the first of them.
 
     Values are read as every load reads them: a pickle may name only what is allowed.
-
-    Args:
-        first: One.
-        second: The other.
 
     Returns:
         How many are equal, and what differs in the others.
@@ -85,7 +81,7 @@ def diff_objects(first: OpenCheckpoint, second: OpenCheckpoint) -> ObjectReport:
 def _read(checkpoint: OpenCheckpoint) -> Mapping[str, Any]:
     """Return the values of objects by their keys, and those of the entries of the common state."""
     shards = [shard for shard in checkpoint.index() if isinstance(shard, ShardedObject)]
-    values = checkpoint.values([*shards])
+    values = checkpoint.values([*shards]) if shards else []
     common = forget_structure(checkpoint.common())  # the nesting of a file of torch.save, which its keys say as well
     found = {f"common[{key!r}]": value for key, value in common.items()}
     return found | {shard.unique_key: value for shard, value in zip(shards, values, strict=True)}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TensorProof(NamedTuple):
-    """What a conversion has read and written of a tensor.
+    """The bytes of a tensor that a conversion has read and written.
 
     Attributes:
         key: Its key in the source.
@@ -70,7 +70,7 @@ class StagedProof:
     """The proof that what is staged has the values that were read; without it, nothing is committed.
 
     Attributes:
-        stored: The source, of which all that is written has been read.
+        stored: The source; all that is written has been read from it.
         operation: Counts what is read again.
         target: Where it is committed to, for errors.
         most: Most bytes of a box that is read.
@@ -91,11 +91,6 @@ class StagedProof:
 
     def make(self, written: Sequence[HubTensor], staging: Path, files: Path) -> None:
         """Read what is staged, and compare it with what was read from the source.
-
-        Args:
-            written: The tensors that were written.
-            staging: As for :func:`~shardckpt.maintenance.sources.open_staged`.
-            files: As for :func:`~shardckpt.maintenance.sources.open_staged`.
 
         Raises:
             CorruptCheckpointError: It has other tensors, or other values, than were read.

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemovalReport:
-    """What a removal of keys has done, or with ``dry_run`` would do.
+    """The result of a removal of keys, or with ``dry_run`` would do.
 
     Attributes:
         keys: The removed keys, sorted.
@@ -68,13 +68,6 @@ def remove_keys(
     directory: Path, prefix: str, comm: Comm, plugins: PluginManager, *, dry_run: bool = False
 ) -> RemovalReport:
     """Collective: remove keys, on the main rank; see :func:`shardckpt.dist_checkpointing.remove_sharded_tensors`.
-
-    Args:
-        directory: The checkpoint's directory.
-        prefix: What the keys begin with.
-        comm: The ranks that call.
-        plugins: The plugin manager.
-        dry_run: Change nothing.
 
     Returns:
         What was removed; the same on every rank.

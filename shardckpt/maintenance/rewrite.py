@@ -32,11 +32,7 @@ def rewrite_file(
     """Write a file of the same name with some items of the old one, in the same order.
 
     Args:
-        name: The file.
         items: The items to keep, at least one, in the order of both files.
-        reader: Reads the old file.
-        writer: Writes the new file.
-        head: The first bytes of the new file.
         count_bytes: Called with the bytes of items that were given to the writer.
 
     Raises:

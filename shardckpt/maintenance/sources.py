@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 
 class Checked(NamedTuple):
-    """What was found of a file.
+    """The result of a look at a file.
 
     Attributes:
         error: What is wrong with it; None if nothing is.
@@ -79,7 +79,7 @@ class Checked(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How a source is read.
+    """Options for reading a source.
 
     Attributes:
         allow_globals: Classes and functions that pickles may name, besides those that every load accepts.
@@ -106,6 +106,8 @@ class Reading(NamedTuple):
 
 _AS_IT_IS = Reading()
 _LENGTH = 8
+#: Suffixes that nothing but a checkpoint has.
+_OF_CHECKPOINTS = (".pt", ".pth", ".ckpt", ".safetensors")
 #: The upper half of the length of a safetensors header, and its first byte.
 _HEADER = b"\0\0\0\0{"
 
@@ -116,8 +118,6 @@ def open_source(location: Path, plugins: PluginManager, how: Reading = _AS_IT_IS
 
     Args:
         location: The directory, store folder or file, as :func:`shardckpt.engine.locate` returned it.
-        plugins: The plugin manager.
-        how: How it is read.
 
     Yields:
         What is opened, all of it of one save; it is closed at the end of the block.
@@ -179,8 +179,6 @@ def open_staged(
     Args:
         staging: The staging directory or file; of a checkpoint, it has the record and ``metadata.json``.
         files: Where all other files of a checkpoint are: ``staging``, or a store folder, which has no marker yet.
-        plugins: The plugin manager.
-        how: How it is read.
 
     Yields:
         What is opened; it is closed at the end of the block.
@@ -222,8 +220,6 @@ def open_any(
 
     Args:
         place: A path, or, but for files, a URL.
-        unmarked: As for :class:`Reading`.
-        rename: As for :class:`Reading`.
 
     Returns:
         A context manager that gives the mapping, whose tensors are read when they are asked for.
@@ -238,12 +234,7 @@ def open_any(
 
 
 def identify_source(location: Path, opened: OpenCheckpoint) -> str:
-    """Return what identifies the values of a source; ``""`` if nothing does: a foreign folder on a store.
-
-    Args:
-        location: As for :func:`open_source`.
-        opened: The source.
-    """
+    """Return what identifies the values of a source; ``""`` if nothing does: a foreign folder on a store."""
     record = opened.context.reader.manifest.record
     if record is not None:
         return record.self_digest
@@ -257,11 +248,6 @@ def identify_source(location: Path, opened: OpenCheckpoint) -> str:
 
 def check_source(location: Path, plugins: PluginManager, error: CheckpointingException) -> dict[str, Checked]:
     """Check the files of a folder of Hugging Face or DeepSpeed, or a file, as far as that goes without digests.
-
-    Args:
-        location: As for :func:`open_source`; no checkpoint.
-        plugins: The plugin manager.
-        error: Why it is no checkpoint.
 
     Returns:
         What is wrong with each file by its name, or None, and how it was checked.
@@ -343,10 +329,7 @@ def check_all_files(
     """Check the files that a checkpoint must have, and return what is wrong with each, or None, and how it was checked.
 
     Args:
-        strategy: Checks them.
         reader: Reads them, and compares the CRC-32 of archives if it is to, which plugins see the progress of.
-        location: What is checked, for plugins.
-        plugins: The plugin manager.
     """
     if reader.crcs == "none":
         errors = strategy.check_files(reader)
@@ -385,7 +368,7 @@ def _recognise(
     """Return the directory of the files, the manifest and the strategy that reads them."""
     if location.is_file():
         place = open_directory(location.parent)
-        strategy: LoadStrategy = _recognise_file(location, place, skip_damaged=skip_damaged)
+        strategy: LoadStrategy = recognise_file(location, place, skip_damaged=skip_damaged)
         return place, Manifest(backend=strategy.backend, version=strategy.version), strategy
     try:
         place, manifest = hold_checkpoint(location, plugins, moved=is_staged, unmarked=unmarked)
@@ -398,7 +381,19 @@ def _recognise(
     return place, manifest, find_reader(location, manifest, plugins)
 
 
-def _recognise_file(path: Path, place: Path, *, skip_damaged: bool) -> LoadStrategy:
+def recognise_file(
+    path: Path, place: Path, *, suffix: str = "", skip_damaged: bool = False
+) -> TorchFileLoadStrategy | HuggingFaceLoadStrategy:
+    """Return what reads a file, by what it begins with.
+
+    Args:
+        suffix: That of a link to it, if it has none itself.
+
+    Raises:
+        CorruptCheckpointError: It is cut, or empty, though its name is that of a checkpoint.
+        NotACheckpointError: It is something else, which the error names.
+    """
+    suffix = suffix or path.suffix
     with wrap_os_errors("open", path), path.open("rb") as file:
         first = file.read(_LENGTH + 1)
     is_torch = is_torch_file(path)
@@ -412,9 +407,12 @@ def _recognise_file(path: Path, place: Path, *, skip_damaged: bool) -> LoadStrat
         if first[_LENGTH // 2 : _LENGTH + 1] == _HEADER:  # it begins as one, and is cut in its header
             raise
         is_safetensors = False
+    what = what or describe_file(path) or "a zip archive that is cut short"
+    if suffix in _OF_CHECKPOINTS and (not any(first) or (first.startswith(b"PK") and not is_torch)):
+        raise CorruptCheckpointError(f"{path} is {what}")
     if is_safetensors:
         return read_all_of_folder(place, path.name, skip_damaged=skip_damaged)[0]
-    raise NotACheckpointError(f"{path} is {describe_file(path)}")
+    raise NotACheckpointError(f"{path} is {what}")
 
 
 def _open_folder(

@@ -21,7 +21,7 @@ _BLOCK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Statistics:
-    """What is known of a region's values. Those of a complex dtype are their absolute values.
+    """The statistics of a region's values. Those of a complex dtype are their absolute values.
 
     Attributes:
         count: How many elements it has.

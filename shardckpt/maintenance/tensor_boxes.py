@@ -1,4 +1,4 @@
-"""The tensors of a conversion in boxes of bounded size, each of which is read when it is needed."""
+"""The tensors of a conversion in boxes of bounded size, each read when it is needed."""
 
 from __future__ import annotations
 
@@ -53,13 +53,7 @@ def cut_tensors(tensors: Sequence[HubTensor], most: int) -> list[TensorBox]:
 
 
 def sum_written(stored: OpenCheckpoint, boxes: Sequence[TensorBox], sums: TensorSums) -> None:
-    """Read boxes of the target, and add up the fingerprints of the source's tensors that they are made of.
-
-    Args:
-        stored: The target.
-        boxes: All boxes that were written.
-        sums: Gets the sums.
-    """
+    """Read boxes of the target, and add up the fingerprints of the source's tensors that they are made of."""
     for batch in batch_by_bytes(boxes, _count_bytes, _BATCH_BYTES):
         _sum_batch(stored, batch, sums)
 
@@ -74,14 +68,11 @@ def _sum_batch(stored: OpenCheckpoint, batch: Sequence[TensorBox], sums: TensorS
 
 
 class DeferredBoxes:
-    """The tensors of a checkpoint as shards of bounded size, each of which is read when the writer takes its bytes.
+    """The tensors of a checkpoint as shards of bounded size, each read when the writer takes its bytes.
 
     Small boxes are read ahead, as long as they are asked for in order. What was read last is kept until the next read.
 
     Args:
-        stored: The open checkpoint.
-        boxes: What is to be written.
-        most: Most bytes of a box.
         scales: What scales the values of tensors, by their names.
     """
 

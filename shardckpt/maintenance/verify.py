@@ -19,6 +19,7 @@ from shardckpt.errors import (
     NotACheckpointError,
     StorageError,
 )
+from shardckpt.maintenance.inside import FILE_SUFFIXES
 from shardckpt.maintenance.sources import Checked, check_all_files, check_source
 from shardckpt.manifest import (
     GENERATION,
@@ -123,7 +124,8 @@ def _verify(directory: Path, *, repair: bool) -> list[FileResult]:
     except (NotACheckpointError, IncompleteCheckpointError) as exc:
         place = directory.parent if directory.is_file() else directory
         errors = check_source(directory, plugins, exc)
-        return [_make_result(name, find_size(place / name), *found) for name, found in sorted(errors.items())]
+        results = [_make_result(name, find_size(place / name), *found) for name, found in sorted(errors.items())]
+        return results + [FileResult(name, 0, "", foreign=True) for name in _list_other_files(directory, errors)]
     except CorruptCheckpointError as exc:
         if not repair:
             raise
@@ -138,7 +140,6 @@ def _repair(directory: Path, error: CorruptCheckpointError) -> list[FileResult]:
     """Check a checkpoint by its record; if all other files are as written, write its lost or damaged marker back.
 
     Args:
-        directory: The checkpoint.
         error: Why it cannot be opened; raised if this is not for its marker alone.
     """
     path = open_directory(directory)
@@ -237,6 +238,14 @@ def _list_foreign(path: Path, manifest: Manifest, found: Collection[str]) -> lis
     return sorted(foreign)
 
 
+def _list_other_files(directory: Path, found: Collection[str]) -> list[str]:
+    """Return which files, by their suffix, may be checkpoints of their own beside those of another library's folder."""
+    if directory.is_file():
+        return []
+    names = [entry.name for entry in open_directory(directory).iterdir()]
+    return sorted(name for name in names if name.endswith(FILE_SUFFIXES) and name not in found and name[0] != ".")
+
+
 def _list_folder(path: Path, folder: str) -> list[str]:
     """Return the paths of what is directly in a folder of the checkpoint; ``""`` is the checkpoint's directory."""
     if not folder:
@@ -257,7 +266,6 @@ def get_exit_code(results: Sequence[FileResult], *, require_digests: bool = Fals
     It is ``INTACT``, ``DAMAGED`` if any file is, or ``NO_ANSWER`` if one was not readable.
 
     Args:
-        results: Those of :func:`verify_checkpoint`.
         require_digests: Whether a file without a digest, whose values were not checked, counts as damaged.
     """
     own = [result for result in results if not result.foreign]

@@ -41,6 +41,7 @@ from shardckpt.manager.retention import KeepRecent as KeepRecent
 from shardckpt.manager.retention import KeepVerified as KeepVerified
 from shardckpt.manager.retention import Metrics as Metrics
 from shardckpt.manager.retention import RetentionPolicy as RetentionPolicy
+from shardckpt.manager.retention import UnknownMetricError as UnknownMetricError
 from shardckpt.manager.rng import RandomState as RandomState
 from shardckpt.manager.save_policies import Moment as Moment
 from shardckpt.manager.save_policies import SaveAfter as SaveAfter

@@ -118,7 +118,6 @@ def _find_exempt(folder: str, *, all_directories: bool) -> dict[str, str]:
     """Find the directories that the limit does not apply to.
 
     Args:
-        folder: Their parent.
         all_directories: Whether to include every directory whose name is not a step's; else only those that look like
             checkpoints, because an output folder also has logs.
 

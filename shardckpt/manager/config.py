@@ -50,7 +50,7 @@ from shardckpt.manager.step_names import parse_step
 from shardckpt.manager.steps import MODEL_PREFIX
 from shardckpt.plugins import check_served, get_plugin_manager, is_accepted, list_unknown_accepted, parse_keys
 from shardckpt.storage import LEAST_READING, mask_password, parse_memory_budget, parse_size, show_budget, show_mib
-from shardckpt.strategy import StoresHubFolders
+from shardckpt.strategy import AsyncSaveStrategy, StoresHubFolders
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -113,7 +113,7 @@ def _find_hint(name: str) -> str:
 
 
 class AsyncMode(str, Enum):
-    """Who writes a checkpoint: see :class:`CheckpointConfig`."""
+    """The writer of a checkpoint, a thread or a process: see :class:`CheckpointConfig`."""
 
     DISABLED = "disabled"
     ASYNC = "async"
@@ -177,8 +177,8 @@ class CheckpointConfig(BaseModel):
         on_full: What ``save`` does where the file system has no space for the step: ``error``, or ``prune``: it first
             removes the steps that the policies will not keep once it is complete, but never the newest that is there.
         max_failed_saves: How many saves in a row may fail for the file system or the store (:class:`StorageError`)
-            before one is an error: up to so many are a warning, ``save`` returns False, and the next step that is due
-            is tried. 0: the first is an error. What a later save cannot make up for always is: other errors, the last
+            before one is an error: so many are a warning, ``save`` returns False, and the next step that is due is
+            tried. 0: the first is an error. What a later save cannot make up for always is one: other errors, the last
             step, a step that is saved because of a signal, and what ``close`` finds.
         quota: Bytes, or text such as ``"500GB"``, that ``folder`` may hold, on a store, too: a step that would be
             more is refused before a byte is written, or makes room, as ``on_full`` says. What is there is counted
@@ -475,7 +475,7 @@ class CheckpointConfig(BaseModel):
 
     @property
     def last_model_prefix(self) -> str:
-        """What the keys of the model's tensors begin with in the last save."""
+        """The prefix of the model's keys in the last save."""
         return "" if self.last_save_model_only and self.last_save_bare_keys else MODEL_PREFIX
 
     def stores_values(self, *, last_step: bool, model_only: bool) -> bool:
@@ -534,7 +534,9 @@ class CheckpointConfig(BaseModel):
         Raises:
             CheckpointingException: there is none, or its checkpoints cannot be Hugging Face folders.
         """
-        saver = _find_step_saver(self.strategy, self.accept, in_hf=self.steps_in_hf)
+        is_async = self.async_mode is not AsyncMode.DISABLED
+        accepts = _list_accepts(self.accept)
+        saver = _find_step_saver(self.strategy, accepts, in_hf=self.steps_in_hf, is_async=is_async)
         if self.steps_in_hf and isinstance(saver, StoresHubFolders):
             return saver.store_hub_folders(prefix, self.hf_mapping, self.hf_assets_path)
         return saver
@@ -602,20 +604,32 @@ def _check_assets(folder: str, mapping: Any, *, cut_vocabulary: bool) -> None:
         raise replace_text(exc, f"hf_assets_path: {exc}") from exc.__cause__
 
 
-def _find_step_saver(strategy: Any, accept: Accept | None, *, in_hf: bool) -> SaveStrategy:
-    """Return the strategy that a setting names.
+def _list_accepts(accept: Accept | None) -> list[tuple[str, Accept | None]]:
+    """Return what says which strategies' checkpoints may be loaded, with its name: the setting and the variable."""
+    return [("accept", accept), (settings.ACCEPT, settings.accept())]
+
+
+def _find_step_saver(
+    strategy: Any, accepts: Sequence[tuple[str, Accept | None]], *, in_hf: bool, is_async: bool
+) -> SaveStrategy:
+    """Return the strategy that a setting names; ``accepts`` is empty where nothing is saved.
 
     Raises:
-        CheckpointingException: there is none, its checkpoints cannot be Hugging Face folders, and ``in_hf`` says so, or
-            no load would accept them.
+        CheckpointingException: there is none, its checkpoints cannot be Hugging Face folders, and ``in_hf`` says so, it
+            saves in the foreground alone, and ``is_async`` says otherwise, or no load would accept them.
     """
     saver = find_saver(strategy, get_plugin_manager())
-    for source, given in (("accept", accept), (settings.ACCEPT, settings.accept())):
+    for source, given in accepts:
         if not is_accepted(saver.backend, saver.version, given):
             raise CheckpointingException(
                 f"steps would be saved as {saver.backend}@{saver.version}, which {source} does not allow: the job "
                 "could not go on from them; add it, or choose another strategy"
             )
+    if is_async and not isinstance(saver, AsyncSaveStrategy):
+        raise CheckpointingException(
+            f"async_mode: {type(saver).__name__}, the strategy {strategy!r}, saves in the foreground only: choose "
+            "async_mode='disabled', or another strategy"
+        )
     if in_hf and not isinstance(saver, StoresHubFolders):
         raise CheckpointingException(
             f"steps_in_hf: {type(saver).__name__}, the strategy {strategy!r}, does not store Hugging Face "
@@ -655,11 +669,13 @@ def find_faults(given: Any) -> list[str]:
     if wrong:  # then nothing has looked at contradictions; one that names a wrong setting may be gone with it
         others, _ = _find_wrong_values(right)
         faults += [text for text in others if wrong.isdisjoint(re.findall(r"\w+", text))]
-    in_hf = right.get("steps_in_hf") is True and not right.get("load_only")
-    accepted = None if right.get("load_only") else right.get("accept")
+    saves = not right.get("load_only")
+    in_hf = right.get("steps_in_hf") is True and saves
+    is_async = right.get("async_mode", "disabled") != "disabled" and saves
+    accepts = _list_accepts(right.get("accept")) if saves else []
     for name, find in (
         ("hf_mapping", lambda given: (given and find_code(given)) or find_mapping(given)),
-        ("strategy", lambda given: _find_step_saver(given, accepted, in_hf=in_hf)),
+        ("strategy", lambda given: _find_step_saver(given, accepts, in_hf=in_hf, is_async=is_async)),
         ("folder", _check_place),
         ("initial_load_path", _check_place),
         ("hf_assets_path", _check_place),
@@ -724,9 +740,6 @@ def list_settings(names: Sequence[str] = ()) -> list[Setting]:
 
     Args:
         names: Those that are wanted, by our names or another library's; by default all.
-
-    Returns:
-        The settings.
 
     Raises:
         ConfigurationError: There is no such setting.

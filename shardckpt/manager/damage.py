@@ -43,25 +43,21 @@ _DESCRIPTIONS = {MARKER_NAME, RECORD_NAME}
 
 
 class Damage(NamedTuple):
-    """What is wrong with a step that no load takes, or that ``ls`` does not call whole.
+    """The damage of a step that no load takes, or that ``ls`` does not call whole.
 
     Attributes:
         fault: What ``ls`` says of it.
         kept: Why it may not be removed; ``""`` if it may.
-        is_foreign: Whether nothing is wrong with it: it is whole, in another library's format that no manager loads.
     """
 
     fault: str
     kept: str = ""
-    is_foreign: bool = False
 
 
 def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | None = None) -> Damage | None:
     """Return what is wrong with a step: it is damaged, was never finished, or is marked as failed. Not collective.
 
     Args:
-        folder: The folder that it is in.
-        step: The step, as it was inspected.
         older_than: Hours since the last write after which a save or a copy to it cannot still run; by default
             :data:`HOURS`, and of a save to a store whose process is named there, ``SHARDCKPT_LEFTOVER_HOURS``.
 
@@ -73,9 +69,7 @@ def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | No
     if found.state not in ("damaged", "incomplete"):
         if step.is_loadable:
             return None if step.is_sound else Damage(str(step.mark))
-        why = (str(step.error or step.refusal).splitlines() or [""])[0]
-        is_foreign = found.state == "whole"
-        return Damage("", f"it is whole, and of {found.library}" if is_foreign else why, is_foreign)
+        return Damage("", (str(step.error or step.refusal).splitlines() or [""])[0])
     fault = f"{found.state}: {found.reason.removeprefix('is ')}"
     if found.state == "incomplete" and not _is_of_save(directory):
         return Damage(fault, "nothing in it shows that a save wrote it: remove it by hand")

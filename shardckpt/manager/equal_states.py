@@ -21,7 +21,6 @@ class EqualStates:
 
     Args:
         name: The name of the list among the states, for errors.
-        states: The objects.
     """
 
     def __init__(self, name: str, states: Sequence[Stateful]) -> None:

@@ -62,7 +62,6 @@ def list_faults(
     """Return what pydantic found wrong.
 
     Args:
-        error: Its error.
         names: The names of all settings, in the order in which a call may give them without.
         find_hint: Says of a setting that there is not what to use; ``""`` if nothing is known of it.
     """

@@ -58,7 +58,6 @@ def collect_garbage(
     """Remove the checkpoints that no policy keeps, and the remains of killed saves and removals.
 
     Args:
-        folder: The folder of the steps.
         policies: Choose the steps to keep; if empty, all are kept.
         protected: Steps that are kept whatever the policies return.
         links: Whether the folder's links are to be looked at where there is no policy, too.
@@ -98,12 +97,11 @@ class Choice(NamedTuple):
     @property
     def doomed(self) -> list[int]:
         """The damaged steps that are to go; none, if without them nothing whole would be left."""
-        is_left = bool(self.needed) or any(damage.is_foreign for damage in self.damage.values())
-        return [step for step, damage in self.damage.items() if not damage.kept] if is_left else []
+        return [step for step, damage in self.damage.items() if not damage.kept] if self.needed else []
 
 
 class Removals(NamedTuple):
-    """What became of the steps that were chosen to be removed.
+    """The outcome for the steps that were chosen to be removed.
 
     Attributes:
         removed: Those that were removed, in the order of the choice.
@@ -156,7 +154,6 @@ def remove_steps(
     stays if it is another save by then, or if a checkpoint for whose sake it could go is gone, or going.
 
     Args:
-        folder: The folder of the steps.
         choose: Takes the metrics of each checkpoint by step, and returns the steps to remove.
         judge: Returns what is wrong with a step, which goes for that if nothing in it says why it stays; such steps
             are not given to ``choose``. By default none is looked at so.
@@ -201,7 +198,6 @@ def find_held(folder: StepFolder, *, keeps_linked: bool = True, own_links: Colle
     """Return what keeps steps from removal, by the names of their directories: leases, pins, and links to them.
 
     Args:
-        folder: The folder of the steps.
         keeps_linked: Whether a symbolic link in the folder keeps what it leads to: ``best -> step-100``.
         own_links: The links that do not, because they are moved: :func:`~shardckpt.manager.step_links.find_own_links`.
     """
@@ -217,10 +213,6 @@ def find_held(folder: StepFolder, *, keeps_linked: bool = True, own_links: Colle
 
 def discard_steps_after(folder: StepFolder, step: int) -> list[int]:
     """Remove the checkpoints of all steps after one.
-
-    Args:
-        folder: The folder of the steps.
-        step: The last step that stays.
 
     Returns:
         The steps that were removed, in ascending order.
@@ -269,13 +261,7 @@ def discard_steps_after(folder: StepFolder, step: int) -> list[int]:
 
 
 class GarbageCollector:
-    """Collects garbage in a thread. A folder has at most one, in one process.
-
-    Args:
-        folder: The folder of the steps.
-        policies: Choose the steps to keep.
-        links: As for :func:`collect_garbage`.
-    """
+    """Collects garbage in a thread. A folder has at most one, in one process."""
 
     def __init__(self, folder: StepFolder, policies: Collection[RetentionPolicy], *, links: bool = False) -> None:
         self._folder = folder
@@ -395,10 +381,8 @@ def _try_to_remove(
     """Remove a checkpoint, unless it must stay by now.
 
     Args:
-        folder: The folder of the steps.
         chosen: The checkpoint, as it was when it was chosen.
         needed: Those for whose sake it can go, as they were then.
-        judge: As for :func:`remove_steps`.
 
     Returns:
         Why it stays; ``""`` if it was removed, and None, after a warning, if that failed.

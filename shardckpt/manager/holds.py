@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit import MARK_SECONDS, Hold, describe_process, make_hold
 from shardckpt.errors import CheckpointingException, listed, name_known
+from shardckpt.manager.any_steps import AnySteps
 from shardckpt.manager.step_resolution import check_step, find_newest
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
@@ -181,9 +182,7 @@ def unpin_step(folder: str | os.PathLike[str], step: int | str, label: str) -> N
     """Take a pin away; no error if the step does not have it. Not collective.
 
     Args:
-        folder: The directory or URL of the steps.
         step: The step, or the name of its directory; it need not exist.
-        label: The pin's.
 
     Raises:
         StorageError: the folder cannot be written to.
@@ -196,7 +195,6 @@ def find_step(folder: str | os.PathLike[str], step: int | str, *, also: Collecti
     """Return a folder with the way in which the directory of a step is named, and the step.
 
     Args:
-        folder: The directory or URL of the steps.
         step: The step, or the name of its directory. Of a step that is not there, the names are a manager's.
         also: Words that the caller takes in place of a step: the error of a misspelt one asks about it.
 
@@ -204,7 +202,7 @@ def find_step(folder: str | os.PathLike[str], step: int | str, *, also: Collecti
         CheckpointingException: Several directories are of this step; or the name is not one of a step.
         StorageError: The folder cannot be listed.
     """
-    steps = StepFolder(folder, get_plugin_manager())
+    steps = AnySteps(folder, get_plugin_manager())
     if isinstance(step, int):
         found = [each for each in steps.list_namings() if step in each.steps()]
         if len(found) > 1:

@@ -1,4 +1,4 @@
-"""What is in a folder of checkpoints, whoever wrote them: a summary of each, from JSON files, indexes and sizes."""
+"""List a folder of checkpoints, whoever wrote them: a summary of each, from JSON files, indexes and sizes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,18 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.huggingface import (
-    TorchFileLoadStrategy,
+    HuggingFaceLoadStrategy,
     is_hub_folder,
-    is_torch_file,
-    read_all_of_folder,
     read_hub_folder,
 )
-from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, is_marked, list_local_names, list_stored_names
+from shardckpt.maintenance import (
+    FILE_SUFFIXES,
+    describe_foreign,
+    is_marked,
+    list_local_names,
+    list_stored_names,
+    recognise_file,
+)
 from shardckpt.manager.marks import find_mark, find_mark_of
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
 from shardckpt.manager.steps import StepFolder
@@ -45,6 +50,7 @@ from shardckpt.manager.summaries import (
     list_once,
     name_below,
 )
+from shardckpt.manager.trainer_steps import TRAINER_STATE, is_unfinished, read_trainer_metrics
 from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, RECORD_NAME, Manifest
 from shardckpt.plugins import ABSENT, choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import (
@@ -160,7 +166,6 @@ def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
 
     Args:
         path: A directory or URL; it need not exist.
-        recursive: As for :func:`list_checkpoints`.
 
     Raises:
         NotACheckpointError: it has none itself, and its folders have some.
@@ -269,18 +274,14 @@ def _summarize_file(path: Path) -> CheckpointSummary:
         with wrap_os_errors("look at", path):
             info = path.stat()
             summary = replace(summary, nbytes=info.st_size, saved_at=info.st_mtime)
-            is_torch = is_torch_file(path)
             real = path.resolve()  # a link is shown as what it leads to, as the Hub's cache has its files
         place = open_directory(real.parent)
-        if not is_torch:
-            if path.suffix == ".gguf":
-                return replace(summary, reason="GGUF, as llama.cpp has it, which is not read: its source may be")
-            if path.suffix != ".safetensors":
-                return replace(summary, reason="no file of torch.save or safetensors")
+        if path.suffix == ".safetensors":
             summary = replace(summary, strategy="safetensors file", library="safetensors")
-            by = read_all_of_folder(place, real.name)[0].library
-            return replace(summary, state="whole", library=by or summary.library)
-        strategy = TorchFileLoadStrategy(real.name)
+        strategy = recognise_file(real, place, suffix=path.suffix)
+        if isinstance(strategy, HuggingFaceLoadStrategy):
+            by = strategy.folder.library or "safetensors"
+            return replace(summary, state="whole", strategy="safetensors file", library=by)
         summary = replace(summary, strategy=strategy.backend, library="torch.save")
         manifest = Manifest(backend=strategy.backend, version=strategy.version)
         with CheckpointReader(place, manifest, verify=False) as reader:
@@ -314,7 +315,7 @@ def _inspect(
     else:
         mark = find_mark_of(directory, record) if marks is None else find_mark(marks, directory.name, record)
         summary = add_mark(add_record(summary, record, manifest.lineage), mark)
-    # before the files: what no strategy reads may be whole, and nobody can say
+    # before the files: what no strategy reads may be whole, which is unknown
     try:
         strategy = choose_reader(directory, manifest, plugins)
     except CannotLoadError as exc:
@@ -338,7 +339,7 @@ def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: Canno
     """Return the summary of a directory that no reader recognises: the Hub's, DeepSpeed's, a dead save, or any."""
     with wrap_os_errors("list", directory):
         names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    if is_hub_folder(names):
+    if is_hub_folder(names) and is_marked(names):
         summary = replace(summary, strategy="huggingface", library="Hugging Face")
         try:
             found = read_hub_folder(find_url(directory))
@@ -347,7 +348,11 @@ def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: Canno
         if found.adapter is not None:
             summary = replace(summary, strategy="PEFT adapter")
         by, fingerprint = found.library or summary.library, found.origin.get("fingerprint", "")
-        return replace(summary, state="whole", library=by, fingerprint=fingerprint)
+        summary = replace(summary, state="whole", library=by, fingerprint=fingerprint, rescued=found.rescued)
+        if is_unfinished(directory, names):
+            reason = f"it has no {TRAINER_STATE}, which transformers' Trainer writes last: the save did not end"
+            return replace(summary, state="incomplete", reason=reason)
+        return replace(summary, metrics=read_trainer_metrics(directory, names))
     if (described := _describe_deepspeed(directory, summary, names)) is not None:
         return described
     return _describe_rest(directory, summary, names, error)

@@ -506,16 +506,13 @@ class CheckpointManager:
     def _advance(self, *parts: ManagerPart, blocking: bool = False) -> None:
         """Collective: commit what all ranks have written; after an error let the failed step be saved a second time."""
         for part in parts:
-            self._advance_part(part, blocking=blocking)
-
-    def _advance_part(self, part: ManagerPart, *, blocking: bool) -> None:
-        try:
-            part.advance(blocking=blocking)
-        except BaseException as error:
-            failed, self._last = self._last, None
-            if not isinstance(error, StorageError):
-                raise
-            self._bear(error, failed)
+            try:
+                part.advance(blocking=blocking)
+            except BaseException as error:  # noqa: PERF203 - parts are few
+                failed, self._last = self._last, None
+                if not isinstance(error, StorageError):
+                    raise
+                self._bear(error, failed)
 
     def _bear(self, error: StorageError, step: int | None, *, is_final: bool = False) -> None:
         """Report a save that failed; raise its error if no later one makes up for it, or too many failed in a row.

@@ -92,7 +92,6 @@ def find_mark(place: Path, name: str, record: PlainRecord | Record | None) -> Ma
 
     Args:
         place: The directory of the marks, :data:`MARKS_NAME` beside the checkpoint.
-        name: The name of the checkpoint's directory.
         record: The checkpoint's; None if it has none.
 
     Raises:
@@ -152,13 +151,7 @@ def mark_checkpoint(
     """Write the verdict of a verification beside a checkpoint; it replaces an earlier one. Not collective.
 
     Args:
-        checkpoint: The checkpoint's directory or URL.
         save: What :func:`identify_save` returned before the verification.
-        verdict: What was found.
-        checked: How the files were checked.
-        files: How many were.
-        faults: What is wrong.
-        dry_run: Whether to write nothing.
 
     Returns:
         The mark.
@@ -191,7 +184,6 @@ def drop_marks(place: Path, list_existing: Callable[[], Collection[str]]) -> Non
     """Remove the marks of checkpoints that are gone, and the directory once it is empty. Not collective.
 
     Args:
-        place: The directory of the marks.
         list_existing: Returns the names of the checkpoints that exist; asked only if there are marks.
 
     Raises:

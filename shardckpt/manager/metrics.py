@@ -32,7 +32,7 @@ def read_metrics(content: Any) -> dict[str, float | None]:
 
 
 class StoredSettings(NamedTuple):
-    """What a step's content says of the configuration of the manager that saved it.
+    """The configuration of the manager that saved a step, as its content has it.
 
     Attributes:
         ranking: The metric by which it chooses the best step, and whether the smallest (``min``) or the largest
@@ -69,8 +69,6 @@ def rank_steps(steps: Mapping[int, Mapping[str, Any]], metric: str, mode: str) -
     """Return the steps that have a finite value of a metric, the best first; of equal values, the newer step.
 
     Args:
-        steps: The metrics of each step, by name.
-        metric: The name.
         mode: Whether the smallest (``min``) or the largest (``max``) value is the best.
     """
     sign = -1 if mode == "min" else 1

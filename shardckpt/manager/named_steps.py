@@ -87,7 +87,7 @@ def refuse_named_step(path: str) -> None:
         return
     steps = StepFolder(folder, get_plugin_manager())
     if not has_local_files(steps.place) and find_ability(steps.place, ListsFolders) is None:
-        return  # nobody finds a step there by a word
+        return  # no step there is found by a word
     names = steps.directories()
     if word in names and not (steps.place / word).is_symlink():
         return

@@ -32,11 +32,8 @@ def name_numbers(
     The numbers are taken in the order of the live optimizer's parameters, as its ``load_state_dict`` takes them.
 
     Args:
-        common: The common state of the checkpoint.
         where: What its keys of the optimizer begin with, without the last dot.
         shapes: The keys of all that it stores, with the shapes of tensors that are to have those of their parameters.
-        parts: The modules.
-        optimizer: Their optimizer.
 
     Returns:
         The old beginnings of keys, and the new; none if the parameters have names there.

@@ -29,7 +29,6 @@ class ManagerPart:
         """Collective: save the part's own states; called at every step.
 
         Args:
-            step: The step.
             due: Whether a checkpoint of the step is to be saved.
 
         Returns:

@@ -30,7 +30,6 @@ def describe_form(name: str, state: Any, replicated: Replicated) -> Any:
     """Describe a state without its tensors, as one object.
 
     Args:
-        name: The key of the object.
         state: Nested dicts and lists; None to describe a load.
         replicated: True to compare the ranks' objects in a save; ``"unchecked"`` not to.
 
@@ -44,8 +43,6 @@ def describe_tensors(name: str, state: Any, replicated: Replicated) -> ShardedSt
     """Describe the tensors of a state.
 
     Args:
-        name: The first part of their keys.
-        state: Nested dicts and lists.
         replicated: True to compare the ranks' tensors in a save; ``"unchecked"`` not to.
 
     Returns:
@@ -64,8 +61,7 @@ def describe_values(name: str, state: Any, taken: set[str]) -> dict[str, PlainOb
 
     Args:
         name: The first part of their keys; DCP's dotted paths follow.
-        state: Nested dicts and lists.
-        taken: The keys of all else that is saved, of which none is used again; those of the values are added.
+        taken: The keys of all else that is saved, not to be used again; those of the values are added.
 
     Returns:
         The descriptions by key; none for a state of more than 1,000 values, which would take long to store twice.
@@ -84,9 +80,6 @@ def request_tensors(name: str, form: Any, live: Any, taken: set[int]) -> Sharded
     """Describe the tensors to load for a stored form: the live state's where they fit, else new ones.
 
     Args:
-        name: The first part of their keys.
-        form: What was loaded for :func:`describe_form`.
-        live: The state now.
         taken: Addresses of storage (:func:`memory_of`) that something else is loaded into; those used here are added.
             Tensors that share storage now may not have shared it when they were saved.
 
@@ -103,12 +96,7 @@ def request_tensors(name: str, form: Any, live: Any, taken: set[int]) -> Sharded
 
 
 def merge_tensors(form: Any, tensors: dict[str, Any]) -> Any:
-    """Return the state that was saved: the stored form with the loaded tensors instead of the placeholders.
-
-    Args:
-        form: What was loaded for :func:`describe_form`.
-        tensors: What was loaded for :func:`request_tensors`.
-    """
+    """Return the state that was saved: the stored form with the loaded tensors instead of the placeholders."""
     # Both walks go through a form in the same order, so that position n is the n-th placeholder.
     ordered = (tensors[str(number)] for number in range(len(tensors)))
     return dict_list_map_outplace(lambda leaf: next(ordered) if is_placeholder(leaf) else leaf, form)
@@ -118,10 +106,6 @@ def restore_keys(loaded: Any, live: Any) -> Any:
     """Return a state that DCP stored, with the keys and containers of the live one: DCP makes every key of a dict text.
 
     ``MultiStepLR.milestones`` is a Counter of integers: as a dict of text it would never match an epoch.
-
-    Args:
-        loaded: Nested dicts and lists.
-        live: The state now.
     """
     if isinstance(loaded, dict) and isinstance(live, dict):
         keys = {str(key): key for key in live}

@@ -16,7 +16,6 @@ class PolicyKind:
     """One kind of policies: to keep steps, or to save them.
 
     Args:
-        built_in: The classes of its built-in policies.
         what: What is expected, for the error about something else.
         example: A built-in policy, for the same error: how a file has it.
     """
@@ -34,9 +33,6 @@ class PolicyKind:
 
         Args:
             given: A callable of one argument, or what :meth:`describe` returned for a built-in policy.
-
-        Returns:
-            The callable, or the built-in policy.
 
         Raises:
             ValueError: ``given`` is neither.

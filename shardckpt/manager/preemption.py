@@ -36,7 +36,6 @@ class Preemption(ManagerPart):
     while another waits for its step. Make it in the main thread: Python installs signal handlers only there.
 
     Args:
-        process_group: The ranks.
         signals: The signals; with none, only :meth:`request` makes a step be saved.
 
     Raises:

@@ -77,18 +77,7 @@ class StepReader:
     """Reads checkpoints.
 
     Args:
-        states: The states of the training.
-        process_group: The ranks.
-        allow_globals: As for :func:`shardckpt.dist_checkpointing.load`.
-        excluded: Names of states that are not loaded.
         left_out: Names of tensors of the model that a checkpoint may lack.
-        fully_parallel: As for :func:`shardckpt.dist_checkpointing.load`.
-        memory_budget: As for :func:`shardckpt.dist_checkpointing.load`.
-        on_unused: As for CheckpointConfig.
-        allow_dtype_cast: As for CheckpointConfig.
-        rename: As for CheckpointConfig.
-        resize: As for CheckpointConfig.
-        accept: As for CheckpointConfig.
     """
 
     def __init__(
@@ -131,7 +120,6 @@ class StepReader:
         """Collective: load all states that are not excluded.
 
         Args:
-            path: The checkpoint.
             model_only: Whether to load the model alone; that is always so for a seed checkpoint, of step 0.
 
         Raises:

@@ -25,14 +25,21 @@ class Metrics(dict[str, Any]):
     Attributes:
         saved_at: When it was saved, in seconds since 1970; None if that is not known (on a store, of older releases).
         state: ``verified`` or ``failed`` if ``shardckpt verify --mark`` has said so of this save, else ``candidate``.
+        is_foreign: Whether it is in a format that no manager loads.
     """
 
     def __init__(
-        self, metrics: Mapping[str, Any], saved_at: float | None = None, state: StepState = "candidate"
+        self,
+        metrics: Mapping[str, Any],
+        saved_at: float | None = None,
+        state: StepState = "candidate",
+        *,
+        is_foreign: bool = False,
     ) -> None:
         super().__init__(metrics)
         self.saved_at = saved_at
         self.state = state
+        self.is_foreign = is_foreign
 
 
 #: The :class:`Metrics` of each checkpoint by its step, in ascending order of the steps.
@@ -223,12 +230,17 @@ def get_state(metrics: Mapping[str, Any]) -> StepState:
 def find_needed_steps(checkpoints: StepMetrics) -> dict[int, str]:
     """Return the steps that no policy may remove, each with the reason.
 
-    They are the newest; the newest that was not marked as failed, which a load takes; and the newest verified one.
+    They are the newest; the newest that was not marked as failed, also of those that a manager loads; and the newest
+    verified one.
     """
     states = {step: get_state(metrics) for step, metrics in sorted(checkpoints.items())}
+    sound = [step for step, state in states.items() if state != "failed"]
     reasons = {
         "it is the newest verified one": [step for step, state in states.items() if state == "verified"],
-        "it is the newest that has not failed": [step for step, state in states.items() if state != "failed"],
+        "it is the newest that a manager loads": [
+            step for step in sound if not getattr(checkpoints[step], "is_foreign", False)
+        ],
+        "it is the newest that has not failed": sound,
         "it is the newest": list(states),
     }
     return {steps[-1]: reason for reason, steps in reasons.items() if steps}
@@ -241,7 +253,6 @@ def steps_to_remove(
 
     Args:
         policies: If empty, all steps are kept.
-        checkpoints: The metrics of each complete checkpoint, by step.
         protected: Steps that are kept whatever the policies return.
 
     Returns:
@@ -273,23 +284,38 @@ def find_kept(policy: RetentionPolicy, checkpoints: StepMetrics) -> set[int]:
     return kept if type(policy) not in _REASONS or len(sound) == len(steps) else kept | _kept_by(policy, sound)
 
 
+class UnknownMetricError(CheckpointingException):
+    """A policy asks for the best steps by a metric that no step has.
+
+    Attributes:
+        metric: The metric.
+        known: Those there are.
+    """
+
+    metric = ""
+    known: Collection[str] = ()
+
+    @classmethod
+    def make(cls, metric: str, known: Collection[str]) -> UnknownMetricError:
+        """Return the error of a metric that is none of those there are."""
+        error = cls(
+            f"no step has a value of the metric {metric!r}, so that none would be the best, and nothing was removed "
+            f"{name_known(metric, known, 'metrics')}"
+        )
+        error.metric, error.known = metric, known
+        return error
+
+
 def refuse_unknown_metrics(policies: Collection[RetentionPolicy], steps: Iterable[Mapping[str, Any]]) -> None:
     """Raise if a policy asks for a metric that no step has, so that it would keep none.
 
-    Args:
-        policies: The policies.
-        steps: The metrics of each step.
-
     Raises:
-        CheckpointingException: No step has a finite value of the metric; names those there are.
+        UnknownMetricError: No step has a finite value of the metric; names those there are.
     """
     known = {name for metrics in steps for name, value in metrics.items() if read_metric(value) is not None}
     for policy in policies:
         if isinstance(policy, KeepBest) and policy.metric not in known:
-            raise CheckpointingException(
-                f"no step has a value of the metric {policy.metric!r}, so that none would be the best, and nothing was "
-                f"removed {name_known(policy.metric, known, 'metrics')}"
-            )
+            raise UnknownMetricError.make(policy.metric, known)
 
 
 def _kept_by(policy: RetentionPolicy, steps: StepMetrics) -> set[int]:

@@ -23,7 +23,7 @@ _Steps = frozenset[Annotated[int, Field(ge=0)]]
 
 
 class Moment(NamedTuple):
-    """What a save policy is given.
+    """The input of a save policy.
 
     Attributes:
         step: How many steps the training has made.

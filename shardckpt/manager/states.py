@@ -148,10 +148,7 @@ class TrainingStates:
         """Describe the named states as :meth:`describe` does, faster; until :meth:`release`, and not for a load.
 
         Args:
-            names: The states to save.
-            comm: The ranks that save.
             model_prefix: The prefix of the model's keys; only without its optimizers it may be another one.
-            dequantize: Whether the values of quantized parameters are saved.
         """
         if not self._has_said_gradients and self._with_optimizers(names):
             self._log_gradients()
@@ -164,10 +161,6 @@ class TrainingStates:
 
     def describe(self, names: Collection[str], comm: Comm) -> ShardedStateDict:
         """Describe the named states for a save.
-
-        Args:
-            names: The states to save.
-            comm: The ranks that save.
 
         Returns:
             A sharded state dict. Modules, optimizers and sharded states stand under their names; plain and per-rank
@@ -212,11 +205,7 @@ class TrainingStates:
         }
 
     def restore_keys(self, objects: StateDict) -> None:
-        """Give plain states that another library stored the keys of the live ones, in place; see the function.
-
-        Args:
-            objects: What was loaded for :meth:`request_objects`.
-        """
+        """Give plain states that another library stored the keys of the live ones, in place; see the function."""
         forms = objects.get(FORMS, {})
         forms.update({name: restore_keys(form, self.plain[name].state_dict()) for name, form in forms.items()})
 
@@ -224,11 +213,6 @@ class TrainingStates:
         self, names: Collection[str], objects: StateDict, *, model_prefix: str = MODEL_PREFIX
     ) -> ShardedStateDict:
         """Describe what is loaded second: the tensors, into the live ones where they fit.
-
-        Args:
-            names: The states to load.
-            objects: What was loaded for :meth:`request_objects`.
-            model_prefix: As for :meth:`describe_for_save`.
 
         Returns:
             A sharded state dict.
@@ -252,10 +236,6 @@ class TrainingStates:
         """Collective where :func:`load_into` is: set the states to what was loaded.
 
         Args:
-            names: The states to set.
-            objects: What was loaded for :meth:`request_objects`.
-            tensors: What was loaded for :meth:`request_tensors`.
-            ranks: The ranks that were given to :meth:`request_objects`.
             strict: Whether everything in the model must have been loaded; if False, the rest keeps its values.
         """
         for name, parts in self._select(self.modules, names):

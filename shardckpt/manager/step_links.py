@@ -43,7 +43,8 @@ def choose_best(metrics: Mapping[int, Mapping[str, Any]], rankings: Mapping[int,
 
 def find_own_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> tuple[str, ...]:
     """Return the names of the links that a manager of the folder keeps, as the newest whole of its steps says."""
-    newest = max((each for each in steps if each.is_whole), key=lambda each: each.step, default=None)
+    own = [each for each in steps if each.is_whole and not each.is_foreign]
+    newest = max(own, key=lambda each: each.step, default=None)
     if newest is None or not has_local_files(folder.place) or not read_settings(newest.content).links:
         return ()
     return (*LINKS, *map(_name_temporary, LINKS))
@@ -53,11 +54,12 @@ def choose_targets(folder: StepFolder, steps: Collection[StepCheckpoint]) -> dic
     """Return the names of the directories that ``latest`` and ``best`` stand for if these steps are all there are.
 
     Args:
-        folder: The folder.
         steps: Those that are there, and stay; of these the whole ones count, also where a strategy is not installed
             here: what others find by these names must not depend on this process.
     """
-    whole = {each.step: each for each in steps if each.is_whole}
+    sound = [each for each in steps if each.is_whole]
+    # a manager's links lead to what it loads
+    whole = {each.step: each for each in [each for each in sound if not each.is_foreign] or sound}
     best = choose_best(
         {step: each.metrics for step, each in whole.items()},
         {step: read_settings(each.content).ranking for step, each in whole.items()},
@@ -73,8 +75,6 @@ def find_moves(
 
     Args:
         folder: The folder. A link or file of the user's that has the name of a word stays what it is.
-        before: The steps that are there.
-        after: Those that stay.
 
     Returns:
         By the name of a step's directory, the words that stood for it, each with the name of that for which it stands
@@ -94,10 +94,6 @@ def update_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> None:
     """Let the links lead to the latest and the best of some steps; a warning names a link that cannot be made.
 
     Where none of the steps is of a manager with links, they are removed: the next one would not know them as its own.
-
-    Args:
-        folder: The folder, on this machine.
-        steps: Those that are there, and stay.
     """
     targets = choose_targets(folder, steps) if _have_links(steps) else {}
     for name in LINKS:

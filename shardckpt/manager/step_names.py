@@ -18,7 +18,7 @@ MARKS_NAME = ".shardckpt-marks"
 
 @dataclass(frozen=True)
 class StepNames:
-    """How a trainer names the directory of a step: a prefix and the number.
+    """A trainer's naming of step directories: a prefix and the number.
 
     Attributes:
         prefix: The text before the number.
@@ -56,11 +56,6 @@ def split_path(path: str) -> tuple[str, str]:
 def parse_number(given: Any, call: str, what: str) -> int:
     """Return a step that a call is given: a whole number, of numpy's or in a tensor, too.
 
-    Args:
-        given: The step.
-        call: The name of the method.
-        what: What is expected, for the error.
-
     Raises:
         CheckpointingException: it is something else, or negative.
     """
@@ -94,7 +89,6 @@ def find_namings(directories: Iterable[str], prefix: str | None = None) -> list[
     with several widths the most frequent counts.
 
     Args:
-        directories: The names of the directories.
         prefix: The text before the number, whatever it is; None for the words.
     """
     found = list(NAMINGS) if prefix is None else []

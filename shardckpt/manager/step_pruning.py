@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.engine import Progress, measure_freed
 from shardckpt.errors import CheckpointingException, name_known
+from shardckpt.manager.any_steps import AnySteps
 from shardckpt.manager.damage import Damage, find_damage
 from shardckpt.manager.garbage_collection import choose_steps, find_held, remove_steps
 from shardckpt.manager.holds import find_step
@@ -19,7 +20,6 @@ from shardckpt.manager.retention import (
     steps_to_remove,
 )
 from shardckpt.manager.step_links import find_moves, find_own_links
-from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.garbage_collection import Choice, Judge, Removals
     from shardckpt.manager.marks import Mark
     from shardckpt.manager.retention import RetentionPolicy, StepMetrics
-    from shardckpt.manager.steps import StepCheckpoint
+    from shardckpt.manager.steps import StepCheckpoint, StepFolder
 
 
 #: Why a step stays that was found damaged.
@@ -47,6 +47,7 @@ class StepResult:
         kept: Why it is kept; ``""`` if it is not: it was removed, or with ``dry_run`` would be.
         error: Why it could not be removed; ``""`` if it could.
         fault: What is wrong with it, if it is removed for that, or could not be; else ``""``.
+        is_sound: Whether nothing is wrong with it that ``damaged`` looks for.
         moves: Which of the words and links ``latest`` and ``best`` stood for it, each with the name of the step that it
             stands for without it, ``""`` for none.
     """
@@ -57,6 +58,7 @@ class StepResult:
     kept: str = ""
     error: str = ""
     fault: str = ""
+    is_sound: bool = False
     moves: dict[str, str] = field(default_factory=dict)
 
 
@@ -76,6 +78,7 @@ def prune_steps(
 
     The rules are those of a CheckpointManager: only complete checkpoints that can be loaded here are counted and
     removed, no link, no damaged one, none that is leased or pinned, and never the newest, nor the newest verified one.
+    What :func:`list_checkpoints` calls whole counts, too: of the Hub's format, and of DeepSpeed's.
     Directories of each way to name steps (``step-<n>``, ``iter_<n>``, ``ckpt_<n>``, ...) are counted separately. A
     killed removal is finished by the next one.
 
@@ -100,11 +103,11 @@ def prune_steps(
         Every step that has a directory, in ascending order, for each way to name them.
 
     Raises:
-        CheckpointingException: no step has a value of the metric of a KeepBest, or there is no such step as a protected
-            one: nothing was removed.
+        UnknownMetricError: no step has a value of the metric of a KeepBest: nothing was removed.
+        CheckpointingException: there is no such step as a protected one: nothing was removed.
         StorageError: the folder cannot be listed.
     """
-    folders = StepFolder(folder, get_plugin_manager()).list_namings(names)
+    folders = AnySteps(folder, get_plugin_manager()).list_namings(names)
     for one in folders:
         one.unwritten = unwritten or {}
     found = [(steps, each) for steps in folders if (each := {n: steps.inspect_step(n) for n in steps.steps()})]
@@ -186,7 +189,8 @@ def _prune(
     moves = find_moves(folder, before, [each for each in before if each.step not in removed])
     results = []
     for step, each in found.items():
-        result = StepResult(str(folder.place / folder.names.name(step)), step, sizes[step])
+        is_sound = step in choice.counted and not each.has_failed
+        result = StepResult(str(folder.place / folder.names.name(step)), step, sizes[step], is_sound=is_sound)
         if step not in wanted:
             result = replace(result, kept=_explain_kept(each, choice, policies, protected))
         elif step in kept:

@@ -45,10 +45,7 @@ def read_step(
 
     Args:
         folder: The folder of the steps, the same on all ranks.
-        reader: Reads a step into the states.
-        comm: The ranks.
         step: The step to load; -1 for the newest.
-        step_0_model_only: As in :class:`CheckpointConfig`.
 
     Returns:
         The step that was loaded; None if there is no checkpoint.
@@ -126,7 +123,6 @@ def resolve_step(folder: StepFolder, comm: Comm, step: int = NEWEST, without: Co
 
     Args:
         folder: The folder of the steps, the same on all ranks.
-        comm: The ranks.
         step: The step to load; -1 for the newest.
         without: Steps that proved damaged when they were read, to be skipped.
 
@@ -179,7 +175,6 @@ def find_best(folder: StepFolder, metric: str, mode: Literal["min", "max"]) -> i
     """Return the step with the best metric among those that can be loaded, None if there are none; not collective.
 
     Args:
-        folder: The folder of the steps.
         metric: The name of the metric; ``""`` if none is given, which is an error.
         mode: Whether the smallest or the largest value is the best.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from pathlib import Path
 
+    from typing_extensions import Self
+
     from shardckpt.manager.marks import Mark
     from shardckpt.manifest import Manifest
     from shardckpt.plugins import PluginManager
@@ -74,6 +76,7 @@ class StepCheckpoint:
         mark: The verdict of a verification of this save; None if there is none.
         has_lost_record: Whether its files say that it had a ``shardckpt.json``, which is gone: a load takes it, without
             digests, and it takes no whole step's place.
+        foreign_metrics: Those that another library has noted for the step.
     """
 
     step: int
@@ -83,6 +86,7 @@ class StepCheckpoint:
     changed_at: float | None = None
     mark: Mark | None = None
     has_lost_record: bool = False
+    foreign_metrics: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def is_loadable(self) -> bool:
@@ -103,6 +107,11 @@ class StepCheckpoint:
     def is_sound(self) -> bool:
         """Whether a load takes it: it can be loaded, and no verification has marked it as failed."""
         return self.is_loadable and self.is_whole
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it is complete, in a format that no manager loads: an :class:`AnySteps` finds such."""
+        return self.error is None and self.manifest is None
 
     @property
     def is_damaged(self) -> bool:
@@ -135,12 +144,13 @@ class StepCheckpoint:
 
     @property
     def metrics(self) -> Metrics:
-        """The metrics that ``CheckpointManager.save`` was given for the step, and when it was saved."""
+        """The metrics that ``CheckpointManager.save`` was given, or a Trainer logged, and when it was saved."""
         saved_at = read_save_time(self.content)
         return Metrics(
-            read_metrics(self.content),
+            read_metrics(self.content) or self.foreign_metrics,
             self.changed_at if saved_at is None else saved_at,
             "failed" if self.has_lost_record else "candidate" if self.mark is None else self.mark.verdict,
+            is_foreign=self.is_foreign,
         )
 
 
@@ -151,8 +161,6 @@ class StepFolder:
 
     Args:
         folder: A path or URL; it need not exist yet.
-        plugins: The plugin manager.
-        names: How the steps' directories are named.
 
     Raises:
         StorageError: no plugin serves the URL.
@@ -192,10 +200,10 @@ class StepFolder:
         """Return the names of all directories in the folder, of steps or not; none if the folder does not exist."""
         return list_folders(self.place)
 
-    def list_namings(self, prefix: str | None = None) -> list[StepFolder]:
+    def list_namings(self, prefix: str | None = None) -> list[Self]:
         """Return the folder once for each way in which steps are named in it; see :func:`find_namings`."""
         folder = find_url(self.place)
-        return [StepFolder(folder, self.plugins, names) for names in find_namings(self.directories(), prefix)]
+        return [type(self)(folder, self.plugins, names) for names in find_namings(self.directories(), prefix)]
 
     def steps(self) -> list[int]:
         """Return all steps that have a directory, in ascending order, whatever the directory contains."""
@@ -241,7 +249,6 @@ class StepFolder:
         Another library's checkpoint has no record of its files: there its index says which they are.
 
         Args:
-            step: The step.
             marks: The names of the marks that there are, if they are known.
 
         Returns:

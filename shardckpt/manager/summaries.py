@@ -13,7 +13,7 @@ from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, is_visible_in
 from shardckpt.manager.metrics import read_metrics, read_save_time, read_settings
 from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
-from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, find_generation
+from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, count_rescued, find_generation
 from shardckpt.plugins import find_own_formats, hold_plain
 from shardckpt.storage import combine_fingerprints, file_size, parse_fingerprints, read_file, refuse_linked_folders
 
@@ -66,7 +66,11 @@ class CheckpointSummary:
             names none.
         links: The links ``latest`` and ``best`` of the folder that lead to it.
         inside: If it is none itself: how many checkpoints there are in its folders, as the names of files say.
-        is_refused: Whether it is a file that may be a checkpoint, and names classes that nobody has allowed.
+    <<<<<<< HEAD
+        rescued: How many keys the rescue that has written it (``convert --skip-damaged``) left out; 0 if it is none.
+    =======
+    >>>>>>> 734bf524aee125e8d784dcb03153f670abcad84f
+        is_refused: Whether it is a file that may be a checkpoint, and names classes that are not allowed.
     """
 
     path: str
@@ -87,6 +91,7 @@ class CheckpointSummary:
     ranking: tuple[str, str] | None = None
     links: tuple[str, ...] = ()
     inside: int = 0
+    rescued: int = 0
     is_refused: bool = False
 
     @property
@@ -209,7 +214,7 @@ class _Names(NamedTuple):
 
 
 def _list_names(place: Path) -> _Names:
-    """Return the names in a directory, none of which is one of what may be a checkpoint, or a part of one."""
+    """Return the names in a directory that are neither possible checkpoints nor parts of one."""
     names = _Names([], [])
     with os.scandir(place) as entries:
         for entry in entries:
@@ -256,6 +261,7 @@ def add_record(summary: CheckpointSummary, record: PlainRecord | Record, lineage
         writer=", ".join(f"{name} {version}" for name, version in record.writer.items()),
         metrics=read_metrics(record.content_metadata),
         ranking=read_settings(record.content_metadata).ranking,
+        rescued=count_rescued(record.content_metadata),
     )
 
 
@@ -265,13 +271,7 @@ def add_mark(summary: CheckpointSummary, mark: Mark | None) -> CheckpointSummary
 
 
 def describe_other(summary: CheckpointSummary, names: Collection[str], inside: int) -> CheckpointSummary:
-    """Return the summary of a directory that is no checkpoint.
-
-    Args:
-        summary: What is known of it.
-        names: The names of all that is in it.
-        inside: How many checkpoints there may be below it.
-    """
+    """Return the summary of a directory that is no checkpoint."""
     if inside:
         return replace(summary, inside=inside, step=None, reason=f"a folder of {format_many(inside, 'checkpoint')}")
     return replace(summary, reason=f"it has {listed(sorted(names), limit=4)}" if names else "an empty directory")
@@ -315,7 +315,6 @@ def is_listed_elsewhere(found: CheckpointSummary, above: tuple[str, ...]) -> boo
     """Return whether a recursive listing has a folder by another path: one that is around it, or that a link leads to.
 
     Args:
-        found: The folder.
         above: The real paths of those that it is in, from the one that is listed on.
     """
     is_link = found.path != f"{above[-1]}/{found.name}"

@@ -1,4 +1,4 @@
-"""What the managers for any release of torchtitan share: its options, and the states of its loaders."""
+"""The common part of the managers for all releases of torchtitan: its options, and the states of its loaders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ def make_titan_config(options: dict[str, Any], base_folder: str) -> CheckpointCo
     """Return options of torchtitan, of any release, as a manager's.
 
     Args:
-        options: By the names of CheckpointConfig.
         base_folder: The folder or URL that the option ``folder`` is relative to, unless that is a URL.
     """
     defaults = {"step_0_model_only": True, "last_save_bare_keys": not options.get("steps_in_hf")}

@@ -36,9 +36,6 @@ class StepWriter(ManagerPart):
     """Saves checkpoints, at most one at a time in the background.
 
     Args:
-        config: Says in which thread or process to write.
-        process_group: The ranks.
-        allow_globals: As for :func:`shardckpt.dist_checkpointing.save`.
         strategy: Writes the steps; None for that of the configuration.
     """
 

@@ -129,7 +129,7 @@ class FileRecord(BaseModel):
 
 
 class _Format(BaseModel):
-    """What ``shardckpt.json`` of any release has."""
+    """The fields of ``shardckpt.json`` in every release."""
 
     model_config = _STRICT
 
@@ -193,7 +193,7 @@ class Record(BaseModel):
     step: _Count | None = None
     #: What was saved as ``content_metadata``, if it is plain JSON; it is in the common state too.
     content_metadata: Any = None
-    #: When each rank did what; None in a checkpoint of an earlier release, and where nobody measured it.
+    #: When each rank did what; None in a checkpoint of an earlier release, and where it was not measured.
     timings: SaveTimings | None = None
     #: SHA-256, in hex, of the file's bytes with zeros in the place of this digest.
     self_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = NO_DIGEST
@@ -273,7 +273,7 @@ class Integrity(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a reader knows of a checkpoint before it opens a data file."""
+    """The metadata of a checkpoint, read before any data file is opened."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -293,5 +293,5 @@ class Manifest(BaseModel):
 
     @property
     def lineage(self) -> Lineage:
-        """What the checkpoint says of its parent and its step."""
+        """The checkpoint's parent and step, as it records them."""
         return Lineage() if self.record is None else Lineage(self.record.parent, self.record.step)

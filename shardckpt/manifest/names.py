@@ -20,6 +20,8 @@ HUB_FILES = frozenset({HUB_WEIGHTS, HUB_INDEX, HUB_ADAPTER})
 FINGERPRINTS_NAME = "tensors.fingerprints"
 #: The key in ``content_metadata`` of what a CheckpointManager notes of a step.
 CONTENT_KEY = "shardckpt_manager"
+#: The key there of how many keys a rescue (``convert --skip-damaged``) has left out.
+RESCUED_KEY = "shardckpt_rescued"
 #: Largest size of each file that a reader accepts, in bytes.
 MARKER_LIMIT = 1 << 20
 RECORD_LIMIT = 1 << 31
@@ -95,8 +97,14 @@ def find_generation(name: str) -> str:
     return folder if rest and re.fullmatch(GENERATION, folder) else ""
 
 
+def count_rescued(content: object) -> int:
+    """Return how many keys a rescue has left out, as the ``content_metadata`` says; 0 where nothing does."""
+    many = content.get(RESCUED_KEY) if isinstance(content, dict) else 0
+    return many if isinstance(many, int) and many > 0 else 0
+
+
 class Lineage(NamedTuple):
-    """Where a checkpoint stands among those of its training.
+    """A checkpoint's place among those of its training.
 
     Attributes:
         parent: The save id of the checkpoint that the job was resumed from, 32 hex digits; None if from none.

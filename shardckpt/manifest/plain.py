@@ -42,7 +42,7 @@ class PlainFile(NamedTuple):
 
 
 class PlainRecord(NamedTuple):
-    """What :class:`shardckpt.manifest.Record` has of a checkpoint as a whole and of its files."""
+    """The content of :class:`shardckpt.manifest.Record`, of the whole checkpoint and of its files."""
 
     save_id: str
     backend: str

@@ -14,7 +14,7 @@ MOST_LEVELS = 500
 _BLOCK = 1 << 20
 #: Brackets that are looked at one by one.
 _FEW = 64
-#: A text without brackets and commas, which nobody counts.
+#: A text without brackets and commas, which are not counted.
 _DROPPED = bytes(byte for byte in range(256) if byte not in b"[]{},")
 
 
@@ -25,7 +25,7 @@ def parse_json(
     parse_int: Callable[[str], Any] | None = None,
     parse_float: Callable[[str], Any] | None = None,
 ) -> Any:
-    """Parse a JSON text that nobody vouches for.
+    """Parse an untrusted JSON text.
 
     Args:
         text: UTF-8.

@@ -1,4 +1,4 @@
-"""What every leaf of a sharded state dict has, and the types of state dicts and replica ids."""
+"""The base of every leaf of a sharded state dict, and the types of state dicts and replica ids."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class ShardedTensorFactory(ShardedBase):
         flattened_range: Passed to ``build_fn``.
 
     Attributes:
-        builds_anew: Whether each build makes new shards of detached data, in a flat list: nobody needs copies of those.
+        builds_anew: Whether each build makes new shards of detached data, in a flat list: they need no copies.
     """
 
     builds_anew: ClassVar[bool] = False

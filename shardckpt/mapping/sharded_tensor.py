@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BlockScales(NamedTuple):
-    """Where the scales of a block-scaled tensor are (MXFP8, NVFP4, float8 by blocks): in a tensor of their own.
+    """The scales of a block-scaled tensor (MXFP8, NVFP4, float8 by blocks): in a tensor of their own.
 
     Element ``i`` of the tensor is scaled by element ``i // block``, along each axis.
 
@@ -126,7 +126,7 @@ class ShardedTensor(ShardedBase):
             replicated: See the class.
 
         Returns:
-            The description, with ``data``, of which nothing is checked.
+            The description, with ``data``; nothing of it is checked.
         """
         made = cls.__new__(cls)  # a model has 20,000 of these, and every save describes them: checks are half of it
         made.key, made.data, made.dtype = key, data, data.dtype

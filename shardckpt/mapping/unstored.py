@@ -22,7 +22,7 @@ class LocalNonpersistentObject:
 
 
 class CommonNames(Protocol):
-    """What the common state has, by the keys of objects."""
+    """The values of the common state, by the keys of objects."""
 
     def has(self, key: str) -> bool:
         """Return whether something is there for a key."""
@@ -32,13 +32,13 @@ class CommonNames(Protocol):
 
 
 class StoredNames(NamedTuple):
-    """What a checkpoint stores, by key.
+    """The stored entries of a checkpoint, by key.
 
     Attributes:
         tensors: The dtype and global shape of each tensor.
         objects: The keys of the objects that are one part, stored as they are or value by value; in their order.
         resized: The keys of tensors that are loaded into tensors of other shapes.
-        in_common: Values of the common state, of which objects may be built that are not stored.
+        in_common: Values of the common state, to build objects from that are not stored.
     """
 
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -63,10 +63,10 @@ class StoredNames(NamedTuple):
 
 
 class OptionalEntries(dict[str, Any]):
-    """Entries of a state dict of which a load takes what the checkpoint has: an optimizer's state, one a parameter.
+    """Entries of a state dict that a load takes as far as they are stored: an optimizer's state, one a parameter.
 
     A save stores the entries that exist. A load asks for those that ``request`` returns, or for the same, and leaves
-    out each of which nothing is stored, whatever ``strict`` says, unless it is required. Entries whose keys were
+    out each without stored values, whatever ``strict`` says, unless it is required. Entries whose keys were
     changed afterwards are wanted as any other. Copies and pickles are plain dicts.
 
     Args:

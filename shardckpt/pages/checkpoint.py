@@ -1,4 +1,4 @@
-"""What a page shows of a checkpoint, as plain data in columns that JSON can say."""
+"""The data of a page on a checkpoint, in columns that JSON can say."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAMES_SHOWN = 500
 
 
 class CheckpointHeader(NamedTuple):
-    """What is known of a checkpoint as a whole; None for what is not.
+    """The description of a whole checkpoint; None for what is unknown.
 
     Attributes:
         name: How the caller names it.
@@ -40,6 +40,7 @@ class CheckpointHeader(NamedTuple):
         saved_at: When, in seconds since 1970.
         bytes_on_disk: Bytes of all files.
         metrics: Those of the step, by name; None for NaN and infinity.
+        rescued: How many keys the rescue that has written it left out; 0 if it is none.
     """
 
     name: str
@@ -54,6 +55,7 @@ class CheckpointHeader(NamedTuple):
     saved_at: float | None = None
     bytes_on_disk: int | None = None
     metrics: Mapping[str, float | None] | None = None
+    rescued: int = 0
 
 
 def describe_checkpoint(
@@ -65,8 +67,6 @@ def describe_checkpoint(
     """Return the data of a page: the header, tensors, boxes, files and timings.
 
     Args:
-        checkpoint: An open checkpoint.
-        header: What is known of it as a whole.
         prefix: Only tensors and objects whose keys begin with it.
         compute: Reads the values of tensors, by their keys, and returns their statistics; None: no value is read.
     """
@@ -131,12 +131,7 @@ def round_number(value: float | None) -> float | str | None:
 
 
 def describe_files(record: Record | None, listed: Iterable[StoredFile]) -> dict[str, Any]:
-    """Return columns of files: as recorded with their ranks, or, of another library's checkpoint, as its index says.
-
-    Args:
-        record: What shardckpt recorded, if it wrote the checkpoint.
-        listed: The files of the index.
-    """
+    """Return columns of files: as recorded with their ranks, or, of another library's checkpoint, as its index says."""
     if record is not None:
         rows = sorted((file.name, file.size, file.rank) for file in record.files)
     else:
@@ -155,9 +150,7 @@ def describe_layouts(
 
     Args:
         boxes: Of all tensors, those of a tensor after each other.
-        keys: Of the tensors on the page.
         files: Names of the files on the page. One that a box names and that is not among them is added.
-        most: Boxes that the layouts have together, at most.
 
     Returns:
         ``layouts``: each a list of (file, offset along each axis, extent along each axis) in one row, without the axes'

@@ -1,4 +1,4 @@
-"""What a page shows of the difference of two checkpoints, as plain data in columns that JSON can say."""
+"""The data of a page on the difference of two checkpoints, in columns that JSON can say."""
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ def describe_difference(
     its number there; kinds and forms are numbers of texts that stand in the page once.
 
     Args:
-        report: What differs.
-        first: What :func:`describe_checkpoint` returned of the first checkpoint.
-        second: The same of the second.
         options: How they were compared, as the caller said it.
     """
     rows = sorted(report.differences, key=_order)

@@ -29,10 +29,6 @@ def render_page(title: str, data: Mapping[str, Any]) -> str:
 
     Names and values may be anything: they are escaped, the script sets them as text without control characters, and
     the page's policy lets no other script run, and nothing be loaded.
-
-    Args:
-        title: The title.
-        data: What :func:`describe_checkpoint` or :func:`describe_difference` returned.
     """
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     script = _SCRIPT.search(template)
@@ -51,8 +47,6 @@ def write_page(path: Path, title: str, data: Mapping[str, Any]) -> int:
 
     Args:
         path: The file; if there is one, it is replaced, if it is a page.
-        title: As for :func:`render_page`.
-        data: As for :func:`render_page`.
 
     Raises:
         StorageError: The file is no page, such as one of the checkpoint, or cannot be written.

@@ -191,7 +191,6 @@ def split_budget(memory_budget: int | str | None, *, fully_parallel: bool) -> tu
     """Return the bytes of a load's memory budget, and those of them that its reader may have; None for no budget.
 
     Args:
-        memory_budget: What the caller gave.
         fully_parallel: Whether ranks send each other what they read: that takes the other half, for both directions.
 
     Raises:

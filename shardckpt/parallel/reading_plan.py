@@ -21,7 +21,7 @@ _DIGEST_BYTES = 16
 
 
 class Want(NamedTuple):
-    """What other ranks need to know of a shard that a rank wants.
+    """A shard that a rank wants, as other ranks need to know it.
 
     Attributes:
         shard: An id that is the same on all ranks that can share what one of them reads; else unique to this rank. Its
@@ -42,7 +42,7 @@ class Want(NamedTuple):
 
 
 class ReadingPlan(NamedTuple):
-    """Which rank reads which shard, and which ranks it sends it to.
+    """The assignment of shards to ranks that read them, and the ranks they are sent to.
 
     A position is the index of a shard among those that this rank wants.
 
@@ -91,11 +91,11 @@ class SharedShards(NamedTuple):
 
 
 class DescribedShards(NamedTuple):
-    """What a rank tells the others of its shards when all know which ones they share.
+    """A rank's message about its shards, once all ranks know which ones they share.
 
     Attributes:
         alone: Bytes that it reads for itself alone: the others take more of what is shared.
-        shards: Shape, dtype and bytes of the shared shards of which it is the first holder, in their order.
+        shards: Shape, dtype and bytes of the shared shards that it holds first, in their order.
     """
 
     alone: int
@@ -111,7 +111,6 @@ def plan_reading(wants: Sequence[Want], settings: tuple[str, int], group: Comm) 
     Args:
         wants: What this rank wants; tied shards have one id.
         settings: The algorithm of the exchange and the bytes of a round.
-        group: The ranks that share the reading.
 
     Returns:
         The plan.
@@ -211,7 +210,7 @@ def find_shared(everyone: Sequence[ListedWants]) -> SharedShards:
 
 
 def describe_shared(shareable: Sequence[Want], shared: SharedShards, nbytes: int, rank: int) -> DescribedShards:
-    """Describe the shared shards of which a rank is the first holder; ``nbytes`` are all that it wants."""
+    """Describe the shared shards that a rank holds first; ``nbytes`` are all that it wants."""
     alone, shards = nbytes, []
     for holders, numbers in zip(shared.holders, shared.numbers, strict=True):
         if rank in holders:

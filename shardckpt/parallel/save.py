@@ -172,13 +172,11 @@ def assign_main_replicas(
     cache: PlanCache[set[Hashable]] | None = None,
     note: Callable[[Mapping[Any, Assignment]], None] | None = None,
 ) -> list[ShardedBase]:
-    """Collective: make each shard of which the group has a main replica the main one on exactly one of its ranks.
+    """Collective: make each shard with a main replica in the group the main one on exactly one of its ranks.
 
     Args:
         shards: This rank's; they are not changed.
-        group: The ranks that share the work.
-        cache: Has earlier assignments, one of which is reused if all ranks have the same shards as then.
-        note: Called with each new assignment.
+        cache: Earlier assignments; one is reused if all ranks have the same shards as then.
 
     Returns:
         Copies of the shards in the same order, with replica id 0 if this rank is to write the shard, else 1.

@@ -58,7 +58,6 @@ def check_algorithm(name: str, *, from_storage: bool = False) -> None:
     """Raise :class:`CheckpointingException` if there is no such algorithm.
 
     Args:
-        name: The ``exchange_algo`` that the user gave.
         from_storage: Whether the shards are read from storage; only then ``"direct"`` is an algorithm.
     """
     if name not in ALGORITHMS:
@@ -94,9 +93,6 @@ def exchange_shards(
         loaded: The tensors that this rank has, by shard id.
         unloaded: The shards that it wants, by shard id. A shard's data is filled if it is a plain tensor of the
             transfer's dtype.
-        group: The ranks.
-        algorithm: As for :func:`exchange`.
-        round_bytes: As for :func:`exchange`.
 
     Returns:
         The tensor of every shard that this rank received: the shard's data, or new memory where that was not filled.

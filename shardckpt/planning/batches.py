@@ -16,12 +16,6 @@ def batch_by_bytes(
 ) -> Iterator[list[_T]]:
     """Batch items in their order: those of a batch have together at most ``most`` bytes, unless one alone has more.
 
-    Args:
-        items: The items.
-        size: Returns the bytes of an item.
-        most: Bytes.
-        most_items: Items of a batch.
-
     Yields:
         The batches, none of them empty.
     """

@@ -76,7 +76,6 @@ def list_rows(specs: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
 
     Args:
         specs: int64 of shape (n,): numbers of tensors.
-        bounds: As for :func:`find_overlaps`.
 
     Returns:
         int64 of shape (rows,).

@@ -74,7 +74,6 @@ def cut_flat_range(shape: Sequence[int], start: int, stop: int) -> list[FlatPart
     """Cut elements ``start`` to ``stop`` of a row-major flattened block into boxes, at most 2·axes - 1 of them.
 
     Args:
-        shape: Shape of the block.
         start: Index of the first element in the flattened block.
         stop: Index behind the last element.
 
@@ -177,7 +176,6 @@ def cut_box(box: Box, itemsize: int, most: int) -> Iterator[Box]:
     """Cut a box of a tensor along its first axes into boxes of at most ``most`` bytes.
 
     Args:
-        box: The box.
         itemsize: Bytes of an element.
         most: Bytes; an element may have more.
 

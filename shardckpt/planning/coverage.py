@@ -45,7 +45,6 @@ def find_hole(shape: Ints, boxes: Sequence[Box]) -> Box | None:
     """Find elements of a tensor that no box has.
 
     Args:
-        shape: Global shape of the tensor.
         boxes: Boxes inside that shape that do not overlap.
 
     Returns:

@@ -28,7 +28,6 @@ def check_dtypes(
     """Compare the dtypes of wanted tensors with those that are stored.
 
     Args:
-        wanted: Shards.
         stored: Dtype by key; shards of other keys are not checked.
         allow_cast: Whether a cast may lose more than precision.
         advise: Whether the error may name the argument that allows it: whether the caller can pass it.
@@ -100,7 +99,7 @@ def keeps_meaning(stored: torch.dtype, wanted: torch.dtype) -> bool:
         return False
     try:
         outer, inner = torch.iinfo(wanted), torch.iinfo(stored)
-    except TypeError:  # bits and packed dtypes, of which torch knows no range
+    except TypeError:  # bits and packed dtypes: torch knows no range of theirs
         return False
     return outer.min <= inner.min and inner.max <= outer.max
 

@@ -51,7 +51,6 @@ def find_held_runs(shape: Sequence[int], splits: Iterable[Split]) -> tuple[tuple
     """Return the global indices that a rank holds along every axis.
 
     Args:
-        shape: Global shape.
         splits: The steps. Each splits what the one before left, as DTensor's placements do from left to right.
 
     Returns:

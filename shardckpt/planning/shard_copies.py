@@ -25,7 +25,7 @@ _K = TypeVar("_K", bound="Hashable")
 
 
 class ShardCopy(NamedTuple):
-    """What other ranks need to know of a rank's copy of a shard.
+    """A rank's copy of a shard, as other ranks need to know it.
 
     Attributes:
         shard: The id of the shard, which can be hashed.
@@ -39,7 +39,7 @@ class ShardCopy(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """Who reads or writes a shard.
+    """The rank that reads or writes a shard.
 
     Attributes:
         rank: The rank that does.
@@ -97,7 +97,7 @@ def assign_shards(copies_by_rank: Sequence[Sequence[ShardCopy]], *, main_only: b
 
     Args:
         copies_by_rank: The copies of every rank, in rank order.
-        main_only: Leave out shards of which these ranks hold no main replica. Otherwise these are assigned last, when
+        main_only: Leave out shards without a main replica on these ranks. Otherwise these are assigned last, when
             the loads of all others are known.
 
     Returns:
@@ -121,7 +121,6 @@ def assign_holders(holders: Sequence[tuple[int, ...]], sizes: Sequence[int], lat
 
     Args:
         holders: The ranks (or files) that may take each item, ascending; none is empty.
-        sizes: Bytes of each item.
         late: Numbers of items that are assigned after all others.
 
     Returns:

@@ -19,10 +19,7 @@ def list_fields(shards: Sequence[object], first: str, second: str, *others: str)
     """Return at least two fields of objects.
 
     Args:
-        shards: Shards, or any objects that have the fields.
         first: The name of a field; it may be that of a field's field, such as ``data.dtype``.
-        second: As ``first``.
-        others: As ``first``.
 
     Returns:
         A column for each name, with a value for each object.

@@ -220,7 +220,6 @@ def are_full(table: Table, extents: torch.Tensor) -> bool:
     """Return whether there is one box per tensor, in their order, and each fills its tensor.
 
     Args:
-        table: The boxes.
         extents: int64 of shape (tensors, axes): the global shape of each tensor, with 1 along axes that it lacks.
     """
     if len(extents) <= FEW:
@@ -239,10 +238,6 @@ def are_full(table: Table, extents: torch.Tensor) -> bool:
 
 def find_untiled(table: Table, shapes: list[Ints]) -> list[int]:
     """Find the tensors that their boxes do not fill exactly, with the odds of :func:`fingerprint`.
-
-    Args:
-        table: All boxes of the tensors.
-        shapes: The global shape of every tensor.
 
     Returns:
         The numbers of these tensors, ascending.

@@ -17,7 +17,7 @@ USER = "this process"
 
 
 class StrategyAction(Enum):
-    """What a registered strategy does, by Megatron's names; a sharded strategy stores the common state, too."""
+    """The action of a registered strategy, by Megatron's names; a sharded strategy stores the common state, too."""
 
     LOAD_SHARDED = "load_sharded"
     SAVE_SHARDED = "save_sharded"

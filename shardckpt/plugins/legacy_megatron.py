@@ -17,12 +17,7 @@ _LEGACY_FILE = "model_optim_rng.pt"
 
 
 def describe_legacy_megatron(directory: Path, names: Collection[str]) -> str:
-    """Return that a folder is a legacy checkpoint of Megatron, and what reads it; ``""`` if it is none.
-
-    Args:
-        directory: The folder.
-        names: The names of what is in it.
-    """
+    """Return that a folder is a legacy checkpoint of Megatron, and what reads it; ``""`` if it is none."""
     ranks = sorted(filter(_LEGACY_RANK.fullmatch, names))
     if not ranks:
         return ""

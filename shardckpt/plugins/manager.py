@@ -96,7 +96,7 @@ class PluginManager:
         return [plugin for plugin in plugins if nearest and count_shared(plugin) == nearest]
 
     def faults_text(self) -> str:
-        """Return a line for each plugin that does not work, or of which a part does not, to append to an error."""
+        """Return a line for each plugin that does not work, or not all of it, to append to an error."""
         texts = [f"\nbroken plugin: {p.name} of {p.distribution}: {p.fault}" for p in self.broken()]
         partly = [f"\nplugin {p.name} of {p.distribution}: {text}" for p in self.plugins() for text in p.conflicts]
         return "".join(texts + partly)
@@ -119,7 +119,6 @@ class PluginManager:
 
         Args:
             plugin: A module, or an object with hooks as methods.
-            name: Its name in errors.
 
         Raises:
             PluginError: it is registered already, or has hooks that do not exist.
@@ -132,10 +131,6 @@ class PluginManager:
         """Register a plugin that observes events in the place of all others of this process.
 
         In a process whose parent passes the events to its own plugins, an installed one would count them twice.
-
-        Args:
-            plugin: An object with ``shardckpt_event``.
-            name: Its name in errors.
         """
         others = [found.plugin for found in self.hook.shardckpt_event.get_hookimpls()]
         self.register(plugin, name)
@@ -265,7 +260,7 @@ def _check_call(plugin: object, name: str, hooks: list[pluggy.HookCaller]) -> No
 
 
 def _explain(error: str) -> str:
-    """Return what is wrong with a hook, of which pluggy has said the name and the arguments in its second line."""
+    """Return what is wrong with a hook, whose name and arguments pluggy says in its second line."""
     called = error.splitlines()[1:2]
     hook = "".join(called).rpartition(": ")[2]
     known = inspect.signature(vars(hookspecs)[hook.partition("(")[0]]).parameters if "(" in hook else ()

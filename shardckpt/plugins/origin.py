@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from shardckpt.plugins.manager import PluginManager
 
-#: The package of the core. Its frames are nobody's plugin, though some of its modules are entry points.
+#: The package of the core. Its frames belong to no plugin, though some of its modules are entry points.
 _CORE = __name__.partition(".")[0]
 
 
@@ -23,7 +23,6 @@ def describe_strategy(strategy: Any, plugins: PluginManager) -> str:
 
     Args:
         strategy: A strategy or migration; of a wrapper of the core, what it wraps is described.
-        plugins: The plugin manager.
     """
     kinds = _unwrap(strategy)
     kind = next((kind for kind in kinds if _package(kind.__module__) != _CORE), kinds[0])
@@ -41,8 +40,6 @@ def describe_origin(error: BaseException, plugins: PluginManager, code: Any = No
     and where, and a damaged file is no fault of a plugin.
 
     Args:
-        error: The error, with its traceback.
-        plugins: The plugin manager.
         code: The strategy, migration or work that was called; None: nothing but plugins is looked for.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
@@ -73,10 +70,6 @@ def bracket_origin(error: BaseException, plugins: PluginManager) -> str:
 
 class name_origin:  # noqa: N801 - used as a function; no generator, since each load has one
     """A context manager to call a plugin's code outside the phases of an operation: an error names the plugin.
-
-    Args:
-        plugins: The plugin manager.
-        code: What is called, as for :func:`describe_origin`.
 
     Raises:
         CheckpointingException: the code raised; the error's class is as

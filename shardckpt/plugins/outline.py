@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Outline(NamedTuple):
-    """What a checkpoint stores, in columns, as :class:`shardckpt.strategy.StoredColumns` has it with torch's dtypes.
+    """The content of a checkpoint, in columns, as :class:`shardckpt.strategy.StoredColumns` has it with torch's dtypes.
 
     Attributes:
         keys: Of the tensors, in any order.
@@ -50,11 +50,10 @@ def is_object_key(name: str) -> bool:
 
 
 def cut_shapes(extents: Sequence[int], axes: Sequence[int], most_elements: int) -> list[tuple[int, ...]]:
-    """Return the shapes in a table, each row of which has 1 behind its shape.
+    """Return the shapes in a table, with 1 behind the shape in each row.
 
     Args:
         extents: The table, row by row, as wide as the shape with the most axes.
-        axes: The number of axes of each shape.
         most_elements: Each shape has fewer elements, where an extent of 0 counts as 1.
 
     Returns:
@@ -78,9 +77,6 @@ def cut_shapes(extents: Sequence[int], axes: Sequence[int], most_elements: int) 
 
 def hold_plain(directory: Path) -> tuple[Path, PlainRecord] | None:
     """Open the directory of a checkpoint, and return it with its record: all that is read through it is of one save.
-
-    Args:
-        directory: On this machine.
 
     Returns:
         None if it is not what a save of this library has committed, as it was written.
@@ -126,9 +122,6 @@ def read_outline(directory: Path, record: PlainRecord, own: Mapping[tuple[str, i
 
 def find_own_formats(own: Collection[tuple[str, int]]) -> frozenset[tuple[str, int]] | None:
     """Return the formats of this distribution that are read here, by backend and version.
-
-    Args:
-        own: Those that its plugins register, as for :func:`read_outline`.
 
     Returns:
         None if anyone else has registered a reader, which may know other files, too.

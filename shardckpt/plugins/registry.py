@@ -53,7 +53,7 @@ class StrategyRegistry:
         self._entries_before: dict[tuple[StrategyAction, str, int], Entry] = {}
 
     def add(self, strategy: type[Any] | SaveStrategy | LoadStrategy, *, override: bool = False) -> None:
-        """Register a strategy class, of which each operation gets a new instance, or an instance that all share.
+        """Register a strategy class, for a new instance in each operation, or an instance that all share.
 
         A class of migrations is registered as by :meth:`add_migration`.
 
@@ -109,17 +109,10 @@ class StrategyRegistry:
                 registry.add_lazy("npy", 1, save="my_npy.save:Save", load="my_npy.load:Load", reads=".npy files")
 
         Args:
-            backend: The classes' backend; checked when they are imported.
-            version: Their version.
-            save: The SaveStrategy, if any.
-            load: The LoadStrategy, if any.
-            writes: What the SaveStrategy writes, in a few words.
-            reads: What the LoadStrategy reads, in a few words.
             outline: ``"module:function"``, if any: called as ``function(directory, record)`` without torch, with a
                 :class:`~shardckpt.manifest.PlainRecord`, it returns the :class:`~shardckpt.plugins.Outline` of a
                 checkpoint, or None to leave it to the LoadStrategy.
             default: Make this the strategy that a save uses if the caller names none.
-            override: As for :meth:`add`; with ``default``, for the default too.
 
         Raises:
             DuplicateStrategyError: another strategy has that backend and version, or is the default.
@@ -139,9 +132,6 @@ class StrategyRegistry:
     def add_migration(self, migration: type[Migration]) -> None:
         """Register a migration class.
 
-        Args:
-            migration: It names its backend, ``from_version`` and ``to_version``.
-
         Raises:
             DuplicateStrategyError: another migration has the same three.
             PluginError: it is no class of migrations, or does not name the three.
@@ -157,12 +147,6 @@ class StrategyRegistry:
     def add_lazy_migration(self, backend: str, from_version: int, to_version: int, migration: str) -> None:
         """Register a migration as ``"module:Class"``, without importing it.
 
-        Args:
-            backend: The class's backend; checked when it is imported.
-            from_version: Version that it reads.
-            to_version: Version that it writes.
-            migration: The class.
-
         Raises:
             DuplicateStrategyError: another migration has the same backend and versions.
             PluginError: the backend is no text, a version no integer, or the class is not named so.
@@ -172,12 +156,6 @@ class StrategyRegistry:
 
     def put(self, action: StrategyAction, backend: str, version: int, strategy: Any) -> None:
         """Register a strategy as the user's override.
-
-        Args:
-            action: Whether it saves or loads.
-            backend: Its backend.
-            version: Its version.
-            strategy: A class or an instance.
 
         Raises:
             CheckpointingException: there is no such action.
@@ -262,7 +240,6 @@ class StrategyRegistry:
         """Attribute what the block registers to a distribution; undo all of it if the block fails.
 
         Args:
-            distribution: Its name and version.
             conflicts: If given, what others have registered before is no error of the block: it is switched off, alone,
                 and a text is put here. A strategy that saves goes with the one that loads the same backend and version.
         """

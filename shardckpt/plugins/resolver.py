@@ -101,8 +101,6 @@ def read_manifest(directory: Path, plugins: PluginManager, *, moved: bool = Fals
     """Return the manifest of a checkpoint: its backend, version and record.
 
     Args:
-        directory: The checkpoint.
-        plugins: The plugin manager.
         moved: Also accept a checkpoint that an overwrite has moved aside.
 
     Returns:
@@ -125,9 +123,6 @@ def hold_checkpoint(
     where the system can.
 
     Args:
-        directory: The checkpoint.
-        plugins: The plugin manager.
-        moved: As for :func:`read_manifest`.
         unmarked: Also accept a checkpoint that has lost its ``metadata.json`` and has ``shardckpt.json``, to look at
             what is left of it.
 
@@ -279,12 +274,7 @@ def choose_reader(
     """Return the strategy that reads a checkpoint; this is the version gate.
 
     Args:
-        directory: The checkpoint, for errors.
-        manifest: Its manifest.
-        plugins: The plugin manager.
         wanted: The strategy that the caller asks for: an instance, a backend, or (backend, version); None: any.
-        accept: As for :func:`check_policy`.
-        accept_of: As for :func:`check_policy`.
 
     Returns:
         The caller's instance, or a strategy of the newest registered version that can read the checkpoint.
@@ -477,10 +467,7 @@ def check_policy(directory: Path, manifest: Manifest, accept: Accept | None = No
     """Check that a checkpoint may be read: that both the caller and the job's ``SHARDCKPT_ACCEPT`` accept its format.
 
     Args:
-        directory: The checkpoint, for errors.
-        manifest: Its manifest.
         accept: What the caller accepts; None: everything.
-        accept_of: Where ``accept`` was given, for errors.
 
     Raises:
         RefusedByPolicyError: one of them leaves it out.
@@ -508,7 +495,6 @@ def list_unknown_accepted(accept: Accept | None, plugins: PluginManager) -> list
 
     Args:
         accept: What a caller, or ``SHARDCKPT_ACCEPT``, accepts; None: everything.
-        plugins: The plugin manager.
     """
     read = {(entry.backend, entry.version) for entry in plugins.registry.entries(StrategyAction.LOAD_SHARDED)}
     read |= {(backend, 1) for backend in FOREIGN_BACKENDS}

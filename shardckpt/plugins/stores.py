@@ -33,10 +33,6 @@ def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
 
     Args:
         url: The URL; plugins get its scheme in lower case.
-        plugins: The plugin manager.
-
-    Returns:
-        The folder.
 
     Raises:
         StorageError: no plugin serves the URL, or the one that does has failed.

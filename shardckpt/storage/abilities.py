@@ -1,4 +1,4 @@
-"""What the place of a checkpoint can do: each path answers for itself, so that no code tests for a class of store.
+"""Abilities of the place of a checkpoint: each path answers for itself, so that no code tests for a class of store.
 
 A directory of this machine can do everything. Another kind of path has the attributes that are looked for here, as
 :class:`~shardckpt.storage.remote.RemotePath` has.

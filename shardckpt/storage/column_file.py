@@ -106,11 +106,6 @@ class ColumnFile(NamedTuple):
 def parse_texts(data: bytes, name: str, source: str) -> list[str]:
     """Parse a column of text.
 
-    Args:
-        data: The bytes of the column.
-        name: The column, for errors.
-        source: What it is in, for errors.
-
     Returns:
         The texts.
 

@@ -137,7 +137,7 @@ class Columns:
         return found if len(entry.shape) == 1 else found.view(tuple(entry.shape))
 
     def locate(self, name: str) -> FileEntry:
-        """Return where a column is, and its dtype and shape, of which nothing is checked.
+        """Return where a column is, and its dtype and shape, unchecked.
 
         Raises:
             CorruptCheckpointError: there is no such column.

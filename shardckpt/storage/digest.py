@@ -146,7 +146,6 @@ class Segments:
     Args:
         lengths: Of the segments, in bytes.
         digests: Of the segments, as unsigned integers.
-        algorithm: Name of the digest algorithm.
     """
 
     def __init__(self, lengths: Iterable[int] = (), digests: Iterable[int] = (), algorithm: str = CRC32) -> None:
@@ -184,7 +183,6 @@ class Segments:
 
         Args:
             start: An offset in the file, before its end.
-            stop: A later one.
 
         Returns:
             An offset in the file, in bytes.
@@ -214,10 +212,7 @@ class Segments:
         """Return the table that :meth:`pack` wrote.
 
         Args:
-            text: The table as text.
-            root: Its digest.
             size: Of the file in bytes; it bounds the memory that the table may take.
-            algorithm: Name of the digest algorithm.
 
         Raises:
             CorruptCheckpointError: the text is not the table with this digest, or its segments do not tile the file.
@@ -235,10 +230,7 @@ class Segments:
         """Return the table that :meth:`to_bytes` returned.
 
         Args:
-            raw: The two columns.
-            root: Their digest.
             size: Of the file in bytes.
-            algorithm: Name of the digest algorithm.
 
         Raises:
             CorruptCheckpointError: the bytes are not the table with this digest, or its segments do not tile the file.

@@ -47,7 +47,6 @@ class RelativePath(OpenPath):
     Paths made from one another share one descriptor, which is closed with the last of them.
 
     Args:
-        directory: The open directory.
         name: Name of a file in it; ``""`` is the directory itself.
     """
 
@@ -195,7 +194,6 @@ class detect_replacement:  # noqa: N801 - used as a function; no generator, sinc
     Files that an overwrite has removed look damaged or missing: this gives the true reason, so that a caller can retry.
 
     Args:
-        path: The checkpoint.
         replaced: Returns whether it was replaced; by default :func:`was_replaced` of the path.
 
     Raises:

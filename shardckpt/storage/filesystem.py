@@ -87,10 +87,6 @@ def make_folders(directory: Path, name: str) -> None:
 class wrap_os_errors:  # noqa: N801 - used as a function; no generator, since each opening of a file has one
     """A context manager that turns an OSError into a :class:`StorageError` with the action and the path.
 
-    Args:
-        action: What is done, for the error.
-        path: To what.
-
     Example:
         >>> with wrap_os_errors("rename", path):  # doctest: +SKIP
         ...     os.rename(path, target)
@@ -122,7 +118,6 @@ def open_new(path: Path, *, shared: bool = False) -> int:
     """Create a file for writing, and return its descriptor; the caller closes it.
 
     Args:
-        path: The file.
         shared: Whether another rank of the same save may have created it.
 
     Returns:
@@ -208,7 +203,6 @@ def put_file(path: Path, data: bytes, temporary: str, *, makes_folder: bool = Fa
 
     Args:
         path: The file; its directory exists, or is made.
-        data: All its bytes.
         temporary: Name of the file beside it that is written first, and stays if the process is killed. No other
             process or thread may use it. A store needs none.
         makes_folder: Whether the directory is made if it does not exist.

@@ -20,10 +20,6 @@ FINGERPRINTS_COLUMN = "fingerprints_2"
 def parse_fingerprints(data: bytes, source: str) -> dict[str, str]:
     """Return the fingerprints by key; none if they are of another algorithm than this release computes.
 
-    Args:
-        data: What :func:`shardckpt.storage.pack_fingerprints` returned.
-        source: Where it is, for errors.
-
     Raises:
         CorruptCheckpointError: It is something else.
     """

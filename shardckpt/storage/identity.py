@@ -26,7 +26,6 @@ def is_gone(place: Path, manifest: Manifest) -> bool:
     Args:
         place: The checkpoint: a directory, held open if it is on this machine, or a folder on a store. Of a local
             directory that is not held open the answer is always False.
-        manifest: Its manifest, as read when it was opened.
 
     Raises:
         StorageError: the store does not answer.

@@ -59,9 +59,6 @@ class InputFile(Protocol):
 class LocalFile:
     """A regular file of this machine.
 
-    Args:
-        path: The file.
-
     Raises:
         StorageError: it cannot be opened, or is a symbolic link.
         CorruptCheckpointError: it is a directory, device or pipe.
@@ -113,9 +110,6 @@ class LocalFile:
 
 class StoredObject:
     """An object of a store, which is only looked up: each read is a request.
-
-    Args:
-        path: The object.
 
     Raises:
         StorageError: it does not exist, or the store does not answer.

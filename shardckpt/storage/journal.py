@@ -1,4 +1,4 @@
-"""What an interrupted write has left that another process goes on from: a journal in the staging directory.
+"""The part of an interrupted write that another process resumes: a journal in the staging directory.
 
 Each line says up to where a file is written, and has the digests since the line before. The page cache survives a
 killed process, so nothing is fsynced for the journal: it is of use only while the system that wrote it runs.
@@ -27,7 +27,7 @@ _HEX = 8
 
 
 class FileProgress(NamedTuple):
-    """What is written of a file.
+    """The written part of a file.
 
     Attributes:
         position: Bytes from the beginning of the file.
@@ -115,7 +115,7 @@ class Journal:
             self._write({"file": file, "progress": progress, "collected": self._collect()})
 
     def diverge(self, path: Path) -> StorageError:
-        """Return the error for a file of which an earlier process has written something else."""
+        """Return the error for a file whose earlier process has written something else."""
         self.has_diverged = True
         return StorageError(
             f"{path}: what an interrupted run has left is damaged, or does not belong to what is written now"
@@ -144,7 +144,7 @@ class Journal:
 
 
 def _cut_files(folder: Path, files: dict[str, FileProgress]) -> bool:
-    """Remove files of which nothing is known, and cut the others to what is known; return whether all are there."""
+    """Remove unknown files, and cut the others to what is known; return whether all are there."""
     for path in [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]:
         name = path.relative_to(folder).as_posix()
         with wrap_os_errors("remove", path):

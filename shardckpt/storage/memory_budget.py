@@ -1,4 +1,4 @@
-"""What a memory budget leaves for reading and for writing: a few buffers, whose number and size follow from it.
+"""Split a memory budget into reading and writing: a few buffers, whose number and size follow from it.
 
 The budget is of one rank, and of what a call holds beside the tensors themselves. Nothing is counted while it runs: the
 threads, and the bytes that each may hold, are chosen so that all of them together stay below it. So no thread waits for
@@ -45,7 +45,7 @@ _MOST_PARTS = 9_000
 
 
 class ReadLimits(NamedTuple):
-    """How a checkpoint is read.
+    """Sizes of the buffers that a checkpoint is read with.
 
     Attributes:
         threads: How many read at a time.
@@ -57,7 +57,7 @@ class ReadLimits(NamedTuple):
 
 
 class UploadLimits(NamedTuple):
-    """How an object is sent to a store.
+    """Sizes of the parts that an object is sent to a store with.
 
     Attributes:
         parts: How many of its parts are on their way at a time.
@@ -110,7 +110,6 @@ def check_memory_budget(budget: int | None, least: int, action: str) -> None:
     """Refuse a budget that is too small.
 
     Args:
-        budget: In bytes.
         least: What it must be at least, in bytes.
         action: What it is for, for the error: "to load needs".
 
@@ -178,12 +177,7 @@ def plan_upload(room: int | None, nbytes: int = 0) -> UploadLimits:
 
 
 def fit_parts(room: int | None, part_bytes: int) -> int:
-    """Return how many parts of an object may be on their way, at least one.
-
-    Args:
-        room: As for :func:`plan_upload`.
-        part_bytes: Bytes of a part.
-    """
+    """Return how many parts of an object may be on their way, at least one."""
     parts = settings.remote_parts()
     return parts if room is None else max(1, min(parts, room // part_bytes - _MORE_PARTS))
 

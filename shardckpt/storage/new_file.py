@@ -50,7 +50,6 @@ class NewFile:
     """A file that did not exist before; several threads may write to it, each to a range of its own.
 
     Args:
-        path: The file.
         nbytes: The least size in bytes, if it is known: the space is allocated in one call, before the first direct
             write.
         shared: Whether other ranks write to the file, too, which has ``nbytes`` bytes: it may exist already.
@@ -109,7 +108,6 @@ class NewFile:
         """Write bytes: full pages by direct writes, if they are enough, the rest through the page cache.
 
         Args:
-            view: The bytes.
             offset: Of the first byte in the file; need not be a page boundary.
             what: What the bytes are (a key), named in errors.
         """

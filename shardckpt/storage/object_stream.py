@@ -26,11 +26,6 @@ class ObjectStream:
     """The content of a new object, appended by one thread at a time; :class:`FileWriter` fills it as a FileStream.
 
     Args:
-        folder: The store.
-        path: The object, for errors.
-        name: Its name in the folder.
-        algorithm: Name of the digest algorithm.
-        part_bytes: Bytes of each part but the last.
         count: Called with the number of bytes appended since the last call.
     """
 

@@ -36,11 +36,9 @@ class OpenFile:
     """A file open for reading.
 
     Args:
-        path: The file.
         name: Its name in the checkpoint.
         record: The record of the file as it was written, if there is one.
         algorithm: Name of the digest algorithm, if digests are checked.
-        read_table: Returns the content of the record's table file.
         advise: Returns what to do about a file of another size than was recorded.
         takes_cut: Whether one that is shorter is no error: what is before its end is read.
 
@@ -119,7 +117,6 @@ class OpenFiles:
     """Open files by name; the least recently used are closed where too many are open. For several threads.
 
     Args:
-        directory: The checkpoint.
         records: The files' records by name; None if the checkpoint has no record.
         algorithm: Name of the digest algorithm, if digests are checked.
         detect_replacement: Returns the context in which files are opened; see :func:`directory.detect_replacement`.
@@ -268,7 +265,7 @@ class OpenFiles:
 
 
 def _unpack(text: str, digest: str, size: int, algorithm: str) -> Segments:
-    """Return a table of digests; that of equal text may be the one of an earlier call, which nobody changes."""
+    """Return a table of digests; that of equal text may be the one of an earlier call, and is not changed."""
     unpack = _unpack_again if len(text) <= _SMALL_TABLE else Segments.unpack
     return unpack(text, digest, size, algorithm)
 

@@ -1,4 +1,4 @@
-"""What stands for a path where the system has none: a file in an open directory, or an object of a store."""
+"""A path that the system does not have: a file in an open directory, or an object of a store."""
 
 from __future__ import annotations
 

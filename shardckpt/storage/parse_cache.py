@@ -1,4 +1,4 @@
-"""What small files were parsed to, kept for the next load of this process that reads the same bytes."""
+"""The parsed content of small files, kept for the next load of this process that reads the same bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ParseCache(Generic[_T]):
     """Parsed values by the bytes that they were parsed from. For several threads.
 
     The caller reads the bytes, and checks their digests, each time: only to parse equal bytes again is saved. All
-    callers share a value, so nobody changes it; it must not refer to a reader, whose directory would stay open.
+    callers share a value, and do not change it; it must not refer to a reader, whose directory would stay open.
     """
 
     def __init__(self) -> None:

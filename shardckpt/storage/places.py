@@ -1,4 +1,4 @@
-"""What is asked of a place of checkpoints, a directory or a folder on a store, by one call for both."""
+"""Operations on a place of checkpoints, a directory or a folder on a store, by one call for both."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def batch_ranges(
     *,
     joined: bool,
 ) -> Iterator[list[RangeRead]]:
-    """Cut long ranges and join short ones to batches, each of which one thread reads.
+    """Cut long ranges and join short ones to batches, each read by one thread.
 
     Args:
         ranges: The ranges; each lies in its file. Empty ones are left out.

@@ -1,4 +1,4 @@
-"""Ends of checked spans of which a read took the beginning: the next read of the file, in order, takes them.
+"""Ends of checked spans whose beginning was read: the next read of the file, in order, takes them.
 
 A digest is of a whole segment, so a box that ends inside one has read and checked all of it. A reader of many boxes
 that follow each other would otherwise read and check most segments twice, and small boxes several times.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _End(NamedTuple):
-    """What is kept: the bytes from ``low`` to ``high`` of a block of the pool."""
+    """The bytes that are kept: from ``low`` to ``high`` of a block of the pool."""
 
     block: Buffer
     low: int
@@ -37,15 +37,7 @@ class ReadEnds:
         self._ends: dict[tuple[str, int], _End] = {}
 
     def keep(self, name: str, offset: int, block: Buffer, low: int, high: int) -> None:
-        """Keep a part of a block, which goes back to the pool when it was taken.
-
-        Args:
-            name: The file.
-            offset: Of the first byte in the file.
-            block: Of the pool.
-            low: Where the part begins in the block.
-            high: Where it ends.
-        """
+        """Keep a part of a block, which goes back to the pool when it was taken."""
         free = [block] if low == high else []
         with self._lock:
             if low < high:
@@ -59,11 +51,6 @@ class ReadEnds:
 
     def take(self, name: str, offset: int, memory: memoryview) -> int:
         """Fill the beginning of memory with what is kept from an offset on.
-
-        Args:
-            name: The file.
-            offset: Of the first byte in the file.
-            memory: To fill.
 
         Returns:
             The number of bytes that were filled.

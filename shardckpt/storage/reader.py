@@ -84,7 +84,7 @@ class CheckpointReader:
             is read is of one save, even if another save replaces the directory during the load.
         manifest: The content of its JSON files.
         verify: Whether to check digests where there are any; by default as ``SHARDCKPT_VERIFY_READS`` says.
-        kept_bytes: Bytes of checked segments, of which a read took the beginning, that are kept for the read that goes
+        kept_bytes: Bytes of checked segments, read from their beginning, that are kept for the read that goes
             on there: for one who reads files in many small ranges, in order. On this machine; 0: none.
         memory_budget: Bytes that may be in memory at a time beside what is filled and returned, the index and the
             tables of digests; None: as many as are fast.

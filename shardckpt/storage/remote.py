@@ -57,14 +57,14 @@ _PERMANENT = (
 )
 _FIRST_DELAY = 0.25  # seconds; each further one is twice as long
 _LONGEST_DELAY = 8.0
-#: The URLs of which this process has said that listings leave objects out.
+#: The URLs that this process has warned of: their listings leave objects out.
 _reported: set[str] = set()
 _MOST_SHOWN = 200  # characters of a client's text beside the cause that we know
 _LEAST_PART = 5 << 20  # bytes; S3 takes no smaller parts
 
 
 class RemoteFolder(Protocol):
-    """What a plugin's hook ``shardckpt_filesystem`` returns for a URL: access to the objects directly below it.
+    """The result of a plugin's hook ``shardckpt_filesystem`` for a URL: access to the objects directly below it.
 
     Several threads call the methods at a time. They raise whatever the store raises: ``FileNotFoundError`` for an
     object that does not exist; after most other errors :func:`attempt` repeats the call.
@@ -80,11 +80,6 @@ class RemoteFolder(Protocol):
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         """Return a range of an object, and request no more than that from the store.
-
-        Args:
-            name: The object.
-            offset: Of the first byte.
-            nbytes: How many bytes.
 
         Returns:
             The bytes; fewer only where the object ends.
@@ -129,7 +124,6 @@ class RemotePath(OpenPath):
     was pickled requests one of its own; the pickle has what the plugin's folder has, credentials included.
 
     Args:
-        folder: What the plugin returned.
         name: The object's path in it; ``""`` is the folder itself.
     """
 
@@ -483,11 +477,6 @@ def attempt(action: str, path: Path, call: Callable[[], _T]) -> _T:
     """Call a store, and repeat the call after errors that may pass, ``SHARDCKPT_REMOTE_ATTEMPTS`` times in all.
 
     In a block of :func:`limit_attempts` less often, once that has no time left.
-
-    Args:
-        action: What the call does, for errors: "upload".
-        path: The folder or object, for errors.
-        call: Calls the store.
 
     Returns:
         What the call returned.

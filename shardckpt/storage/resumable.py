@@ -31,14 +31,9 @@ _DIGEST_BYTES = 16
 
 
 class ResumableFile(FileWriter):
-    """A file of which an earlier process may have written the first records.
+    """A file whose first records an earlier process may have written.
 
     Args:
-        directory: The staging directory.
-        name: The file's name in it.
-        pool: The threads that write.
-        algorithm: Name of the digest algorithm.
-        nbytes: As for :meth:`CheckpointWriter.create`.
         journal: Has what is written already, and gets what is written now.
     """
 
@@ -153,13 +148,7 @@ class ResumableFile(FileWriter):
 
 
 class ResumableWriter(CheckpointWriter):
-    """Writes files that another process can complete; small ones are written anew.
-
-    Args:
-        directory: The staging directory.
-        journal: Its journal.
-        kwargs: As for the base, without ``sha256``: that needs all bytes in one process.
-    """
+    """Writes files that another process can complete; small ones are written anew."""
 
     def __init__(self, directory: Path, journal: Journal, **kwargs: Any) -> None:
         super().__init__(directory, 0, **kwargs)

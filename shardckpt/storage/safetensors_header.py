@@ -123,7 +123,7 @@ def header_length(first: bytes, size: int, source: str, limit: int = HEADER_LIMI
 def parse_head(
     text: bytes | memoryview, size: int, source: str, most_parts: int = _MOST_PARTS
 ) -> tuple[dict[str, str], dict[str, FileEntry]]:
-    """Parse the header of a file that nobody vouches for.
+    """Parse the header of an untrusted file.
 
     Args:
         text: The header, without its length.

@@ -88,9 +88,7 @@ def find_range(stored: StoredArray, start: Ints, target: torch.Tensor) -> int | 
     """Return where a box lies in the file, if its bytes are one range there, and the target takes them as they are.
 
     Args:
-        stored: The tensor in the file.
         start: Index of the box's first element, one number for each axis.
-        target: A tensor of the box's shape.
 
     Returns:
         The offset of the first byte; None if the bytes must be copied or converted.

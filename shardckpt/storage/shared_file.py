@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class SharedFile:
-    """A file of known size, of which this rank writes ranges; :meth:`CheckpointWriter.share` makes it.
+    """A file of known size that this rank writes ranges of; :meth:`CheckpointWriter.share` makes it.
 
     No page of the file may have bytes of two ranks: on network file systems a client writes entire pages.
 
@@ -167,10 +167,6 @@ def cut_segments(nbytes: int) -> list[int]:
 
 def merge_parts(parts: Iterable[FilePart], algorithm: str) -> list[FileRecord]:
     """Return the records of files, by what the ranks have written of them.
-
-    Args:
-        parts: The parts of all ranks.
-        algorithm: Name of the digest algorithm.
 
     Returns:
         A record of each file; its rank is the lowest that has written a part.

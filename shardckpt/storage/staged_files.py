@@ -30,7 +30,7 @@ _KINDS = {
 
 
 class FilePart(NamedTuple):
-    """What a rank has written of a file: segments with their digests, in any order.
+    """A rank's part of a file: segments with their digests, in any order.
 
     Attributes:
         name: The file.
@@ -110,7 +110,6 @@ def refuse_unrecorded(directory: Path, recorded: Collection[str]) -> None:
     On a network file system the listing may be stale; the caller has just created a file there, which refreshes it.
 
     Args:
-        directory: A staging directory.
         recorded: Names of the files that have a record with digests.
 
     Raises:

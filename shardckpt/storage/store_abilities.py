@@ -1,4 +1,4 @@
-"""What a store's folder may do beyond :class:`~shardckpt.storage.remote.RemoteFolder`: each ability is asked for.
+"""The optional abilities of a store's folder beyond :class:`~shardckpt.storage.remote.RemoteFolder`.
 
 A plugin's folder has an ability if it has the method. Where it lacks one, a save does the same with what is there.
 """
@@ -37,7 +37,6 @@ class StreamsWrites(Protocol):
         """Begin an object.
 
         Args:
-            name: The object.
             part_bytes: Size of each part but the last, in bytes, at least 5 MiB.
 
         Returns:
@@ -59,7 +58,7 @@ class CreatesObjects(Protocol):
 
 @runtime_checkable
 class ReplacesObjects(Protocol):
-    """A folder that replaces an object only if nobody has since it was read, in one step."""
+    """A folder that replaces an object in one step, unless it was replaced since it was read."""
 
     def read_tagged(self, name: str) -> tuple[bytes, object]:
         """Return all bytes of a small object, and the store's tag of this content."""
@@ -124,11 +123,6 @@ class CopiesObjects(Protocol):
     def copy(self, source: str, name: str, nbytes: int) -> bool:
         """Copy an object, which may be in any folder, to this one; an object of that name is replaced.
 
-        Args:
-            source: URL of the object.
-            name: Name of the copy.
-            nbytes: Bytes of the object.
-
         Returns:
             Whether the store has copied it; False if it cannot: it does not have the object, or copies none so large.
         """
@@ -154,7 +148,7 @@ class TellsTimes(Protocol):
     def times(self) -> dict[str, float]:
         """Return when each object below the URL, at any depth, was written, by path, in seconds since 1970.
 
-        An object of which the store does not say it is left out.
+        An object whose age the store does not say is left out.
         """
 
 

@@ -1,4 +1,4 @@
-"""What an object store's error means: its cause, what to do, whether another attempt can help; nothing secret in it.
+"""Explain an object store's error: its cause, what to do, whether another attempt can help; nothing secret in it.
 
 Causes are recognised by what errors carry, whatever the client: S3's code of an error, the HTTP status, the name of the
 class. No client is imported for that.

@@ -89,7 +89,6 @@ class WriterPool:
         """Run a task in a thread, or now if there is none.
 
         Args:
-            task: What to run.
             own: What :meth:`add_file` returned, for a file that is written through the page cache: the kernel allows
                 one such write to a file at a time. If several files are open, one thread then does all its tasks, and
                 the other threads write other files instead of waiting.
@@ -142,13 +141,7 @@ class Countdown:
 
 
 class FileStream:
-    """The content of a new file, appended by one thread at a time and written by the pool.
-
-    Args:
-        file: The file.
-        pool: The threads that write.
-        algorithm: Name of the digest algorithm.
-    """
+    """The content of a new file, appended by one thread at a time and written by the pool."""
 
     def __init__(self, file: NewFile, pool: WriterPool, algorithm: str) -> None:
         self._file = file
@@ -177,7 +170,6 @@ class FileStream:
 
         Args:
             lengths: Bytes of each segment that is in the file.
-            digests: Digests of them.
             tail: The last bytes in the file, from a page boundary on.
         """
         self._lengths.extend(lengths)
@@ -328,7 +320,7 @@ class FileStream:
             self._start, self._filled = self._start + self._filled, 0
 
     def _named(self) -> str:
-        """What the block holds, for errors."""
+        """The name of the block's content, for errors."""
         return self._what and f"{self._what} and what precedes it"
 
     def _free(self, block: Buffer) -> None:

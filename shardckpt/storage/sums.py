@@ -30,7 +30,7 @@ _Box = tuple[torch.Tensor, "Ints", "Ints"]
 
 
 class _Part(NamedTuple):
-    """What a rank adds to a tensor: its key, dtype and global shape, elements, and both sums."""
+    """A rank's contribution to a tensor: its key, dtype and global shape, elements, and both sums."""
 
     key: str
     dtype: str
@@ -43,8 +43,6 @@ def sum_shards(stored: PackedShards, tensors: Sequence[torch.Tensor], aliases: M
     """Return the sums of a rank's boxes of each tensor, packed; several threads compute them.
 
     Args:
-        stored: The boxes.
-        tensors: The values of each, in the same order.
         aliases: Further keys of tensors, and the key by which each is stored.
 
     Raises:
@@ -83,12 +81,7 @@ def _count_bytes(box: _Box) -> int:
 
 
 def split_sums(parts: Iterable[bytes], find_owner: Callable[[str], int]) -> dict[int, bytes]:
-    """Return a rank's sums by the rank that adds up those of a key.
-
-    Args:
-        parts: What :func:`sum_shards` returned.
-        find_owner: Returns the rank that owns a key.
-    """
+    """Return a rank's sums by the rank that adds up those of a key."""
     owned: dict[int, list[_Part]] = defaultdict(list)
     for part in _unpack(parts):
         owned[find_owner(part.key)].append(part)
@@ -98,10 +91,7 @@ def split_sums(parts: Iterable[bytes], find_owner: Callable[[str], int]) -> dict
 def add_sums(parts: Iterable[bytes]) -> dict[str, str]:
     """Return the fingerprints of tensors, from the sums of all ranks, sorted by key.
 
-    A tensor of which the ranks have another number of elements than it has (some stored twice, say) has none.
-
-    Args:
-        parts: What :func:`sum_shards` returned on each rank.
+    A tensor whose ranks have another number of elements than it has (some stored twice, say) has none.
     """
     totals: dict[tuple[str, str, Ints], list[int]] = {}
     for part in _unpack(parts):
@@ -123,9 +113,6 @@ def pack_fingerprints(fingerprints: Mapping[str, str]) -> bytes:
 
 def read_fingerprints(reader: CheckpointReader) -> dict[str, str]:
     """Return the fingerprints by key that a checkpoint has stored; none if it has no file of them.
-
-    Args:
-        reader: Of the checkpoint.
 
     Raises:
         CorruptCheckpointError: The file is damaged.

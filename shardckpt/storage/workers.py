@@ -55,10 +55,6 @@ class Workers:
 
     A thread that would wait for others works on pieces of their items instead. With the executors of concurrent.futures
     it would be idle: the last large item would then use one of two threads, and take twice as long.
-
-    Args:
-        threads: How many, the caller included.
-        name: Name of the threads.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -87,7 +83,6 @@ class Workers:
         No item is begun after a failure or an interrupt. This returns when all threads have ended what they began.
 
         Args:
-            function: Called in any of the threads.
             items: (number, item) pairs; the iterator is read item by item, in order.
             own: More such pairs, which the calling thread does first, alone.
             nests: Whether the function may call this method for any of ``items``. If not, a thread that finds no item

@@ -9,7 +9,7 @@ import torch
 
 from shardckpt.tensors.wrappers import is_quantized
 
-#: Floats of 8 bits, of which some have no infinity: what is too large for these becomes their largest number.
+#: Floats of 8 bits; some have no infinity: what is too large for these becomes their largest number.
 _SMALL = 1
 
 

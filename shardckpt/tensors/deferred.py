@@ -24,7 +24,7 @@ class DeferredTensor(torch.Tensor):
     Args:
         shape: Its shape.
         dtype: Its dtype.
-        read: Returns the values: a plain CPU tensor of that shape and dtype, which nobody may change.
+        read: Returns the values: a plain CPU tensor of that shape and dtype, not to be changed.
     """
 
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> Self:  # noqa: ARG004, D102

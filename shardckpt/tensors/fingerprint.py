@@ -109,11 +109,7 @@ def finish_fingerprint(dtype: str, shape: Sequence[int], sums: Sequence[int]) ->
 
     Args:
         dtype: The name of its dtype: ``"bfloat16"``.
-        shape: Its global shape.
         sums: Both sums of all its boxes, which are taken modulo 2^64.
-
-    Returns:
-        32 hex digits.
     """
     text = f"{dtype} {list(shape)} {' '.join(str(number % (1 << 64)) for number in sums)}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -167,7 +163,7 @@ class _Form(NamedTuple):
         return sum(map(mul, offset, self.strides)) + block, start
 
     def count_blocks(self, start: int) -> int:
-        """Return the number of blocks of a row of which a box has bytes."""
+        """Return the number of blocks of a row that have bytes of a box."""
         return -(-(start + self.width) // _BLOCK)
 
     def cut(self, start: int) -> Iterator[_Piece]:

@@ -72,7 +72,7 @@ def tensor_bytes_of_each(tensors: Sequence[torch.Tensor]) -> list[memoryview] | 
     filled = [(start, start + nbytes) for start, nbytes in zip(starts, sizes, strict=True) if nbytes]
     if not filled:
         return [memoryview(b"")] * len(sizes)
-    # One view of the addresses from the first to the last, of which slices are cheap; nothing else in it is touched.
+    # One view of the addresses from the first to the last, whose slices are cheap; nothing else in it is touched.
     low = min(filled)[0]
     span = view_memory(low, max(filled)[1] - low, tensors)
     return [
@@ -172,14 +172,7 @@ def find_host_addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
 
 
 def read_addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
-    """Return the address of each tensor's memory, of tensors that are on the CPU.
-
-    Args:
-        tensors: The tensors.
-
-    Returns:
-        As :func:`find_host_addresses`.
-    """
+    """Return the address of each tensor's memory, of tensors that are on the CPU."""
     if not set(map(type, tensors)) <= set(ORDINARY):
         return None
     try:
@@ -194,12 +187,7 @@ def read_addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
 
 
 def are_contiguous(tensors: Sequence[torch.Tensor], dtypes: Iterable[torch.dtype]) -> bool:
-    """Return whether the values of tensors on the host are the bytes of their memory, one after the other.
-
-    Args:
-        tensors: On the host.
-        dtypes: Their dtypes.
-    """
+    """Return whether the values of tensors on the host are the bytes of their memory, one after the other."""
     kinds = set(dtypes)
     return (
         kinds.isdisjoint(_QUANTIZED)

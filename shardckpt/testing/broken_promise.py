@@ -1,4 +1,4 @@
-"""What pytest prints of a failed contract: the promise, what happened instead, where, and where it is documented."""
+"""Print a failed contract in pytest: the promise, what happened instead, where, and where it is documented."""
 
 from __future__ import annotations
 

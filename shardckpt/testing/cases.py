@@ -59,7 +59,7 @@ class TensorCase:
 
 @dataclass(frozen=True)
 class ObjectCase:
-    """An object in a grid: the ranks that save it, of which the first has the main replica, and those that load it."""
+    """An object in a grid: the ranks that save it, the first with the main replica, and those that load it."""
 
     offset: Ints
     savers: Ints
@@ -73,7 +73,7 @@ class ObjectCase:
 
 @dataclass(frozen=True)
 class SaveLoadCase:
-    """What one save and one load are about.
+    """One save and one load to test.
 
     Attributes:
         cases: The tensors.

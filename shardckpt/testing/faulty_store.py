@@ -24,7 +24,7 @@ _ROOT = ".faulty-store"
 
 
 class Request(NamedTuple):
-    """A request that came to the store: what, of which object, and how many bytes went out."""
+    """A request that came to the store: its kind, its object, and the bytes that went out."""
 
     kind: str
     name: str

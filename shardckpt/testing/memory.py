@@ -1,4 +1,4 @@
-"""How a tensor's elements can lie in memory: strides, offsets, lazy conjugation and negation."""
+"""Layouts of a tensor's elements in memory: strides, offsets, lazy conjugation and negation."""
 
 from __future__ import annotations
 

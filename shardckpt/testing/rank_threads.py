@@ -107,7 +107,7 @@ class _Rank(threading.Thread):
 
 
 class _Wait(NamedTuple):
-    """What a thread waits for."""
+    """The collective or message that a thread waits for."""
 
     rank: _Rank
     where: str
@@ -277,7 +277,7 @@ class _Barrier:
 
 
 class _Collective:
-    """What torch's process group joins for each collective.
+    """The meeting point of torch's process group for a collective.
 
     Args:
         collective: torch's object that moves the data.
@@ -369,7 +369,7 @@ class _Groups(_torch.ThreadLocalWorld):  # type: ignore[misc]
 
     @property
     def comms(self) -> list[Any]:
-        """Communicators beside the groups, of which torch 2.11 asks and its threads say nothing."""
+        """Communicators beside the groups, which torch 2.11 asks for and its threads lack."""
         return getattr(self._get_world(), "comms", [])
 
 

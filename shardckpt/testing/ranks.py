@@ -30,7 +30,7 @@ _START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 @dataclass
 class RankFailure:
-    """What a rank raised.
+    """The error of a rank.
 
     Attributes:
         kind: The name of the exception's class.
@@ -48,7 +48,7 @@ class RankError(Exception):
 
 
 class Ranks(ABC):
-    """What runs a function on every rank of a group: threads of this process, or a pool of processes."""
+    """A runner of functions on every rank of a group: threads of this process, or a pool of processes."""
 
     def run(self, world_size: int, function: Any, *args: Any, timeout: float = RUN_TIMEOUT) -> list[Any]:
         """Run a function on every rank of a new group.

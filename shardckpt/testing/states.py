@@ -26,7 +26,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def make_state_dict(batch: SaveLoadCase) -> dict[str, Any]:
-    """What this rank saves."""
+    """The state that this rank saves."""
     rank, _ = rank_and_size()
     cells = [(cell, number) for cell in batch.objects for number, saver in enumerate(cell.savers) if saver == rank]
     return {
@@ -76,7 +76,7 @@ def describe(
 
 @dataclass
 class Destination:
-    """What a load is to fill.
+    """The destinations of a load.
 
     Attributes:
         piece: The place.
@@ -90,7 +90,7 @@ class Destination:
 
 
 class Destinations:
-    """What this rank loads of a batch: the state dict, and the memory that it must fill."""
+    """This rank's part of a batch to load: the state dict, and the memory that it must fill."""
 
     def __init__(self, batch: SaveLoadCase) -> None:
         self._batch = batch

@@ -1,4 +1,4 @@
-"""What must hold across ranks before bytes move: sharding, replicas, keys, common state."""
+"""Checks across ranks before bytes move: sharding, replicas, keys, common state."""
 
 from shardckpt.lazy import attach_stub
 

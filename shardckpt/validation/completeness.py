@@ -39,7 +39,6 @@ class GivenShards:
 
     Args:
         columns: This rank's main replicas, which the strategy must store.
-        strategy: The class of the strategy, which errors name.
     """
 
     def __init__(self, columns: ShardColumns, strategy: object) -> None:
@@ -56,7 +55,6 @@ class GivenShards:
 
         Args:
             recorded: The shards that the files of this rank hold.
-            comm: The ranks that save.
 
         Raises:
             PluginError: on every rank; it names the first shards that were given and not stored, or stored and not

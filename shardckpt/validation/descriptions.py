@@ -22,9 +22,6 @@ _place = attrgetter("local_shape", "global_shape", "global_offset", "axis_fragme
 def validate_descriptions(shards: Sequence[ShardedBase]) -> None:
     """Call ``validate_metadata_integrity`` of each shard, or find out faster that it would raise nothing.
 
-    Args:
-        shards: Any shards.
-
     Raises:
         ShardingError: One contradicts itself.
     """

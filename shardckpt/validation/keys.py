@@ -53,7 +53,7 @@ OnUnused: TypeAlias = Literal["warn", "error", "ignore"]
 
 
 class StrictHandling(Enum):
-    """What a load does about keys that do not match, by Megatron's names.
+    """A load's handling of keys that do not match, by Megatron's names.
 
     Megatron's words are the reverse of torch's: *unexpected* keys are wanted and not in the checkpoint (torch:
     missing); *missing* keys are in the checkpoint and wanted by no rank (torch: unexpected).
@@ -141,7 +141,7 @@ class KeyMismatch:
     They are the keys of tensors and objects (``layer._extra_state``), as Megatron's callers filter them.
 
     Attributes:
-        missing: Keys in the checkpoint that no rank wants, or of which no rank wants some shard of an object; empty if
+        missing: Keys in the checkpoint that no rank wants, or objects with a shard that no rank wants; empty if
             the mode does not look for them.
         unexpected: Keys that this rank wants and the checkpoint has not. Of an object it may be some shards.
         absent: The shards that this rank wants and the checkpoint has not, by :func:`stored_key`.
@@ -179,11 +179,6 @@ def use_bare_keys(shards: Iterable[ShardedBase], stored: Collection[str], prefix
     ``dcp.save(model.state_dict())``. Of a transformer these may begin with ``model.`` themselves, beside ``lm_head``:
     they are taken to lack it only where each shard is found so.
 
-    Args:
-        shards: Copies of descriptions.
-        stored: The names of all that is stored.
-        prefix: What the keys begin with: ``"model."``.
-
     Returns:
         True if the keys were changed.
     """
@@ -212,10 +207,8 @@ def compare_keys(
     """Collective: compare the keys of a load with those of the checkpoint, and do what the mode says.
 
     Args:
-        wanted: This rank's shards.
         stored: What this rank can load, as :func:`name_keys` returns it, without the common state.
         strict: What to do about a mismatch; the same on every rank.
-        comm: The ranks that load.
         everywhere: What all ranks together can load, the same on every rank; by default ``stored``, which then is the
             same on every rank.
         on_unused: What to do about stored tensors and objects that no rank asks for, if the mode does not look for
@@ -302,10 +295,8 @@ def _describe_unused(
     """Collective: return which stored tensors and objects no rank asks for, ``""`` if none; see :func:`compare_keys`.
 
     Args:
-        mine: The names of what this rank asks for.
         stored: The key of each stored tensor and object by its name, the same on every rank.
         on_unused: Whether to warn or to raise.
-        comm: The ranks that load.
         counts: Says of a key whether it should have been asked for.
 
     Raises:
@@ -406,7 +397,7 @@ def _suggest_nearest(absent: Mapping[str, str], unused: Collection[object]) -> s
 
 
 def _find_incomplete(wanted: Sequence[ShardedBase], stored: Mapping[str, str]) -> dict[str, str]:
-    """Return the wanted objects of which the checkpoint has only some shards, as errors show them, by key."""
+    """Return the wanted objects that are stored with only some of their shards, as errors show them, by key."""
     grids = {shard.key: math.prod(shard.global_shape) for shard in wanted if isinstance(shard, ShardedObject)}
     counts = Counter(stored.values())
     return {
@@ -427,9 +418,7 @@ def compare_common(
     """Collective: warn on every rank whose common state is not the main rank's, which is the one that is stored.
 
     Args:
-        common: This rank's common state.
         preprocess: Returns the state without what may differ; gets a copy.
-        comm: The ranks that save.
     """
     if comm.world_size == 1:
         return
@@ -457,7 +446,6 @@ def describe_mismatch(missing: Collection[str], unexpected: Collection[str], adv
     """Return which keys do not match as text, the sense before Megatron's words and torch's; empty if all match.
 
     Args:
-        missing: Keys in the checkpoint that no rank wants.
         unexpected: Keys that are wanted and not in the checkpoint.
         advice: What to do about it: a line of its own after how many there are and the first, before the others.
     """

@@ -83,10 +83,6 @@ class Replicas(NamedTuple):
 def find_replicas(shards: Sequence[ShardedBase], comm: Comm) -> Replicas:
     """Collective: find out which ranks have which replicated shards.
 
-    Args:
-        shards: This rank's, with factories built.
-        comm: The ranks that save or load together.
-
     Returns:
         This rank's replicated shards and their holders.
     """
@@ -123,7 +119,6 @@ def _ask_owners(
     Args:
         rows: The rows by short id; all ranks' have the same number of bytes.
         decide: Returns the answer for an id, by the rows of the ranks that have it.
-        comm: The ranks that ask.
     """
     with comm.local_phase("sending replicated shards to their owners"):
         width = len(next(iter(rows.values()), b""))
@@ -160,7 +155,6 @@ def choose_main_replicas(
 
     Args:
         shards: This rank's, with factories built; they are not changed.
-        comm: The ranks that save or load together.
         compare: Whether to check that copies have the same values; of ``"sampled"`` tensors, that at least half of a
             few elements are equal. ``"unchecked"`` ones are not compared.
         replicas: What :func:`find_replicas` returned for these shards; must be given on all ranks or none.
@@ -293,7 +287,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def _find_mostly_equal(samples: Mapping[_ShortId, torch.Tensor], comm: Comm) -> set[_ShortId]:
-    """Collective: return the samples of which at least half of the elements are equal on all ranks."""
+    """Collective: return the samples with at least half of their elements equal on all ranks."""
     # The largest and the smallest value of an element over all ranks say whether it is equal: the bytes that travel do
     # not depend on the number of ranks.
     ids = sorted({short_id for theirs in comm.all_gather(sorted(samples)) for short_id in theirs})
@@ -379,7 +373,7 @@ def _digest(value: Any, digest: Digest) -> int:
         return digest(pickle_to_compare(value, _name_values))
     if value.layout != torch.strided or value.nbytes <= _CHUNK or is_quantized(value):
         return digest(tensor_bytes(plain_cpu(value)))
-    # in parts, of which few are on the CPU at a time; all ranks cut the same ones, on any kind of device
+    # in parts, few of them on the CPU at a time; all ranks cut the same ones, on any kind of device
     parts = torch.split(value.detach().reshape(-1), math.ceil(_CHUNK / value.element_size()))
     return digest(b"".join(digest(tensor_bytes(plain_cpu(part))).to_bytes(8, "little") for part in parts))
 

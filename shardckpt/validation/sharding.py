@@ -101,8 +101,6 @@ def validate_shards(
     Shards may be of any size. Each must have passed its own ``validate_metadata_integrity`` before.
 
     Args:
-        shards: This rank's shards.
-        comm: The ranks that save or load together.
         columns: What :func:`describe_shards` returns for them, if that is known already.
         state: This rank's state dict, for the places in errors.
 
@@ -207,7 +205,6 @@ def describe_shards(shards: Sequence[ShardedBase], *, copies: bool = False) -> S
     """Describe shards in columns.
 
     Args:
-        shards: This rank's, with factories built.
         copies: Whether to include the boxes of replicas other than the main ones. Their specs are always included.
 
     Returns:

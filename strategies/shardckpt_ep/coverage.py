@@ -1,4 +1,4 @@
-"""Check that the ranks hold every expert exactly once, and name the experts of which that is not true."""
+"""Check that the ranks hold every expert exactly once, and name those that they do not."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Experts:
         return layout
 
     def find_missing(self, keys: Iterable[str]) -> list[str]:
-        """Return the parameters with a layout of which neither the parameter nor its optimizer state has a key."""
+        """Return the parameters with a layout but without a key, of themselves or of their optimizer state."""
         found = {name.fqn for key in keys if (name := self.names.find(key))}
         return sorted(self._layouts.keys() - found)
 

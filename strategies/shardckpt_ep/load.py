@@ -20,7 +20,6 @@ class EPLoadStrategy(TorchDistLoadShardedStrategy):
     """Reads expert tensors into any layout, also from what (torch_dist, 1) and plain DCP wrote.
 
     Args:
-        layouts: As for :class:`shardckpt_ep.EPSaveStrategy`.
         sections: What may stand before a parameter's name in a key.
     """
 
@@ -38,10 +37,6 @@ class EPLoadStrategy(TorchDistLoadShardedStrategy):
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """Collective: check the experts against their layouts, then load as (torch_dist, 1) does.
-
-        Args:
-            wanted: This rank's shards to fill.
-            context: The checkpoint and the options of this load.
 
         Returns:
             As :meth:`shardckpt.strategy.LoadStrategy.load`.

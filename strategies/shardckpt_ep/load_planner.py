@@ -41,8 +41,6 @@ class LocalExpertsLoadPlanner(DefaultLoadPlanner):
 
     Args:
         allow_globals: Classes and functions that stored objects may name in addition to the plain ones.
-        allow_dtype_cast: As for :func:`shardckpt.dist_checkpointing.load`.
-        **kwargs: Arguments of DCP's DefaultLoadPlanner.
     """
 
     def __init__(self, *, allow_globals: Iterable[Any] = (), allow_dtype_cast: bool = False, **kwargs: Any) -> None:

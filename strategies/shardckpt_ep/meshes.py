@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from shardckpt.planning import Ints
 
-#: The name of a mesh dimension, or several, of which the mesh must have exactly one.
+#: The name of a mesh dimension, or several; the mesh must have exactly one of them.
 Names: TypeAlias = "str | Sequence[str]"
 
 #: Names of the mesh dimension whose ranks have different experts.
@@ -56,8 +56,6 @@ def gather_experts_per_rank(experts: int, mesh: DeviceMesh, ep: Names = EP_NAMES
 
     Args:
         experts: Number of experts of this rank.
-        mesh: The mesh; all its ranks call this.
-        ep: Name of its expert-parallel dimension.
 
     Returns:
         One number for each rank of that dimension, in order; empty on a rank outside the mesh.

@@ -18,9 +18,7 @@ def expert_object(key: str, obj: object, expert: int, num_experts: int, replica_
     """Describe an object of one expert. At a load, the rank that holds the expert then gets the object.
 
     Args:
-        key: Key of the objects of all experts.
         obj: The object to save, or None in a load template.
-        expert: The expert's number, counted over all ranks.
         num_experts: Number of experts on all ranks.
         replica_id: 0, or a tuple of zeros, on the rank that writes it; anything else on ranks with copies.
 

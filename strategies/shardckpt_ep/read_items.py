@@ -1,4 +1,4 @@
-"""What a rank reads of a stored expert tensor: DCP's read items, with destinations in this rank's tensor."""
+"""A rank's reads of a stored expert tensor: DCP's read items, with destinations in this rank's tensor."""
 
 from __future__ import annotations
 

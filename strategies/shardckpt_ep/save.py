@@ -23,9 +23,7 @@ class EPSaveStrategy(TorchDistSaveShardedStrategy):
         layouts: Layouts of this rank's expert parameters: shards that are described otherwise are an error. None where
             :func:`shardckpt_ep.expert_sharded_state_dict` has described them, or where DTensors need no layouts.
         sections: What may stand before a parameter's name in a key.
-        keep_only_main_replica: As for (torch_dist, 1), like all arguments that follow.
         thread_count: Number of files that each rank writes.
-        cached_metadata: Accepted, without effect.
         separation_hint: Keys that begin with it go to separate files.
     """
 
@@ -59,11 +57,6 @@ class EPSaveStrategy(TorchDistSaveShardedStrategy):
 
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
         """Collective: check the experts against their layouts, then plan as (torch_dist, 1) does.
-
-        Args:
-            shards: This rank's shards.
-            common: The state that is not sharded.
-            context: The options of this save.
 
         Returns:
             As :meth:`shardckpt.strategy.AsyncSaveStrategy.prepare`.

@@ -38,7 +38,7 @@ def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | 
         found[RECORD_NAME] = CorruptCheckpointError(
             f"{reader.directory / RECORD_NAME}, which has the digests of all files, is missing: every save writes it"
         )
-    if find_error(read_index, reader) is not None:  # then nobody knows which data files there are
+    if find_error(read_index, reader) is not None:  # then the data files are unknown
         parts = find_part_errors(reader) if find_error(find_part_errors, reader) is None else {}
         return {**found, **parts} | ({INDEX_FILE: None} if any(parts.values()) else {})
     is_sound = found[INDEX_FILE] is None

@@ -1,4 +1,4 @@
-"""The index: which boxes of which tensors, and which objects, lie where. FORMAT.md specifies it."""
+"""The index: the places of boxes of tensors, and of objects. FORMAT.md specifies it."""
 
 from __future__ import annotations
 
@@ -72,12 +72,6 @@ class _Columns:
 
 class StoredIndex(ChunkIndex):
     """The index of a checkpoint. Names, dtypes and shapes are decoded, and boxes checked, when they are requested.
-
-    Args:
-        columns: The columns.
-        source: Its path, for errors.
-        sizes: Bytes of the checkpoint's files, by name.
-        reader: The checkpoint's files, for an index in parts.
 
     Attributes:
         header: Its JSON.
@@ -317,7 +311,7 @@ class StoredIndex(ChunkIndex):
 
     @cached_property
     def _reach(self) -> tuple[list[int], list[int]]:
-        """Where the first payload of each file begins, and the last one ends."""
+        """The begin of the first payload of each file, and the end of the last."""
         file, start, length = self._places
         low = torch.full((len(self.files),), torch.iinfo(torch.int64).max, device="cpu")
         low.scatter_reduce_(0, file, start, "amin")
@@ -432,9 +426,7 @@ class StoredIndex(ChunkIndex):
         """Raise CorruptCheckpointError with the key of the first row that is bad.
 
         Args:
-            bad: Which rows are.
             find_numbers: Returns the number of each row's tensor; called if one is bad.
-            fault: What is wrong with it.
         """
         if bool(bad.any()):
             self._fail(self.keys[int(find_numbers()[bad][0])], fault)

@@ -48,11 +48,6 @@ class TensorColumns(NamedTuple):
 def read_tensors(columns: Columns, strings: Strings, dtypes: Sequence[str]) -> TensorColumns:
     """Return the tensors of a file.
 
-    Args:
-        columns: Its columns.
-        strings: Its strings.
-        dtypes: The names of its dtypes.
-
     Returns:
         Their names, dtypes and shapes, which are decoded when they are asked for, and the columns of the others.
 
@@ -107,10 +102,7 @@ def read_column(columns: Columns, name: str, shape: Ints, below: int | None = No
     """Return a column in its stored dtype, after a check of its values.
 
     Args:
-        columns: The columns.
-        name: Its name.
         shape: The shape that it must have; -1 for any size.
-        below: What its values must be below.
 
     Returns:
         A tensor of the dtype that the file has, uint8 to int64, and of the given shape.

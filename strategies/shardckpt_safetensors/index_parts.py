@@ -1,4 +1,4 @@
-"""The parts of a large index: rows of boxes in files of their own, of which a reader takes the pages that it needs.
+"""The parts of a large index: rows of boxes in files of their own; a reader takes the pages that it needs.
 
 FORMAT.md specifies them as the feature ``index_parts``. A part begins with the columns of its tensors and of its pages;
 the boxes follow row by row. A row of each page stands in the head, so a few reads find the boxes of a region.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 HEADER_LIMIT = 1 << 22
 #: Payloads begin at multiples of it, in bytes.
 ALIGN = 64
-#: Rows of a page. A page has a digest of 12 bytes and a row in the head, all of which a reader reads; of the pages
+#: Rows of a page. A page has a digest of 12 bytes and a row in the head, which a reader reads whole; of the pages
 #: themselves one a tensor, as a rule. With 1,000 tensors of 16,384 boxes 128 to 160 rows are the least to read.
 PAGE_ROWS = 128
 #: Most boxes of an index in parts that becomes one file when keys are removed.
@@ -123,7 +123,6 @@ class IndexParts:
 
     Args:
         files: Their names, and the bytes of each before its rows.
-        reader: The checkpoint's files.
 
     Attributes:
         names: Their names.
@@ -187,7 +186,6 @@ class IndexParts:
         """Return the rows, ascending, of all boxes that share elements with some wanted ones; others are among them.
 
         Args:
-            numbers: The numbers of tensors.
             wanted: Boxes, with the place of their tensor in ``numbers`` for each.
         """
         wanted = wanted.pad_axes(self._offset.shape[1])
@@ -220,9 +218,6 @@ class IndexParts:
     def check(self, boxes: Table) -> None:
         """Check what the heads say of the rows.
 
-        Args:
-            boxes: All boxes.
-
         Raises:
             CorruptCheckpointError: They say something else.
         """
@@ -238,13 +233,7 @@ class IndexParts:
 
 
 class _PartFile:
-    """A part: its head in memory.
-
-    Args:
-        reader: The checkpoint's files.
-        name: Its name.
-        head: Bytes before the rows.
-    """
+    """A part: its head in memory."""
 
     def __init__(self, reader: CheckpointReader, name: str, head: int) -> None:
         self.name, self.head = name, head

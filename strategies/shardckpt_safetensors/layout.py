@@ -106,9 +106,6 @@ def lay_out(items: LocalItems, objects: Mapping[str, Payload], rank: int, count:
     """Assign the items to files by bytes, and give each a position.
 
     Args:
-        items: The rank's tensors.
-        objects: Its objects as payloads, by unique key.
-        rank: The rank, for the names of the files.
         count: How many files; more if one had too many items.
 
     Returns:

@@ -54,9 +54,6 @@ class SafetensorsLoadShardedStrategy(LoadStrategy):
     def load_common(self, context: LoadContext) -> StateDict:
         """Read the common state.
 
-        Args:
-            context: The checkpoint's files.
-
         Returns:
             The common state, with its tensors on the CPU.
 
@@ -81,9 +78,6 @@ class SafetensorsLoadShardedStrategy(LoadStrategy):
     def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
         """Return the objects whose names are not those of ShardedObjects: other programs may write such.
 
-        Args:
-            context: The checkpoint's files.
-
         Returns:
             The objects, in the order of the index.
         """
@@ -95,22 +89,11 @@ class SafetensorsLoadShardedStrategy(LoadStrategy):
         return found
 
     def list_plain_objects(self, context: LoadContext) -> list[str]:
-        """Return the names of these objects, without reading them.
-
-        Args:
-            context: The checkpoint's files.
-
-        Returns:
-            The names.
-        """
+        """Return the names of these objects, without reading them."""
         return read_index(context.reader).plain_objects
 
     def remove(self, prefix: str, reader: CheckpointReader) -> Removal:
         """Plan the removal of the tensors and objects whose keys begin with a prefix.
-
-        Args:
-            prefix: The prefix of their keys.
-            reader: The checkpoint's files.
 
         Returns:
             What changes in the directory; nothing is changed yet.

@@ -30,12 +30,7 @@ class _ObjectRead(NamedTuple):
 
 
 class LoadPlan:
-    """What one rank reads, checked before anything is read.
-
-    Args:
-        requested: The rank's shards.
-        index: What is stored.
-        reader: The checkpoint's files.
+    """The reads of one rank, checked before anything is read.
 
     Raises:
         CheckpointingException: A shard does not match what is stored, or the index contradicts itself.

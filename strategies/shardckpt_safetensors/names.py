@@ -22,12 +22,7 @@ _LONGEST = 4096
 
 
 class Lazy(Sequence[_T]):
-    """A list that is made when an item is requested.
-
-    Args:
-        count: Its length.
-        make: Makes it.
-    """
+    """A list that is made when an item is requested."""
 
     def __init__(self, count: int, make: Callable[[], list[_T]]) -> None:
         self._count = count

@@ -94,7 +94,7 @@ def _outline(index: ColumnFile, record: PlainRecord, common: list[str]) -> Outli
 
 
 def _join(strings: list[str], pairs: list[int]) -> list[str]:
-    """Return names, each of which is two strings."""
+    """Return names, each made of two strings."""
     first, second = (map(strings.__getitem__, numbers) for numbers in (pairs[::2], pairs[1::2]))
     _require(len(pairs) % 2 == 0)
     return list(map(add, first, second))

@@ -32,10 +32,6 @@ def plan_removal(prefix: str, reader: CheckpointReader) -> Removal:
 
     A tensor with several names goes when all of them are removed; until then it has the others.
 
-    Args:
-        prefix: The prefix of their keys.
-        reader: The checkpoint's files.
-
     Returns:
         The files to create, to delete and to rewrite; nothing is changed yet.
 

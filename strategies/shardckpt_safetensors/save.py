@@ -138,7 +138,7 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
 
     @property
     def plan_cache_key(self) -> Hashable:
-        """What the plan depends on, in addition to the shards: the class and its options."""
+        """The key of the plan besides the shards: the class and its options."""
         return (super().plan_cache_key, self.finds_aliases, self._plan_key) if self._plan_key is not None else self
 
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:

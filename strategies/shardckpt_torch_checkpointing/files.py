@@ -1,4 +1,4 @@
-"""Read the files of an item: one a rank, of which only the structure is read; tensors are located."""
+"""Read the files of an item, one a rank: only their structure is read, and tensors are located."""
 
 from __future__ import annotations
 
@@ -70,10 +70,7 @@ class LocalTensor:
         """Read the box of the target's shape that begins at ``start``, and cast it to the target's dtype.
 
         Args:
-            reader: Reads the files.
             start: Index of the box's first element, one number for each axis.
-            target: Filled in place.
-            key: The tensor's key, for errors.
         """
         geometry = (self.dtype, self.shape, self.stride, self.first)
         stored = StoredPayload(*geometry, self.offset, self.nbytes, self.lazy, self.crc or 0)
@@ -81,9 +78,6 @@ class LocalTensor:
 
     def cut(self, rank: int) -> list[Piece]:
         """Return the boxes of a DTensor that this is, as its pickled mesh and placements describe them.
-
-        Args:
-            rank: The rank that wrote it.
 
         Raises:
             CorruptCheckpointError: The mesh is described in a way that is not known here.
@@ -118,7 +112,7 @@ class LocalTensor:
 
 @dataclass(frozen=True)
 class Content:
-    """What a file has.
+    """The content of a file.
 
     Attributes:
         values: Its values by path, which begins with the item's key; a :class:`LocalTensor` for each tensor.
@@ -151,10 +145,6 @@ def find_files(reader: CheckpointReader, declared: Mapping[str, DeclaredItem]) -
 
     A file ``<item>_<rank>.<suffix>`` is the item's on that rank, if there are files of all ranks from 0 on. Otherwise
     it is a file that one rank has written, and so is ``<item>.pt`` or ``<item>.json``.
-
-    Args:
-        reader: The checkpoint's files.
-        declared: The items that the metadata names.
 
     Returns:
         By item, the layout on each rank.
@@ -197,9 +187,6 @@ def read_content(reader: CheckpointReader, item: str, layout: Layout, allow_glob
     """Read the structure of an item's file.
 
     Args:
-        reader: The checkpoint's files.
-        item: The item's key.
-        layout: The file.
         allow_globals: Classes and functions that the pickle may name, in addition to the plain ones.
 
     Returns:
@@ -257,10 +244,6 @@ def _name_parameters(loaded: Any, names: dict[Any, str]) -> Any:
 
     ``Optimizer.state_dict`` numbers the parameters, and has their names in ``param_names`` if the optimizer was given
     any. torch_checkpointing can replace the numbers in ``state``, and leaves ``params`` out then.
-
-    Args:
-        loaded: The item.
-        names: Filled with the names by number.
     """
     groups = loaded.get("param_groups") if isinstance(loaded, dict) else None
     states = loaded.get("state") if isinstance(loaded, dict) else None

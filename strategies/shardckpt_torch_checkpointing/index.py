@@ -1,4 +1,4 @@
-"""What a checkpoint stores, put together from the files of all ranks."""
+"""The content of a checkpoint, put together from the files of all ranks."""
 
 from __future__ import annotations
 
@@ -90,9 +90,6 @@ class Part:
 class Listing:
     """The files of a checkpoint, and what the metadata says of them; no other file is read.
 
-    Args:
-        reader: The checkpoint's files.
-
     Attributes:
         metadata: The bytes of the metadata; empty if there is none.
         declared: The items that the metadata describes.
@@ -113,7 +110,6 @@ class Index:
     the others are opened when a tensor is read that is in them. Of any other item, the structure of all files is read.
 
     Args:
-        reader: The checkpoint's files.
         allow_globals: Classes and functions that pickles may name, in addition to the plain ones.
 
     Attributes:
@@ -160,7 +156,6 @@ class Index:
         """Return where the elements of a box of a tensor are.
 
         Args:
-            key: The tensor's key.
             wanted: The box, which may reach beyond the tensor.
 
         Raises:
@@ -185,9 +180,7 @@ class Index:
         torch_checkpointing declares every plain tensor as replicated, also the local parts of what is no DTensor.
 
         Args:
-            keys: The requested keys.
             share: Which of the ranks' files are compared here: those of rank ``share``, ``share + shares`` and so on.
-            shares: The number of ranks that share the work.
 
         Raises:
             ShardingError: The files have different values.
@@ -221,11 +214,6 @@ class Index:
 
     def locate(self, tensor: StoredTensor, piece: Piece, common: Box) -> Part:
         """Return where a box of a tensor is in the file that has a piece of it.
-
-        Args:
-            tensor: The tensor.
-            piece: The piece.
-            common: A box inside of the piece's.
 
         Raises:
             CorruptCheckpointError: The file has no such tensor, or another one than is declared.
@@ -267,13 +255,7 @@ class Index:
             logger.warning(_PARTS, self._reader.directory, item, METADATA_FILE, METADATA_FILE)
 
     def _add_others(self, others: dict[Path, dict[int, Any]], different: set[Path], inner: set[Path]) -> None:
-        """Add what the metadata does not declare.
-
-        Args:
-            others: The values of the ranks, by path.
-            different: Paths with different values.
-            inner: Paths that have parts.
-        """
+        """Add what the metadata does not declare."""
         for path, found in others.items():
             if path in inner:
                 raise CorruptCheckpointError(
@@ -300,7 +282,7 @@ class Index:
         return known
 
     def _add_undeclared(self, path: Path, found: dict[int, Any]) -> None:
-        """Add a tensor of which the files themselves say how it is cut, or that every file has."""
+        """Add a tensor whose cut the files themselves say, or that every file has."""
         tensors = {rank: value for rank, value in found.items() if isinstance(value, LocalTensor)}
         first = next(iter(tensors.values()))
         kinds = {(t.dtype, t.global_shape or t.shape, t.global_shape is None) for t in tensors.values()}

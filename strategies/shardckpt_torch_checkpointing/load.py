@@ -60,20 +60,12 @@ class TorchCheckpointingLoadStrategy(LoadStrategy):
         return values
 
     def can_build(self, wanted: Sequence[ShardedObject], context: LoadContext) -> list[bool]:
-        """Return for each object whether the checkpoint has its values, below its key or as a state of each rank.
-
-        Args:
-            wanted: Objects that :meth:`load_index` does not list.
-            context: The checkpoint's files.
-        """
+        """Return for each object whether the checkpoint has its values, below its key or as a state of each rank."""
         index = _read_index(context.reader, context.allow_globals)
         return [shard.key in index.per_rank or index.nested.has(shard.key) for shard in wanted]
 
     def load_common(self, context: LoadContext) -> StateDict:
         """Return all values that are not tensors, and that are the same on all ranks, by item.
-
-        Args:
-            context: The checkpoint's files.
 
         Returns:
             The nested dicts and lists that were saved, without their tensors.

@@ -92,10 +92,6 @@ class DeclaredItem:
 def parse_metadata(data: bytes, source: str) -> dict[str, DeclaredItem]:
     """Parse the metadata.
 
-    Args:
-        data: The bytes of the file.
-        source: Its path, for errors.
-
     Returns:
         The items with a resharder, by key.
 
@@ -168,7 +164,7 @@ def parse_layout(key: str, rank: int, raw: dict[str, Any] | None) -> Layout:
 
 
 def _parse_tensor(name: str, groups: Sequence[dict[str, Any]], ranks: int) -> Declared:
-    """Return a tensor of one or several groups of ranks, each of which says how its ranks have cut it."""
+    """Return a tensor of one or several groups of ranks; each group says how its ranks have cut it."""
     found: Declared | None = None
     copies: Ints = ()
     for group in groups:
@@ -274,11 +270,7 @@ def cut_for_rank(
     """Return the boxes that a rank holds of a tensor.
 
     Args:
-        shape: The global shape.
-        mesh_shape: The shape of the mesh.
-        coordinates: The rank's coordinates in it.
         placements: For each axis of the mesh, what :func:`parse_placement` returns.
-        rank: The rank.
     """
     _check_pieces(shape, placements, 1)
     steps = zip(placements, mesh_shape, coordinates, strict=True)

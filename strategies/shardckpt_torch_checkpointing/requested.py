@@ -1,4 +1,4 @@
-"""Requested shards, and which boxes of which files they are read from."""
+"""Requested shards, and the boxes of files they are read from."""
 
 from __future__ import annotations
 
@@ -53,10 +53,6 @@ class Read(NamedTuple):
 class RequestedTensor:
     """A shard of a tensor, and where its elements are.
 
-    Args:
-        shard: The shard.
-        index: What is stored.
-
     Raises:
         CorruptCheckpointError: Not all elements are stored, or a file has another tensor than is declared.
     """
@@ -88,13 +84,7 @@ class RequestedTensor:
 
 
 class RequestedObject:
-    """An object that is put together from values and from entire tensors.
-
-    Args:
-        key: The object's key.
-        nested: Has the object.
-        tensors: Its tensors, by key.
-    """
+    """An object that is put together from values and from entire tensors."""
 
     def __init__(self, key: str, nested: NestedState, tensors: dict[str, RequestedTensor | _EntireTensor]) -> None:
         self._key = key
@@ -128,10 +118,6 @@ class _EntireTensor:
 
 def plan_shard(shard: ShardedBase, index: Index) -> RequestedTensor | RequestedObject:
     """Return what a requested shard is read from.
-
-    Args:
-        shard: A tensor or an object.
-        index: What is stored.
 
     Raises:
         ShardingError: It is neither, or an object of another number of ranks than saved.

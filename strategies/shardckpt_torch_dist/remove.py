@@ -49,10 +49,6 @@ _DATA_SUFFIX = ".distcp"
 def plan_removal(prefix: str, reader: CheckpointReader) -> Removal:
     """Plan the removal of the tensors and of Megatron's objects whose keys begin with a prefix.
 
-    Args:
-        prefix: The prefix of their keys.
-        reader: The checkpoint's files.
-
     Returns:
         The files to create, to delete and to rewrite; nothing is changed yet.
 

@@ -1,4 +1,4 @@
-"""What a checkpoint stores, found by its folders: zarr has no list of them."""
+"""The content of a checkpoint, found by its folders: zarr has no list of them."""
 
 from __future__ import annotations
 

@@ -93,9 +93,6 @@ class ZarrLoadShardedStrategy(ChunkLoadStrategy):
     def load_common(self, context: LoadContext) -> StateDict:
         """Read ``common.pt``.
 
-        Args:
-            context: The checkpoint's files.
-
         Returns:
             The common state, with its tensors on the CPU.
 

@@ -17,6 +17,7 @@ from shardckpt.deepspeed import DeepSpeedLoadStrategy
 from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface import HuggingFaceLoadStrategy, TorchFileLoadStrategy
 from shardckpt.manager import CheckpointConfig, CheckpointManager
+from shardckpt.manager import config as manager_config
 from shardckpt.plugins import FOREIGN_BACKENDS, get_plugin_manager
 
 if TYPE_CHECKING:
@@ -331,3 +332,24 @@ def test_steps_that_no_load_would_accept_are_refused(
     with pytest.raises(CheckpointingException, match="which SHARDCKPT_ACCEPT does not allow"):
         CheckpointManager(CheckpointConfig(folder=tmp_path), states)
     CheckpointManager(CheckpointConfig(folder=tmp_path, strategy="safetensors"), states).close()
+
+
+def test_check_looks_at_what_a_training_meets_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong variables, and a strategy that saves in the foreground alone; what only loads needs none of a policy."""
+    file = tmp_path / "a.json"
+    with monkeypatch.context() as patched:
+        patched.setattr(manager_config, "AsyncSaveStrategy", str)
+        file.write_text(json.dumps({"strategy": "torch_dist", "async_mode": "async"}))
+        assert main(["config", "--check", str(file)]) == 2
+    assert "the strategy 'torch_dist', saves in the foreground only" in capsys.readouterr().err
+    file.write_text(json.dumps({"strategy": "torch_dist", "load_only": True, "links": True, "folder": "memory://a"}))
+    monkeypatch.setenv("SHARDCKPT_ACCEPT", "safetensors")
+    assert main(["config", "--check", str(file)]) == 0
+    assert "links: memory://a is on a store, which has none" in capsys.readouterr().out
+    monkeypatch.setenv("SHARDCKPT_IO_THREADS", "many")
+    monkeypatch.setenv("SHARDCKPT_ACEPT", "zarr")
+    assert main(["config", "--check", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert all(name in said for name in ("SHARDCKPT_IO_THREADS", "SHARDCKPT_ACEPT"))

@@ -135,3 +135,46 @@ def test_a_trainers_optimizer_beside_a_model_is_seen(
     (folder / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:-2000])
     assert main(["verify", str(folder)]) == 1
     assert "damaged: 1 of 3 files" in capsys.readouterr().out
+
+
+def test_loose_files_beside_a_model_are_not_hidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One file of the Hub's name among others is a file as they are; with a config it is a model, and has them all."""
+    folder = tmp_path / "loose"
+    folder.mkdir()
+    save_file({"w": torch.ones(4)}, folder / "model.safetensors")
+    save_file({"w": torch.ones(4)}, folder / "ema.safetensors")
+    torch.save({"w": torch.ones(1000)}, folder / "a.ckpt")
+    (folder / "a.ckpt").write_bytes((folder / "a.ckpt").read_bytes()[:-2000])
+    for call in (["ls", "-r", str(tmp_path)], ["ls", str(folder)], ["verify", "-r", str(tmp_path)]):
+        assert main(call) == 1
+        said = capsys.readouterr().out
+        assert all(name in said for name in ("a.ckpt", "ema.safetensors", "model.safetensors"))
+    (folder / "config.json").write_text("{}")
+    torch.save({"w": torch.ones(4)}, folder / "old.pt", _use_new_zipfile_serialization=False)
+    assert main(["ls", str(folder)]) == 0
+    assert main(["verify", str(folder)]) == 1
+    said = capsys.readouterr().out
+    assert all(name in said for name in ("a.ckpt", "ema.safetensors", "model.safetensors", "old.pt"))
+
+
+def test_ls_and_verify_judge_a_file_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By what it begins with: empty and cut files are damaged if their names are those of checkpoints, else none."""
+    damaged = {
+        "empty.pt": b"",
+        "empty.safetensors": b"",
+        "cut.pt": b"PK\3",
+        "0.pt": bytes(99),
+    }
+    for name, content in {**damaged, "empty.bin": b"", "page.pt": b"<html>"}.items():
+        (tmp_path / name).write_bytes(content)
+    save_file({}, tmp_path / "none.safetensors")
+    save_file({"w": torch.ones(2)}, tmp_path / "w.ckpt")
+    assert main(["ls", str(tmp_path), "--json"]) == 1
+    states = {row["name"]: row["state"] for row in json.loads(capsys.readouterr().out)}
+    codes = {name: main(["verify", str(tmp_path / name)]) for name in states}
+    assert {name for name, code in codes.items() if code == 1} == {*damaged}
+    assert states == {name: ("whole", "damaged", "other")[code] for name, code in codes.items()}
+    capsys.readouterr()
+    (tmp_path / "hub").mkdir()
+    save_file({}, tmp_path / "hub" / "model.safetensors")
+    assert (main(["ls", str(tmp_path / "hub")]), main(["verify", str(tmp_path / "hub")])) == (0, 0)

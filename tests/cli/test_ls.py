@@ -285,7 +285,7 @@ def test_ls_names_a_file_of_gguf(recursive: list[str], tmp_path: Path, capsys: p
     (tmp_path / "model-q4.gguf").write_bytes(b"GGUF\3\0\0\0")
     assert main(["ls", str(tmp_path), *recursive]) == 0
     said = capsys.readouterr().out
-    assert "no checkpoint: GGUF, as llama.cpp has it, which is not read" in said
+    assert "no checkpoint: a GGUF file (llama.cpp)" in said
     assert "1 checkpoint, 1 whole" in said
 
 

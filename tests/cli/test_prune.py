@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -288,29 +289,44 @@ def test_prune_does_not_follow_links_out_of_its_path(
     assert f"nothing was removed; not followed: 1 link to other folders: {tmp_path}/links/a" in capsys.readouterr().err
 
 
+def test_a_run_without_the_metric_stays(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is named, and blocks no other; a metric that no run has is an error that names the nearest of all runs."""
+    assert main(["prune", "-r", str(runs), "--keep-best", "los"]) == 2
+    assert "no step has a value of the metric 'los'" in (said := capsys.readouterr().err)
+    assert "(did you mean loss? metrics: acc, loss)" in said
+    assert main(["prune", "-r", str(runs), "--keep-best", "loss", "--json", "--dry-run"]) == 0
+    assert [each["path"] for each in json.loads(capsys.readouterr().out)["lacking"]] == [f"{runs}/old/b"]
+    assert main(["prune", "-r", str(runs), "--keep-best", "loss"]) == 0
+    assert f"left as it was, since no step has the metric: 1 folder: {runs}/old/b" in capsys.readouterr().out
+    assert (_steps(runs / "a"), _steps(runs / "old" / "b")) == ([1, 3], [1, 2, 3])
+    assert main(["prune", "-r", str(runs / "old"), "--keep-best", "loss"]) == 2
+
+
 def test_what_is_an_error_for_one_run_is_one_for_all(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A metric that the steps of one run lack is an error that names the run, and nothing is removed of the others."""
-    assert main(["prune", "-r", str(runs), "--keep-best", "loss"]) == 2
-    assert f"{runs}/old/b: no step has a value of the metric 'loss'" in capsys.readouterr().err
-    assert len([*runs.rglob("metadata.json")]) == 6
+    """A step to keep that one run lacks is an error that names the run, and nothing is removed of the others."""
+    shutil.rmtree(runs / "old" / "b" / "step-2")
+    assert main(["prune", "-r", str(runs), "--keep-latest", "1", "--keep-step", "2"]) == 2
+    assert f"{runs}/old/b: {runs}/old/b has no step 2" in capsys.readouterr().err
+    assert len([*runs.rglob("metadata.json")]) == 5
     assert main(["prune", str(runs), "--keep-latest", "1"]) == 2
     assert "checkpoints are in its folders a, old: give one of these, or -r for all" in capsys.readouterr().err
 
 
 def test_skip_errors_prunes_the_other_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The error names the option; with it the run without the metric stays, its error is said, and the rest goes."""
-    arguments = ["prune", "-r", str(runs), "--keep-best", "loss"]
+    """The error names the option; with it the run without the step stays, its error is said, and the rest goes."""
+    shutil.rmtree(runs / "old" / "b" / "step-2")
+    arguments = ["prune", "-r", str(runs), "--keep-latest", "1", "--keep-step", "2"]
     assert main(arguments) == 2
     assert "--skip-errors prunes the other folders" in capsys.readouterr().err
     assert main([*arguments, "--skip-errors"]) == 2
     said = capsys.readouterr()
-    assert f"{runs}/old/b: no step has a value of the metric 'loss'" in said.err
-    assert f"left as it was after an error: 1 folder: {runs}/old/b" in said.out.splitlines()
-    assert (_steps(runs / "a"), _steps(runs / "old" / "b")) == ([1, 3], [1, 2, 3])
+    assert f"{runs}/old/b has no step 2" in said.err
+    assert f"left as it was, after an error: 1 folder: {runs}/old/b" in said.out.splitlines()
+    assert (_steps(runs / "a"), _steps(runs / "old" / "b")) == ([2, 3], [1, 3])
     assert main([*arguments, "--skip-errors", "--json"]) == 2
     assert [each["path"] for each in json.loads(capsys.readouterr().out)["skipped"]] == [f"{runs}/old/b"]
-    assert main(["prune", "-r", str(runs / "old"), "--keep-best", "loss", "--skip-errors"]) == 2
-    assert "no step has a value" in capsys.readouterr().err
+    assert main(["prune", "-r", str(runs / "old"), *arguments[3:], "--skip-errors"]) == 2
+    assert "has no step 2" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["prune", str(runs), "--skip-errors"])
     assert "--skip-errors needs -r" in capsys.readouterr().err
@@ -325,3 +341,34 @@ def test_the_beginning_of_several_options_names_these(folder: Path, capsys: pyte
     (folder / "step-6" / "common.pt").write_bytes(b"x")
     assert main(["prune", str(folder), "--keep-latest", "1", "--dry-run"]) == 0
     assert "kept: not a distributed checkpoint, or a save to it did not end" in capsys.readouterr().out
+
+
+def test_prune_takes_several_folders(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ls and verify do: rows begin with the folder as it was given, and an error of one is one for all."""
+    monkeypatch.chdir(runs)
+    for wrong, why in (("missing", "missing is no directory"), ("old", "checkpoints are in its folders b")):
+        for options in ([], ["--keep-latest", "1"]):
+            if options or wrong == "missing":
+                assert main(["prune", "a", wrong, *options]) == 2
+                assert why in capsys.readouterr().err
+    assert [path.name for path in (runs / "a").glob(".step-*")] != []
+    assert main(["prune", "a", "old/b", "--keep-latest", "1"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines() if line.endswith("removed")][:4] == [
+        f"{run}/step-{step}" for run in ("a", "old/b") for step in (1, 2)
+    ]
+    assert out.splitlines()[-1].endswith(" bytes freed in 2 folders")
+
+
+def test_sound_steps_are_counted(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--damaged alone names what goes, and what stays for a reason; sound steps are counted, and named by -v."""
+    damage(runs / "a" / "step-1" / "__0_0.distcp", "cut to a half")
+    arguments = ["prune", "-r", str(runs), "--damaged", "--older-than", "0", "--dry-run"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "5 steps stay, whole by the sizes of their files: -v names them" in out.splitlines()
+    assert ("a/step-1" in out, "a/step-2" in out) == (True, False)
+    assert main([*arguments, "-v"]) == 0
+    assert "a/step-2" in capsys.readouterr().out

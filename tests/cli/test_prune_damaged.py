@@ -211,7 +211,7 @@ def test_whole_steps_of_any_format_count_for_others(tmp_path: Path, capsys: pyte
         save_file({"w": torch.ones(2)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
     damage(tmp_path / "checkpoint-2" / "model.safetensors", "cut by a byte")
     found = _prune(capsys, tmp_path, "--older-than", 0)
-    assert found["checkpoint-1"] == "it is whole, and of Hugging Face"
+    assert found["checkpoint-1"] == "it has all its files, by their sizes"
     assert folders.names_in(tmp_path) == {"checkpoint-1"}
 
 

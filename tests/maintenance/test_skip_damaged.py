@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.engine import display
+from shardckpt.manifest import CONTENT_KEY
 from shardckpt.mapping import ShardedTensor
 from tests.damage import flip
 from tests.tables import table
@@ -129,3 +130,39 @@ def test_a_sound_source_is_written_whole(tmp_path: Path, capsys: pytest.CaptureF
     _save(tmp_path / "a", "torch_dist")
     assert main(["convert", str(tmp_path / "a"), str(tmp_path / "c"), "--to", "safetensors", "--skip-damaged"]) == 0
     assert "damaged" not in capsys.readouterr().out
+
+
+def test_verbs_that_only_read_name_the_rescue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """diff, and inspect of values, have no --skip-damaged: their error says which verb writes the rest."""
+    for name in ("a", "b"):
+        _save(tmp_path / name, "torch_dist")
+    _flip_value(tmp_path / "b", 2.0)
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    for call in (["diff", a, b], ["inspect", b, "--stats"]):
+        assert main(call) == 2
+        assert "`shardckpt convert PATH NEW --skip-damaged` writes the rest of it" in capsys.readouterr().err
+
+
+@table("to", ["ep", "hf", "dcp"])
+def test_a_rescue_is_said_of_what_it_has_written(tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """ls, inspect and their JSON say how many keys it lacks, also of what is converted from it; it has no metrics."""
+    content = {CONTENT_KEY: {"metrics": {"loss": 0.1}}}
+    shards = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in _values().items()}
+    dc.save(shards, tmp_path / "a", content_metadata=content)
+    _flip_value(tmp_path / "a", 2.0)
+    rescued, again, back = (str(tmp_path / name) for name in ("rescued", "again", "back"))
+    assert main(["convert", str(tmp_path / "a"), rescued, "--to", to, "--skip-damaged"]) == 1
+    assert main(["convert", rescued, again, "--to", "ep" if to == "hf" else "hf"]) == 0
+    assert main(["convert", again, back, "--to", "safetensors"]) == 0
+    capsys.readouterr()
+    for path in (rescued, again, back):
+        for verb in ("ls", "inspect"):
+            assert main([verb, path]) == 0
+            assert "rescued: 1 key left out" in capsys.readouterr().out
+            assert main([verb, path, "--json"]) == 0
+            found = json.loads(capsys.readouterr().out)
+            found = found[0] if verb == "ls" else found
+            assert (found["rescued"], found["metrics"]) == (1, {})
+    assert main(["ls", str(tmp_path / "a"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)[0]
+    assert (found["rescued"], found["metrics"]) == (0, {"loss": 0.1})

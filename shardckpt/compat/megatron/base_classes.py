@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Handles(ABC):  # noqa: B024 - a base of bases
-    """What saving and loading strategies have in common."""
+    """The common base of saving and loading strategies."""
 
     @property
     def can_handle_sharded_objects(self) -> bool:

@@ -14,7 +14,7 @@ from shardckpt.plugins import get_plugin_manager
 
 
 class StrategyAction(Enum):
-    """What a strategy does. The actions for the common state are refused: sharded strategies store it."""
+    """The action of a strategy. The actions for the common state are refused: sharded strategies store it."""
 
     LOAD_COMMON = "load_common"
     LOAD_SHARDED = "load_sharded"

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 #: Megatron's name and format of the common state's file.
 _COMMON = "common.pt"
-#: The format of a save strategy without a base class that nobody says one for: Megatron has no other since 0.19.
+#: The format of a save strategy whose caller and base class name none: Megatron has no other since 0.19.
 _DEFAULT_FORMAT = ("torch_dist", 1)
 #: Methods of a load strategy that list what is stored.
 _LISTINGS = ("load_sharded_metadata", "load_tensors_metadata")

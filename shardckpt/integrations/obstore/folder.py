@@ -45,7 +45,7 @@ _PIECE_BYTES = 1 << 20
 #: Bytes of the largest object that S3 copies by one request.
 _MOST_COPIED = 5 << 30
 _REFUSED = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
-#: The URLs of which this process has said that fsspec lists them.
+#: The URLs that this process has said fsspec lists.
 _reported: set[str] = set()
 #: What obstore adds to the text of its errors, for its authors.
 _DEBUG = "\n\nDebug source:"

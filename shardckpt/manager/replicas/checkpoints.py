@@ -44,10 +44,6 @@ class ReplicaCheckpoints:
     Args:
         folder: The folder of these checkpoints, with a ``step-<n>`` for each.
         steps: The folder of the steps' checkpoints, to which these belong.
-        states: The states of the training.
-        config: The options of the manager.
-        process_group: The ranks of this replica.
-        allow_globals: As for :func:`shardckpt.dist_checkpointing.save`.
     """
 
     def __init__(
@@ -94,7 +90,6 @@ class ReplicaCheckpoints:
         """Collective: save the replica's own states of a step.
 
         Args:
-            step: How many steps the training has made.
             due: Whether a replica saves the checkpoint of this step: then this save must not be skipped.
 
         Raises:

@@ -56,7 +56,7 @@ class Healing:
             CheckpointingException: a module has a ShardedTensor, which cannot be transferred.
         """
         self._modules = {name: get_model_tensors(parts) for name, parts in self._states.modules.items()}
-        # now, not when they are given: to read them shards parameters, of which a forward pass may be in the middle
+        # now, not when they are given: to read them shards parameters, perhaps in the middle of a forward pass
         self._versions = {n: dict(enumerate(read_versions(parts))) for n, parts in self._states.modules.items()}
         self._names = self._name_parameters()
         parts = [part for parts in self._states.modules.values() for part in parts]

@@ -37,10 +37,6 @@ class Replica(ManagerPart):
 
     Args:
         fault_tolerance: Which replica this is, and which manager of replicas to ask.
-        config: The options of the manager.
-        states: The states of the training.
-        process_group: The ranks of this replica.
-        allow_globals: As for :func:`shardckpt.dist_checkpointing.save`.
 
     Raises:
         CheckpointingException: the same on every rank of the replica: the states do not allow fault tolerance.

@@ -1,4 +1,4 @@
-"""What an author claims of a strategy, and what every part of the contract uses."""
+"""An author's claims for a strategy, and helpers of all parts of the contract."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Claims:
 
     @pytest.fixture
     def path(self, tmp_path: Path) -> Path:
-        """Where a test saves: a path that does not exist, in a folder of its own."""
+        """The path that a test saves to: it does not exist, in a folder of its own."""
         folder = tmp_path / "checkpoints"
         folder.mkdir()
         return folder / "checkpoint"

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the contract: functions that other processes import."""
+"""The work of ranks in the tests of the contract: functions that other processes import."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def save_in_background(
 
 
 def save_replicas(subject: Subject, path: str) -> None:
-    """Save a replica on each rank, of which only the main one, on a rank in the middle, has the values to store."""
+    """Save a replica on each rank; only the main one, on a rank in the middle, has the values to store."""
     rank, world = rank_and_size()
     tensor = make_tensor("replica", torch.float32)
     main = rank == world // 2

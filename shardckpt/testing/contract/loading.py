@@ -28,7 +28,7 @@ LARGE = 4 * MIB
 
 
 class LoadingTests(Claims):
-    """What a load gives, and what it leaves alone."""
+    """The values that a load gives, and those it leaves alone."""
 
     def test_saves_are_told_apart(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each load calls require_same_save, with bytes that are of its save only."""

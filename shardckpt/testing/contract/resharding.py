@@ -21,7 +21,7 @@ LARGE = 4 * MIB
 
 
 class ReshardingTests(Claims):
-    """What several ranks save and load together."""
+    """Saves and loads of several ranks together."""
 
     def _layouts(self) -> list[str]:
         flattened = self.get_claim("supports_flattened_range")

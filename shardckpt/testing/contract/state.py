@@ -60,7 +60,7 @@ class Hostile:
 
 
 class StateTests(Claims):
-    """What is not a tensor."""
+    """Values that are no tensors."""
 
     def _object(self, path: Path, value: Any, **options: Any) -> Any:
         self.subject.save({"o": ShardedObject("o", copy.deepcopy(value), (1,), (0,))}, path, **options)

@@ -57,7 +57,7 @@ def _can(folder: Any, ability: type) -> bool:
 
 
 class StoreContract:
-    """What an author of a store subclasses: each test is a promise that checkpoints at URLs rely on.
+    """The contract of a store, to be subclassed by its author: each test is a promise that checkpoints at URLs rely on.
 
     A test of an ability that the folder does not have (its methods) is skipped.
 
@@ -270,7 +270,7 @@ class StoreContract:
         check(bytes(folder.read("streamed", 0, len(whole))) == whole, "the object's bytes are not those of the parts")
 
     def test_conditional_writes(self, folder: Any) -> None:
-        """``create`` and ``replace`` write if nobody else has, and else raise FileExistsError and change nothing."""
+        """``create`` and ``replace`` write if no other has, and else raise FileExistsError and change nothing."""
         self._require(folder, CreatesObjects)
         folder.create("claim", b"first")
         with expect_error(FileExistsError, "create of an object that is there"):

@@ -1,4 +1,4 @@
-"""What ranks do with a store in the tests of the contract; importing this registers ``faulty://`` in them."""
+"""The work of ranks with a store in the tests of the contract; importing this registers ``faulty://`` in them."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ KEYS = {
 
 
 class ValueTests(Claims):
-    """What is saved by one process is loaded by one process."""
+    """Values that one process saves and one process loads."""
 
     def _round_trip(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
         """Save tensors, load them into memory with other values, and without memory, and compare."""

@@ -57,8 +57,6 @@ def decode_by_name(codec: str, fields: Any, made: set[type[Stub]]) -> Any:
     No function of the class is called but the lookup of a combination of flags.
 
     Args:
-        codec: One of ``BY_NAME``.
-        fields: What :func:`encode_by_name` returned, from anyone.
         made: The classes of the stubs in the payload, to which this one's is added.
 
     Raises:

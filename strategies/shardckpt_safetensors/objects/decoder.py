@@ -45,7 +45,6 @@ def decode_tree(tree: Any, tensors: Mapping[str, FileTensor], what: str) -> Any:
     Args:
         tree: As :func:`parse_json` returns it: of at most 500 levels.
         tensors: The tensors that it may refer to, by name.
-        what: What the value is, for errors.
 
     Returns:
         The value; tensors and arrays have memory of their own, on the CPU. What refers to one tensor is one object.

@@ -42,10 +42,6 @@ _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, 
 def encode_tree(value: Any, what: str) -> tuple[Any, dict[str, FileTensor]]:
     """Encode a value.
 
-    Args:
-        value: The value.
-        what: What it is, for errors.
-
     Returns:
         Its tree, and the tensors that the tree refers to by name.
 

@@ -71,7 +71,6 @@ def encode_tree_file(value: Any, what: str) -> bytes:
     """Encode a value by the codec ``safetensors``, also if it has no tensors.
 
     Args:
-        value: As for :func:`encode_object`.
         what: What the value is, for errors: ``"common state"``.
 
     Returns:
@@ -85,10 +84,6 @@ def encode_tree_file(value: Any, what: str) -> bytes:
 
 def decode_tree_file(data: bytes | bytearray | memoryview, what: str) -> Any:
     """Decode what :func:`encode_tree_file` has encoded, from anyone.
-
-    Args:
-        data: The bytes of a safetensors file.
-        what: What the value is, for errors.
 
     Returns:
         The value, as by :func:`decode_object`.

@@ -71,11 +71,6 @@ def parse_file(data: memoryview, what: str) -> tuple[Any, dict[str, FileTensor]]
 def parse_tree_head(text: bytes | memoryview, size: int, what: str) -> tuple[Any, dict[str, FileEntry]]:
     """Return the tree in a header, and the tensors, whose bytes fill the rest of the file.
 
-    Args:
-        text: The header, without its length.
-        size: Bytes of the file.
-        what: Named in errors.
-
     Returns:
         The tree; and by name the dtype, the shape, and where the bytes begin and end in the file.
 

@@ -87,8 +87,6 @@ def decode_tensor(reference: dict[str, Any], stored: FileTensor, *, parameter: b
 
     Args:
         reference: How the tree refers to it, with its name.
-        stored: The tensor in the file.
-        parameter: Whether to make it a Parameter.
 
     Raises:
         ValueError: The reference is malformed, or does not fit the tensor.

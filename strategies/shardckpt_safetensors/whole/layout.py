@@ -74,7 +74,6 @@ class WholeLayout:
     """The files of a folder.
 
     Args:
-        tensors: The checkpoint's tensors.
         cuts: The folder's tensors, in the order in which they are assigned to files.
         limit: Bytes of tensors in a file.
 
@@ -139,9 +138,6 @@ def cut_tensor(number: int, info: TensorInfo, prefix: str, mapping: KeyMapping) 
     """Return the folder's tensors that a tensor of the checkpoint becomes.
 
     Args:
-        number: The tensor's number.
-        info: The tensor.
-        prefix: What is removed from its key.
         mapping: Maps what is left to names in the folder.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Which tensors are stored whole, and under which names: what a caller says, and what all ranks make of it together."""
+"""The tensors that are stored whole, and their names: the caller's options, and their meaning on all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OURS = frozenset({"metadata.json", "shardckpt.json", "integrity.json", HUB_INDE
 
 @dataclass(frozen=True)
 class WholeOptions:
-    """What is stored whole.
+    """The tensors that are stored whole.
 
     Attributes:
         patterns: Patterns of keys as of :mod:`fnmatch`, each with the layout of the tensors that match: the first

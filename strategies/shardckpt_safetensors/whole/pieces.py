@@ -1,4 +1,4 @@
-"""Who writes which bytes of the files with whole tensors, and what ranks send each other for that.
+"""The assignment of bytes of the files with whole tensors to ranks, and the messages it needs.
 
 A rank writes what it has of a payload if that is one range of many pages of the file. All other bytes go to the owner
 of their part of the file, which writes them: a tensor that is cut along columns, a small one, the end of a range inside
@@ -90,7 +90,7 @@ class Buffer(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """What a rank writes and sends.
+    """The bytes that a rank writes and sends.
 
     Attributes:
         views: The values that it has.
@@ -127,9 +127,7 @@ def assign_owners(
     """Return the owner of each payload, and of the rest of each file.
 
     Args:
-        layout: The files.
         in_ranges: For each tensor, whether all ranks have it in ranges.
-        world_size: Number of ranks.
         shared: Whether several ranks may write to a file; if not, a file has one owner.
 
     Returns:
@@ -165,12 +163,7 @@ def plan_pieces(
     """Collective: plan what this rank writes, sends and receives.
 
     Args:
-        layout: The files.
         boxes: The boxes that this rank has; their tensors are numbered as in the layout.
-        in_ranges: As for :func:`assign_owners`.
-        owners: What :func:`assign_owners` returned.
-        comm: The ranks.
-        shared: As for :func:`assign_owners`.
 
     Raises:
         ShardingError: Ranks send the same elements, or not all of a payload.
@@ -325,12 +318,6 @@ def exchange_pieces(
     layout: WholeLayout, pieces: Pieces, views: Sequence[torch.Tensor], comm: Comm
 ) -> list[torch.Tensor]:
     """Collective: send and receive the values.
-
-    Args:
-        layout: The files.
-        pieces: What this rank sends and receives.
-        views: Its views.
-        comm: The ranks.
 
     Returns:
         The buffers, uint8 on the CPU, filled. Rounds bound what else is in memory.

@@ -92,7 +92,6 @@ class WholePlan:
 
         Args:
             shards: The shards of whole tensors, with the same metadata as when the plan was made.
-            comm: The ranks.
         """
         with comm.local_phase("looking at whole tensors"):
             # the local tensor of a shard may lack axes of extent 1 that the global one begins with
@@ -102,13 +101,7 @@ class WholePlan:
         return [*views, *exchange_pieces(self.layout, self.pieces, views, comm)]
 
     def add_to(self, plan: LocalPlan, items: LocalItems, objects: Collection[str]) -> LocalPlan:
-        """Return the plan of a rank's items with all whole tensors added: on one rank, which lists them for all.
-
-        Args:
-            plan: The plan of the items.
-            items: The items.
-            objects: The unique keys of the rank's objects.
-        """
+        """Return the plan of a rank's items with all whole tensors added: on one rank, which lists them for all."""
         layout = self.layout
         tensors, cuts = layout.tensors, layout.cuts
         axes = max((len(shape) for shape in (*items.shapes, *(info.shape for info in tensors))), default=0)
@@ -161,10 +154,7 @@ def plan_whole(
     """Collective: plan which tensors are stored whole, and what each rank writes of them.
 
     Args:
-        shards: This rank's.
-        common: The common state.
         options: What is stored whole; the same on every rank.
-        context: The ranks, and what they save to.
 
     Returns:
         The plan; None on all ranks if no tensor is stored whole.

@@ -21,10 +21,7 @@ _MOST_PARTS = 1 << 23
 
 
 class StoredFolder:
-    """What the files with whole tensors hold, under the names that other tools know.
-
-    Args:
-        reader: The checkpoint's files.
+    """The content of the files with whole tensors, under the names that other tools know.
 
     Attributes:
         files: For each of the files, what begins at each offset.
@@ -59,7 +56,6 @@ class StoredFolder:
         """Return the head of a file with fewer tensors, and where each begins then: nothing is padded.
 
         Args:
-            name: The file.
             kept: Where the payloads that stay begin now, ascending.
 
         Returns:
@@ -74,9 +70,6 @@ class StoredFolder:
 
         Args:
             kept: By file, where the payloads that stay begin now.
-
-        Returns:
-            The JSON of ``model.safetensors.index.json``.
         """
         found = [(name, self.files[name][start]) for name in self.files for start in kept.get(name, ())]
         return encode_weights_index({entry.name: name for name, entry in found}, sum(e.nbytes for _, e in found))

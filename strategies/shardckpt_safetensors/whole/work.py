@@ -1,4 +1,4 @@
-"""What a rank writes of the files with whole tensors."""
+"""A rank's part of the files with whole tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PlannedWrite(NamedTuple):
 
 @dataclass(frozen=True)
 class WholeWork:
-    """What a rank writes of the files with whole tensors.
+    """A rank's part of the files with whole tensors.
 
     Attributes:
         files: Names and sizes of all files.
@@ -71,7 +71,6 @@ class WholeWork:
         """Begin all writes, and return the files to finish.
 
         Args:
-            writer: Creates the files.
             tensors: The views, and then the buffers, that the ranges are of.
         """
         numbers = sorted({*self.heads, *(write.file for write in self.writes)})

@@ -75,7 +75,7 @@ class CheckpointStorageReader(StorageReader):
 
     @property
     def location(self) -> str | None:
-        """Where the engine finds what this reads; None for a subclass, whose own methods read."""
+        """The location that the engine opens; None for a subclass, whose own methods read."""
         return self._path if type(self) is CheckpointStorageReader else None
 
     @property

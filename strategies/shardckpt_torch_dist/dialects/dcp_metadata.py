@@ -17,11 +17,6 @@ def to_dcp_tensor(
     """Return a tensor in DCP's classes.
 
     Of the properties only the dtype is set: readers use no other, and torch has deprecated them.
-
-    Args:
-        dtype: Its dtype.
-        shape: Its global shape.
-        boxes: The offset and the shape of each chunk.
     """
     chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(extent)) for offset, extent in boxes]
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)

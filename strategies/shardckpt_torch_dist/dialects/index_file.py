@@ -69,10 +69,6 @@ def _object_columns(name: str, objects: dict[str, Item], files: dict[str, int]) 
 def parse_index(data: bytes, source: str) -> StoredIndex:
     """Decode an index file, and check it.
 
-    Args:
-        data: The bytes of the file.
-        source: Its path, for errors.
-
     Returns:
         The index, with an empty ``save``.
 

@@ -66,9 +66,6 @@ def read_index(reader: CheckpointReader) -> StoredIndex:
     It is read once per reader: from our own index file if shardckpt wrote the checkpoint, otherwise from ``.metadata``.
     A small index file of ours is not parsed again for a later reader of the same bytes.
 
-    Args:
-        reader: The checkpoint's files.
-
     Returns:
         The index, which callers share and must not change.
 

@@ -157,7 +157,7 @@ class _OpcodeTemplate:
 
 
 class _Wide(NamedTuple):
-    """Which numbers need eight bytes: those of boxes, starts and lengths."""
+    """The numbers that need eight bytes: those of boxes, starts and lengths."""
 
     box: bool
     start: bool

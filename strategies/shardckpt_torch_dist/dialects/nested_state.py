@@ -29,11 +29,10 @@ _NAMES = "params"
 
 
 class NestedState:
-    """What a checkpoint stores value by value, by key.
+    """The values that a checkpoint stores one by one, by key.
 
     Args:
         values: The paths of the values that are not tensors.
-        tensors: The paths of the tensors, by key.
         read_value: Returns a value that is not a tensor, by its path.
     """
 
@@ -57,7 +56,6 @@ class NestedState:
         """Return the object for a key: nested dicts and lists, or a single value.
 
         Args:
-            key: A key for which :meth:`has` is true.
             tensors: The stored tensors by key, at least those of :meth:`tensors`.
 
         Raises:

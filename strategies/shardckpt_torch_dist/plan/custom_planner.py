@@ -69,7 +69,6 @@ def scatter_plans(plans: Sequence[_Plan], comm: Comm) -> _Plan:
 
     Args:
         plans: The plans of all ranks on the main rank; ignored on the others.
-        comm: The ranks that plan.
 
     Raises:
         CheckpointingException: There is no plan for each rank.

@@ -29,11 +29,8 @@ def lay_out(
     """Assign the items to files by bytes, and give each a position.
 
     Args:
-        items: The rank's items.
         archives: The archives of its objects, by unique key. They come first in a file, as in Megatron's files.
         other_keys: The keys under which an object is listed, by unique key; others are listed by their unique key.
-        rank: The rank, for the names of the files.
-        count: How many files.
         hint: Items whose keys begin with it go to ``count`` separate files, whose names begin with it; None for none.
 
     Returns:

@@ -23,12 +23,9 @@ if TYPE_CHECKING:
 
 
 class LoadPlan:
-    """What one rank reads, checked before anything is read.
+    """The reads of one rank, checked before anything is read.
 
     Args:
-        requested: The rank's shards.
-        index: What is stored.
-        reader: The checkpoint's files.
         allow_globals: Classes and functions that objects may name, in addition to the plain ones.
 
     Raises:

@@ -22,7 +22,6 @@ def pickle_objects(
 
     Args:
         objects: The positions of the objects among the shards, by unique key.
-        shards: The rank's shards.
         allow_globals: Classes and functions that the objects may name, in addition to the plain ones.
 
     Returns:

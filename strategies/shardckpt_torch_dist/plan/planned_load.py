@@ -40,14 +40,12 @@ _ARCHIVE_MAGIC = b"PK\x03\x04"
 
 
 class PlannedLoad:
-    """What one rank reads by a planner, whose methods are called as ``dcp.load`` calls them.
+    """The reads of one rank by a planner, whose methods are called as ``dcp.load`` calls them.
 
     To make one plans this rank's part; needs no other rank.
 
     Args:
-        planner: The planner of this rank.
         wanted: This rank's shards. The engine has compared their shapes and dtypes with what is stored.
-        index: What is stored.
         context: The checkpoint's files, and the ranks that load together.
     """
 
@@ -122,7 +120,6 @@ def make_dcp_metadata(
     """Return an index in DCP's classes.
 
     Args:
-        index: The index.
         written: The entries of ``.metadata`` whose chunks count, instead of those of the index.
         paths: The path of each key in the saved state dict, if they are known.
     """
@@ -180,8 +177,6 @@ class CheckedPlanner:
     """A planner that gives the destinations; it gets no archive, and allows no cast, that our own reader refuses.
 
     Args:
-        planner: The planner.
-        index: What is stored.
         allow_globals: Classes and functions that objects may name, in addition to the plain ones.
         allow_cast: Whether a cast may lose more than precision.
         agreed: Tensors, by key, and dtypes that they may be cast to in any case.

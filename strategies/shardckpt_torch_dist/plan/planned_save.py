@@ -33,9 +33,6 @@ def plan_by(
     """Collective: plan with a planner, and ask it for the values; its methods are called as ``dcp.save`` calls them.
 
     Args:
-        planner: The planner of this rank.
-        shards: This rank's shards.
-        comm: The ranks that save.
         allow_globals: Classes and functions that objects may name, in addition to the plain ones.
 
     Returns:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Destinations(Protocol):
-    """Where items that are not regions go: the methods of a DCP load planner that are called while files are read."""
+    """The destinations of items that are no regions: methods of a DCP load planner, called while files are read."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take the archive of an object."""
@@ -37,13 +37,7 @@ class Destinations(Protocol):
 
 
 class ItemReader:
-    """Reads regions and DCP's read items.
-
-    Args:
-        reader: The checkpoint's files.
-        index: What they store.
-        planner: Gives the destinations of DCP's items.
-    """
+    """Reads regions and DCP's read items."""
 
     def __init__(self, reader: CheckpointReader, index: StoredIndex, planner: Destinations) -> None:
         self._reader = reader

@@ -136,9 +136,7 @@ def copy_chunk(chunk: Chunk, target: torch.Tensor, ahead: ReadAhead) -> bool:
     """Copy an entire chunk to a tensor from what was read ahead, without parsing the archive.
 
     Args:
-        chunk: The chunk.
         target: Contiguous, of the stored dtype, on the CPU.
-        ahead: Has the chunk's archive.
 
     Returns:
         Whether it was copied; False if the archive is not, byte for byte, as we write it.

@@ -37,7 +37,6 @@ def set_rest_value(state_dict: ShardedStateDict, path: Sequence[Any], value: Any
     """Set a value of a state dict by its path in the rest that :func:`split_shards` returned; shards stay.
 
     Args:
-        state_dict: The complete state dict.
         path: Keys as text, and indices, as DCP writes paths; an index counts the items of a list without its shards.
         value: The new value. If it is a list with one item for each item of the old list that is not a shard, it
             replaces those items.

@@ -97,9 +97,7 @@ def append_archive(file: FileWriter, tensor: torch.Tensor, key: str, nbytes: int
     """Append the archive of a tensor to a file, and the padding that aligns the next one.
 
     Args:
-        file: The file.
         tensor: Any tensor that :func:`shardckpt.tensors.plain_cpu` accepts.
-        key: Its key, for errors.
         nbytes: Planned size of the archive in bytes, from :func:`shardckpt.archive.make_frame`.
 
     Raises:

@@ -1,0 +1,29 @@
+"""What a conversion or a merge changes of the ``content_metadata`` of what it reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt.manifest import CONTENT_KEY, RESCUED_KEY
+
+if TYPE_CHECKING:
+    from shardckpt.mapping import StateDict
+
+_CONTENT = "content_metadata"
+
+
+def forget_metrics(common: StateDict) -> StateDict:
+    """Return the common state without the metrics that a manager has noted: nobody has measured what is written."""
+    content = common.get(_CONTENT)
+    if not isinstance(content, dict) or not isinstance(managed := content.get(CONTENT_KEY), dict):
+        return common
+    rest = {key: value for key, value in managed.items() if key != "metrics"}
+    return {**common, _CONTENT: {**content, CONTENT_KEY: rest}}
+
+
+def note_rescue(common: StateDict, left_out: int) -> StateDict:
+    """Return the common state of a rescue: it says how many keys are left out, and has no metrics."""
+    content = common.get(_CONTENT, {})
+    if not left_out or not isinstance(content, dict):  # another library's may be anything
+        return common
+    return forget_metrics({**common, _CONTENT: {**content, RESCUED_KEY: left_out}})
