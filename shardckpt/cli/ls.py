@@ -285,7 +285,13 @@ def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     names = failed if failed and found.state == "whole" else [*failed, _name_state(found)]  # its sizes alone are right
     rescued = [f"rescued: {format_many(found.rescued, 'key')} left out"] if found.rescued else []
     state, reason = ", ".join((*names, *rescued, *found.links)), found.reason.removeprefix("is ")
-    state = reason if found.inside or found.is_refused else f"{state}: {reason}" if reason else state
+    state = (
+        reason
+        if found.is_refused or (found.inside and not found.is_checkpoint)
+        else f"{state}: {reason}"
+        if reason
+        else state
+    )
     cells = (
         found.name,
         "-" if found.step is None else found.step,
@@ -300,7 +306,7 @@ def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _name_state(found: CheckpointSummary) -> str:
-    if found.inside:
+    if found.inside and not found.is_checkpoint:
         return "folders of checkpoints"
     return "no checkpoint" if found.state == "other" else found.state
 

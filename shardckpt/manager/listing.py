@@ -120,10 +120,15 @@ def _list(
     own = _summarize(_attach_listing(place, listings), plugins)
     # what looks like another library's format may have checkpoints beside what it is known by
     is_foreign = own.state == "unreadable" and not own.strategy and not is_there(place / MARKER_NAME)
-    if own.state != "other" and not is_foreign:
+    if own.state != "other" and not is_foreign and not own.inside:
         return [own]
     inside = StepFolder(folder, plugins)
     names = [name for name in inside.directories() if not name.startswith(".")]
+    if own.is_checkpoint and own.inside:  # a model with the steps of its training beside it
+        steps = [name for name in names if parse_step(name) is not None]
+        found = _summarize_all(inside, steps, listings, plugins)
+        rest = own.nbytes - sum(each.nbytes for each in found)
+        return arrange([replace(own, name=".", nbytes=rest, inside=0, reason=""), *found], inside.holds.find())
     found = _summarize_all(inside, names, listings, plugins)
     found += _summarize_files(place, listings)
     if own.is_checkpoint and not any(each.is_checkpoint or each.inside for each in found):
@@ -154,7 +159,8 @@ class FoundCheckpoints(NamedTuple):
 
     Attributes:
         paths: Theirs, or URLs, in the order of :func:`list_checkpoints`.
-        skipped: What else is in the folder, and is no checkpoint that can be read where it is, by paths of this form.
+        skipped: What else is in the folder, and is no checkpoint that can be read where it is, or has others in its
+            folders, by paths of this form.
     """
 
     paths: list[str]
@@ -181,10 +187,12 @@ def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
             f"{path} has {format_many(sum(each.inside for each in folders), 'checkpoint')} in its folders "
             f"{listed([each.name for each in folders], limit=6)}, and none itself: give one of them, or -r for all"
         )
-    if not found or found[0].path == str(place):
+    if not found or [each.path for each in found] == [str(place)]:
         return FoundCheckpoints([path], [])
     above = "" if path == "." else f"{path.rstrip('/')}/"
-    skipped = [replace(each, path=f"{above}{each.name}") for each in listed_ones if not each.is_checkpoint]
+    skipped = [
+        replace(each, path=f"{above}{each.name}") for each in listed_ones if not each.is_checkpoint or each.inside
+    ]
     return FoundCheckpoints([f"{above}{each.name}" for each in list_once(found)], skipped)
 
 
@@ -352,6 +360,8 @@ def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: Canno
         if is_unfinished(directory, names):
             reason = f"it has no {TRAINER_STATE}, which transformers' Trainer writes last: the save did not end"
             return replace(summary, state="incomplete", reason=reason)
+        if steps := sum(parse_step(name) is not None and (directory / name).is_dir() for name in names):
+            summary = replace(summary, inside=steps, reason=f"with {format_many(steps, 'step')} in its folders")
         return replace(summary, metrics=read_trainer_metrics(directory, names))
     if (described := _describe_deepspeed(directory, summary, names)) is not None:
         return described

@@ -65,7 +65,8 @@ class CheckpointSummary:
         ranking: The metric by which the manager that saved it chooses the best step, and ``min`` or ``max``; None if it
             names none.
         links: The links ``latest`` and ``best`` of the folder that lead to it.
-        inside: If it is none itself: how many checkpoints there are in its folders, as the names of files say.
+        inside: How many checkpoints there are in its folders, as the names of files say, if it is none itself, or a
+            model beside the steps of its training, as transformers' Trainer leaves it.
     <<<<<<< HEAD
         rescued: How many keys the rescue that has written it (``convert --skip-damaged``) left out; 0 if it is none.
     =======

@@ -101,3 +101,24 @@ def test_what_no_verb_reads_stays_with_the_words_of_ls(tmp_path: Path, capsys: p
     torch.save({"module": {"w": torch.ones(2)}}, tmp_path / "global_step5" / "mp_rank_00_model_states.pt")
     assert main(["prune", str(tmp_path), "--keep-latest", "1", "--dry-run"]) == 0
     assert "kept: a checkpoint of DeepSpeed without ZeRO partitions" in capsys.readouterr().out
+
+
+def test_a_model_hides_no_steps_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder that the Trainer has saved a model to, and its steps: ls says that there are more, and -r lists all."""
+    run = tmp_path / "team" / "run"
+    _make_trainer_steps(run, 100, 200)
+    save_file({"w": torch.ones(2)}, run / "model.safetensors", {"format": "pt"})
+    (run / "config.json").write_text("{}")
+    assert main(["ls", str(run.parent)]) == 0
+    said = capsys.readouterr().out
+    assert "whole: with 2 steps in its folders" in said
+    assert "2 more in 1 folder, by the names of files: `shardckpt ls -r" in said
+    assert main(["ls", "-r", "--json", str(run.parent)]) == 0
+    rows = {each["name"]: each["nbytes"] for each in json.loads(capsys.readouterr().out)}
+    assert [*rows] == ["run/checkpoint-100", "run/checkpoint-200", "run/."]
+    assert rows["run/."] == sum(each.stat().st_size for each in run.iterdir() if each.is_file())
+    assert main(["verify", str(run.parent)]) == 0
+    assert "skipped: 1: run (with 2 steps in its folders)" in capsys.readouterr().out
+    damage(run / "checkpoint-100" / "model.safetensors", "cut by a byte")
+    assert main(["verify", str(run)]) == 1
+    assert "3 checkpoints: " in capsys.readouterr().out
