@@ -25,7 +25,6 @@ from shardckpt.cli.table import grouped_table, table
 from shardckpt.errors import (
     CheckpointingException,
     CheckpointReplacedError,
-    CorruptCheckpointError,
     KeyMismatchError,
     escape_text,
     listed,
@@ -121,9 +120,14 @@ def _inspect(options: Any) -> Output:
         return _inspect_open(options)
     except CheckpointReplacedError:
         raise
-    except CorruptCheckpointError as exc:
+    except CheckpointingException as exc:
+        from shardckpt.engine import is_damage
+
+        if not is_damage(exc):
+            raise
         try:
-            return _inspect_open(options, lost=str(exc))  # by its record, where only metadata.json was lost
+            # by its record, where only metadata.json was lost; of a Hugging Face folder, what is not
+            return _inspect_open(options, lost=str(exc))
         except CheckpointReplacedError:
             raise
         except CheckpointingException:
@@ -164,8 +168,10 @@ def _find_faults(checkpoint: StoredCheckpoint, lost: str) -> list[IncompleteFile
     from shardckpt.engine import IncompleteFile
     from shardckpt.manifest import MARKER_NAME
 
-    marker = [IncompleteFile(MARKER_NAME, f"is missing: {lost}", ())] if lost else []
-    return [*checkpoint.find_incomplete_files(), *marker]
+    found = checkpoint.find_incomplete_files()
+    if lost and checkpoint.record is not None:
+        found.append(IncompleteFile(MARKER_NAME, f"is missing: {lost}", ()))
+    return found
 
 
 def _add_faults(output: Output, checkpoint: StoredCheckpoint, lost: str) -> Output:
@@ -363,6 +369,8 @@ def _describe(found: _Found, options: Any) -> list[str]:
     rescued = [f"rescued: {format_many(header['rescued'], 'key')} left out as damaged"] if header["rescued"] else []
     faults = [f"the common state cannot be read: {found.fault}"] if found.fault else []
     shown = {*tensors.keys, *found.objects, *found.common}
+    if header["backend"] == "huggingface":  # without the keys that it has lost
+        shown |= {key for file in found.incomplete for key in file.keys if key.startswith(found.prefix)}
     head = map(escape_text, (title, _describe_writer(header), *rescued))
     if found.statistics is not None:
         forms = [tensors.forms[number] for number in tensors.numbers]

@@ -92,8 +92,8 @@ class Folder:
     stamp: tuple[int, int, int] | None = None
     origin: dict[str, str] = field(default_factory=dict)
     adapter: dict[str, Any] | None = None
-    #: Names of the tensors that are missing, or cut, in a folder whose rest is read.
-    lost: frozenset[str] = frozenset()
+    #: The tensors that are missing, or cut, in a folder whose rest is read: the file of each, and the bytes it needs.
+    lost: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     @property
     def library(self) -> str:
@@ -125,7 +125,7 @@ def read_folder(folder: Path, *, skip_damaged: bool = False) -> Folder:
         CheckpointReplacedError: an export has replaced the folder while it was read.
     """
     with detect_replacement(folder):
-        found = _read_folder(folder, set() if skip_damaged else None)
+        found = _read_folder(folder, {} if skip_damaged else None)
     # an exchange may have happened between two files: an absent config.json, say, may belong to the other folder
     if was_replaced(folder):
         raise replaced_error(folder, "some files may have been read from the new one")
@@ -138,11 +138,11 @@ def read_file_as_folder(folder: Path, file: str, *, skip_damaged: bool = False) 
     Raises:
         CorruptCheckpointError: the file is damaged or cut short; with ``skip_damaged``, in its header.
     """
-    lost: set[str] | None = set() if skip_damaged else None
-    header, origin = read_head(folder / file, lost)
+    cut: dict[str, int] = {}
+    header, origin = read_head(folder / file, cut if skip_damaged else None)
     tensors = _locate_tensors({file: header}, {}, folder)
     stamp = _read_stamp(folder, [file])
-    return Folder("", {file: file}, tensors, {}, stamp, origin, lost=frozenset(lost or ()))
+    return Folder("", {file: file}, tensors, {}, stamp, origin, lost={name: (file, end) for name, end in cut.items()})
 
 
 def check_same_folder(folder: Path, found: Folder) -> None:
@@ -167,8 +167,8 @@ def _read_stamp(folder: Path, files: Sequence[str]) -> tuple[int, int, int] | No
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _read_folder(folder: Path, lost: set[str] | None) -> Folder:
-    """Read it; where ``lost`` is a set, the names of tensors that are missing or cut are added to it."""
+def _read_folder(folder: Path, lost: dict[str, tuple[str, int]] | None) -> Folder:
+    """Read it; where ``lost`` is a dict, the tensors that are missing or cut are added to it."""
     weight_map, origin = read_index(folder)
     files = sorted(set(weight_map.values())) or [find_only_file(folder)]
     if lost is None:
@@ -189,23 +189,27 @@ def _read_folder(folder: Path, lost: set[str] | None) -> Folder:
         _read_stamp(folder, files),
         origin if weight_map else heads[files[0]][1],
         _read_adapter(folder) if files == [ADAPTER_WEIGHTS] else None,
-        frozenset(lost or ()),
+        lost or {},
     )
 
 
 def _read_sound_heads(
-    folder: Path, files: Sequence[str], weight_map: Mapping[str, str], lost: set[str]
+    folder: Path, files: Sequence[str], weight_map: Mapping[str, str], lost: dict[str, tuple[str, int]]
 ) -> dict[str, tuple[dict[str, FileTensor], dict[str, str]]]:
     """Return the heads of the files that have one; raise the error of one that is damaged if none is sound."""
     heads, damage = {}, None
     for file in files:
+        cut: dict[str, int] = {}
         try:
-            heads[file] = read_head(resolve_link(folder, file), lost)
-        except CheckpointingException as exc:  # noqa: PERF203 - files are few
+            heads[file] = read_head(resolve_link(folder, file), cut)
+        except CheckpointingException as exc:
             if not is_damage(exc):
                 raise
             damage = exc
-    lost.update(name for name, file in weight_map.items() if file not in heads or name not in heads[file][0])
+        lost |= {name: (file, end) for name, end in cut.items()}
+    for name, file in weight_map.items():
+        if file not in heads or name not in heads[file][0]:
+            lost.setdefault(name, (file, 1))
     if damage is not None and not heads:
         raise damage
     return heads
@@ -294,11 +298,11 @@ def _find_origin(metadata: object) -> dict[str, str]:
     return {k.removeprefix(ORIGIN): v for k, v in texts if k.startswith(ORIGIN) and isinstance(v, str)}
 
 
-def read_head(path: Path, lost: set[str] | None = None) -> tuple[dict[str, FileTensor], dict[str, str]]:
+def read_head(path: Path, cut: dict[str, int] | None = None) -> tuple[dict[str, FileTensor], dict[str, str]]:
     """Return the tensors of a file by name, and what its metadata says of its source.
 
     Args:
-        lost: If given, names of tensors whose bytes are cut off are added to it, and are no error.
+        cut: If given, tensors whose bytes are cut off are added to it with the end of their bytes, and are no error.
 
     Raises:
         CorruptCheckpointError: Its header or its length is wrong.
@@ -309,11 +313,11 @@ def read_head(path: Path, lost: set[str] | None = None) -> tuple[dict[str, FileT
         file.read_into(memoryview(first), 0)
         text = bytearray(header_length(bytes(first), size, str(path)))
         file.read_into(memoryview(text), LENGTH_BYTES)
-    tensors, metadata = parse_head(bytes(text), size if lost is None else sys.maxsize, str(path))
-    if lost is not None:
-        cut = {name for name, tensor in tensors.items() if max(tensor.start, tensor.stop or 0) > size}
+    tensors, metadata = parse_head(bytes(text), size if cut is None else sys.maxsize, str(path))
+    if cut is not None:
+        ends = {name: max(tensor.start, tensor.stop or 0) for name, tensor in tensors.items()}
+        cut |= {name: end for name, end in ends.items() if end > size}
         tensors = {name: tensor for name, tensor in tensors.items() if name not in cut}
-        lost.update(cut)
     return tensors, _find_origin(metadata)
 
 

@@ -110,6 +110,12 @@ class HuggingFaceLoadStrategy(LoadStrategy):
             name = self._folder.names[file]
             keys[name].append(key)
             ends[name] = max(ends[name], tensor.stop or tensor.start)
+        lost: dict[str, list[str]] = {}
+        for key, (file, end) in self._folder.lost.items():
+            name = self._folder.names.get(file, file)
+            lost.setdefault(name, []).append(key)
+            ends[name] = max(ends.get(name, 0), end)
+        keys |= lost  # of a file that is cut, what it lacks
         return [StoredFile(name, ends[name], tuple(found)) for name, found in keys.items()]
 
     def list_boxes(self, reader: CheckpointReader) -> Iterator[StoredBox]:  # noqa: ARG002 - the headers have been read

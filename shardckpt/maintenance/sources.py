@@ -86,7 +86,8 @@ class Reading(NamedTuple):
         kept_bytes: As for :class:`~shardckpt.storage.CheckpointReader`.
         memory_budget: Bytes that reading may hold beside the tensors; None: as many as are fast.
         check: As for :func:`shardckpt.engine.open_checkpoint`.
-        unmarked: As for :func:`~shardckpt.plugins.hold_checkpoint`.
+        unmarked: As for :func:`~shardckpt.plugins.hold_checkpoint`; a Hugging Face folder may lack files, whose tensors
+            are not listed then, but with the files.
         rename: What its keys and the paths of its common state begin with, and what is read in its place.
         skip_damaged: Whether tensors and objects that cannot be read are left out, and no error; all are read first.
         trainer: Maps a trainer's names to the Hub's: a Hugging Face folder is read by the trainer's.
@@ -128,7 +129,9 @@ def open_source(location: Path, plugins: PluginManager, how: Reading = _AS_IT_IS
         KeyMismatchError: It has nothing of a name that is to be renamed, or two things would have one name.
         CheckpointingException: It cannot be read.
     """
-    place, manifest, strategy = _recognise(location, plugins, unmarked=how.unmarked, skip_damaged=how.skip_damaged)
+    place, manifest, strategy = _recognise(
+        location, plugins, unmarked=how.unmarked, skip_damaged=how.skip_damaged or how.unmarked
+    )
     check_policy(location, manifest)
     with _open(location, place, manifest, strategy, plugins, how) as opened:
         yield _hide_and_rename(opened, how)

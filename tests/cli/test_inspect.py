@@ -15,6 +15,7 @@ from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.cli import inspect as inspect_
 from shardckpt.cli import main
 from shardckpt.dist_checkpointing import StrategyAction
+from shardckpt.huggingface import export_to_huggingface
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.plugins import get_plugin_manager
 from tests import names as names_
@@ -305,3 +306,28 @@ def test_the_common_state_of_a_file_is_printed_once(tmp_path: Path, capsys: pyte
     assert "not shown" not in said
     assert main(["inspect", path, "common", "--json"]) == 0
     assert "state_dict.w" in capsys.readouterr().out
+
+
+@table("fault", ["gone", "cut"])
+def test_inspect_lists_what_is_left_of_a_hub_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    """Of a folder that has lost a file, or the end of one, the other tensors; the index names those that are gone."""
+    source, folder = tmp_path / "source", tmp_path / "folder"
+    keys = [f"w{number}" for number in range(6)]
+    dc.save({key: ShardedTensor.from_rank_offsets(key, torch.ones(100, 100)) for key in keys}, source)
+    export_to_huggingface(source, folder, max_shard_size="80KB")
+    file = folder / "model-00002-of-00003.safetensors"
+    if fault == "gone":
+        file.unlink()
+    else:
+        damage(file, "cut by a byte")
+    capsys.readouterr()
+    assert main(["inspect", str(folder), "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    lost = ["w2", "w3"] if fault == "gone" else ["w3"]
+    assert [each["key"] for each in answer["tensors"]] == [key for key in keys if key not in lost]
+    assert [(each["name"], each["keys"]) for each in answer["incomplete_files"]] == [(file.name, lost)]
+    assert main(["inspect", str(folder)]) == 1
+    many = "2 keys" if fault == "gone" else "1 key"
+    assert f"{many} cannot be read completely: {', '.join(lost)}" in capsys.readouterr().out
