@@ -119,7 +119,7 @@ def _describe(report: DiffReport, options: Any) -> list[str]:
         first = "both" if all(row[3] == "-" for row in rows) else "first"
         names = ("tensor", "differs in", first, "second", "elements", "max abs", "max rel", "first at")
         styles = [_find_style(difference.kind) for difference in report.differences]
-        lines += fit_table(names, rows, styles, 1, optional=("first at", "max rel", "max abs"))
+        lines += fit_table(names, rows, styles, 1, optional=("first at", "max rel", "both", "max abs"))
     if report.objects is not None:
         equal = f"{report.objects.equal:,} {'entry is' if report.objects.equal == 1 else 'entries are'}"
         different = report.objects.differences

@@ -188,8 +188,9 @@ def _refuse_unknown_metric(wanted: tuple[str, str] | None, found: Sequence[Check
     """Raise CheckpointingException if no checkpoint has the metric that is wanted."""
     known = {name for each in found for name in each.metrics}
     if wanted is not None and wanted[0] not in known:
+        deeper = "; -r looks in folders, too" if any(each.inside for each in found) else ""
         raise CheckpointingException(
-            f"no checkpoint here has the metric {wanted[0]!r} {name_known(wanted[0], known, 'metrics')}"
+            f"no checkpoint here has the metric {wanted[0]!r} {name_known(wanted[0], known, 'metrics')}{deeper}"
         )
 
 

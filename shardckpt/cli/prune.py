@@ -6,8 +6,8 @@ of objects that it had not sent to the end (S3, with s3fs).
 With --keep-latest, --keep-every, --keep-near, --keep-hours, --keep-best or --keep-verified also the checkpoints of
 steps that none of these keeps, as a CheckpointManager does: only complete ones, never the newest or the newest verified
 one. Any directory counts that ls calls whole, whoever wrote it: DCP, Megatron, transformers' Trainer, DeepSpeed. Files
-such as step_100.pt do not: these are named, and left. What a living process may use is kept, and so is what may be the
-only copy of a checkpoint; its row says why.
+such as step_100.pt, and directories such as model-final, do not: these are named, and left. What a living process may
+use is kept, and so is what may be the only copy of a checkpoint; its row says why.
 
 With --damaged the steps that ls calls damaged or incomplete, or that are marked as failed: alone, or beside options
 that keep steps, which then do not count these. One that was written to within the last hour (--older-than) is kept,
@@ -30,6 +30,7 @@ Exit code: 1 if --verify has found a damaged step; 2 if something could not be r
 from __future__ import annotations
 
 import argparse
+import os
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -145,24 +146,37 @@ def run(options: Any) -> Output:
     for path in options.paths if not steps and not leftovers else []:
         refuse_checkpoint(path)
     unseen = "\n".join(filter(None, dict.fromkeys(map(explain_unseen_uploads, options.paths))))
-    files = [file for each in plan.folders if _chooses_steps(options, policies) for file in _find_files(each.path)]
-    answer = Pruned(options.dry_run, verified, steps, leftovers, unseen, links, plan.skipped, plan.lacking, files)
+    uncounted = [
+        path
+        for each, planned in zip(plan.folders, plan.steps, strict=True)
+        if _chooses_steps(options, policies)
+        for path in _find_uncounted(each.path, planned)
+    ]
+    answer = Pruned(options.dry_run, verified, steps, leftovers, unseen, links, plan.skipped, plan.lacking, uncounted)
     return Output(
         lambda: answer._asdict() | {"freed": answer.freed}, lambda: _describe(answer, options, policies), answer.code
     )
 
 
-def _find_files(folder: str) -> list[str]:
-    """Return the files in a local folder that ls shows with a step, and that no policy counts."""
+def _find_uncounted(folder: str, steps: Sequence[StepResult]) -> list[str]:
+    """Return what ls shows of a local folder and no policy counts: files of steps, and directories of other names."""
     from shardckpt.engine import find_local
-    from shardckpt.maintenance import FILE_SUFFIXES
+    from shardckpt.maintenance import FILE_SUFFIXES, is_marked
     from shardckpt.manager import parse_step
 
     place = find_local(folder)
     if place is None or not place.is_dir():
         return []
-    found = sorted(each for each in place.iterdir() if each.suffix in FILE_SUFFIXES and each.is_file())
-    return [f"{folder.rstrip('/')}/{each.name}" for each in found if parse_step(each.stem) is not None]
+    counted = {os.path.basename(each.path) for each in steps}  # noqa: PTH119 - of a path or a URL
+    found = []
+    for each in sorted(place.iterdir()):
+        if each.is_dir():
+            is_other = each.name not in counted and each.name[0] != "." and not each.is_symlink()
+            if is_other and is_marked(inner.name for inner in each.iterdir()):
+                found.append(each.name)
+        elif each.suffix in FILE_SUFFIXES and parse_step(each.stem) is not None:
+            found.append(each.name)
+    return [f"{folder.rstrip('/')}/{name}" for name in found]
 
 
 def _list_folders(options: Any) -> tuple[list[argparse.Namespace], list[str]]:
@@ -397,7 +411,7 @@ class Pruned(NamedTuple):
     links: Sequence[str]
     skipped: Sequence[Skipped]
     lacking: Sequence[Skipped]
-    files: Sequence[str]
+    uncounted: Sequence[str]
 
     @property
     def everything(self) -> list[PruneResult | StepResult]:
@@ -448,9 +462,9 @@ def _describe_left(found: Pruned, options: Any) -> list[str]:
     """Return a line for each kind of what was not looked at, or is left as a whole."""
     above = f"{options.paths[0].rstrip('/')}/" if len(options.paths) == 1 else ""
     lines = [found.unseen, _describe_links(found.links)]
-    if found.files:
-        names = [file.removeprefix(above) for file in found.files]
-        lines.append(f"left, since no policy counts files: {listed(names, limit=6)}")
+    if found.uncounted:
+        names = [path.removeprefix(above) for path in found.uncounted]
+        lines.append(f"left, since no policy counts files, and directories of other names: {listed(names, limit=6)}")
     for why, folders in (("after an error", found.skipped), ("since no step has the metric", found.lacking)):
         if folders:
             many, names = format_many(len(folders), "folder"), [path for path, _ in folders]

@@ -76,7 +76,8 @@ def add(verbs: Any) -> None:
     kept.add_argument(
         "--mark",
         action="store_true",
-        help="keep the verdict, verified or failed, beside the checkpoint, in .shardckpt-marks",
+        help="keep the verdict, verified or failed, beside the checkpoint, in .shardckpt-marks; other libraries' "
+        "checkpoints have none: exit code 2 where that leaves nothing to mark",
     )
     kept.add_argument(
         "--repair",
@@ -136,6 +137,7 @@ def run(options: Any) -> Output:
         if answer.error is not None and (answer.exit_code == FAILED or options.traceback):
             print_error(answer.error, options)  # what was found is in the answer
     passed = [*skipped.values()]
+    is_in_vain = options.mark and not any(answer.mark for answer in answers)
     return Output(
         lambda: [
             *map(_make_row, answers),
@@ -145,7 +147,7 @@ def run(options: Any) -> Output:
             ),
         ],
         lambda: [*_describe(answers), *_describe_skipped(passed)],
-        max(FAILED if answer.is_unwritten else answer.exit_code for answer in answers),
+        FAILED if is_in_vain else max(FAILED if answer.is_unwritten else answer.exit_code for answer in answers),
     )
 
 
@@ -177,6 +179,8 @@ def check(
         files = verify_checkpoint(path, repair=repair)
         code = get_exit_code(files, require_digests=require_digests)
         found = get_exit_code(files)  # that a file has no digest is no fault of it
+        if unmarked and found == INTACT:
+            unmarked += "; mark what `shardckpt convert` makes of it"
         if save is not None and found != NO_ANSWER:
             own = [file for file in files if not file.foreign]
             bad = [file for file in own if file.fault]

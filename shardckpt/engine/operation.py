@@ -55,8 +55,9 @@ class Operation:
             "number": next(_numbers),
         }
         self._started = 0.0
-        #: Seconds that this operation has kept its caller waiting so far.
-        self._blocked = 0.0
+        #: Seconds that this operation has kept its caller waiting so far, with the phases before it.
+        self._blocked = _waited.get()
+        _waited.set(0.0)
         self._progress: Progress | None = None
         self.attribute_to(None)
 
@@ -192,6 +193,9 @@ class Operation:
         self.plugins.report(Event(**self._fields | changes))
 
 
+#: Seconds that this thread has waited for phases that no operation has; the next operation counts them.
+_waited = ContextVar("shardckpt_waited", default=0.0)
+
 #: Whether a call of this thread reports the failures of the calls that it makes.
 _reports = ContextVar("shardckpt_reports_failures", default=False)
 
@@ -215,9 +219,8 @@ def report_failure(kind: str, directory: object, rank: int) -> Iterator[None]:
         _reports.reset(token)
 
 
-def note_failure(kind: str, directory: object, rank: int, error: Exception, started: float | None = None) -> None:
+def note_failure(kind: str, directory: object, rank: int, error: Exception, started: float) -> None:
     """Report a failure as :func:`report_failure` does, of an error that its caller need not raise."""
-    started = time.perf_counter() if started is None else started
     if not _has_mark(error, "is_reported"):
         vars(error)["is_reported"] = True
         _report_unbegun(kind, mask_password(str(directory)), rank, error, time.perf_counter() - started)
@@ -248,7 +251,9 @@ def report_phase(kind: str, phase: str, directory: object, rank: int) -> Iterato
         failure = _describe_failure(kind, exc, phase)
         plugins.report(replace(start, seconds=time.perf_counter() - started, **failure))
         raise
-    plugins.report(replace(start, state="end", seconds=time.perf_counter() - started))
+    seconds = time.perf_counter() - started
+    _waited.set(_waited.get() + seconds)
+    plugins.report(replace(start, state="end", seconds=seconds))
 
 
 def log_failure(kind: str, directory: object, rank: int, error: BaseException, started: float) -> None:

@@ -37,6 +37,8 @@ _CONFIGURING = re.compile(
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 #: What keys of the metadata begin with that say which checkpoint a folder has.
 ORIGIN = "shardckpt_"
+#: Where transformers' Trainer keeps the step and the log of a training; it writes it last, and a resume reads it first.
+TRAINER_STATE = "trainer_state.json"
 
 
 def is_hub_folder(names: Collection[str]) -> bool:
@@ -122,8 +124,13 @@ def is_configuration(name: str) -> bool:
 
 
 def is_asset(name: str) -> bool:
-    """Return whether a file of this name belongs to a model but is not weights: its config, its tokenizer."""
-    return not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES) and name != ADAPTER
+    """Return whether a file of this name belongs to a model but is not weights: its config, its tokenizer.
+
+    ``trainer_state.json`` belongs to a training, whose metrics were measured of other weights, or with its optimizer.
+    """
+    return (
+        name != TRAINER_STATE and not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES) and name != ADAPTER
+    )
 
 
 def is_replaced(name: str, *, has_assets: bool) -> bool:

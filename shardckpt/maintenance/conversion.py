@@ -35,6 +35,7 @@ from shardckpt.errors import (
     name_prefixes,
 )
 from shardckpt.huggingface import (
+    TRAINER_STATE,
     ExportOptions,
     HuggingFaceLoadStrategy,
     TorchFile,
@@ -53,7 +54,7 @@ from shardckpt.maintenance.sources import Reading, list_torch_files
 from shardckpt.maintenance.tensor_boxes import DeferredBoxes, cut_tensors
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.plugins import Identity
-from shardckpt.storage import Journal, digest_vote, has_local_files
+from shardckpt.storage import Journal, digest_vote, has_local_files, is_there
 from shardckpt.strategy import ReadsPlainObjects, SaveContext, SaveStrategy
 from shardckpt.validation import GivenShards, describe_shards, stored_key
 
@@ -481,6 +482,8 @@ class Conversion:
                     listed(names, limit=6),
                 ),
             )
+        if is_there(place / TRAINER_STATE):
+            logger.warning("converting %s: %s is the training's, and is not copied", self.source, TRAINER_STATE)
 
     def _list_plain_objects(self, stored: OpenCheckpoint) -> list[str]:
         """Return the keys of the PlainObjects if they are not written."""

@@ -311,18 +311,27 @@ def list_torch_files(place: Path) -> list[str]:
     return [name for name in names if name.endswith((".pt", ".pth", ".bin", ".ckpt")) and name[0] != "."]
 
 
-def _check_archives(place: Path) -> dict[str, Checked]:
-    """Compare the archives of torch.save in a folder with their CRC-32; their pickles are not read."""
+def find_cut_file(place: Path) -> CheckpointingException | None:
+    """Return the error of a file of torch.save beside a model that is empty or cut, or None; no pickle is read."""
+    return next((found.error for found in _check_archives(place, members=False).values() if found.error), None)
+
+
+def _check_archives(place: Path, *, members: bool = True) -> dict[str, Checked]:
+    """Compare the archives of torch.save in a folder with their CRC-32, or look for their ends; no pickle is read."""
     manifest = Manifest(backend=TorchFileLoadStrategy.backend, version=TorchFileLoadStrategy.version)
     found = {}
-    with CheckpointReader(place, manifest, verify=False, crcs="parts") as reader:
+    with CheckpointReader(place, manifest, verify=False, crcs="parts" if members else None) as reader:
 
         def check(name: str) -> None:
-            Archive.of_file(reader, name).check_members(reader, name)
+            archive = Archive.of_file(reader, name)
+            if members:
+                archive.check_members(reader, name)
 
         for name in list_torch_files(place):
-            if reader.size(name) > _LENGTH and is_archive(reader.read_range(name, 0, _LENGTH, name)):
-                found[name] = Checked(find_error(check, name), "crc32")
+            if not reader.size(name):
+                found[name] = Checked(CorruptCheckpointError(f"{place / name} is empty"))
+            elif reader.size(name) > _LENGTH and is_archive(reader.read_range(name, 0, _LENGTH, name)):
+                found[name] = Checked(find_error(check, name), "crc32" if members else "structure")
     return found
 
 

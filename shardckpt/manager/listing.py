@@ -24,6 +24,7 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.huggingface import (
+    TRAINER_STATE,
     HuggingFaceLoadStrategy,
     is_hub_folder,
     read_hub_folder,
@@ -31,6 +32,7 @@ from shardckpt.huggingface import (
 from shardckpt.maintenance import (
     FILE_SUFFIXES,
     describe_foreign,
+    find_cut_file,
     is_marked,
     list_local_names,
     list_stored_names,
@@ -50,7 +52,7 @@ from shardckpt.manager.summaries import (
     list_once,
     name_below,
 )
-from shardckpt.manager.trainer_steps import TRAINER_STATE, is_unfinished, read_trainer_metrics
+from shardckpt.manager.trainer_steps import is_unfinished, read_trainer_metrics
 from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, RECORD_NAME, Manifest
 from shardckpt.plugins import ABSENT, choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import (
@@ -360,6 +362,8 @@ def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: Canno
         if is_unfinished(directory, names):
             reason = f"it has no {TRAINER_STATE}, which transformers' Trainer writes last: the save did not end"
             return replace(summary, state="incomplete", reason=reason)
+        if has_local_files(directory) and (cut := find_cut_file(directory)) is not None:
+            return replace(summary, state="damaged", reason=_shorten(cut, directory))
         if steps := sum(parse_step(name) is not None and (directory / name).is_dir() for name in names):
             summary = replace(summary, inside=steps, reason=f"with {format_many(steps, 'step')} in its folders")
         return replace(summary, metrics=read_trainer_metrics(directory, names))

@@ -225,6 +225,7 @@ class CheckpointManager:
         self, writer: StepWriter, step: int, force: bool, *, last_step: bool, metrics: Mapping[str, float]
     ) -> bool:
         """Collective: commit what is written, and save the step if it is due."""
+        started = time.perf_counter()
         self._advance(writer)
         forced = self._is_preempted() or force or last_step
         due = forced or self.is_due(step) or self._clock.is_due(step, metrics, Comm(self._group))
@@ -245,7 +246,7 @@ class CheckpointManager:
             with pause_gc() if in_background else nullcontext():
                 self._save(writer, step, metrics, last_step=last_step)
         except StorageError as error:
-            self._bear(error, step, is_final=last_step or self._preempted)
+            self._bear(error, step, started, is_final=last_step or self._preempted)
             return False
         finally:
             self._states.release()  # the tensors are copied, or written
@@ -505,6 +506,7 @@ class CheckpointManager:
 
     def _advance(self, *parts: ManagerPart, blocking: bool = False) -> None:
         """Collective: commit what all ranks have written; after an error let the failed step be saved a second time."""
+        started = time.perf_counter()
         for part in parts:
             try:
                 part.advance(blocking=blocking)
@@ -512,9 +514,9 @@ class CheckpointManager:
                 failed, self._last = self._last, None
                 if not isinstance(error, StorageError):
                     raise
-                self._bear(error, failed)
+                self._bear(error, failed, started)
 
-    def _bear(self, error: StorageError, step: int | None, *, is_final: bool = False) -> None:
+    def _bear(self, error: StorageError, step: int | None, started: float, *, is_final: bool = False) -> None:
         """Report a save that failed; raise its error if no later one makes up for it, or too many failed in a row.
 
         Every rank has the same error, and so decides alike.
@@ -523,7 +525,8 @@ class CheckpointManager:
         most = self.config.max_failed_saves
         if is_final or error.shared_by is None or self._failed > most:
             raise error
-        note_failure("save", self._place, self._rank, error)
+        place = self._place if step is None else self._folder.path(step)
+        note_failure("save", place, self._rank, error, started)
         if self._rank == 0:
             logger.warning(
                 "step %s has no checkpoint, and the training goes on: failed save %d in a row of %d that "
@@ -633,5 +636,5 @@ class CheckpointManager:
                     "these yourself if you can do without them before."
                 )
             advised = NotEnoughSpaceError(f"{error} {advice}")
-            advised.phase = error.phase
+            advised.phase, advised.shared_by = error.phase, error.shared_by
             raise advised from error

@@ -26,6 +26,7 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.manager.step_names import MARKS_NAME
+from shardckpt.manifest import RECORD_NAME
 from shardckpt.plugins import get_plugin_manager, hold_checkpoint
 from shardckpt.storage import find_url, retry_if_replaced
 
@@ -132,8 +133,8 @@ def identify_save(checkpoint: str | os.PathLike[str]) -> tuple[str, str]:
         record = None
     if record is None:
         raise NotMarkedError(
-            f"{directory} cannot be marked: another library saved it, and nothing in it tells this save from "
-            "another at the same path; convert it (shardckpt convert), and mark what that writes"
+            f"{directory} cannot be marked: it has no record of a save of ours (another library saved it, or "
+            f"{RECORD_NAME} is lost), and so nothing tells this save from another at the same path"
         )
     return _identify(record)
 

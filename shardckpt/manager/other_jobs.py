@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from shardckpt.commit import Owner, describe_process, make_hold
 from shardckpt.errors import StorageError, escape_text
 from shardckpt.manager.part import ManagerPart
+from shardckpt.storage import has_local_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds after which the file of another host's job counts for nothing. A job may save that seldom.
 _SECONDS = 86400.0
-#: Seconds between two looks, and between two writes: a save every few seconds must not cost requests to a store.
-_PAUSE = 60.0
+#: Seconds between two looks at a store, and between two writes: a save every few seconds must not cost requests.
+_INTERVAL = 60.0
 
 
 class OtherJobs(ManagerPart):
@@ -35,7 +36,7 @@ class OtherJobs(ManagerPart):
     def __init__(self, folder: StepFolder) -> None:
         self._folder = folder
         self._name, _ = make_hold("folder", "job", describe_process(), _SECONDS)
-        self._looked_at = self._written_at = -_PAUSE
+        self._looked_at = self._written_at = -_INTERVAL
         self._is_written = False
         #: Until when the file of each other job counted when it was seen first.
         self._seen: dict[str, float | None] = {}
@@ -43,7 +44,7 @@ class OtherJobs(ManagerPart):
 
     def before_save(self, step: int, metrics: Mapping[str, float | None]) -> None:  # noqa: ARG002 - every part has it
         """Look for files of others; warn of those whose process is alive here, or that were written since."""
-        if time.monotonic() - self._looked_at < _PAUSE:
+        if time.monotonic() - self._looked_at < _INTERVAL and not has_local_files(self._folder.place):
             return
         self._looked_at = time.monotonic()
         for name, job in self._folder.holds.find_jobs().items():
@@ -55,7 +56,7 @@ class OtherJobs(ManagerPart):
 
     def after_commit(self, step: int) -> None:  # noqa: ARG002 - every part has it
         """Say that this job saves there."""
-        if time.monotonic() - self._written_at < _PAUSE:
+        if time.monotonic() - self._written_at < _INTERVAL:
             return
         self._written_at = time.monotonic()
         try:

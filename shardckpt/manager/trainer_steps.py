@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException
+from shardckpt.huggingface import TRAINER_STATE
 from shardckpt.manager.metrics import read_metric
 from shardckpt.storage import parse_json, read_file
 
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-#: The Trainer writes it last, and a resume reads it first.
-TRAINER_STATE = "trainer_state.json"
 _ARGUMENTS = "training_args.bin"
 _STEP = re.compile(r"checkpoint-\d+")
 #: Its log has an entry every few steps of a training.

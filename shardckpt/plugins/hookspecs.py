@@ -66,7 +66,8 @@ class Event:
         failed_phase: The phase in which an operation failed, at its failure; ``""`` if in none.
         total: Of ``progress``: bytes that are to be done, of saves and migrations a forecast, which ``nbytes`` never
             exceed; else 0.
-        blocked: Seconds that the caller waited, at the end of an operation: of a background save without ``writing``.
+        blocked: Seconds that the caller waited, at the end of an operation: of a background save without ``writing``;
+            ``looking at the folder`` before it counts.
         number: The operation's number in this process, from 1, by which its events belong together: several operations
             may be about one directory. 0 of ``progress``.
 

@@ -28,13 +28,14 @@ def list_files(reader: CheckpointReader) -> list[StoredFile]:
     for name, items in _group_items(reader).items():
         end = max((item.offset + item.length for _, item in items), default=0)
         named.append(StoredFile(name, end, tuple(dict.fromkeys(key for key, _ in items))))
-    return named + [StoredFile(name, size) for name, size in _list_others(reader).items()]
+    lost = [StoredFile(RECORD_NAME)] if _has_lost_record(reader) else []
+    return [*lost, *named, *(StoredFile(name, size) for name, size in _list_others(reader).items())]
 
 
 def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
     """Return the error of each of those files, or None; see :class:`shardckpt.strategy.ChecksFiles`."""
     found = {INDEX_FILE: find_error(_check_index, reader), COMMON_FILE: find_error(_check_common, reader)}
-    if reader.manifest.record is None and not reader.has(RECORD_NAME):
+    if _has_lost_record(reader):
         found[RECORD_NAME] = CorruptCheckpointError(
             f"{reader.directory / RECORD_NAME}, which has the digests of all files, is missing: every save writes it"
         )
@@ -47,6 +48,10 @@ def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | 
         found[INDEX_FILE] = None  # without digests, a file that is gone or cut contradicts the index: the file is wrong
     others = {n: find_error(_check_size, reader, n, size) for n, size in _list_others(reader).items()}
     return {**found, **dict.fromkeys(read_index(reader).parts), **faults, **others}
+
+
+def _has_lost_record(reader: CheckpointReader) -> bool:
+    return reader.manifest.record is None and not reader.has(RECORD_NAME)
 
 
 def _list_others(reader: CheckpointReader) -> dict[str, int]:

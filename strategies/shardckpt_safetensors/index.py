@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from shardckpt.errors import (
     VersionTooNewError,
     listed,
 )
+from shardckpt.manifest import RECORD_NAME
 from shardckpt.mapping import BlockScales, ShardedObject, ShardedTensor
 from shardckpt.planning import Table, are_full, find_untiled, list_rows, make_column, number_groups
 from shardckpt.storage import LENGTH_BYTES, Columns, ParseCache, check_file_name, header_length
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from shardckpt.mapping import ShardedBase
     from shardckpt.planning import Ints
     from shardckpt.storage import CheckpointReader
+
+logger = logging.getLogger(__name__)
 
 _SUFFIX = ".safetensors"
 #: Tensors and boxes of a selection that is kept for the next load of the same tensors.
@@ -489,6 +493,8 @@ def _read_index(reader: CheckpointReader) -> StoredIndex:
     data = _read_bytes(reader, source)
     record = reader.manifest.record
     if record is None:
+        state = "damaged" if reader.has(RECORD_NAME) else "missing"
+        logger.warning("%s: %s is %s: no digest is checked", reader.directory, RECORD_NAME, state)
         return _parse_index(data, source, reader)
 
     def parse() -> StoredIndex:

@@ -130,11 +130,17 @@ def test_a_trainers_optimizer_beside_a_model_is_seen(
     torch.save(Fraction(1, 2), folder / "training_args.bin")
     assert main(["verify", str(folder)]) == 0
     assert "optimizer.pt" in capsys.readouterr().out
-    assert main(["convert", str(folder), str(tmp_path / "new")]) == 0
+    (folder / "trainer_state.json").write_text("{}")
+    assert main(["ls", str(folder)]) == 0
+    assert main(["convert", str(folder), str(tmp_path / "new"), "--to", "hf"]) == 0
+    assert not (tmp_path / "new" / "trainer_state.json").exists()  # the metrics of a training, without its optimizer
+    assert "trainer_state.json is the training's, and is not copied" in caplog.text
     assert "2 files of torch.save beside the model are not read: optimizer.pt, training_args.bin" in caplog.text
     (folder / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:-2000])
     assert main(["verify", str(folder)]) == 1
     assert "damaged: 1 of 3 files" in capsys.readouterr().out
+    assert main(["ls", str(folder)]) == 1
+    assert "damaged: optimizer.pt is" in capsys.readouterr().out
 
 
 def test_loose_files_beside_a_model_are_not_hidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +157,7 @@ def test_loose_files_beside_a_model_are_not_hidden(tmp_path: Path, capsys: pytes
         assert all(name in said for name in ("a.ckpt", "ema.safetensors", "model.safetensors"))
     (folder / "config.json").write_text("{}")
     torch.save({"w": torch.ones(4)}, folder / "old.pt", _use_new_zipfile_serialization=False)
-    assert main(["ls", str(folder)]) == 0
+    assert main(["ls", str(folder)]) == 1
     assert main(["verify", str(folder)]) == 1
     said = capsys.readouterr().out
     assert all(name in said for name in ("a.ckpt", "ema.safetensors", "model.safetensors", "old.pt"))

@@ -75,15 +75,21 @@ def test_the_newest_that_a_manager_loads_stays(tmp_path: Path, capsys: pytest.Ca
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
 
 
-def test_files_of_steps_are_named_and_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file of torch.save, which ls shows with its step, is no step to prune: it is left, and the answer names it."""
+def test_what_no_policy_counts_is_named_and_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of torch.save, and a checkpoint by no step's name, are no steps to prune: the answer names them."""
     _make_trainer_steps(tmp_path, 1, 2)
+    folders.save(tmp_path, 7, name="final")
+    (tmp_path / "step 2 (copy)").mkdir()
+    (tmp_path / "step 2 (copy)" / "metadata.json").write_text("{}")
     for name in ("step_1.pt", "notes.pt"):
         torch.save({"w": torch.ones(2)}, tmp_path / name)
     assert main(["prune", str(tmp_path), "--keep-latest", "1", "--dry-run"]) == 0
-    assert "left, since no policy counts files: step_1.pt" in capsys.readouterr().out.splitlines()
+    left = "left, since no policy counts files, and directories of other names: final, step 2 (copy), step_1.pt"
+    assert left in capsys.readouterr().out.splitlines()
     assert main(["prune", str(tmp_path), "--keep-latest", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["files"] == [f"{tmp_path}/step_1.pt"]
+    assert json.loads(capsys.readouterr().out)["uncounted"] == [
+        f"{tmp_path}/{name}" for name in ("final", "step 2 (copy)", "step_1.pt")
+    ]
     assert (tmp_path / "step_1.pt").exists()
 
 

@@ -20,6 +20,7 @@ from shardckpt.manager import list_checkpoints
 from shardckpt.plugins import Event, get_plugin_manager
 from tests.cli.checkpoints import DAMAGES, copy_golden, damage, save_plain_dcp
 from tests.damage import flip
+from tests.manager import folders
 from tests.plugged import registered
 from tests.tables import table
 
@@ -436,8 +437,11 @@ def test_what_cannot_be_marked_is_verified(tmp_path: Path, capsys: pytest.Captur
     assert main(["convert", str(tmp_path / "w.pt"), str(tmp_path / "hf"), "--to", "hf"]) == 0
     capsys.readouterr()
     for name in ("hf", "w.pt"):
-        assert main(["verify", str(tmp_path / name), "--mark"]) == 0
+        assert main(["verify", str(tmp_path / name), "--mark"]) == 2  # for nothing else was to be marked
         said = capsys.readouterr().out
         assert "intact as far as can be checked" in said
         assert "not marked" in said
+        assert "mark what `shardckpt convert` makes of it" in said
+    folders.save(tmp_path / "steps", 1)
+    assert main(["verify", str(tmp_path / "w.pt"), str(tmp_path / "steps" / "step-1"), "--mark"]) == 0
     assert main(["verify", str(tmp_path / "none"), "--mark"]) == 2

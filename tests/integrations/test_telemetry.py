@@ -20,6 +20,7 @@ from shardckpt.background.saving import wait_for_dropped
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.manager.marks import identify_save, mark_checkpoint
+from shardckpt.manager.parts import Retention
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager, hookimpl
 from tests.readmes import READMES
@@ -132,11 +133,13 @@ class _Events:
     """Notes the ends and failures of phases and operations."""
 
     def __init__(self) -> None:
+        self.all: list[Event] = []
         self.ends: dict[str, Any] = {}
         self.failures: dict[str, Any] = {}
 
     @hookimpl
     def shardckpt_event(self, event: Event) -> None:
+        self.all.append(event)
         if event.state == "end":
             self.ends[event.phase] = event
         elif event.state == "failure":
@@ -537,6 +540,41 @@ def _measure(registry: Any) -> None:
     """Have folders measured, and wait for it: the next scrape has it."""
     list(registry.collect())
     _wait_for_measures()
+
+
+def test_a_look_at_a_folder_that_hangs_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a manager looks at its folder a save is in flight; what the training waited for it counts as blocked."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    registry, seen, look = prometheus_client.CollectorRegistry(), [], Retention.before_save
+    recorded = _Events()
+
+    def read(name: str) -> float | None:
+        value: float | None = registry.get_sample_value(name, {"operation": "save"})
+        return value
+
+    def look_long(*args: Any) -> None:
+        seen.append(read("shardckpt_in_flight"))
+        if len(seen) > 2:
+            raise StorageError("no answer")
+        look(*args)
+
+    monkeypatch.setattr(Retention, "before_save", look_long)
+    config = CheckpointConfig(folder=str(tmp_path), interval=1, max_failed_saves=1)
+    with (
+        _registered(PrometheusListener(registry)),
+        _registered(recorded),
+        CheckpointManager(config, {"model": torch.nn.Linear(2, 2)}) as manager,
+    ):
+        assert [manager.save(step) for step in (1, 2, 3)] == [True, True, False]
+    assert seen == [1, 1, 1]
+    assert read("shardckpt_in_flight") == 0
+    looks = [each.seconds for each in recorded.all if each.phase == "looking at the folder" and each.seconds]
+    ends = [each for each in recorded.all if each.operation == "save" and not each.phase and each.state != "start"]
+    assert [each.state for each in ends] == ["end", "end", "failure"]
+    assert all(each.blocked > seconds > 0 for each, seconds in zip(ends, looks, strict=True))
+    assert read("shardckpt_blocked_seconds_sum") == pytest.approx(sum(each.blocked for each in ends))
 
 
 def test_prometheus_counts_skipped_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,14 +44,17 @@ def _make_manager(tmp_path: Path, states: dict[str, Any] | None = None, **option
     return CheckpointManager(CheckpointConfig(folder=str(tmp_path / "run"), **config), states or {"model": model})
 
 
-@table("mode", ["disabled", "async"])
+@table("mode, keep", [("disabled", 2), ("disabled", 1), ("async", 2)])
 def test_so_many_saves_in_a_row_may_fail(
-    tmp_path: Path, mode: str, failures: list[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, mode: str, keep: int, failures: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each is False, a warning and an event; older steps stay; the next one is an error that names the cause."""
+    """Each is False, a warning and an event; older steps stay; the next one is an error that names the cause.
+
+    Also where the error says which steps could go, since one fewer is kept.
+    """
     failures.clear()  # of the row before
     caplog.clear()
-    manager = _make_manager(tmp_path, quota="1.5MB", async_mode=mode, keep_latest_k=2)
+    manager = _make_manager(tmp_path, quota="1.5MB", async_mode=mode, keep_latest_k=keep)
     assert manager.save(1)
     manager.wait()
     assert [manager.save(2), manager.save(3)] == [False, False]

@@ -132,13 +132,13 @@ def test_a_link_to_a_step_is_that_step(tmp_path: Path) -> None:
 def test_no_mark_without_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A checkpoint that nothing tells from another save at its path is read, and not marked, which is said."""
     path = save_plain_dcp(tmp_path)
-    assert main(["verify", str(path), "--mark"]) == 0
+    assert main(["verify", str(path), "--mark"]) == 2
     said = " ".join(capsys.readouterr().out.split())
     assert "intact" in said
     assert "not marked: " in said
     assert "shardckpt convert" in said
     assert not (path.parent / MARKS_NAME).exists()
-    assert main(["verify", str(path), "--mark", "--json"]) == 0
+    assert main(["verify", str(path), "--mark", "--json"]) == 2
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["state"], row["exit_code"]) == ("intact", 0)
     assert "another library" in row["unmarked"]

@@ -43,8 +43,8 @@ def test_two_jobs_are_told_of_each_other(
     tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A living job on this host is named at once and once; one of another host when it has saved again."""
-    monkeypatch.setattr(other_jobs, "_PAUSE", 0.0)
     folder = place.format(tmp_path / "run")
+    monkeypatch.setattr(other_jobs, "_INTERVAL", 0.0 if "://" in folder else 1e9)  # a directory costs no request
     with CheckpointManager(CheckpointConfig(folder=folder, interval=1), {"progress": Progress()}) as manager:
         manager.save(1)
         _write(folder, ALIVE)
@@ -65,7 +65,7 @@ def test_a_job_that_was_started_again_is_told_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files of a dead process, of another host's that says no more, and of a manager in this process are no jobs."""
-    monkeypatch.setattr(other_jobs, "_PAUSE", 0.0)
+    monkeypatch.setattr(other_jobs, "_INTERVAL", 0.0)
     config, states = CheckpointConfig(folder=str(tmp_path), interval=1), {"progress": Progress()}
     with CheckpointManager(config, states) as first, CheckpointManager(config, states) as manager:
         first.save(1)
