@@ -659,8 +659,9 @@ def find_faults(given: Any) -> list[str]:
     """Return what is wrong in settings of a file, each fault with what is expected; empty if nothing is.
 
     Strategy, key mapping and what serves URLs must be installed here. Folders are not looked at, since a training may
-    run elsewhere, but for a folder of assets that is here and whose ``config.json`` says which rows are to be cut.
-    Nothing that the settings name is run: a mapping's Python file must be there.
+    run elsewhere, but for one of steps that is a file here, and a folder of assets that is here and whose
+    ``config.json`` says which rows are to be cut. Nothing that the settings name is run: a mapping's Python file must
+    be there.
     """
     if not isinstance(given, Mapping):
         return [f"{show_given(given)} is no table of settings by name"]
@@ -676,7 +677,7 @@ def find_faults(given: Any) -> list[str]:
     for name, find in (
         ("hf_mapping", lambda given: (given and find_code(given)) or find_mapping(given)),
         ("strategy", lambda given: _find_step_saver(given, accepts, in_hf=in_hf, is_async=is_async)),
-        ("folder", _check_place),
+        ("folder", check_folder),
         ("initial_load_path", _check_place),
         ("hf_assets_path", _check_place),
     ):
@@ -701,6 +702,19 @@ def _find_lacking_assets(given: Mapping[str, Any]) -> list[str]:
     except CheckpointingException as exc:
         return [str(exc)]
     return []
+
+
+def check_folder(place: str | os.PathLike[str] | None) -> None:
+    """Check what can be known of the folder of the steps without opening it.
+
+    Raises:
+        ConfigurationError: It is a file, or a URL that names no bucket.
+    """
+    _check_place(place)
+    if place is not None and os.path.isfile(expand_home(place)):  # noqa: PTH113 - Path's raises for a null byte
+        raise ConfigurationError(f"{place} is a file: give the directory that the steps are to be in")
+    if place is not None and str(place).rstrip("/").endswith(":"):
+        raise ConfigurationError(f"{str(place)!r} names no bucket or directory: s3://bucket/run")
 
 
 def _check_place(place: str | os.PathLike[str] | None) -> None:

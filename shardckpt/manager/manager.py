@@ -23,7 +23,7 @@ from shardckpt.errors import (
     show_given,
 )
 from shardckpt.manager.casting import cast_shards
-from shardckpt.manager.config import AsyncMode, CheckpointConfig, parse_config
+from shardckpt.manager.config import AsyncMode, CheckpointConfig, check_folder, parse_config
 from shardckpt.manager.exclusion import leave_out
 from shardckpt.manager.garbage_collection import discard_steps_after
 from shardckpt.manager.initial import load_initial
@@ -139,6 +139,7 @@ class CheckpointManager:
         if config.enable_checkpoint:
             with comm.collective_phase("looking at the configuration"):
                 settings.check_variables()
+                check_folder(config.folder)
                 self._folder = StepFolder(config.folder, get_plugin_manager())
                 self._place = str(self._folder)
                 config.check_names(self._states.names)

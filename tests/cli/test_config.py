@@ -19,6 +19,7 @@ from shardckpt.huggingface import HuggingFaceLoadStrategy, TorchFileLoadStrategy
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.manager import config as manager_config
 from shardckpt.plugins import FOREIGN_BACKENDS, get_plugin_manager
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -332,6 +333,19 @@ def test_steps_that_no_load_would_accept_are_refused(
     with pytest.raises(CheckpointingException, match="which SHARDCKPT_ACCEPT does not allow"):
         CheckpointManager(CheckpointConfig(folder=tmp_path), states)
     CheckpointManager(CheckpointConfig(folder=tmp_path, strategy="safetensors"), states).close()
+
+
+@table("folder, said", [("{}/a.json", "is a file: give the directory"), ("s3://", "names no bucket")])
+def test_a_folder_that_can_be_none_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, said: str
+) -> None:
+    """By the check of its settings, and by the manager before the training."""
+    file, given = tmp_path / "a.json", folder.format(tmp_path)
+    file.write_text(json.dumps({"folder": given}))
+    assert main(["config", "--check", str(file)]) == 2
+    assert said in capsys.readouterr().err
+    with pytest.raises(CheckpointingException, match=said):
+        CheckpointManager(CheckpointConfig(folder=given), {"model": torch.nn.Linear(2, 2)})
 
 
 def test_check_looks_at_what_a_training_meets_later(
