@@ -105,7 +105,10 @@ def _check(file: str, section: str) -> Output:
             raise ConfigurationError(f"{file} has no section {name!r} {name_known(name, tables, 'sections')}")
         given = tables[name]
     wrong = [each for each in map(_look_further, list_variables()) if each.is_wrong]
-    if faults := [*find_faults(given), *(f"{each.name}={each.value}: {each.text}" for each in wrong)]:
+    said = (
+        each.text if each.text.startswith(each.name) else f"{each.name}={each.value}: {each.text}" for each in wrong
+    )
+    if faults := [*find_faults(given), *said]:
         lines = "".join(f"\n  {fault}" for fault in faults)
         if not section and isinstance(given, dict) and any(isinstance(value, dict) for value in given.values()):
             lines += "\n(where the settings are a table of the file: --section NAME)"

@@ -491,7 +491,7 @@ def attempt(action: str, path: Path, call: Callable[[], _T]) -> _T:
             f"cannot {action} {path}: not tried, since the store has not answered for {settings.remote_timeout()} s "
             f"({settings.REMOTE_TIMEOUT}) while the training waits"
         )
-    number = 1
+    number, said = 1, None
     while True:
         started = time.monotonic()
         try:
@@ -512,7 +512,9 @@ def attempt(action: str, path: Path, call: Callable[[], _T]) -> _T:
                 if is_late and not is_permanent:
                     times += f", while the training waits, {settings.REMOTE_TIMEOUT}={settings.remote_timeout()} s"
                 raise StorageError(f"cannot {action} {path}{times}: {why}") from exc
-            logger.log(_level.get(), "cannot %s %s, attempt %d of %d: %s", action, path, number, attempts, why)
+            told = "as before" if problem is not None and problem.advice == said else why
+            logger.log(_level.get(), "cannot %s %s, attempt %d of %d: %s", action, path, number, attempts, told)
+            said = problem and problem.advice
         time.sleep(delay * random.uniform(0.5, 1))  # noqa: S311 - so that a thousand ranks do not come back at once
         number += 1
 
