@@ -60,6 +60,7 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
         on_busy: Literal["wait", "skip"] = "wait"
         on_full: Literal["error", "prune"] = "error"
+        on_other_job: Literal["warn", "error"] = "warn"
         max_failed_saves: int = 0
         quota: str | None = None
         keep_every_n_steps: int = 0

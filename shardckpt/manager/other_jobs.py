@@ -8,11 +8,12 @@ written anew.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import TYPE_CHECKING
 
 from shardckpt.commit import Owner, describe_process, make_hold
-from shardckpt.errors import StorageError, escape_text
+from shardckpt.errors import CheckpointingException, StorageError, escape_text
 from shardckpt.manager.part import ManagerPart
 from shardckpt.storage import has_local_files
 
@@ -31,10 +32,10 @@ _INTERVAL = 60.0
 
 
 class OtherJobs(ManagerPart):
-    """Warns once of each other job that saves to the folder; a part of the main rank alone."""
+    """Warns once of each other job that saves to the folder, or refuses to; a part of the main rank alone."""
 
-    def __init__(self, folder: StepFolder) -> None:
-        self._folder = folder
+    def __init__(self, folder: StepFolder, *, refuses: bool = False) -> None:
+        self._folder, self._refuses = folder, refuses
         self._name, _ = make_hold("folder", "job", describe_process(), _SECONDS)
         self._looked_at = self._written_at = -_INTERVAL
         self._is_written = False
@@ -43,7 +44,11 @@ class OtherJobs(ManagerPart):
         self._warned: set[str] = set()
 
     def before_save(self, step: int, metrics: Mapping[str, float | None]) -> None:  # noqa: ARG002 - every part has it
-        """Look for files of others; warn of those whose process is alive here, or that were written since."""
+        """Look for files of others; warn of those whose process is alive here, or that were written since.
+
+        Raises:
+            CheckpointingException: There is such a job, and this one is to save to no folder of another.
+        """
         if time.monotonic() - self._looked_at < _INTERVAL and not has_local_files(self._folder.place):
             return
         self._looked_at = time.monotonic()
@@ -71,14 +76,17 @@ class OtherJobs(ManagerPart):
             self._drop(self._name)
 
     def _warn(self, name: str, job: Hold) -> None:
-        self._warned.add(name)
-        logger.warning(
-            "another job saves to %s, too: %s, last at %s. Each takes the other's steps for its own: it replaces, "
-            "loads and removes them. Give each job a folder of its own, or end one of them",
-            self._folder,
-            escape_text(job.holder),
-            time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime((job.until or _SECONDS) - _SECONDS)),
+        last = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime((job.until or _SECONDS) - _SECONDS))
+        text = (
+            f"another job saves to {self._folder}, too: {escape_text(job.holder)}, last at {last}. Each takes the "
+            "other's steps for its own: it replaces, loads and removes them. Give each job a folder of its own, or end "
+            "one of them"
         )
+        if self._refuses:
+            self._looked_at = -math.inf  # the next save looks again
+            raise CheckpointingException(f"{text}: nothing was saved, as on_other_job='error' says")
+        self._warned.add(name)
+        logger.warning("%s", text)
 
     def _drop(self, name: str) -> None:
         try:

@@ -6,8 +6,11 @@ import os
 import re
 from typing import TYPE_CHECKING
 
+import pytest
+
 from shardckpt.commit import Owner, make_hold
 from shardckpt.commit.owner import _host, _status
+from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager, other_jobs
 from tests.manager import folders
 from tests.manager.training import Progress
@@ -15,7 +18,6 @@ from tests.manager.training import Progress
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
 
 #: Another process of this host that is alive, one that is dead, and one of another host.
 ALIVE = Owner(_host(), os.getppid(), int(_status(str(os.getppid()))[1]))
@@ -59,6 +61,24 @@ def test_two_jobs_are_told_of_each_other(
         assert len(_warnings(caplog)) == 2
         assert Owner.current().text in _list_owners(folder)
     assert _list_owners(folder) == {ALIVE.text, ELSEWHERE.text}
+
+
+@folders.PLACES
+def test_a_save_beside_another_job_is_refused_if_asked(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With on_other_job="error" nothing is saved while the other job lives; it is no failure that a job may bear."""
+    folder = place.format(tmp_path / "run")
+    config = CheckpointConfig(folder=folder, interval=1, on_other_job="error", max_failed_saves=5)
+    with CheckpointManager(config, {"progress": Progress()}) as manager:
+        manager.save(1)
+        _write(folder, ALIVE)
+        monkeypatch.setattr(other_jobs, "_INTERVAL", 0.0)  # the minute has passed
+        for step in (2, 3):
+            with pytest.raises(CheckpointingException, match=r"another job saves to .* nothing was saved"):
+                manager.save(step)
+            monkeypatch.setattr(other_jobs, "_INTERVAL", 1e9)
+        assert manager.steps() == [1]
 
 
 def test_a_job_that_was_started_again_is_told_nothing(
