@@ -137,6 +137,8 @@ class PrometheusListener:
       cannot list its folder, and a manager's load of a damaged step that it did without; of ``prune``, old steps that a
       manager could not remove; 0 of these three from the start, so that ``increase`` sees the first.
     - ``shardckpt_skipped_saves_total``: steps that ``on_busy="skip"`` left out, since a save was under way.
+    - ``shardckpt_other_jobs_total``: how often this job has met another that saves to its folder, once each, or with
+      ``on_other_job="error"`` at each save.
     - ``shardckpt_last_failure_timestamp_seconds{operation, phase, error}``: when one last failed, in which phase
       (``""`` for none), and with which class of error, ``StorageError``.
     - ``shardckpt_in_flight{operation}``: operations that have begun and not ended, saves in the background among them,
@@ -198,6 +200,9 @@ class PrometheusListener:
         self._skipped = Counter(
             "shardckpt_skipped_saves", "Steps that were due, and left out while another was saved", registry=registry
         )
+        self._others = Counter(
+            "shardckpt_other_jobs", "Other jobs that were met in the folder of this one's saves", registry=registry
+        )
         for operation in ("save", "load", "prune"):
             self._failures.labels(operation)
         self._failure = Gauge(
@@ -244,8 +249,8 @@ class PrometheusListener:
             self._show_in_flight(event.operation)
         if event.state not in ("end", "failure"):
             return
-        if event.phase == "skipping the step":
-            self._skipped.inc()
+        if event.phase in ("skipping the step", "meeting another job"):
+            (self._skipped if event.phase == "skipping the step" else self._others).inc()
             return
         if event.phase == "writing" and event.nbytes and event.seconds:
             self._rate.labels(event.operation).set(event.nbytes / event.seconds)

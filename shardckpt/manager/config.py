@@ -177,7 +177,7 @@ class CheckpointConfig(BaseModel):
         on_full: What ``save`` does where the file system has no space for the step: ``error``, or ``prune``: it first
             removes the steps that the policies will not keep once it is complete, but never the newest that is there.
         on_other_job: What ``save`` does where another job that is alive saves to ``folder``, too: ``warn`` once, or
-            ``error``: it saves nothing there.
+            ``error``: it saves nothing there, and a manager is not made beside it.
         max_failed_saves: How many saves in a row may fail for the file system or the store (:class:`StorageError`)
             before one is an error: so many are a warning, ``save`` returns False, and the next step that is due is
             tried. 0: the first is an error. What a later save cannot make up for always is one: other errors, the last

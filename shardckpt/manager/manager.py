@@ -523,17 +523,19 @@ class CheckpointManager:
         Every rank has the same error, and so decides alike.
         """
         self._failed += 1
-        most = self.config.max_failed_saves
-        if is_final or error.shared_by is None or self._failed > most:
+        most, place = self.config.max_failed_saves, self._place if step is None else self._folder.path(step)
+        if is_final or error.shared_by is None or not most:
             raise error
-        place = self._place if step is None else self._folder.path(step)
         note_failure("save", place, self._rank, error, started)
         if self._rank == 0:
+            then = "the training goes on" if self._failed <= most else "the error is raised"
             logger.warning(
-                "step %s has no checkpoint, and the training goes on: failed save %d in a row of %d that "
-                "max_failed_saves allows; older checkpoints stay",
-                *(step, self._failed, most),
+                "step %s has no checkpoint, and %s: failed save %d in a row (max_failed_saves=%d); "
+                "older checkpoints stay",
+                *(step, then, self._failed, most),
             )
+        if self._failed > most:
+            raise error
 
     def _check_open(self, action: str) -> None:
         if self._closed:

@@ -1,4 +1,4 @@
-"""Tells two jobs that save to one folder of each other.
+"""Tells two jobs that save to one folder of each other, before the second loads what the first has saved.
 
 A manager that has saved there writes a small file beside the leases, which says who it is, and writes it anew about
 once a minute of saving. One whose process is dead says nothing; of another host's, nobody knows that before it is
@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from shardckpt.commit import Owner, describe_process, make_hold
+from shardckpt.engine import report_phase
 from shardckpt.errors import CheckpointingException, StorageError, escape_text
 from shardckpt.manager.part import ManagerPart
 from shardckpt.storage import has_local_files
@@ -44,6 +45,10 @@ class OtherJobs(ManagerPart):
         self._warned: set[str] = set()
 
     def before_save(self, step: int, metrics: Mapping[str, float | None]) -> None:  # noqa: ARG002 - every part has it
+        """Look for other jobs; see :meth:`look`."""
+        self.look()
+
+    def look(self) -> None:
         """Look for files of others; warn of those whose process is alive here, or that were written since.
 
         Raises:
@@ -82,6 +87,8 @@ class OtherJobs(ManagerPart):
             "other's steps for its own: it replaces, loads and removes them. Give each job a folder of its own, or end "
             "one of them"
         )
+        with report_phase("save", "meeting another job", self._folder, 0):
+            pass
         if self._refuses:
             self._looked_at = -math.inf  # the next save looks again
             raise CheckpointingException(f"{text}: nothing was saved, as on_other_job='error' says")

@@ -65,7 +65,9 @@ def make_parts(
             if config.links:
                 begin_links(folder)
             if fault_tolerance is None:  # replicas share a folder
-                parts.append(OtherJobs(folder, refuses=config.on_other_job == "error"))
+                others = OtherJobs(folder, refuses=config.on_other_job == "error")
+                others.look()  # before a load takes a step of theirs
+                parts.append(others)
             parts.append(Retention(folder, config.retention_policies, links=config.links))
             if config.show_progress:
                 parts.append(SaveProgress())

@@ -50,7 +50,7 @@ class Event:
             ``inspect`` or ``prune``.
         phase: Name of the phase; ``""`` for the operation from start to end. ``skipping the step`` is one of a save
             that never began: ``on_busy="skip"`` left the step out. ``looking at the folder`` comes before each save of
-            a manager, and belongs to no operation, either.
+            a manager, and belongs to no operation, either, as ``meeting another job`` that saves to its folder.
         state: ``start``, ``end`` or ``failure``; or ``progress``, at most ten times a second, of a verification, which
             has no other events; to plugins that have the attribute ``wants_progress = True`` also of saves,
             conversions, exports and migrations. Threads report it, too, and the end of a background save's

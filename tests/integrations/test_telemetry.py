@@ -517,7 +517,7 @@ def test_the_alerts_ask_for_what_is_exported(tmp_path: Path) -> None:
     samples = [sample for metric in registry.collect() for sample in metric.samples]
     text = READMES["shardckpt/integrations/README.md"]
     rules = re.findall(r"^  - {alert: \w+, expr: '([^']*shardckpt_[^']*[<>] [\d.]+)'}$", text, re.MULTILINE)
-    assert len(rules) == 11
+    assert len(rules) == 12
     for rule in rules:
         assert rule.count("(") == rule.count(")")
         for name, matchers in re.findall(r"(shardckpt_\w+)(?:{([^}]*)})?", rule):

@@ -64,7 +64,8 @@ def test_so_many_saves_in_a_row_may_fail(
     assert manager.steps() == [1]
     assert failures == ["NotEnoughSpaceError"] * 3
     warned = [each.getMessage() for each in caplog.records if "max_failed_saves" in each.getMessage()]
-    assert [text[:6] for text in warned] == ["step 2", "step 3"]
+    assert [text[:6] for text in warned] == ["step 2", "step 3", "step 4"]
+    assert "the error is raised: failed save 3 in a row (max_failed_saves=2)" in warned[-1]
     manager.close()
 
 
@@ -98,7 +99,7 @@ def test_a_failure_in_the_background_is_borne_where_it_surfaces(
         manager.wait()
     assert manager.steps() == [2, 4]
     assert failures == ["StorageError"] * 2
-    assert caplog.text.count("failed save 1 in a row of 1") == 2
+    assert caplog.text.count("failed save 1 in a row (max_failed_saves=1)") == 2
     manager.close()
 
 

@@ -79,6 +79,8 @@ def test_a_save_beside_another_job_is_refused_if_asked(
                 manager.save(step)
             monkeypatch.setattr(other_jobs, "_INTERVAL", 1e9)
         assert manager.steps() == [1]
+    with pytest.raises(CheckpointingException, match="another job saves to"):
+        CheckpointManager(config, {"progress": Progress()})
 
 
 def test_a_job_that_was_started_again_is_told_nothing(
