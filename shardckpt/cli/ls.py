@@ -286,13 +286,9 @@ def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     names = failed if failed and found.state == "whole" else [*failed, _name_state(found)]  # its sizes alone are right
     rescued = [f"rescued: {format_many(found.rescued, 'key')} left out"] if found.rescued else []
     state, reason = ", ".join((*names, *rescued, *found.links)), found.reason.removeprefix("is ")
-    state = (
-        reason
-        if found.is_refused or (found.inside and not found.is_checkpoint)
-        else f"{state}: {reason}"
-        if reason
-        else state
-    )
+    if reason:
+        is_other = found.is_refused or (found.inside and not found.is_checkpoint)
+        state = reason if is_other else f"{state}: {reason}"
     cells = (
         found.name,
         "-" if found.step is None else found.step,

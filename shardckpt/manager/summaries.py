@@ -67,10 +67,7 @@ class CheckpointSummary:
         links: The links ``latest`` and ``best`` of the folder that lead to it.
         inside: How many checkpoints there are in its folders, as the names of files say, if it is none itself, or a
             model beside the steps of its training, as transformers' Trainer leaves it.
-    <<<<<<< HEAD
         rescued: How many keys the rescue that has written it (``convert --skip-damaged``) left out; 0 if it is none.
-    =======
-    >>>>>>> 734bf524aee125e8d784dcb03153f670abcad84f
         is_refused: Whether it is a file that may be a checkpoint, and names classes that are not allowed.
     """
 
