@@ -11,7 +11,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.engine.transaction import as_json
 from shardckpt.errors import CorruptCheckpointError, VersionTooNewError
-from shardckpt.manifest import FileRecord, Integrity, Marker, Record, parse_plain
+from shardckpt.manifest import FileRecord, Integrity, Marker, Record, lacks_weights, parse_plain
 from shardckpt.manifest.names import NO_DIGEST
 from shardckpt.mapping import ShardedTensor
 from tests import backends
@@ -267,3 +267,22 @@ def test_a_record_has_no_content_that_its_reader_refuses() -> None:
     assert as_json([[[]]]) == [[[]]]
     assert as_json(content) is None
     assert as_json({"a": float("inf")}) is as_json({1: "a", "1": "b"}) is None
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("config.json", "tokenizer.json"),  # a model's settings alone
+        ("config.json", "generation_config.json", "onnx"),  # its weights in a folder
+        ("config.json", "generation_config.json", "model.gguf"),
+        ("trainer_state.json", "checkpoint-100", "training_args.bin"),  # a run
+        ("trainer_state.json", "all_results.json"),  # Trainer.save_state()
+        ("trainer_state.json", "training_args.bin", "optimizer_0", "pytorch_model_fsdp_0"),
+        ("trainer_state.json", "training_args.bin", "global_step100", "latest"),
+        ("optimizer.pt", "scheduler.pt"),
+    ],
+)
+def test_weights_elsewhere_are_not_lost(names: tuple[str, ...]) -> None:
+    """A folder has lost its weights only if it has what is saved with them, and no weights, nor a folder of any."""
+    assert not lacks_weights(names)
+    assert lacks_weights(["LICENSE", "config.json", "training_args.bin"])

@@ -129,7 +129,7 @@ def _describe(report: DiffReport, options: Any) -> list[str]:
             lines += fit_table(("object", "differs in", "first", "second"), rows, styles, 1)
         summary += f"; objects and common state: {equal} equal, {format_many(len(different), 'value')} not"
     lines.append(paint(summary, "good" if report.are_same else "bad"))
-    more = (_describe_left_out, _advise_names, _advise_rows, _advise_objects)
+    more = (_describe_left_out, _describe_unread, _advise_names, _advise_rows, _advise_objects)
     return [*lines, *filter(None, (describe(report, options) for describe in more))]
 
 
@@ -157,6 +157,14 @@ def _describe_left_out(report: DiffReport, _: Any) -> str:
 
     count = len(report.left_out)
     return f"not compared: {format_many(count, 'tensor')} of the optimizer's state" if count else ""
+
+
+def _describe_unread(report: DiffReport, _: Any) -> str:
+    """Return which files in the folders were not compared; ``""`` if none."""
+    from shardckpt.maintenance import describe_unread_files
+
+    names = describe_unread_files(report.unread_files)
+    return names and f"{escape_text(names)}: diff each by its path"
 
 
 def _find_style(kind: str) -> Style:

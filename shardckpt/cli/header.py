@@ -19,13 +19,18 @@ def read_header(checkpoint: StoredCheckpoint | PlainRecord, place: Path) -> dict
 
     record = checkpoint if isinstance(checkpoint, PlainRecord) else checkpoint.record
     parent, step = checkpoint.lineage
+    metrics: dict[str, float | None] = {} if record is None else read_metrics(record.content_metadata)
+    if record is None and not isinstance(checkpoint, PlainRecord):
+        from shardckpt.manager import read_trainer_state
+
+        step, metrics = read_trainer_state(place)
     return {
         "backend": checkpoint.backend,
         "version": checkpoint.version,
         "id": checkpoint.save_id or None,
         "parent": parent,
         "step": step,
-        "metrics": {} if record is None else read_metrics(record.content_metadata),
+        "metrics": metrics,
         "rescued": count_rescued(checkpoint.content_metadata)
         if isinstance(checkpoint, PlainRecord)
         else checkpoint.rescued,

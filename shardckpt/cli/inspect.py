@@ -276,10 +276,13 @@ class _Found(NamedTuple):
     files: Sequence[tuple[Any, ...]] = ()
     #: Of each tensor, if they are asked for.
     statistics: Sequence[Statistics | None] | None = None
+    #: Names of files beside it that are read by their paths alone.
+    unread: Sequence[str] = ()
 
 
 def _collect(checkpoint: StoredCheckpoint, options: Any) -> _Found:
     from shardckpt.engine import locate
+    from shardckpt.maintenance import list_unread_files
     from shardckpt.plugins import get_plugin_manager
 
     prefix = options.prefix
@@ -297,16 +300,18 @@ def _collect(checkpoint: StoredCheckpoint, options: Any) -> _Found:
         for key, scales in sorted(columns.scales.items())
         if key.startswith(prefix)
     ]
+    place = locate(options.directory, get_plugin_manager())
     return _Found(
         options.directory,
         prefix,
-        read_header(checkpoint, locate(options.directory, get_plugin_manager())),
+        read_header(checkpoint, place),
         tensors,
         objects,
         common,
         fault,
         [],
         scaled,
+        unread=list_unread_files(place, checkpoint),
     )
 
 
@@ -385,9 +390,18 @@ def _describe(found: _Found, options: Any) -> list[str]:
         listing,
         *map(escape_text, found.scaled),
         summary,
+        *_describe_unread(found.unread),
         *map(escape_text, faults),
         *_describe_faults(found.incomplete, shown),
     ]
+
+
+def _describe_unread(names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    from shardckpt.maintenance import describe_unread_files  # it imports torch
+
+    return [f"{escape_text(describe_unread_files(names))}: inspect each by its path"]
 
 
 def _describe_writer(header: dict[str, Any]) -> str:
@@ -442,6 +456,7 @@ def _list_all(found: _Found) -> dict[str, Any]:
         "objects": found.objects,
         "common": found.common,
         "common_fault": found.fault,
+        "unread_files": [*found.unread],
         "incomplete_files": _list_faults(found.incomplete),
     }
 

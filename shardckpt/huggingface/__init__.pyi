@@ -39,7 +39,6 @@ from shardckpt.huggingface.models import MegatronMapping as MegatronMapping
 from shardckpt.huggingface.models import find_mapping as find_mapping
 from shardckpt.huggingface.names import ADAPTER as ADAPTER
 from shardckpt.huggingface.names import ADAPTER_WEIGHTS as ADAPTER_WEIGHTS
-from shardckpt.huggingface.names import TRAINER_STATE as TRAINER_STATE
 from shardckpt.huggingface.names import assign_files as assign_files
 from shardckpt.huggingface.names import encode_weights_index as encode_weights_index
 from shardckpt.huggingface.names import is_hub_folder as is_hub_folder

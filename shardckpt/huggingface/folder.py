@@ -21,6 +21,7 @@ from shardckpt.huggingface.names import (
     has_numbered_files,
     index_name,
 )
+from shardckpt.manifest import HUB_CONFIG, lacks_weights
 from shardckpt.storage import (
     HEADER_LIMIT,
     LENGTH_BYTES,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
     import torch
 
-CONFIG = "config.json"
+CONFIG = HUB_CONFIG
 CONFIG_LIMIT = 16 << 20
 #: In the Hugging Face cache, ``<repository>/snapshots/<revision>`` has links into ``<repository>/blobs``, whose files
 #: may be links into ``blobs`` of the whole cache: huggingface_hub 1.32, which stores equal files of repositories once.
@@ -256,6 +257,11 @@ def find_only_file(folder: Path) -> str:
             raise CorruptCheckpointError(
                 f"{folder} has lost {index_name(SAFETENSORS)}, without which transformers does not load it, and "
                 "nothing says whether a file is missing: copy it from where the folder came from, or export again"
+            )
+        if lacks_weights(names):
+            raise CorruptCheckpointError(
+                f"{folder} has lost its weights: it has {listed(names, limit=3)}, and no weights of any format: copy "
+                f"{name} from where the folder came from"
             )
         found = listed(names, limit=3) if folder.is_dir() else "no directory"
         raise NotACheckpointError(

@@ -7,7 +7,15 @@ import re
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.manifest import HUB_ADAPTER, HUB_FILES, HUB_WEIGHTS
+from shardckpt.manifest import (
+    HUB_ADAPTER,
+    HUB_ADAPTER_CONFIG,
+    HUB_FILES,
+    HUB_WEIGHTS,
+    TRAINER_STATE,
+    WEIGHT_SUFFIXES,
+    lacks_weights,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -21,7 +29,7 @@ _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\
 #: Of several files of safetensors, which an index lists.
 _NUMBERED = re.compile(r"model-\d+-of-\d+\.safetensors")
 #: What makes transformers put old adapters onto the new weights.
-ADAPTER = "adapter_config.json"
+ADAPTER = HUB_ADAPTER_CONFIG
 #: The weights that it describes; with these alone a folder is PEFT's, of an adapter and no model.
 ADAPTER_WEIGHTS = HUB_ADAPTER
 #: Weights that transformers, vLLM or SGLang load of a folder: all ``*.safetensors``, Mistral's, PyTorch's, Keras' and
@@ -33,17 +41,13 @@ _LOADED = re.compile(
 _CONFIGURING = re.compile(
     r"([^.].*_)?config\.json|(tokenizer|chat_template|vocab|special_tokens|added_tokens|merges|params|tekken)[^/]*|[^.].*\.(model|tiktoken)"
 )
-#: Suffixes of weights in any format.
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 #: What keys of the metadata begin with that say which checkpoint a folder has.
 ORIGIN = "shardckpt_"
-#: Where transformers' Trainer keeps the step and the log of a training; it writes it last, and a resume reads it first.
-TRAINER_STATE = "trainer_state.json"
 
 
 def is_hub_folder(names: Collection[str]) -> bool:
-    """Return whether a folder is one of the Hub's layout, as the names of its files say: it may have lost its index."""
-    return not HUB_FILES.isdisjoint(names) or has_numbered_files(names)
+    """Return whether names are of a folder of the Hub's layout; it may have lost its index, or its weights."""
+    return not HUB_FILES.isdisjoint(names) or has_numbered_files(names) or lacks_weights(names)
 
 
 def has_numbered_files(names: Collection[str]) -> bool:
@@ -128,9 +132,7 @@ def is_asset(name: str) -> bool:
 
     ``trainer_state.json`` belongs to a training, whose metrics were measured of other weights, or with its optimizer.
     """
-    return (
-        name != TRAINER_STATE and not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES) and name != ADAPTER
-    )
+    return name != TRAINER_STATE and not name.startswith(".") and not name.endswith(WEIGHT_SUFFIXES) and name != ADAPTER
 
 
 def is_replaced(name: str, *, has_assets: bool) -> bool:

@@ -23,7 +23,9 @@ from shardckpt.maintenance.object_diff import ObjectReport as ObjectReport
 from shardckpt.maintenance.proof import TensorProof as TensorProof
 from shardckpt.maintenance.remove import RemovalReport as RemovalReport
 from shardckpt.maintenance.remove import remove_keys as remove_keys
+from shardckpt.maintenance.sources import describe_unread_files as describe_unread_files
 from shardckpt.maintenance.sources import find_cut_file as find_cut_file
+from shardckpt.maintenance.sources import list_unread_files as list_unread_files
 from shardckpt.maintenance.sources import open_any as open_any
 from shardckpt.maintenance.sources import recognise_file as recognise_file
 from shardckpt.maintenance.state_fingerprints import fingerprint as fingerprint

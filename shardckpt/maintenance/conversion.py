@@ -20,6 +20,7 @@ from shardckpt.engine import (
     Forecast,
     OpenCheckpoint,
     Operation,
+    StoredCheckpoint,
     TensorSums,
     Transaction,
     find_incomplete_files,
@@ -35,7 +36,6 @@ from shardckpt.errors import (
     name_prefixes,
 )
 from shardckpt.huggingface import (
-    TRAINER_STATE,
     ExportOptions,
     HuggingFaceLoadStrategy,
     TorchFile,
@@ -50,11 +50,12 @@ from shardckpt.huggingface import (
 )
 from shardckpt.maintenance.content import note_rescue
 from shardckpt.maintenance.proof import StagedProof, SummedCheckpoint, TensorProof, list_fingerprints
-from shardckpt.maintenance.sources import Reading, list_torch_files
+from shardckpt.maintenance.sources import Reading, describe_unread_files, list_unread_files
 from shardckpt.maintenance.tensor_boxes import DeferredBoxes, cut_tensors
+from shardckpt.manifest import TRAINER_STATE
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.plugins import Identity
-from shardckpt.storage import Journal, digest_vote, has_local_files, is_there
+from shardckpt.storage import Journal, digest_vote, has_local_files, is_there, open_directory
 from shardckpt.strategy import ReadsPlainObjects, SaveContext, SaveStrategy
 from shardckpt.validation import GivenShards, describe_shards, stored_key
 
@@ -191,8 +192,7 @@ class Conversion:
             )
             with self.opener(self.source, self.plugins, how) as opened:
                 self._check(opened)
-                if isinstance(opened.strategy, HuggingFaceLoadStrategy) and not self.source.is_file():
-                    self._warn_of_torch_files(opened.context.reader.place)
+                self._warn_of_unread(opened)
                 if self.saver is not None:
                     operation.set_strategy(self.saver)
                 stored = SummedCheckpoint(
@@ -471,18 +471,11 @@ class Conversion:
             )
         return file.rewritten
 
-    def _warn_of_torch_files(self, place: Path) -> None:
-        if names := list_torch_files(place):
-            logger.warning(
-                "converting %s: %s of torch.save beside the model %s not read: %s: convert each by its path",
-                *(
-                    self.source,
-                    format_many(len(names), "file"),
-                    "is" if len(names) == 1 else "are",
-                    listed(names, limit=6),
-                ),
-            )
-        if is_there(place / TRAINER_STATE):
+    def _warn_of_unread(self, opened: OpenCheckpoint) -> None:
+        names = list_unread_files(self.source, StoredCheckpoint(opened))
+        if names:
+            logger.warning("converting %s: %s: convert each by its path", self.source, describe_unread_files(names))
+        if is_there(open_directory(self.source) / TRAINER_STATE):
             logger.warning("converting %s: %s is the training's, and is not copied", self.source, TRAINER_STATE)
 
     def _list_plain_objects(self, stored: OpenCheckpoint) -> list[str]:

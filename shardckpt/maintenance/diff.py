@@ -20,7 +20,7 @@ from shardckpt.engine import (
 )
 from shardckpt.errors import CheckpointingException, KeyMismatchError, name_prefixes
 from shardckpt.maintenance.object_diff import ObjectReport, diff_objects
-from shardckpt.maintenance.sources import Reading, open_source
+from shardckpt.maintenance.sources import Reading, list_unread_files, open_source
 from shardckpt.maintenance.statistics import has_numbers
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, batch_by_bytes, cut_box
@@ -30,7 +30,6 @@ from shardckpt.storage import retry_if_replaced
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from shardckpt.engine import OpenCheckpoint
     from shardckpt.planning import Ints
@@ -85,6 +84,8 @@ class DiffReport:
         objects: How objects and common state differ; None if they were not compared.
         left_out: Keys of the optimizer's state of the first checkpoint, which the other side of a mapping has not.
         of_other_dtype: How many of ``equal`` have another dtype in the second, with ``ignore_dtype``.
+        unread_files: Names of files of ``torch.save`` in either folder that were not compared, such as those of
+            transformers' Trainer with its optimizer.
     """
 
     equal: int
@@ -93,6 +94,7 @@ class DiffReport:
     objects: ObjectReport | None = None
     left_out: tuple[str, ...] = ()
     of_other_dtype: int = 0
+    unread_files: tuple[str, ...] = ()
 
     @property
     def are_same(self) -> bool:
@@ -152,25 +154,27 @@ def diff_checkpoints(
     if not (rtol >= 0 and atol >= 0):
         raise CheckpointingException(f"rtol={rtol}, atol={atol}: a tolerance is a number that is not negative")
 
+    plugins = get_plugin_manager()
+
     def attempt() -> DiffReport:
+        places = locate(first, plugins), locate(second, plugins)
         with ExitStack() as stack:
-            one = stack.enter_context(_open(first, allow_globals, rename))
-            other = stack.enter_context(_open(second, allow_globals))
+            one = stack.enter_context(open_source(places[0], plugins, Reading(allow_globals, rename=rename)))
+            other = stack.enter_context(open_source(places[1], plugins, Reading(allow_globals)))
+            unread = {
+                name: None
+                for place, opened in zip(places, (one, other), strict=True)
+                for name in list_unread_files(place, StoredCheckpoint(opened))
+            }
             report = _Comparison(one, other, rtol, atol, memory, str(first), ignore_dtype).run(
                 mapping or Identity(), prefix, read_values
             )
+            report = replace(report, unread_files=tuple(unread))
             if tensors_only or prefix or not isinstance(mapping or Identity(), Identity):
                 return report
             return replace(report, objects=diff_objects(one, other))
 
     return retry_if_replaced(attempt, first)
-
-
-def _open(
-    place: str | os.PathLike[str], allow_globals: tuple[object, ...], rename: Mapping[str, str] | None = None
-) -> AbstractContextManager[OpenCheckpoint]:
-    plugins = get_plugin_manager()
-    return open_source(locate(place, plugins), plugins, Reading(allow_globals, rename=rename))
 
 
 class _Pair(NamedTuple):

@@ -8,7 +8,15 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import StorageError
-from shardckpt.manifest import HUB_FILES, HUB_WEIGHTS, MARKER_NAME, RECORD_NAME
+from shardckpt.manifest import (
+    HUB_CONFIG,
+    HUB_FILES,
+    HUB_WEIGHTS,
+    MARKER_NAME,
+    RECORD_NAME,
+    is_of_training,
+    lacks_weights,
+)
 from shardckpt.storage import real_path, wrap_os_errors
 
 if TYPE_CHECKING:
@@ -27,8 +35,6 @@ _MARKS = frozenset(
 #: Data files of DCP, Megatron and (safetensors, 1), DeepSpeed's, the Hub's, of several, and the folders of ranks of
 #: Megatron's legacy format.
 _PARTS = re.compile(r".*\.distcp|(rank_\d+_\d+|model-\d+-of-\d+)\.safetensors|.*_model_states\.pt|mp_rank_\d+(_\d+)*")
-#: What transformers and accelerate write beside the only file of a model, which then needs no config.json.
-_OF_TRAINER = re.compile(r"(optimizer|scheduler|scaler|rng_state|random_states|training_args|sampler|dl_state_dict).*")
 
 
 class Names(NamedTuple):
@@ -81,9 +87,11 @@ def is_marked(names: Iterable[str]) -> bool:
     """
     names = [*names]
     marks = {name for name in names if name in _MARKS or _PARTS.fullmatch(name)}
-    if marks != {HUB_WEIGHTS} or "config.json" in names:
-        return bool(marks)
-    return not any(name.endswith(FILE_SUFFIXES) and not _OF_TRAINER.fullmatch(name) for name in {*names} - marks)
+    if not marks:
+        return lacks_weights(names)
+    if marks != {HUB_WEIGHTS} or HUB_CONFIG in names:
+        return True
+    return not any(name.endswith(FILE_SUFFIXES) and not is_of_training(name) for name in {*names} - marks)
 
 
 def is_visible_in(path: str, top: str) -> bool:

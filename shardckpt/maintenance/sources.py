@@ -29,6 +29,8 @@ from shardckpt.errors import (
     IncompleteCheckpointError,
     KeyMismatchError,
     NotACheckpointError,
+    format_many,
+    listed,
 )
 from shardckpt.huggingface import (
     ADAPTER,
@@ -47,14 +49,14 @@ from shardckpt.huggingface import (
     review_others,
 )
 from shardckpt.maintenance.foreign import describe_file, describe_folder
-from shardckpt.manifest import Manifest
+from shardckpt.manifest import TRAINER_STATE, Manifest, explain_step_without_optimizer, explain_unfinished_step
 from shardckpt.plugins import check_policy, find_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import CheckpointReader, has_local_files, is_read_again, open_directory, wrap_os_errors
 from shardckpt.strategy import ChecksFiles, LoadContext, find_error
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -281,7 +283,7 @@ def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[s
     """Check a folder of Hugging Face: its files and, if they are sound, whether it is a model that engines load."""
     found = {name: Checked(error) for name, error in check_folder(place).items()}
     weights = {name for name in found if name.endswith(".safetensors")}
-    found |= _check_archives(place)
+    found |= _check_archives(place) | _check_trainer_step(place, location.name)
     if any(found[name].error for name in weights):
         return found
     for name, note in review_others(place, weights).items():
@@ -304,8 +306,32 @@ def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[s
     return {**found, review.file: Checked(review.fault, note=review.note)} if review.file else found
 
 
+def _check_trainer_step(place: Path, step: str) -> dict[str, Checked]:
+    """Check that a step of transformers' Trainer has the file that is written last."""
+    names = [path.name for path in place.iterdir()]
+    if unfinished := explain_unfinished_step(step, names):
+        return {TRAINER_STATE: Checked(CorruptCheckpointError(unfinished))}
+    model_only = explain_step_without_optimizer(step, names)
+    return {TRAINER_STATE: Checked(None, note=model_only)} if model_only else {}
+
+
+def list_unread_files(location: Path, checkpoint: StoredCheckpoint) -> list[str]:
+    """Return the names of the files of torch.save in a folder that its reader does not read: a Trainer's optimizer."""
+    read = set() if location.is_file() else {file.name for file in checkpoint.list_files()}
+    if not read:  # or the strategy does not say
+        return []
+    return [name for name in list_torch_files(open_directory(location)) if name not in read]
+
+
+def describe_unread_files(names: Sequence[str]) -> str:
+    """Return a sentence with the names of files that are not read; ``""`` if there are none."""
+    are = "is" if len(names) == 1 else "are"
+    many = format_many(len(names), "file")
+    return f"{many} of torch.save beside the model {are} not read: {listed(names, limit=6)}" if names else ""
+
+
 def list_torch_files(place: Path) -> list[str]:
-    """Return the names of the files of torch.save in a folder: a Trainer's optimizer stands beside its model."""
+    """Return the names of the files of torch.save in a folder."""
     with wrap_os_errors("list", place):
         names = sorted(path.name for path in place.iterdir())
     return [name for name in names if name.endswith((".pt", ".pth", ".bin", ".ckpt")) and name[0] != "."]

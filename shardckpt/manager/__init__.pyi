@@ -64,3 +64,4 @@ from shardckpt.manager.summaries import list_once as list_once
 from shardckpt.manager.summaries import list_plain as list_plain
 from shardckpt.manager.titan import make_titan_config as make_titan_config
 from shardckpt.manager.titan import merge_loader_states as merge_loader_states
+from shardckpt.manager.trainer_steps import read_trainer_state as read_trainer_state

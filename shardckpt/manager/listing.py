@@ -24,7 +24,6 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.huggingface import (
-    TRAINER_STATE,
     HuggingFaceLoadStrategy,
     is_hub_folder,
     read_hub_folder,
@@ -52,8 +51,16 @@ from shardckpt.manager.summaries import (
     list_once,
     name_below,
 )
-from shardckpt.manager.trainer_steps import is_unfinished, read_trainer_metrics
-from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, RECORD_NAME, Manifest
+from shardckpt.manager.trainer_steps import read_trainer_state
+from shardckpt.manifest import (
+    FINGERPRINTS_NAME,
+    MARKER_NAME,
+    RECORD_NAME,
+    TRAINER_STATE,
+    Manifest,
+    explain_step_without_optimizer,
+    explain_unfinished_step,
+)
 from shardckpt.plugins import ABSENT, choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import (
     CheckpointReader,
@@ -351,6 +358,8 @@ def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: Canno
         names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     if is_hub_folder(names) and is_marked(names):
         summary = replace(summary, strategy="huggingface", library="Hugging Face")
+        if unfinished := explain_unfinished_step(directory.name, names):
+            return replace(summary, state="incomplete", reason=unfinished)
         try:
             found = read_hub_folder(find_url(directory))
         except CheckpointingException as exc:
@@ -359,14 +368,13 @@ def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: Canno
             summary = replace(summary, strategy="PEFT adapter")
         by, fingerprint = found.library or summary.library, found.origin.get("fingerprint", "")
         summary = replace(summary, state="whole", library=by, fingerprint=fingerprint, rescued=found.rescued)
-        if is_unfinished(directory, names):
-            reason = f"it has no {TRAINER_STATE}, which transformers' Trainer writes last: the save did not end"
-            return replace(summary, state="incomplete", reason=reason)
         if has_local_files(directory) and (cut := find_cut_file(directory)) is not None:
             return replace(summary, state="damaged", reason=_shorten(cut, directory))
         if steps := sum(parse_step(name) is not None and (directory / name).is_dir() for name in names):
             summary = replace(summary, inside=steps, reason=f"with {format_many(steps, 'step')} in its folders")
-        return replace(summary, metrics=read_trainer_metrics(directory, names))
+        elif model_only := explain_step_without_optimizer(directory.name, names):
+            summary = replace(summary, reason=model_only)
+        return replace(summary, metrics=read_trainer_state(directory).metrics) if TRAINER_STATE in names else summary
     if (described := _describe_deepspeed(directory, summary, names)) is not None:
         return described
     return _describe_rest(directory, summary, names, error)

@@ -1,3 +1,16 @@
+from shardckpt.manifest.hub import HUB_ADAPTER as HUB_ADAPTER
+from shardckpt.manifest.hub import HUB_ADAPTER_CONFIG as HUB_ADAPTER_CONFIG
+from shardckpt.manifest.hub import HUB_CONFIG as HUB_CONFIG
+from shardckpt.manifest.hub import HUB_FILES as HUB_FILES
+from shardckpt.manifest.hub import HUB_INDEX as HUB_INDEX
+from shardckpt.manifest.hub import HUB_WEIGHTS as HUB_WEIGHTS
+from shardckpt.manifest.hub import TRAINER_ARGUMENTS as TRAINER_ARGUMENTS
+from shardckpt.manifest.hub import TRAINER_STATE as TRAINER_STATE
+from shardckpt.manifest.hub import WEIGHT_SUFFIXES as WEIGHT_SUFFIXES
+from shardckpt.manifest.hub import explain_step_without_optimizer as explain_step_without_optimizer
+from shardckpt.manifest.hub import explain_unfinished_step as explain_unfinished_step
+from shardckpt.manifest.hub import is_of_training as is_of_training
+from shardckpt.manifest.hub import lacks_weights as lacks_weights
 from shardckpt.manifest.models import FileRecord as FileRecord
 from shardckpt.manifest.models import Integrity as Integrity
 from shardckpt.manifest.models import Manifest as Manifest
@@ -7,10 +20,6 @@ from shardckpt.manifest.models import SaveTimings as SaveTimings
 from shardckpt.manifest.names import CONTENT_KEY as CONTENT_KEY
 from shardckpt.manifest.names import FINGERPRINTS_NAME as FINGERPRINTS_NAME
 from shardckpt.manifest.names import GENERATION as GENERATION
-from shardckpt.manifest.names import HUB_ADAPTER as HUB_ADAPTER
-from shardckpt.manifest.names import HUB_FILES as HUB_FILES
-from shardckpt.manifest.names import HUB_INDEX as HUB_INDEX
-from shardckpt.manifest.names import HUB_WEIGHTS as HUB_WEIGHTS
 from shardckpt.manifest.names import INTEGRITY_ALGORITHM as INTEGRITY_ALGORITHM
 from shardckpt.manifest.names import INTEGRITY_LIMIT as INTEGRITY_LIMIT
 from shardckpt.manifest.names import INTEGRITY_NAME as INTEGRITY_NAME

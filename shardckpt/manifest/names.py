@@ -11,11 +11,6 @@ if TYPE_CHECKING:
 MARKER_NAME = "metadata.json"
 RECORD_NAME = "shardckpt.json"
 INTEGRITY_NAME = "integrity.json"
-#: Of weights in a folder of the Hub: the only file, the index of several files, and an adapter of PEFT.
-HUB_WEIGHTS = "model.safetensors"
-HUB_INDEX = f"{HUB_WEIGHTS}.index.json"
-HUB_ADAPTER = "adapter_model.safetensors"
-HUB_FILES = frozenset({HUB_WEIGHTS, HUB_INDEX, HUB_ADAPTER})
 #: Fingerprints of the tensors, if the save was asked for them; a file of the checkpoint like any other.
 FINGERPRINTS_NAME = "tensors.fingerprints"
 #: The key in ``content_metadata`` of what a CheckpointManager notes of a step.

@@ -128,9 +128,9 @@ def test_a_trainers_optimizer_beside_a_model_is_seen(
     save_file({"w": torch.ones(4)}, folder / "model.safetensors")
     torch.save({"state": torch.ones(1000)}, folder / "optimizer.pt")
     torch.save(Fraction(1, 2), folder / "training_args.bin")
+    (folder / "trainer_state.json").write_text("{}")
     assert main(["verify", str(folder)]) == 0
     assert "optimizer.pt" in capsys.readouterr().out
-    (folder / "trainer_state.json").write_text("{}")
     assert main(["ls", str(folder)]) == 0
     assert main(["convert", str(folder), str(tmp_path / "new"), "--to", "hf"]) == 0
     assert not (tmp_path / "new" / "trainer_state.json").exists()  # the metrics of a training, without its optimizer

@@ -12,27 +12,16 @@ from safetensors.torch import save_file
 from shardckpt.cli import main
 from shardckpt.manager import remove_step
 from tests.cli.checkpoints import damage
+from tests.cli.trainer import make_trainer_steps
 from tests.manager import folders
 
 if TYPE_CHECKING:
     import pytest
 
 
-def _make_trainer_steps(folder: Path, *steps: int) -> None:
-    """Steps as transformers' Trainer leaves them."""
-    for step in steps:
-        place = folder / f"checkpoint-{step}"
-        place.mkdir(parents=True)
-        save_file({"w": torch.full((2,), float(step))}, place / "model.safetensors", {"format": "pt"})
-        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
-            torch.save({"step": step}, place / name)
-        log = [{"step": step, "loss": 1.0}, {"step": step, "eval_loss": abs(step - 200), "eval_runtime": 1.0}]
-        (place / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": log}))
-
-
 def test_a_trainers_metrics_choose_its_best_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What transformers' Trainer has logged at a step is its metric: ls shows it, and --keep-best keeps the best."""
-    _make_trainer_steps(tmp_path, 100, 200, 300)
+    make_trainer_steps(tmp_path, 100, 200, 300)
     assert main(["ls", str(tmp_path), "--json"]) == 0
     rows = {each["step"]: each["metrics"] for each in json.loads(capsys.readouterr().out)}
     assert rows[300] == {"eval_loss": 100.0, "loss": 1.0}
@@ -42,7 +31,7 @@ def test_a_trainers_metrics_choose_its_best_step(tmp_path: Path, capsys: pytest.
 
 def test_a_trainers_unfinished_save_takes_no_whole_steps_place(tmp_path: Path) -> None:
     """A step without trainer_state.json, which the Trainer writes last, is incomplete: the newest whole one stays."""
-    _make_trainer_steps(tmp_path, 100, 200, 300)
+    make_trainer_steps(tmp_path, 100, 200, 300)
     (tmp_path / "checkpoint-300" / "trainer_state.json").unlink()
     assert main(["prune", str(tmp_path), "--keep-latest", "1"]) == 0
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-200", "checkpoint-300"}
@@ -50,7 +39,7 @@ def test_a_trainers_unfinished_save_takes_no_whole_steps_place(tmp_path: Path) -
 
 def test_a_trainers_steps_are_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As save_total_limit of transformers does, --keep-latest keeps the newest; a pin keeps one; ls shows the same."""
-    _make_trainer_steps(tmp_path, 100, 200, 300, 1000)
+    make_trainer_steps(tmp_path, 100, 200, 300, 1000)
     damage(tmp_path / "checkpoint-300" / "model.safetensors", "cut by a byte")
     assert main(["pin", str(tmp_path), "100", "--label", "paper"]) == 0
     assert main(["ls", str(tmp_path)]) == 1
@@ -69,7 +58,7 @@ def test_a_trainers_steps_are_steps(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_the_newest_that_a_manager_loads_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Beside newer steps of the Hub's format the newest of a manager stays, which its next run loads."""
     folders.save_all(tmp_path, 1, 2, name="checkpoint-{}")
-    _make_trainer_steps(tmp_path, 3, 4)
+    make_trainer_steps(tmp_path, 3, 4)
     assert main(["prune", str(tmp_path), "--keep-latest", "1"]) == 0
     assert "kept: it is the newest that a manager loads" in capsys.readouterr().out
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
@@ -77,7 +66,7 @@ def test_the_newest_that_a_manager_loads_stays(tmp_path: Path, capsys: pytest.Ca
 
 def test_what_no_policy_counts_is_named_and_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file of torch.save, and a checkpoint by no step's name, are no steps to prune: the answer names them."""
-    _make_trainer_steps(tmp_path, 1, 2)
+    make_trainer_steps(tmp_path, 1, 2)
     folders.save(tmp_path, 7, name="final")
     (tmp_path / "step 2 (copy)").mkdir()
     (tmp_path / "step 2 (copy)" / "metadata.json").write_text("{}")
@@ -95,14 +84,14 @@ def test_what_no_policy_counts_is_named_and_left(tmp_path: Path, capsys: pytest.
 
 def test_steps_on_a_store_are_steps(tmp_path: Path) -> None:
     """There, too, a step of the Hub's format goes whole."""
-    _make_trainer_steps(tmp_path / "run", 1, 2)
+    make_trainer_steps(tmp_path / "run", 1, 2)
     assert main(["prune", f"local://{tmp_path}/run", "--keep-latest", "1"]) == 0
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 def test_what_no_verb_reads_stays_with_the_words_of_ls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A step in a format that is known and not read is kept, and its row says what ls does."""
-    _make_trainer_steps(tmp_path, 1, 2)
+    make_trainer_steps(tmp_path, 1, 2)
     (tmp_path / "global_step5").mkdir()
     torch.save({"module": {"w": torch.ones(2)}}, tmp_path / "global_step5" / "mp_rank_00_model_states.pt")
     assert main(["prune", str(tmp_path), "--keep-latest", "1", "--dry-run"]) == 0
@@ -112,7 +101,7 @@ def test_what_no_verb_reads_stays_with_the_words_of_ls(tmp_path: Path, capsys: p
 def test_a_model_hides_no_steps_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder that the Trainer has saved a model to, and its steps: ls says that there are more, and -r lists all."""
     run = tmp_path / "team" / "run"
-    _make_trainer_steps(run, 100, 200)
+    make_trainer_steps(run, 100, 200)
     save_file({"w": torch.ones(2)}, run / "model.safetensors", {"format": "pt"})
     (run / "config.json").write_text("{}")
     assert main(["ls", str(run.parent)]) == 0

@@ -1,0 +1,74 @@
+"""Names of files in a folder of the Hub, and of what transformers' Trainer saves with a model: no torch."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+#: Of weights: the only file, the index of several files, and an adapter of PEFT.
+HUB_WEIGHTS = "model.safetensors"
+HUB_INDEX = f"{HUB_WEIGHTS}.index.json"
+HUB_ADAPTER = "adapter_model.safetensors"
+HUB_FILES = frozenset({HUB_WEIGHTS, HUB_INDEX, HUB_ADAPTER})
+#: Describe a model and an adapter.
+HUB_CONFIG = "config.json"
+HUB_ADAPTER_CONFIG = "adapter_config.json"
+#: Where the Trainer keeps the step and the log of a training; it writes it last, and a resume reads it first.
+TRAINER_STATE = "trainer_state.json"
+#: What the Trainer saves with each model.
+TRAINER_ARGUMENTS = "training_args.bin"
+#: Suffixes of weights in any format.
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+#: What transformers and accelerate save of a training with its weights: no weights, whatever the suffix.
+_OF_TRAINING = re.compile(
+    r"(optimizer|scheduler|scaler|rng_state|random_states|training_args|sampler|dl_state_dict)[^/]*\.(pt|pth|bin|pkl)"
+)
+#: Files without a suffix; other names without one are of folders, which may have the weights.
+_TEXTS = frozenset({"LICENSE", "NOTICE", "README", "USE_POLICY", "latest"})
+
+
+_STEP = re.compile(r"checkpoint-\d+")
+#: The optimizer's state in a Trainer's step, by itself, sharded by FSDP, and DeepSpeed's.
+_OPTIMIZER = re.compile(r"(optimizer|pytorch_model_fsdp|global_step).*")
+
+
+def is_of_training(name: str) -> bool:
+    """Return whether a Trainer saves a file of this name with a model: its optimizer, its random numbers."""
+    return _OF_TRAINING.fullmatch(name) is not None
+
+
+def explain_unfinished_step(step: str, names: Collection[str]) -> str:
+    """Return how a directory shows that a Trainer was killed while it saved this step; ``""`` if it does not.
+
+    Args:
+        step: The name of the directory.
+        names: Those of the files and folders in it.
+    """
+    if not _STEP.fullmatch(step) or TRAINER_ARGUMENTS not in names or TRAINER_STATE in names:
+        return ""
+    return f"{TRAINER_STATE} is missing, which transformers' Trainer writes last: the save did not end"
+
+
+def explain_step_without_optimizer(step: str, names: Collection[str]) -> str:
+    """Return what a resume from a Trainer's step lacks that has a model alone; ``""`` if it has an optimizer, too."""
+    if not _STEP.fullmatch(step) or TRAINER_STATE not in names or any(map(_OPTIMIZER.fullmatch, names)):
+        return ""
+    return "the model only, without optimizer.pt: a resume begins with a new optimizer"
+
+
+def lacks_weights(names: Iterable[str]) -> bool:
+    """Return whether a folder has what is saved with a model's weights, and no weights: these were lost.
+
+    Args:
+        names: Those of its files and folders.
+    """
+    names = frozenset(names)
+    described = names & {HUB_CONFIG, TRAINER_STATE}
+    saved_with_weights = "generation_config.json" in names or any(map(is_of_training, names))
+    if HUB_ADAPTER_CONFIG not in names and not (described and saved_with_weights):
+        return False
+    rest = (name for name in names - _TEXTS if not name.startswith(".") and not is_of_training(name))
+    return not any(name.endswith(WEIGHT_SUFFIXES) or "." not in name for name in rest)

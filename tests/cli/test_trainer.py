@@ -1,0 +1,91 @@
+"""Verbs on the steps of transformers' Trainer."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from shardckpt.cli import main
+from tests.cli.trainer import make_trainer_steps
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("what", ["a step", "a folder of the Hub", "an adapter"])
+def test_a_model_that_has_lost_its_weights_is_damaged(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The files that are saved with weights show that there were some: each verb says so, and none calls it whole."""
+    if what == "a step":
+        make_trainer_steps(tmp_path, 100, 200)
+        path = tmp_path / "checkpoint-100"
+        (path / "model.safetensors").unlink()
+    else:
+        path = tmp_path / "model"
+        path.mkdir()
+        names = ("config.json", "generation_config.json") if what == "a folder of the Hub" else ("adapter_config.json",)
+        for name in (*names, "tokenizer.json", "README.md"):
+            (path / name).write_text("{}")
+    for call in (["ls"], ["ls", "-r"], ["verify"], ["verify", "-r"]):
+        for place in (path, tmp_path):
+            assert main([*call, str(place)]) == 1
+            assert "damaged: has lost its weights" in "".join(capsys.readouterr())
+    for call in (["inspect"], ["convert"]):
+        assert main([*call, str(path), *[str(tmp_path / "new")] * (call == ["convert"])]) == 2
+        assert "has lost its weights" in capsys.readouterr().err
+
+
+def test_a_step_that_lost_its_weights_takes_no_whole_steps_place(tmp_path: Path) -> None:
+    """Prune keeps the newest whole step, and not one without a model in its stead."""
+    make_trainer_steps(tmp_path, 100, 200, 300)
+    (tmp_path / "checkpoint-300" / "model.safetensors").unlink()
+    assert main(["prune", str(tmp_path), "--keep-latest", "1"]) == 0
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-200", "checkpoint-300"}
+
+
+def test_an_unfinished_step_is_no_whole_one_for_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step without the file that the Trainer writes last is a fault for verify, as it is for ls."""
+    make_trainer_steps(tmp_path, 100)
+    (tmp_path / "checkpoint-100" / "trainer_state.json").unlink()
+    for verb in ("ls", "verify"):
+        assert main([verb, str(tmp_path)]) == 1
+        assert "is missing, which transformers' Trainer writes last: the save did not end" in capsys.readouterr().out
+
+
+def test_a_step_without_its_optimizer_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is whole, as save_only_model=True leaves it, and no resume: ls and verify say what a resume would lack."""
+    make_trainer_steps(tmp_path, 100, 200)
+    (tmp_path / "checkpoint-200" / "optimizer.pt").unlink()
+    said = "the model only, without optimizer.pt: a resume begins with a new optimizer"
+    assert main(["ls", str(tmp_path)]) == 0
+    assert next(line for line in capsys.readouterr().out.splitlines() if said in line).startswith("checkpoint-200")
+    assert main(["verify", str(tmp_path / "checkpoint-200")]) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_a_trainers_step_is_inspected_with_its_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Inspect has the step and the metrics that ls has, and names the files that it does not read."""
+    make_trainer_steps(tmp_path, 100)
+    path = str(tmp_path / "checkpoint-100")
+    assert main(["inspect", path]) == 0
+    out = capsys.readouterr().out
+    assert "step 100, eval_loss 100, loss 1" in out
+    assert "4 files of torch.save beside the model are not read: optimizer.pt, rng_state.pth, scheduler.pt, tra" in out
+    assert main(["inspect", path, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["metrics"]) == (100, {"eval_loss": 100.0, "loss": 1.0})
+    assert found["unread_files"] == ["optimizer.pt", "rng_state.pth", "scheduler.pt", "training_args.bin"]
+
+
+def test_diff_names_the_files_that_it_does_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Equal models say nothing of the optimizers in files of torch.save beside them."""
+    make_trainer_steps(tmp_path / "one", 100)
+    make_trainer_steps(tmp_path / "other", 100)
+    paths = [str(tmp_path / run / "checkpoint-100") for run in ("one", "other")]
+    assert main(["diff", *paths]) == 0
+    assert "4 files of torch.save beside the model are not read: optimizer.pt" in capsys.readouterr().out
+    assert main(["diff", *paths, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["unread_files"][0] == "optimizer.pt"
