@@ -8,7 +8,6 @@ common state differs, or only one of the checkpoints has it.
 from __future__ import annotations
 
 import shlex
-from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,6 @@ from shardckpt.cli.renames import add_rename_option, read_renames
 from shardckpt.errors import escape_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from shardckpt.cli.colour import Style
     from shardckpt.maintenance import DiffReport, ObjectReport, TensorDifference
 
@@ -191,6 +188,7 @@ def _advise_names(report: DiffReport, options: Any) -> str:
         common = format_many(len(first & second), "tensor")
         return f"without --prefix {options.prefix}, {common} with the same name" if first & second else ""
     from shardckpt.huggingface import MEGATRON_NAME
+    from shardckpt.maintenance import suggest_renames
 
     places = options.first, options.second
     calls = ((_find_prefix(first, second), *places), (_find_prefix(second, first), *reversed(places)))
@@ -204,7 +202,7 @@ def _advise_names(report: DiffReport, options: Any) -> str:
         if MEGATRON_NAME in names and "model.embed_tokens.weight" in hub:
             call = _show_call(options, one, other, "--mapping", "megatron")
             return f"no name is in both, since {one} has Megatron's: {call}"
-    renames = _find_renames(*shapes)
+    renames = suggest_renames(*shapes)
     if renames:
         given = [word for old, new in renames.items() for word in ("--rename", f"{old}={new}")]
         return f"no name is in both, but some have the same end: {_show_call(options, *places, *given)}"
@@ -261,31 +259,6 @@ def _find_prefix(longer: set[str], shorter: set[str]) -> str:
     }
     best = max(counts, key=lambda prefix: (counts[prefix], prefix), default="")
     return best if best and 2 * counts[best] >= len(shorter) else ""
-
-
-def _find_renames(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, str]:
-    """Return what names of the first begin with, and the second in its place, where ends and shapes are the same.
-
-    Each beginning of the second has one of the first, for at least half of the names that it begins; else it has none.
-    """
-    found: dict[str, str] = {}
-    by_end: dict[tuple[str, str], list[str]] = {}
-    for key, shape in first.items():
-        parts = key.split(".")
-        for depth in range(1, len(parts)):
-            by_end.setdefault((".".join(parts[depth:]), shape), []).append(".".join(parts[:depth]))
-    by_beginning: dict[str, list[tuple[str, str]]] = {}
-    for key, shape in second.items():
-        beginning, dot, end = key.partition(".")
-        if dot:
-            by_beginning.setdefault(beginning, []).append((end, shape))
-    for new, ends in sorted(by_beginning.items()):
-        counts = Counter(old for end in ends for old in by_end.get(end, ()))
-        if counts:
-            old = max(counts, key=lambda old: (counts[old], -old.count("."), old))
-            if 2 * counts[old] >= len(ends) and old not in found:
-                found[old] = new
-    return found
 
 
 def _list_cells(difference: TensorDifference) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ from shardckpt.maintenance.statistics import Statistics as Statistics
 from shardckpt.maintenance.statistics import compute_statistics as compute_statistics
 from shardckpt.maintenance.statistics import has_numbers as has_numbers
 from shardckpt.maintenance.stored_fingerprints import fingerprint_checkpoint as fingerprint_checkpoint
+from shardckpt.maintenance.suggested_renames import suggest_renames as suggest_renames
 from shardckpt.maintenance.verify import DAMAGED as DAMAGED
 from shardckpt.maintenance.verify import INTACT as INTACT
 from shardckpt.maintenance.verify import NO_ANSWER as NO_ANSWER

@@ -20,7 +20,6 @@ from shardckpt.engine import (
     Forecast,
     OpenCheckpoint,
     Operation,
-    StoredCheckpoint,
     TensorSums,
     Transaction,
     find_incomplete_files,
@@ -50,12 +49,11 @@ from shardckpt.huggingface import (
 )
 from shardckpt.maintenance.content import note_rescue
 from shardckpt.maintenance.proof import StagedProof, SummedCheckpoint, TensorProof, list_fingerprints
-from shardckpt.maintenance.sources import Reading, describe_unread_files, list_unread_files
+from shardckpt.maintenance.sources import Reading, warn_of_unread_files
 from shardckpt.maintenance.tensor_boxes import DeferredBoxes, cut_tensors
-from shardckpt.manifest import TRAINER_STATE
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.plugins import Identity
-from shardckpt.storage import Journal, digest_vote, has_local_files, is_there, open_directory
+from shardckpt.storage import Journal, digest_vote, has_local_files
 from shardckpt.strategy import ReadsPlainObjects, SaveContext, SaveStrategy
 from shardckpt.validation import GivenShards, describe_shards, stored_key
 
@@ -192,7 +190,7 @@ class Conversion:
             )
             with self.opener(self.source, self.plugins, how) as opened:
                 self._check(opened)
-                self._warn_of_unread(opened)
+                warn_of_unread_files(self.source, opened)
                 if self.saver is not None:
                     operation.set_strategy(self.saver)
                 stored = SummedCheckpoint(
@@ -470,13 +468,6 @@ class Conversion:
                 lambda staged: self._prove(proof, written, staged, staged),
             )
         return file.rewritten
-
-    def _warn_of_unread(self, opened: OpenCheckpoint) -> None:
-        names = list_unread_files(self.source, StoredCheckpoint(opened))
-        if names:
-            logger.warning("converting %s: %s: convert each by its path", self.source, describe_unread_files(names))
-        if is_there(open_directory(self.source) / TRAINER_STATE):
-            logger.warning("converting %s: %s is the training's, and is not copied", self.source, TRAINER_STATE)
 
     def _list_plain_objects(self, stored: OpenCheckpoint) -> list[str]:
         """Return the keys of the PlainObjects if they are not written."""

@@ -17,7 +17,7 @@ from shardckpt.huggingface import parse_leave_out
 from shardckpt.maintenance.convert import ConversionReport, run_conversion
 from shardckpt.maintenance.merge_weights import check_weights
 from shardckpt.maintenance.merged_source import MergeRules, Missing, Optimizer, merge_opened
-from shardckpt.maintenance.sources import Reading, identify_source, open_source
+from shardckpt.maintenance.sources import Reading, identify_source, open_source, warn_of_unread_files
 from shardckpt.storage import check_memory_budget, parse_size
 
 if TYPE_CHECKING:
@@ -189,6 +189,8 @@ def merge_checkpoints(
         with ExitStack() as stack:
             each = [how._replace(kept_bytes=kept_bytes, rename=names) for names in renames]
             opened = [stack.enter_context(open_source(*one)) for one in zip(found, repeat(plugins), each)]
+            for place, one in zip(found, opened, strict=True):
+                warn_of_unread_files(place, one)
             identities[:] = map(identify_source, found, opened)
             damaged[:] = [f"{place}: {key}" for place, one in zip(places, opened, strict=True) for key in one.damaged]
             merged, strategy = merge_opened(opened, places, rules)
@@ -222,11 +224,11 @@ def merge_checkpoints(
         others=[source for number, source in enumerate(sources) if number != rules.base],
         skip_damaged=skip_damaged,
     )
-    if steps:
+    if averaged := [key for key in steps if key not in conversion.left_out]:
         logger.warning(
             "the optimizer's step counts are averaged as its moments are (%s): a training from the merge corrects "
             "their bias by the average; optimizer='base' or 'drop' (--optimizer) takes one source's state, or none",
-            listed(steps, limit=2),
+            listed(averaged, limit=2),
         )
     everything = dict.fromkeys([*conversion.left_out, *left_out])
     divisor = sum(chosen)

@@ -21,13 +21,14 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMism
 from shardckpt.huggingface import forget_structure, plain_name
 from shardckpt.maintenance.combine import Angle, Combination, combine, make_average
 from shardckpt.maintenance.content import forget_metrics
+from shardckpt.maintenance.suggested_renames import suggest_renames
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, batch_by_bytes, cut_box, part_view, shard_parts
 from shardckpt.strategy import LoadStrategy, ReadsPlainObjects
 from shardckpt.validation import stored_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     from shardckpt.mapping import PlainObject, ShardedBase, StateDict
     from shardckpt.strategy import LoadContext
@@ -154,9 +155,9 @@ class MergedLoadStrategy(LoadStrategy):
         if missing:
             raise KeyMismatchError(
                 f"not all sources have the same tensors: {missing}. Read one by other names "
-                "(rename=[None, {old: new}], --rename 2:OLD=NEW; Hub folders beside Megatron's checkpoints by "
-                "mapping='megatron', --mapping megatron), leave them out (leave_out=..., --leave-out), or say what "
-                "becomes of them (missing='drop' or 'available', --missing)"
+                f"({_suggest_rename(found, len(self.names))}, rename=[None, {{old: new}}]; Hub folders beside "
+                "Megatron's checkpoints by --mapping megatron, mapping='megatron'), leave them out (--leave-out, "
+                "leave_out=...), or say what becomes of them (--missing, missing='drop' or 'available')"
             )
         self.left_out += [stored_key(shard) for shard in objects if self._is_left_out(plain_name(shard))]
         scales = {shard.key: shard.block_scales for shard in base if isinstance(shard, ShardedTensor)}
@@ -357,6 +358,21 @@ def merge_opened(
     # an operation of its own: what is read of the base is not what is merged
     operation = Operation("load", base.operation.directory, base.operation.comm, base.operation.plugins)
     return OpenCheckpoint(strategy, base.context, operation, names=base.names), strategy
+
+
+def _suggest_rename(found: Mapping[str, Sequence[tuple[int, ShardedTensor]]], count: int) -> str:
+    """Return how a source gets the names of the first, as an option has it, by equal ends of names, and shapes."""
+    shapes: list[dict[str, Hashable]] = [{} for _ in range(count)]
+    for key, sources in found.items():
+        for number, tensor in sources:
+            shapes[number][key] = tuple(tensor.global_shape)
+    first = shapes[0]
+    for number, own in enumerate(shapes[1:], 2):
+        others = {key: shape for key, shape in first.items() if key not in own}
+        renames = suggest_renames({key: shape for key, shape in own.items() if key not in first}, others)
+        if renames:
+            return " ".join(f"--rename {number}:{old}={new}" for old, new in renames.items())
+    return "--rename 2:OLD=NEW"
 
 
 def _view_bytes(values: torch.Tensor) -> torch.Tensor:

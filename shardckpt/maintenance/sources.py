@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -51,7 +52,14 @@ from shardckpt.huggingface import (
 from shardckpt.maintenance.foreign import describe_file, describe_folder
 from shardckpt.manifest import TRAINER_STATE, Manifest, explain_step_without_optimizer, explain_unfinished_step
 from shardckpt.plugins import check_policy, find_reader, get_plugin_manager, hold_checkpoint
-from shardckpt.storage import CheckpointReader, has_local_files, is_read_again, open_directory, wrap_os_errors
+from shardckpt.storage import (
+    CheckpointReader,
+    has_local_files,
+    is_read_again,
+    is_there,
+    open_directory,
+    wrap_os_errors,
+)
 from shardckpt.strategy import ChecksFiles, LoadContext, find_error
 
 if TYPE_CHECKING:
@@ -106,6 +114,8 @@ class Reading(NamedTuple):
     trainer: RuleMapping | None = None
     dtype: torch.dtype | None = None
 
+
+logger = logging.getLogger(__name__)
 
 _AS_IT_IS = Reading()
 _LENGTH = 8
@@ -321,6 +331,17 @@ def list_unread_files(location: Path, checkpoint: StoredCheckpoint) -> list[str]
     if not read:  # or the strategy does not say
         return []
     return [name for name in list_torch_files(open_directory(location)) if name not in read]
+
+
+def warn_of_unread_files(location: Path, opened: OpenCheckpoint) -> None:
+    """Warn of the files in a source's folder that what is written of it lacks; of a merge, for each source."""
+    if not isinstance(opened.strategy, ChecksFiles) or location.is_file():
+        return
+    names = list_unread_files(location, StoredCheckpoint(opened))
+    if names:
+        logger.warning("converting %s: %s: convert each by its path", location, describe_unread_files(names))
+    if is_there(open_directory(location) / TRAINER_STATE):
+        logger.warning("converting %s: %s is the training's, and is not copied", location, TRAINER_STATE)
 
 
 def describe_unread_files(names: Sequence[str]) -> str:

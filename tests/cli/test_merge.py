@@ -129,6 +129,16 @@ def test_merge_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not (tmp_path / "new").exists()
 
 
+def test_merge_suggests_the_rename(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where a source has the first's tensors by other names, the error has the option that reads them by these."""
+    sources = [str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]
+    for name, path in zip(("model", "net.module"), sources, strict=True):
+        torch.save({f"{name}.{key}": torch.ones(2) for key in ("w", "v")}, path)
+    assert main(["merge", *sources, str(tmp_path / "new")]) == 2
+    assert "(--rename 2:net.module=model, rename=" in capsys.readouterr().err
+    assert main(["merge", *sources, str(tmp_path / "new"), "--rename", "2:net.module=model"]) == 0
+
+
 def _save_steps(folder: Path, *names: str) -> list[str]:
     for name in names:
         dist_checkpointing.save(to_sharded_state_dict(torch.nn.Linear(2, 2)), folder / name)

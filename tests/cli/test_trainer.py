@@ -80,6 +80,15 @@ def test_a_trainers_step_is_inspected_with_its_metrics(tmp_path: Path, capsys: p
     assert found["unread_files"] == ["optimizer.pt", "rng_state.pth", "scheduler.pt", "training_args.bin"]
 
 
+def test_merge_names_the_files_that_it_does_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of each source the files of torch.save are named: the merge has no optimizer."""
+    make_trainer_steps(tmp_path, 100, 200)
+    paths = [str(tmp_path / f"checkpoint-{step}") for step in (100, 200)]
+    assert main(["merge", *paths, str(tmp_path / "new")]) == 0
+    for path in paths:
+        assert f"{path}: 4 files of torch.save beside the model are not read: optimizer.pt" in caplog.text
+
+
 def test_diff_names_the_files_that_it_does_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Equal models say nothing of the optimizers in files of torch.save beside them."""
     make_trainer_steps(tmp_path / "one", 100)

@@ -231,6 +231,7 @@ def test_averaged_step_counts_are_said(tmp_path: Path, caplog: pytest.LogCapture
         places.append(tmp_path / f"step-{count}")
         dc.save(to_sharded_state_dict(model, optimizer), places[-1])
     merge_checkpoints(places, tmp_path / "base", optimizer="base")
+    merge_checkpoints(places, tmp_path / "folder", to="hf")
     assert "step counts" not in caplog.text
     merge_checkpoints(places, tmp_path / "merged")
     assert "step counts are averaged as its moments are (optimizer." in caplog.text
