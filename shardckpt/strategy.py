@@ -495,13 +495,29 @@ class StoredFile:
     Attributes:
         name: Its path in the directory.
         nbytes: Least size in bytes; 0 if the index does not say.
-        keys: The tensors and objects that are in it, or parts of them, whether or not it has more, such as the common
-            state, which has no key; empty for a file that serves all of them.
+        keys: The tensors and objects that ``load_index`` lists and that are in it, or parts of them, whether or not it
+            has more, such as the common state, which has no key; empty for a file that serves all of them.
+        ends: By key, where the last of its bytes in the file end; without the keys of which the index does not say it.
+        fault: What is wrong with it, if the index cannot be read without finding that: of formats whose index is in
+            the headers of the files; else ``""``.
     """
 
     name: str
     nbytes: int = 0
     keys: tuple[str, ...] = ()
+    ends: Mapping[str, int] = field(default_factory=dict)
+    fault: str = ""
+
+    def split_keys(self, size: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the keys that a cut of the file costs, and those whose bytes are all before it.
+
+        Args:
+            size: The bytes that are left; 0 if the file is missing.
+        """
+        lost, kept = list[str](), list[str]()
+        for key in self.keys:
+            (kept if key in self.ends and self.ends[key] <= size else lost).append(key)
+        return tuple(lost), tuple(kept)
 
 
 def find_error(check: Callable[..., Any], *args: Any) -> CheckpointingException | None:

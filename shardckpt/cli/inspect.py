@@ -2,9 +2,9 @@
 
 With KEY[0:4, ...] in place of a prefix: statistics and values of that region, read part by part.
 With common, or the name of a part of the common state (args.lr): its value.
-Files that are missing or too short are named, and the exit code is 1. Where nothing can be listed, as of a folder of
-the Hub without one of its files, it is an error: 2 (convert --skip-damaged writes the rest). Bytes of files are not
-checked: verify does that.
+Files that are missing or too short are named with the keys that have lost bytes, and the exit code is 1; convert
+--skip-damaged writes the rest. Where nothing can be listed, as without the index, it is an error: 2. Bytes of files are
+not checked: verify does that.
 What convert reads can be inspected, too: Hugging Face folders, and files of safetensors and of torch.save.
 """
 
@@ -32,7 +32,7 @@ from shardckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from shardckpt.engine import IncompleteFile, StoredCheckpoint
     from shardckpt.maintenance import Statistics
@@ -181,18 +181,19 @@ def _add_faults(output: Output, checkpoint: StoredCheckpoint, lost: str) -> Outp
         return output
     return Output(
         lambda: {**output.data(), "incomplete_files": _list_faults(faults)},
-        lambda: [*output.text(), *_describe_faults(faults, ())],
+        lambda: [*output.text(), *_describe_faults(faults, None)],
         FOUND,
     )
 
 
-def _describe_faults(faults: Sequence[IncompleteFile], shown: Collection[str]) -> list[str]:
-    said = (f"damaged: {file.name} {file.fault}{_affected(file, shown)}" for file in faults)
+def _describe_faults(faults: Sequence[IncompleteFile], prefix: str | None) -> list[str]:
+    """Return a line for each, with those of its keys that begin with a prefix; None: without keys."""
+    said = (f"damaged: {file.name} {file.fault}{'' if prefix is None else _affected(file, prefix)}" for file in faults)
     return [paint(escape_text(line), "bad") for line in said]
 
 
 def _list_faults(faults: Sequence[IncompleteFile]) -> list[dict[str, Any]]:
-    return [{"name": file.name, "fault": file.fault, "keys": file.keys} for file in faults]
+    return [file._asdict() for file in faults]
 
 
 def _read_outline(options: Any) -> _Found | None:
@@ -373,9 +374,6 @@ def _describe(found: _Found, options: Any) -> list[str]:
         summary += f"; its values: {found.prefix}[], a region: {found.prefix}[0:4, ...]"
     rescued = [f"rescued: {format_many(header['rescued'], 'key')} left out as damaged"] if header["rescued"] else []
     faults = [f"the common state cannot be read: {found.fault}"] if found.fault else []
-    shown = {*tensors.keys, *found.objects, *found.common}
-    if header["backend"] == "huggingface":  # without the keys that it has lost
-        shown |= {key for file in found.incomplete for key in file.keys if key.startswith(found.prefix)}
     head = map(escape_text, (title, _describe_writer(header), *rescued))
     if found.statistics is not None:
         forms = [tensors.forms[number] for number in tensors.numbers]
@@ -392,7 +390,7 @@ def _describe(found: _Found, options: Any) -> list[str]:
         summary,
         *_describe_unread(found.unread),
         *map(escape_text, faults),
-        *_describe_faults(found.incomplete, shown),
+        *_describe_faults(found.incomplete, found.prefix),
     ]
 
 
@@ -471,9 +469,10 @@ def _read_common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:
         return [], str(exc)
 
 
-def _affected(file: IncompleteFile, shown: Collection[str]) -> str:
-    """Return which of the listed keys are in a file: it may have objects for other libraries, too, which are not."""
+def _affected(file: IncompleteFile, prefix: str) -> str:
+    """Return which keys have lost bytes in a file, and how many have not."""
     from shardckpt.cli.amounts import format_many
 
-    keys = [key for key in file.keys if key in shown]
-    return f"; {format_many(len(keys), 'key')} cannot be read completely: {listed(keys)}" if keys else ""
+    lost, kept = ([key for key in keys if key.startswith(prefix)] for keys in (file.keys, file.kept))
+    said = f"; {format_many(len(lost), 'key')} cannot be read completely: {listed(lost)}" if lost else ""
+    return said + (f"; {format_many(len(kept), 'other' if lost else 'key')} before its end" if kept else "")

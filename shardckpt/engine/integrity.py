@@ -37,14 +37,14 @@ from shardckpt.storage import (
     was_replaced,
     wrap_os_errors,
 )
-from shardckpt.strategy import ChecksFiles
+from shardckpt.strategy import ChecksFiles, StoredFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from shardckpt.plugins import PluginManager
-    from shardckpt.strategy import LoadStrategy, StoredFile
+    from shardckpt.strategy import LoadStrategy
 
 _TEMPORARY = f"{INTEGRITY_NAME}.unfinished"
 #: What opening a file raises if there is none; a link in its place raises an OSError with ELOOP.
@@ -159,12 +159,14 @@ class IncompleteFile(NamedTuple):
     Attributes:
         name: Its name.
         fault: What is wrong with it.
-        keys: The tensors and objects that are in it, or parts of them; empty if that is not known.
+        keys: The tensors and objects that have lost bytes in it; empty if that is not known.
+        kept: Those whose bytes in it are all before the end of what is left.
     """
 
     name: str
     fault: str
-    keys: tuple[str, ...]
+    keys: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 def find_incomplete_files(strategy: LoadStrategy | None, reader: CheckpointReader) -> list[IncompleteFile]:
@@ -181,15 +183,19 @@ def find_incomplete_files(strategy: LoadStrategy | None, reader: CheckpointReade
     sizes = {} if record is None else record.list_files()
     # a record has all files and their sizes: the index, which may be large, is only read for the keys of bad ones
     indexed = {} if strategy is None or record is not None else _list_indexed_files(strategy, reader)
-    found = []
+    found, left = list[IncompleteFile](), dict[str, int]()
     for name in sorted({*sizes, *indexed}):
-        least = indexed[name].nbytes if name in indexed else 0
-        fault = _find_size_fault(reader.place, name, sizes.get(name), least)
-        if fault:
-            found.append(IncompleteFile(name, fault, indexed[name].keys if name in indexed else ()))
-    if found and strategy is not None and record is not None:
-        indexed = _list_indexed_files(strategy, reader)
-        found = [file._replace(keys=indexed[file.name].keys) if file.name in indexed else file for file in found]
+        size, file = _find_size(reader.place, name), indexed.get(name, StoredFile(name))
+        if fault := _find_size_fault(size, sizes.get(name), file.nbytes) or file.fault:
+            found.append(IncompleteFile(name, fault))
+            # nothing is left of a file that is missing, nor of one that is longer than what was written: it is another
+            left[name] = size if size is not None and size <= sizes.get(name, size) else 0
+    if found and strategy is not None:
+        indexed = indexed or _list_indexed_files(strategy, reader)
+        found = [
+            IncompleteFile(name, fault, *indexed[name].split_keys(left[name]) if name in indexed else ())
+            for name, fault, *_ in found
+        ]
     if found and reader.was_replaced():  # the files of a checkpoint that is replaced are deleted: they are no fault
         raise replaced_error(reader.directory, f"{found[0].name} {found[0].fault}")
     return found
@@ -200,16 +206,22 @@ def _list_indexed_files(strategy: LoadStrategy, reader: CheckpointReader) -> dic
     return {file.name: file for file in strategy.list_files(reader)} if isinstance(strategy, ChecksFiles) else {}
 
 
-def _find_size_fault(directory: Path, name: str, written: int | None, least: int) -> str:
-    """Return what is wrong with a file's size; ``""`` if it has the bytes that were written, and ``least`` at least."""
+def _find_size(directory: Path, name: str) -> int | None:
+    """Return a file's size in bytes; None if it is missing."""
     try:
         refuse_linked_folders(directory, name)
         with wrap_os_errors("look at", directory / name):
-            found = file_size(directory / name)
+            return file_size(directory / name)
     except StorageError as exc:
         if is_damage(exc):
-            return "is missing"
+            return None
         raise
+
+
+def _find_size_fault(found: int | None, written: int | None, least: int) -> str:
+    """Return what is wrong with a file's size; ``""`` if it has the bytes that were written, and ``least`` at least."""
+    if found is None:
+        return "is missing"
     if written not in (None, found):
         return f"has {found:,} bytes, {written:,} were written"
     return f"has {found:,} bytes, and needs {least:,}" if found < least else ""
@@ -347,8 +359,10 @@ class _Contents:
                     pass
                 return None
             # of a table file the size is compared first: what stands in its place may have any
-            if file.name in self._tables and (fault := _find_size_fault(self._directory, file.name, file.nbytes, 0)):
-                return CorruptCheckpointError(f"{self._directory / file.name} {fault}")
+            if file.name in self._tables:
+                size = _find_size(self._directory, file.name)
+                if fault := _find_size_fault(size, file.nbytes, 0):
+                    return CorruptCheckpointError(f"{self._directory / file.name} {fault}")
             found = self.sha256(file.name)
         except CheckpointReplacedError:  # no fault of the file: the caller reads the new checkpoint from the start
             raise

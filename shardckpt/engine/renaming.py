@@ -137,7 +137,12 @@ class _RenamedLoadStrategy(LoadStrategy):
         if isinstance(strategy, ChecksFiles):
             list_files, self.check_files = strategy.list_files, strategy.check_files
             self.list_files = lambda reader: [
-                replace(file, keys=tuple(rename_key(key, names) for key in file.keys)) for file in list_files(reader)
+                replace(
+                    file,
+                    keys=tuple(rename_key(key, names) for key in file.keys),
+                    ends={rename_key(key, names): end for key, end in file.ends.items()},
+                )
+                for file in list_files(reader)
             ]
         if isinstance(strategy, ListsBoxes):
             list_boxes = strategy.list_boxes

@@ -93,8 +93,11 @@ class Folder:
     stamp: tuple[int, int, int] | None = None
     origin: dict[str, str] = field(default_factory=dict)
     adapter: dict[str, Any] | None = None
-    #: The tensors that are missing, or cut, in a folder whose rest is read: the file of each, and the bytes it needs.
-    lost: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    #: The tensors that are missing, or cut, in a folder whose rest is read: the file of each, and the bytes that it
+    #: needs, if its header says so.
+    lost: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
+    #: What is wrong with files, by name, that have no such header.
+    faults: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def library(self) -> str:
@@ -168,14 +171,15 @@ def _read_stamp(folder: Path, files: Sequence[str]) -> tuple[int, int, int] | No
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _read_folder(folder: Path, lost: dict[str, tuple[str, int]] | None) -> Folder:
+def _read_folder(folder: Path, lost: dict[str, tuple[str, int | None]] | None) -> Folder:
     """Read it; where ``lost`` is a dict, the tensors that are missing or cut are added to it."""
+    faults: dict[str, str] = {}
     weight_map, origin = read_index(folder)
     files = sorted(set(weight_map.values())) or [find_only_file(folder)]
     if lost is None:
         heads = {file: read_head(resolve_link(folder, file)) for file in files}
     else:
-        heads = _read_sound_heads(folder, files, weight_map, lost)
+        heads = _read_sound_heads(folder, files, weight_map, lost, faults)
         weight_map = {name: file for name, file in weight_map.items() if name not in lost}
         files = [*heads]
     real = {file: resolve_link(folder, file) for file in files}
@@ -191,11 +195,16 @@ def _read_folder(folder: Path, lost: dict[str, tuple[str, int]] | None) -> Folde
         origin if weight_map else heads[files[0]][1],
         _read_adapter(folder) if files == [ADAPTER_WEIGHTS] else None,
         lost or {},
+        faults,
     )
 
 
 def _read_sound_heads(
-    folder: Path, files: Sequence[str], weight_map: Mapping[str, str], lost: dict[str, tuple[str, int]]
+    folder: Path,
+    files: Sequence[str],
+    weight_map: Mapping[str, str],
+    lost: dict[str, tuple[str, int | None]],
+    faults: dict[str, str],
 ) -> dict[str, tuple[dict[str, FileTensor], dict[str, str]]]:
     """Return the heads of the files that have one; raise the error of one that is damaged if none is sound."""
     heads, damage = {}, None
@@ -207,10 +216,12 @@ def _read_sound_heads(
             if not is_damage(exc):
                 raise
             damage = exc
+            faults[file] = f"cannot be read: {exc}"
         lost |= {name: (file, end) for name, end in cut.items()}
     for name, file in weight_map.items():
         if file not in heads or name not in heads[file][0]:
-            lost.setdefault(name, (file, 1))
+            lost.setdefault(name, (file, None))
+            faults.setdefault(file, f"does not have {name!r}, which the index says is in it")
     if damage is not None and not heads:
         raise damage
     return heads

@@ -104,19 +104,17 @@ class HuggingFaceLoadStrategy(LoadStrategy):
 
     def list_files(self, reader: CheckpointReader) -> list[StoredFile]:  # noqa: ARG002 - the headers have been read
         """Return the files of weights, with the tensors in each."""
-        keys: dict[str, list[str]] = {name: [] for name in self._folder.names.values()}
-        ends = dict.fromkeys(keys, 0)
-        for key, (file, tensor) in self._folder.tensors.items():
-            name = self._folder.names[file]
-            keys[name].append(key)
-            ends[name] = max(ends[name], tensor.stop or tensor.start)
-        lost: dict[str, list[str]] = {}
-        for key, (file, end) in self._folder.lost.items():
-            name = self._folder.names.get(file, file)
-            lost.setdefault(name, []).append(key)
-            ends[name] = max(ends.get(name, 0), end)
-        keys |= lost  # of a file that is cut, what it lacks
-        return [StoredFile(name, ends[name], tuple(found)) for name, found in keys.items()]
+        names, faults = self._folder.names, self._folder.faults
+        stored = {key: (file, tensor.stop or tensor.start) for key, (file, tensor) in self._folder.tensors.items()}
+        ends: dict[str, dict[str, int | None]] = {file: {} for file in names}
+        for key, (file, end) in (*stored.items(), *self._folder.lost.items()):
+            ends.setdefault(file, {})[key] = end
+        found = []
+        for file, keys in ends.items():
+            known = {key: end for key, end in keys.items() if end is not None}
+            least = max(known.values(), default=0)
+            found.append(StoredFile(names.get(file, file), least, tuple(keys), known, faults.get(file, "")))
+        return found
 
     def list_boxes(self, reader: CheckpointReader) -> Iterator[StoredBox]:  # noqa: ARG002 - the headers have been read
         """Return which file holds which box of each requested tensor."""

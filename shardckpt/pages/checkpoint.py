@@ -9,7 +9,7 @@ from shardckpt.engine import is_parameter_key
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from shardckpt.engine import IncompleteFile, StoredCheckpoint
     from shardckpt.maintenance import Statistics
@@ -82,9 +82,7 @@ def describe_checkpoint(
         **files,
         **_describe_boxes(checkpoint, keys, files["files"]),
         **_describe_rest(checkpoint, prefix),
-        "incomplete": _describe_faults(
-            checkpoint.find_incomplete_files(), {*keys, *(key for key in checkpoint.objects if key.startswith(prefix))}
-        ),
+        "incomplete": _describe_faults(checkpoint.find_incomplete_files(), prefix),
         "statistics": None if compute is None else describe_statistics(compute(keys)),
         "timings": describe_timings(None if record is None else record.timings),
     }
@@ -226,9 +224,9 @@ def _describe_rest(checkpoint: StoredCheckpoint, prefix: str) -> dict[str, Any]:
     }
 
 
-def _describe_faults(files: Iterable[IncompleteFile], known: Collection[str]) -> list[dict[str, Any]]:
-    """Return the files, with those of the known keys that are in them: a file may have objects for other libraries."""
-    found = [(file, [key for key in file.keys if key in known]) for file in files]
+def _describe_faults(files: Iterable[IncompleteFile], prefix: str) -> list[dict[str, Any]]:
+    """Return the files, with those of the lost keys that begin with a prefix."""
+    found = [(file, [key for key in file.keys if key.startswith(prefix)]) for file in files]
     return [
         {"name": file.name, "fault": file.fault, "keys": keys[:_KEYS_SHOWN], "keyCount": len(keys)}
         for file, keys in found

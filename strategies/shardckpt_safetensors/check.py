@@ -13,7 +13,6 @@ from shardckpt_safetensors.index_names import COMMON_FILE, INDEX_FILE
 from shardckpt_safetensors.objects import parse_tree_head
 
 if TYPE_CHECKING:
-    from shardckpt.chunks import Item
     from shardckpt.errors import CheckpointingException
     from shardckpt.storage import CheckpointReader
 
@@ -24,10 +23,15 @@ _MOST_PARTS = 1 << 23
 
 def list_files(reader: CheckpointReader) -> list[StoredFile]:
     """Return the files that a checkpoint must have; see :class:`shardckpt.strategy.ChecksFiles`."""
-    named = [StoredFile(name) for name in (INDEX_FILE, COMMON_FILE, *read_index(reader).parts)]
-    for name, items in _group_items(reader).items():
-        end = max((item.offset + item.length for _, item in items), default=0)
-        named.append(StoredFile(name, end, tuple(dict.fromkeys(key for key, _ in items))))
+    index = read_index(reader)
+    named = [StoredFile(name) for name in (INDEX_FILE, COMMON_FILE, *index.parts)]
+    found: dict[str, dict[str, int]] = {name: {} for name in sorted(index.files)}
+    for key, item in index.list_items():
+        found[item.file][key] = item.offset + item.length
+    for name, ends in found.items():
+        least = max(ends.values(), default=0)
+        keys = ends.keys() - index.plain_objects
+        named.append(StoredFile(name, least, tuple(key for key in ends if key in keys), ends))
     lost = [StoredFile(RECORD_NAME)] if _has_lost_record(reader) else []
     return [*lost, *named, *(StoredFile(name, size) for name, size in _list_others(reader).items())]
 
@@ -65,15 +69,6 @@ def _list_others(reader: CheckpointReader) -> dict[str, int]:
 def _check_size(reader: CheckpointReader, name: str, expected: int) -> None:
     if (size := reader.size(name)) != expected:
         raise CorruptCheckpointError(f"{reader.directory / name} has {size} bytes, and {expected} were written")
-
-
-def _group_items(reader: CheckpointReader) -> dict[str, list[tuple[str, Item]]]:
-    """Return the payloads of each data file with their keys, in order."""
-    index = read_index(reader)
-    found: dict[str, list[tuple[str, Item]]] = {name: [] for name in sorted(index.files)}
-    for key, item in index.list_items():
-        found[item.file].append((key, item))
-    return found
 
 
 def _check_index(reader: CheckpointReader) -> None:

@@ -328,12 +328,17 @@ class StoredIndex(ChunkIndex):
         return self.keys[int(spec[row])] if row < len(spec) else list(self.objects)[row - len(spec)]
 
     def list_items(self) -> list[tuple[str, Item]]:
-        """Return all payloads with their keys, in the order of the files; these are not looked at."""
+        """Return all payloads with each of their names, in the order of the files; these are not looked at."""
         chunks = self._every_chunk
+        names: dict[int, list[str]] = {}
+        for name, number in self.numbers.items():
+            names.setdefault(number, []).append(name)
         rows = zip(
             chunks.box.spec.tolist(), chunks.file.tolist(), chunks.start.tolist(), chunks.length.tolist(), strict=True
         )
-        found = [(self.keys[spec], Item(self.files[file], start, length)) for spec, file, start, length in rows]
+        found = [
+            (name, Item(self.files[file], start, length)) for spec, file, start, length in rows for name in names[spec]
+        ]
         found += [(name, stored.item) for name, stored in self.objects.items()]
         return sorted(found, key=lambda pair: pair[1])
 

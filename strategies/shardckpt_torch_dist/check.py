@@ -56,20 +56,22 @@ def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | 
 
 
 def _list_data_files(index: StoredIndex) -> Iterator[StoredFile]:
-    """Yield the data files in the order of their names, each with its keys and the end of its last item."""
+    """Yield the data files in the order of their names, each with its keys, and where they end."""
     chunks = index.chunks
-    pairs = sorted(set(zip(chunks.file.tolist(), chunks.box.spec.tolist(), strict=True)))
-    last = torch.zeros(len(index.files), dtype=torch.int64, device="cpu")
-    last.scatter_reduce_(0, chunks.file, chunks.start + chunks.length, "amax")
-    ends = dict(zip(index.files, last.tolist(), strict=True))
-    keys: dict[str, list[str]] = {}
-    for file, tensor in pairs:
-        keys.setdefault(index.files[file], []).append(index.keys[tensor])
-    for key, item in index.named.items():
-        ends[item.file] = max(ends.get(item.file, 0), item.offset + item.length)
-        keys.setdefault(item.file, []).append(key)
-    for name in sorted(keys):
-        yield StoredFile(name, ends[name], tuple(keys[name]))
+    places = zip(chunks.file.tolist(), chunks.box.spec.tolist(), (chunks.start + chunks.length).tolist(), strict=True)
+    items = [(index.files[file], index.keys[tensor], end) for file, tensor, end in places]
+    items += [(item.file, key, item.offset + item.length) for key, item in index.grids.items()]
+    ends: dict[str, dict[str, int]] = {}
+    for file, key, end in items:
+        found = ends.setdefault(file, {})
+        found[key] = max(found.get(key, 0), end)
+    # other objects are parts of the common state, or for other libraries
+    least = {file: max(found.values()) for file, found in ends.items()}
+    for item in index.named.values():
+        least[item.file] = max(least.get(item.file, 0), item.offset + item.length)
+    for name in sorted(least):
+        found = ends.get(name, {})
+        yield StoredFile(name, least[name], tuple(found), found)
 
 
 def _check_file(file: StoredFile, reader: CheckpointReader, index: StoredIndex) -> None:

@@ -151,10 +151,56 @@ def test_inspect_works_where_a_data_file_is_missing(
     assert ("the common state cannot be read: " in out) != has_common
     (said,) = [line for line in out.splitlines() if line.startswith("damaged: __0_0.distcp ")]
     assert ("is missing" if how == "missing" else "bytes, ") in said
-    assert key in said
-    assert main(["inspect", str(path), key]) == 1
+    assert main(["inspect", str(path), "--json"]) == 1
+    incomplete = json.loads(capsys.readouterr().out)["incomplete_files"]
+    (keys,) = [file["keys"] for file in incomplete if file["name"] == "__0_0.distcp"]
+    assert how != "missing" or key in keys
+    assert keys[0] in said
+    assert main(["inspect", str(path), keys[0]]) == 1
     out = capsys.readouterr().out
-    assert f"1 key cannot be read completely: {key}" in out
+    assert f"cannot be read completely: {keys[0]}" in out
+
+
+@table(("written", "to"), [("safetensors", "torch_dist"), ("torch_dist", "safetensors"), ("ep", "dcp"), ("ep", "hf")])
+def test_inspect_names_what_a_cut_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], written: str, to: str
+) -> None:
+    """Of a cut file of any format it names the keys that a rescue leaves out, and counts those before the cut."""
+    source, cut = tmp_path / "source", tmp_path / "cut"
+    keys = [f"w{number}" for number in range(6)]
+    dc.save({key: ShardedTensor.from_rank_offsets(key, torch.rand(100, 100)) for key in keys}, source, written)
+    assert main(["convert", str(source), str(cut), "--to", to]) == 0
+    file = max(cut.iterdir(), key=lambda path: path.stat().st_size)
+    damage(file, "cut to a half")
+    assert main(["convert", str(cut), str(tmp_path / "rescued"), "--to", to, "--skip-damaged"]) == 1
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "rescued"), "--json"]) == 0
+    kept = {tensor["key"] for tensor in json.loads(capsys.readouterr().out)["tensors"]}
+    assert 0 < len(kept) < len(keys)
+    assert main(["inspect", str(cut), "--json"]) == 1
+    (incomplete,) = json.loads(capsys.readouterr().out)["incomplete_files"]
+    assert {*incomplete["keys"]} == {*keys} - kept
+    assert {*incomplete["kept"]} == kept
+    assert main(["inspect", str(cut)]) == 1
+    assert f"; {len(kept)} others before its end" in capsys.readouterr().out
+
+
+def test_a_damaged_header_of_a_hub_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a Hub folder with a file whose header is damaged, the tensors of the others are listed, and it is a fault."""
+    source, folder = tmp_path / "source", tmp_path / "folder"
+    keys = [f"w{number}" for number in range(6)]
+    dc.save({key: ShardedTensor.from_rank_offsets(key, torch.ones(100, 100)) for key in keys}, source)
+    export_to_huggingface(source, folder, max_shard_size="80KB")
+    file = folder / "model-00002-of-00003.safetensors"
+    content = bytearray(file.read_bytes())
+    content[9] ^= 0xFF
+    file.write_bytes(content)
+    capsys.readouterr()
+    assert main(["inspect", str(folder), "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    (incomplete,) = answer["incomplete_files"]
+    assert (incomplete["name"], incomplete["keys"], incomplete["kept"]) == (file.name, ["w2", "w3"], [])
+    assert "cannot be read: " in incomplete["fault"]
 
 
 def test_inspect_counts_what_it_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +210,7 @@ def test_inspect_counts_what_it_lists(tmp_path: Path, capsys: pytest.CaptureFixt
     model(torch.ones(4)).sum().backward()
     optimizer.step()
     dc.save(to_sharded_state_dict(model, optimizer), tmp_path / "step", "torch_dist")
-    damage(tmp_path / "step" / "__0_0.distcp", "cut by a byte")
+    (tmp_path / "step" / "__0_0.distcp").write_bytes(b"P")
     assert main(["inspect", str(tmp_path / "step")]) == 1
     said = capsys.readouterr().out
     listed = re.search(r"(\d+) tensors of .* bytes, .* parameters, (\d+) objects?", said)

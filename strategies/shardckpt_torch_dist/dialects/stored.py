@@ -102,16 +102,17 @@ class StoredIndex(ChunkIndex):
     def shards(self) -> list[ShardedBase]:
         """Return one ShardedTensor per tensor, unsharded and without data, and one ShardedObject per object."""
         tensors = map(ShardedTensor.from_global_shape, self.keys, self.dtypes, self.shapes)
-        return [*tensors, *map(ShardedObject.empty_from_unique_key, self._list_grids())]
+        return [*tensors, *map(ShardedObject.empty_from_unique_key, self.grids)]
 
     def columns(self) -> StoredColumns:
         """Return the same in columns."""
         values = [".".join(map(str, path)) for path in self.loose]
-        return StoredColumns(self.keys, self.dtypes, self.shapes, self._list_grids(), {}, values)
+        return StoredColumns(self.keys, self.dtypes, self.shapes, [*self.grids], {}, values)
 
-    def _list_grids(self) -> list[str]:
-        """Return the unique keys of Megatron's sharded objects."""
-        return [key for key in self.objects if parse_object_key(key) is not None]
+    @property
+    def grids(self) -> dict[str, Item]:
+        """Megatron's sharded objects, by unique key."""
+        return {key: item for key, item in self.objects.items() if parse_object_key(key) is not None}
 
 
 def tensors_to_columns(tensors: dict[str, StoredTensor]) -> tuple[torch.Tensor, Chunks, list[str]]:
