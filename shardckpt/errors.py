@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -36,8 +36,37 @@ class CheckpointingException(Exception):
         super().__init__(*(escape_text(each, "\n\t") if isinstance(each, str) else each for each in args))
 
 
+class SettingFault(NamedTuple):
+    """What is wrong with one setting of a configuration.
+
+    Attributes:
+        setting: Its name; ``""`` where the whole is no configuration.
+        value: What was given for it, None if nothing was.
+        message: What is wrong, with the suggestion.
+        suggestion: The right name or value, or what to do; None if nothing is known.
+    """
+
+    setting: str
+    value: Any
+    message: str
+    suggestion: str | None = None
+
+
 class ConfigurationError(CheckpointingException, ValueError):
-    """A setting has another name, or a value that it cannot have, or contradicts another."""
+    """A setting has another name, or a value that it cannot have, or contradicts another.
+
+    Attributes:
+        faults: Each that was found in a configuration; empty where it is about something else.
+    """
+
+    faults: Sequence[SettingFault] = ()
+
+    @classmethod
+    def list_all(cls, beginning: str, faults: Sequence[SettingFault], separator: str = "; ") -> ConfigurationError:
+        """Return the error of a configuration that has these faults."""
+        error = cls(beginning + separator.join(fault.message for fault in faults))
+        error.faults = faults
+        return error
 
 
 class ShardingError(CheckpointingException):

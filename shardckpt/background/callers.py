@@ -70,6 +70,8 @@ class PersistentAsyncCaller(AsyncCaller):
     def schedule_async_call(self, request: AsyncRequest) -> Future[Any]:
         """Send the request to the process, and return the Future of its result or error."""
         if self._worker is None or not self._worker.alive:
+            if self._worker is not None:
+                self._worker.warn_of_end(request.name)
             self.warmup()
             self._worker, PersistentAsyncCaller._warm = PersistentAsyncCaller._warm, None
         return self._worker.submit(request)  # type: ignore[union-attr]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from shardckpt.plugins import get_plugin_manager
 if TYPE_CHECKING:
     from shardckpt.background.request import AsyncRequest
 
+logger = logging.getLogger(__name__)
 
 #: Bytes of a call's number. A message of its own before the call has it, and then the number of the messages that the
 #: call is, in as many bytes; an outcome's message begins with it.
@@ -88,6 +91,15 @@ class WorkerProcess:
     def alive(self) -> bool:
         """Whether it takes calls; False in a fork of the process that started it, which must start its own."""
         return not self._ended and self._owner == os.getpid()
+
+    def warn_of_end(self, name: str) -> None:
+        """Log that the child has ended, and that another one writes the request of this name."""
+        if self._owner == os.getpid():
+            logger.warning(
+                "the process that saves in the background %s, and a new one is started for %s",
+                self._describe_end(),
+                name,
+            )
 
     def submit(self, request: AsyncRequest) -> Future[Any]:
         """Let the child call the request's ``async_fn``; return the Future of its result or error without waiting."""
@@ -168,14 +180,17 @@ class WorkerProcess:
             self._ended = True
             waiting, self._calls = list(self._calls.values()), {}
         for future in waiting:
-            future.set_exception(RankFailedError(f"the process that saves in the background {self._describe_end()}"))
+            text = f"the process that saves in the background {self._describe_end()} before it had written its files"
+            future.set_exception(RankFailedError(f"{text}; the next save starts a new one"))
 
     def _describe_end(self) -> str:
         code = self._process.poll()
         if code is None:
             return f"(process {self.pid}) has stopped answering"
-        cause = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return f"(process {self.pid}) {cause} before it had written its files; the next save starts a new one"
+        if code >= 0:
+            return f"(process {self.pid}) ended with exit code {code}"
+        why = ", as the kernel does where memory runs out: see dmesg" if code == -signal.SIGKILL else ""
+        return f"(process {self.pid}) was ended by signal {-code} ({signal.strsignal(-code)}{why})"
 
 
 def _observe(data: bytes) -> None:

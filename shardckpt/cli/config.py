@@ -1,6 +1,7 @@
 """List the settings of a CheckpointManager with their defaults, and the variables of the environment with their values.
 
 With names, all that is said of these. A variable that is almost one of shardckpt's is listed, too: nothing reads it.
+With --json, --check has its faults and notes as objects of setting, value, message and suggestion.
 Exit code 1 if a variable is such, or has a wrong value; 2 if a file that --check names has a wrong setting.
 """
 
@@ -15,6 +16,7 @@ from shardckpt.cli.output import Output
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from shardckpt.errors import SettingFault
     from shardckpt.manager import Setting
     from shardckpt.settings import Variable
 
@@ -92,10 +94,8 @@ def _check(file: str, section: str) -> Output:
         ConfigurationError: It cannot be read, or has a wrong setting: says each.
     """
     from shardckpt.errors import ConfigurationError, format_many, name_known
-    from shardckpt.huggingface import find_code
     from shardckpt.manager import find_faults
     from shardckpt.settings import list_variables
-    from shardckpt.storage import mask_password
 
     given = _read(file)
     for name in filter(None, section.split(".")):
@@ -105,21 +105,40 @@ def _check(file: str, section: str) -> Output:
             raise ConfigurationError(f"{file} has no section {name!r} {name_known(name, tables, 'sections')}")
         given = tables[name]
     wrong = [each for each in map(_look_further, list_variables()) if each.is_wrong]
-    said = (
-        each.text if each.text.startswith(each.name) else f"{each.name}={each.value}: {each.text}" for each in wrong
+    if faults := [*find_faults(given), *map(_describe_variable, wrong)]:
+        has_tables = isinstance(given, dict) and any(isinstance(value, dict) for value in given.values())
+        hint = " (where the settings are a table of the file: --section NAME)" if has_tables and not section else ""
+        head = f"{file}: {format_many(len(faults), 'wrong setting')} of a CheckpointConfig{hint}"
+        raise ConfigurationError.list_all(f"{head}\n  ", faults, "\n  ")
+    notes = _find_notes(given)
+    noted = f", with {format_many(len(notes), 'note')}" if notes else ""
+    text = f"{file}: a CheckpointConfig, {format_many(len(given), 'setting')}: all right{noted}"
+    return Output(
+        lambda: {"file": file, "settings": given, "notes": notes},
+        lambda: [text, *(note.message for note in notes)],
     )
-    if faults := [*find_faults(given), *said]:
-        lines = "".join(f"\n  {fault}" for fault in faults)
-        if not section and isinstance(given, dict) and any(isinstance(value, dict) for value in given.values()):
-            lines += "\n(where the settings are a table of the file: --section NAME)"
-        raise ConfigurationError(f"{file}: {format_many(len(faults), 'wrong setting')} of a CheckpointConfig{lines}")
-    text = f"{file}: a CheckpointConfig, {format_many(len(given), 'setting')}: all right"
-    code = find_code(given.get("hf_mapping") or "")
-    not_run = [str(code)] if code else []
-    words = [f"hf_mapping: {path} is code, and was not run: a training runs it at its start" for path in not_run]
+
+
+def _describe_variable(variable: Variable) -> SettingFault:
+    """Return a wrong variable as a wrong setting."""
+    from shardckpt.manager import make_fault
+
+    name, value, text, _ = variable
+    return make_fault({name: value}, name, text if text.startswith(name) else f"{name}={value}: {text}")
+
+
+def _find_notes(given: dict[str, Any]) -> list[SettingFault]:
+    """Return what settings that are right do not do here."""
+    from shardckpt.huggingface import find_code
+    from shardckpt.manager import make_fault
+    from shardckpt.storage import mask_password
+
+    notes = {}
+    if code := find_code(given.get("hf_mapping") or ""):
+        notes["hf_mapping"] = f"{code} is code, and was not run: a training runs it at its start"
     if given.get("links") and "://" in str(folder := given.get("folder", "")):
-        words.append(f"links: {mask_password(str(folder))} is on a store, which has none")
-    return Output(lambda: {"file": file, "settings": given, "not_run": not_run}, lambda: [text, *words])
+        notes["links"] = f"{mask_password(str(folder))} is on a store, which has none"
+    return [make_fault(given, name, f"{name}: {text}") for name, text in notes.items()]
 
 
 def _read(file: str) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardckpt.cli.interrupted import find_target
 from shardckpt.cli.output import say_error, show_json
-from shardckpt.errors import UNPACK_MODULE, CheckpointingException, StorageError, UnsafePickleError
+from shardckpt.errors import UNPACK_MODULE, CheckpointingException, ConfigurationError, StorageError, UnsafePickleError
 
 if TYPE_CHECKING:
     import argparse
@@ -27,7 +27,8 @@ _OPENING: tuple[str, str, tuple[str, ...]] = ("shardckpt.dist_checkpointing", "o
 def show_failure(error: BaseException, message: str, code: int, options: argparse.Namespace) -> int:
     """With ``--json``, print to standard output that a verb has no answer, and why not; return its exit code."""
     if options.as_json:
-        show_json({"error": {"type": type(error).__name__, "message": message}, "exit_code": code})
+        faults = {"faults": error.faults} if isinstance(error, ConfigurationError) and error.faults else {}
+        show_json({"error": {"type": type(error).__name__, "message": message, **faults}, "exit_code": code})
     return code
 
 

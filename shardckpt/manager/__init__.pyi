@@ -4,6 +4,7 @@ from shardckpt.manager.config import CheckpointConfig as CheckpointConfig
 from shardckpt.manager.config import Setting as Setting
 from shardckpt.manager.config import find_faults as find_faults
 from shardckpt.manager.config import list_settings as list_settings
+from shardckpt.manager.faults import make_fault as make_fault
 from shardckpt.manager.holds import Hold as Hold
 from shardckpt.manager.holds import Lease as Lease
 from shardckpt.manager.holds import find_holds as find_holds

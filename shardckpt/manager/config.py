@@ -25,7 +25,14 @@ from pydantic import (
 from shardckpt import settings
 from shardckpt.distributed import replace_text
 from shardckpt.engine import expand_home, find_local, find_saver
-from shardckpt.errors import CheckpointingException, ConfigurationError, ask_nearest, name_known, show_given
+from shardckpt.errors import (
+    CheckpointingException,
+    ConfigurationError,
+    SettingFault,
+    ask_nearest,
+    name_known,
+    show_given,
+)
 from shardckpt.huggingface import (
     LEAST_EXPORTING,
     LEAST_EXPORTING_ON_STORES,
@@ -35,7 +42,7 @@ from shardckpt.huggingface import (
     parse_dtype,
     read_config,
 )
-from shardckpt.manager.faults import describe_faults, describe_unknown, list_faults
+from shardckpt.manager.faults import describe_unknown, list_faults, make_fault
 from shardckpt.manager.retention import (
     RETENTION,
     KeepBest,
@@ -158,9 +165,10 @@ class CheckpointConfig(BaseModel):
         keep_every_n_steps: Also keep the steps that are multiples of this; 0 for none.
         keep_best_k: Also keep this many checkpoints with the best ``best_metric``; 0 for none.
         best_metric: A name among the ``metrics`` that ``save`` is given, for ``keep_best_k``, ``load("best")`` and
-            ``best_step``. A checkpoint without it is never a best one.
+            ``best_step``. A checkpoint without it is never a best one. Beside ``retention``, it is that of the first
+            :class:`KeepBest`, if any.
         best_mode: Whether the smallest (``min``) or the largest (``max``) value is the best.
-        retention: Policies instead of the five options above: :class:`KeepLatest`, :class:`KeepEvery`,
+        retention: Policies instead of the three ``keep_`` options above: :class:`KeepLatest`, :class:`KeepEvery`,
             :class:`KeepNear`, :class:`KeepRecent`, :class:`KeepBest`, :class:`KeepPinned`, or a function that takes the
             metrics by step and returns the steps to keep. A checkpoint is kept if any policy keeps it, if it is leased
             or pinned, or if it is the newest. Only the main rank calls the policies, in a background thread.
@@ -280,8 +288,8 @@ class CheckpointConfig(BaseModel):
             try:
                 super().__init__(**settings)
             except ValidationError as exc:
-                faults = describe_faults(exc, [*type(self).model_fields], _find_hint)
-                raise ConfigurationError(f"{type(self).__name__}: {faults}") from exc
+                faults = _list_all_faults(type(self), settings, exc)
+                raise ConfigurationError.list_all(f"{type(self).__name__}: ", faults) from exc
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name.startswith("_"):  # of a subclass, or pydantic's own
@@ -553,15 +561,11 @@ class CheckpointConfig(BaseModel):
     def _check(self) -> CheckpointConfig:
         is_async = self.async_mode is not AsyncMode.DISABLED
         excluded = set(self.exclude_from_loading)
-        replaced = ("keep_latest_k", "keep_every_n_steps", "keep_best_k", "best_metric", "best_mode")
+        kept = next((policy for policy in self.retention if isinstance(policy, KeepBest)), None)
         least_export = LEAST_EXPORTING_ON_STORES if "://" in self.folder else LEAST_EXPORTING
-        given = [name for name in replaced if getattr(self, name) != type(self).model_fields[name].default]
-        contradictions = {
-            f"retention takes the place of {', '.join(given)}: give KeepLatest, KeepEvery, KeepBest instead": (
-                self.retention and given
-            ),
+        contradictions = {  # each says what to do after its last colon
             # Checked, though the newest complete checkpoint always stays: with one more, a damaged newest is no loss.
-            "keep_latest_k=1 with an async_mode: there must be one to fall back on; keep 2 or more, or 0 for all": (
+            "keep_latest_k=1 with an async_mode leaves none to fall back on: keep 2 or more, or 0 for all": (
                 is_async and (self.keep_latest_k == 1 or KeepLatest(1) in self.retention)
             ),
             f"latest_pointer: {self.latest_pointer!r} is the name of a step's directory: choose another": (
@@ -570,32 +574,84 @@ class CheckpointConfig(BaseModel):
             f"links: the file of latest_pointer has the name of a link, {self.latest_pointer!r}: choose another": (
                 self.links and self.latest_pointer in LINKS
             ),
-            "save_when takes the place of interval: give SaveEvery instead": (
-                self.save_when and self.interval != type(self).model_fields["interval"].default
+            "best_metric and best_mode differ from the first KeepBest of retention, which says which step is the best: "
+            "leave both out, or put their KeepBest first": (
+                kept and (self.best_metric not in ("", kept.metric) or self.best_mode not in ("min", kept.mode))
             ),
-            "hf_cut_vocabulary takes hf_mapping, and hf_assets_path with a config.json, which has the vocab_size": (
+            "hf_cut_vocabulary needs the vocab_size: give hf_mapping, and hf_assets_path with a config.json": (
                 self.hf_cut_vocabulary and not (self.hf_mapping and self.hf_assets_path)
             ),
-            "keep_best_k needs a best_metric": self.keep_best_k and not self.best_metric,
-            "exclude_from_last_save: an export has what the last save has; leave last_save_model_only True": (
+            "keep_best_k needs a best_metric: name one, as 'loss'": self.keep_best_k and not self.best_metric,
+            "exclude_from_last_save: an export has what the last save has: leave last_save_model_only True": (
                 self.exclude_from_last_save and self.last_save_in_hf and not self.last_save_model_only
             ),
-            "last_save_bare_keys: with steps_in_hf, tensors have their names of the Hub": (
+            "last_save_bare_keys: with steps_in_hf, tensors have their names of the Hub: leave it False": (
                 self.last_save_bare_keys and self.steps_in_hf
             ),
-            "exclude_from_loading: a load without the model would train a fresh one": "model" in excluded,
-            "initial_load_in_hf needs an initial_load_path": self.initial_load_in_hf and not self.initial_load_path,
-            "initial_load_in_hf: a Hugging Face folder has the model only; leave initial_load_model_only True": (
+            "exclude_from_loading: a load without the model would train a fresh one: leave 'model' out": (
+                "model" in excluded
+            ),
+            "initial_load_in_hf needs an initial_load_path: give that of a Hugging Face folder": (
+                self.initial_load_in_hf and not self.initial_load_path
+            ),
+            "initial_load_in_hf: a Hugging Face folder has the model only: leave initial_load_model_only True": (
                 self.initial_load_in_hf and not self.initial_load_model_only
             ),
-            f"memory_budget: last_save_in_hf takes at least {show_mib(least_export)}": (
+            f"memory_budget is too small for last_save_in_hf: give at least {show_mib(least_export)}": (
                 self.last_save_in_hf and (parse_memory_budget(self.memory_budget) or least_export) < least_export
             ),
-            "load_only saves nothing, no seed checkpoint either": self.load_only and self.create_seed_checkpoint,
+            "load_only saves nothing, no seed checkpoint either: leave create_seed_checkpoint False": (
+                self.load_only and self.create_seed_checkpoint
+            ),
         }
-        if wrong := [why for why, is_wrong in contradictions.items() if is_wrong]:
-            raise ValueError("\n".join(wrong))
+        given = dict(self)
+        texts = [*_find_replaced(given), *(why for why, is_wrong in contradictions.items() if is_wrong)]
+        if texts:
+            raise ConfigurationError.list_all("", [_make_contradiction(given, text) for text in texts])
         return self
+
+
+def _make_contradiction(given: Mapping[str, Any], text: str) -> SettingFault:
+    """Return the fault of a text that begins with a setting, and says what to do after its last colon."""
+    return make_fault(given, re.split(r"\W", text)[0], text, text.rpartition(": ")[2])
+
+
+def _find_replaced(given: Mapping[str, Any]) -> list[str]:
+    """Return what policies take the place of that is given, too, be these settings right or wrong."""
+    fields = CheckpointConfig.model_fields
+    limits = ("keep_latest_k", "keep_every_n_steps", "keep_best_k")
+    texts = []
+    for name, others, advice in (
+        ("retention", limits, "give KeepLatest, KeepEvery, KeepBest instead"),
+        ("save_when", ("interval",), "give SaveEvery instead"),
+    ):
+        replaced = [other for other in others if given.get(other, fields[other].default) != fields[other].default]
+        if given.get(name) and replaced:
+            texts.append(f"{name} takes the place of {', '.join(replaced)}: {advice}")
+    return texts
+
+
+def _list_all_faults(
+    kind: type[CheckpointConfig], given: Mapping[str, Any], error: ValidationError
+) -> list[SettingFault]:
+    """Return what pydantic found wrong, and what it then has not looked for: how the other settings contradict."""
+    faults = list_faults(error, given, [*kind.model_fields], _find_hint)
+    wrong = _name_wrong(error)
+    others: list[SettingFault] = []
+    if wrong:
+        try:
+            kind(**{name: value for name, value in given.items() if name not in wrong})
+        except ConfigurationError as exc:
+            # one that names a setting which is wrong, or was meant by a wrong name, may be gone with it
+            unsure = {*wrong, *(fault.suggestion for fault in faults)}
+            others += [each for each in exc.faults if unsure.isdisjoint(re.findall(r"\w+", each.message))]
+        others += [_make_contradiction(given, text) for text in _find_replaced(given)]
+    return [*{each.message: each for each in (*faults, *others)}.values()]
+
+
+def _name_wrong(error: ValidationError) -> set[str]:
+    """Return the names of the settings that are wrong by themselves."""
+    return {str(fault["loc"][0]) for fault in error.errors() if fault["loc"]}
 
 
 def _check_assets(folder: str, mapping: Any, *, cut_vocabulary: bool) -> None:
@@ -622,22 +678,28 @@ def _find_step_saver(
             saves in the foreground alone, and ``is_async`` says otherwise, or no load would accept them.
     """
     saver = find_saver(strategy, get_plugin_manager())
-    for source, given in accepts:
-        if not is_accepted(saver.backend, saver.version, given):
-            raise CheckpointingException(
-                f"steps would be saved as {saver.backend}@{saver.version}, which {source} does not allow: the job "
-                "could not go on from them; add it, or choose another strategy"
-            )
+    kind = f"{type(saver).__name__}, the strategy {strategy!r},"
+    faults = [
+        SettingFault(
+            source,
+            given,
+            f"steps would be saved as {saver.backend}@{saver.version}, which {source} does not allow: the job could "
+            "not go on from them; add it, or choose another strategy",
+            f"add {saver.backend}@{saver.version}, or choose another strategy",
+        )
+        for source, given in accepts
+        if not is_accepted(saver.backend, saver.version, given)
+    ]
     if is_async and not isinstance(saver, AsyncSaveStrategy):
-        raise CheckpointingException(
-            f"async_mode: {type(saver).__name__}, the strategy {strategy!r}, saves in the foreground only: choose "
-            "async_mode='disabled', or another strategy"
-        )
+        advice = "choose async_mode='disabled', or another strategy"
+        text = f"async_mode: {kind} saves in the foreground only: {advice}"
+        faults.append(SettingFault("async_mode", None, text, advice))
     if in_hf and not isinstance(saver, StoresHubFolders):
-        raise CheckpointingException(
-            f"steps_in_hf: {type(saver).__name__}, the strategy {strategy!r}, does not store Hugging Face "
-            "folders: choose strategy='safetensors', or last_save_in_hf, which exports the last step"
-        )
+        advice = "choose strategy='safetensors', or last_save_in_hf, which exports the last step"
+        text = f"steps_in_hf: {kind} does not store Hugging Face folders: {advice}"
+        faults.append(SettingFault("steps_in_hf", True, text, advice))
+    if faults:
+        raise ConfigurationError.list_all("", faults)
     return saver
 
 
@@ -658,7 +720,7 @@ def parse_config(given: Any) -> CheckpointConfig:
     )
 
 
-def find_faults(given: Any) -> list[str]:
+def find_faults(given: Any) -> list[SettingFault]:
     """Return what is wrong in settings of a file, each fault with what is expected; empty if nothing is.
 
     Strategy, key mapping and what serves URLs must be installed here. Folders are not looked at, since a training may
@@ -667,12 +729,15 @@ def find_faults(given: Any) -> list[str]:
     be there.
     """
     if not isinstance(given, Mapping):
-        return [f"{show_given(given)} is no table of settings by name"]
-    faults, wrong = _find_wrong_values(given)
+        return [SettingFault("", None, f"{show_given(given)} is no table of settings by name")]
+    faults: list[SettingFault] = []
+    wrong: set[str] = set()
+    try:
+        parse_config(given)
+    except ConfigurationError as exc:
+        faults += exc.faults or [SettingFault("", None, str(exc))]
+        wrong = _name_wrong(exc.__cause__) if isinstance(exc.__cause__, ValidationError) else wrong
     right = {name: value for name, value in given.items() if name not in wrong}
-    if wrong:  # then nothing has looked at contradictions; one that names a wrong setting may be gone with it
-        others, _ = _find_wrong_values(right)
-        faults += [text for text in others if wrong.isdisjoint(re.findall(r"\w+", text))]
     saves = not right.get("load_only")
     in_hf = right.get("steps_in_hf") is True and saves
     is_async = right.get("async_mode", "disabled") != "disabled" and saves
@@ -688,23 +753,29 @@ def find_faults(given: Any) -> list[str]:
             if name not in wrong:
                 find(right.get(name, CheckpointConfig.model_fields[name].default))
         except CheckpointingException as exc:  # noqa: PERF203 - there are few
-            faults.append(f"{name}: {exc}")
+            found = exc.faults if isinstance(exc, ConfigurationError) else ()
+            wrong.add(name)
+            faults += [each._replace(value=given.get(each.setting, each.value)) for each in found] or [
+                make_fault(given, name, f"{name}: {exc}")
+            ]
     if "accept" not in wrong:
-        faults += [f"accept: {text}" for text in list_unknown_accepted(right.get("accept"), get_plugin_manager())]
-    return faults or _find_lacking_assets(right)
+        unknown = list_unknown_accepted(right.get("accept"), get_plugin_manager())
+        faults += [make_fault(given, "accept", f"accept: {text}") for text in unknown]
+    lacking = "" if wrong & {"hf_mapping", "hf_assets_path"} else _find_lacking_assets(right)
+    return [*faults, make_fault(given, "hf_assets_path", lacking)] if lacking else faults
 
 
-def _find_lacking_assets(given: Mapping[str, Any]) -> list[str]:
+def _find_lacking_assets(given: Mapping[str, Any]) -> str:
     """Return what a folder of assets that is here lacks for ``hf_cut_vocabulary``; no mapping's code is run."""
     cut, folder, mapping = (given.get(name) for name in ("hf_cut_vocabulary", "hf_assets_path", "hf_mapping"))
-    place = find_local(str(folder)) if cut else None
+    place = find_local(str(folder)) if cut and mapping else None
     if place is None or not place.is_dir() or find_code(str(mapping)):
-        return []
+        return ""
     try:
         _check_assets(str(folder), mapping, cut_vocabulary=True)
     except CheckpointingException as exc:
-        return [str(exc)]
-    return []
+        return str(exc)
+    return ""
 
 
 def check_folder(place: str | os.PathLike[str] | None) -> None:
@@ -724,18 +795,6 @@ def _check_place(place: str | os.PathLike[str] | None) -> None:
     """Check that a plugin may serve a URL; it is not opened."""
     if place is not None and "://" in str(place) and find_local(str(place)) is None:
         check_served(str(place), get_plugin_manager())
-
-
-def _find_wrong_values(given: Mapping[str, Any]) -> tuple[list[str], set[str]]:
-    """Return what is wrong in settings by themselves, else between them, and the names of those wrong by themselves."""
-    try:
-        parse_config(given)
-    except ConfigurationError as exc:
-        if not isinstance(cause := exc.__cause__, ValidationError):
-            return [str(exc)], set()
-        names = {str(fault["loc"][0]) for fault in cause.errors() if fault["loc"]}
-        return list_faults(cause, [*CheckpointConfig.model_fields], _find_hint), names
-    return [], set()
 
 
 class Setting(NamedTuple):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from shardckpt.errors import ConfigurationError, ask_nearest, show_given
+from shardckpt.errors import ConfigurationError, SettingFault, ask_nearest, show_given
+from shardckpt.storage import mask_password
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -45,28 +46,32 @@ _EXPECTED_OF = {
 }
 
 
-def describe_faults(
-    error: ValidationError,
-    names: Sequence[str],
-    find_hint: Callable[[str], str] = lambda _: "",
-) -> str:
-    """Return in one line what :func:`list_faults` returns."""
-    return "; ".join(list_faults(error, names, find_hint))
+#: How a text names what is right: validators and nested errors have it in no other form.
+_RIGHT = re.compile(r"did you mean (.+?)\?|: it is (\S+) here$")
 
 
 def list_faults(
     error: ValidationError,
+    given: Mapping[str, Any],
     names: Sequence[str],
     find_hint: Callable[[str], str] = lambda _: "",
-) -> list[str]:
+) -> list[SettingFault]:
     """Return what pydantic found wrong.
 
     Args:
+        given: The settings by name.
         names: The names of all settings, in the order in which a call may give them without.
         find_hint: Says of a setting that there is not what to use; ``""`` if nothing is known of it.
     """
-    found = [fault for each in error.errors() for fault in _describe_fault(each, names, find_hint)]
-    return [*dict.fromkeys(found)]
+    found = [fault for each in error.errors() for fault in _describe_fault(each, given, names, find_hint)]
+    return [*{fault.message: fault for fault in found}.values()]
+
+
+def make_fault(given: Mapping[str, Any], setting: str, message: str, suggestion: str | None = None) -> SettingFault:
+    """Return a fault with what was given, without a URL's password, and the suggestion that its text has."""
+    value, named = given.get(setting), _RIGHT.search(message)
+    shown = mask_password(value) if isinstance(value, str) else value
+    return SettingFault(setting, shown, message, suggestion or (named and (named[1] or named[2])))
 
 
 def describe_unknown(name: str, names: Sequence[str], find_hint: Callable[[str], str]) -> str:
@@ -75,11 +80,16 @@ def describe_unknown(name: str, names: Sequence[str], find_hint: Callable[[str],
     return f"there is no setting {name!r}" + f": {hint}" * bool(hint)
 
 
-def _describe_fault(fault: Mapping[str, Any], names: Sequence[str], find_hint: Callable[[str], str]) -> list[str]:
+def _describe_fault(
+    fault: Mapping[str, Any], given: Mapping[str, Any], names: Sequence[str], find_hint: Callable[[str], str]
+) -> Sequence[SettingFault]:
+    if not fault["loc"] and isinstance(error := fault.get("ctx", {}).get("error"), ConfigurationError):
+        return error.faults  # of several settings, which contradict each other
+    name = str((*fault["loc"], "")[0])
     if fault["type"] != "value_error":
-        return [_describe_value(fault, names, find_hint)]
-    name, texts = str((*fault["loc"], "")[0]), str(fault["msg"]).removeprefix("Value error, ").split("\n")
-    return [text if text.startswith(name) else f"{name}: {text}" for text in texts]
+        return [make_fault(given, name, _describe_value(fault, names, find_hint))]
+    texts = str(fault["msg"]).removeprefix("Value error, ").split("\n")
+    return [make_fault(given, name, text if text.startswith(name) else f"{name}: {text}") for text in texts]
 
 
 def _describe_value(fault: Mapping[str, Any], names: Sequence[str], find_hint: Callable[[str], str]) -> str:
@@ -109,7 +119,7 @@ def explain_faults(policy: _C) -> _C:
         try:
             init(self, *args, **options)
         except ValidationError as exc:
-            raise ConfigurationError(f"{policy.__name__}: {describe_faults(exc, names)}") from exc
+            raise ConfigurationError.list_all(f"{policy.__name__}: ", list_faults(exc, options, names)) from exc
 
     policy.__init__ = explained
     return policy

@@ -17,6 +17,7 @@ from shardckpt.errors import (
     CheckpointingException,
     NotEnoughSpaceError,
     StorageError,
+    format_many,
     listed,
     parse_globals,
     refuse_copy,
@@ -29,6 +30,7 @@ from shardckpt.manager.garbage_collection import discard_steps_after
 from shardckpt.manager.initial import load_initial
 from shardckpt.manager.metrics import parse_metrics
 from shardckpt.manager.parts import make_parts
+from shardckpt.manager.per_rank import ADVICE
 from shardckpt.manager.preemption import Preemption
 from shardckpt.manager.reader import StepReader
 from shardckpt.manager.retention import KeepBest
@@ -145,6 +147,7 @@ class CheckpointManager:
                 config.check_names(self._states.names)
                 if comm.is_main:
                     config.check_assets()
+                    self._warn_of_ranks()
         folder = self._folder if config.enable_checkpoint else None
         self._writer, self._parts = make_parts(
             config, folder, self._states, self._group, allow_globals, fault_tolerance
@@ -166,6 +169,18 @@ class CheckpointManager:
             resize=config.resize,
             accept=config.accept,
         )
+
+    def _warn_of_ranks(self) -> None:
+        """Warn of states that only as many ranks can load as save them, before a resume with others fails."""
+        per_rank, excluded = self._states.per_rank, self.config.exclude_from_loading
+        fixed = [name for name, state in per_rank.items() if state.reshard is None and name not in excluded]
+        if fixed and not self.config.load_only:
+            logger.warning(
+                "only a job of %s can load %s from the steps of this one: for others, give the PerRank %s",
+                format_many(self._world_size, "rank"),
+                listed([f"the state {name!r}" for name in fixed]),
+                ADVICE,
+            )
 
     def is_due(self, step: int) -> bool:
         """Return whether ``save(step)`` saves without ``force``, whatever the policies of ``save_when`` say.

@@ -16,7 +16,7 @@ from shardckpt.commit import Owner, describe_process, make_hold
 from shardckpt.engine import report_phase
 from shardckpt.errors import CheckpointingException, StorageError, escape_text
 from shardckpt.manager.part import ManagerPart
-from shardckpt.storage import has_local_files
+from shardckpt.storage import has_local_files, limit_attempts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -75,10 +75,12 @@ class OtherJobs(ManagerPart):
         except StorageError as exc:  # the step is saved
             logger.warning("other jobs will not see that this one saves to %s: %s", self._folder, exc)
 
-    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - every part has it
-        """Remove the file."""
-        if self._is_written:
-            self._drop(self._name)
+    def close(self, error: BaseException | None = None) -> None:
+        """Remove the file, where that keeps no program waiting: it counts for nothing once the process has ended."""
+        is_down = isinstance(error, StorageError) and not has_local_files(self._folder.place)
+        if self._is_written and not is_down:
+            with limit_attempts(0):
+                self._drop(self._name)
 
     def _warn(self, name: str, job: Hold) -> None:
         last = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime((job.until or _SECONDS) - _SECONDS))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from shardckpt.errors import CheckpointingException, format_many
+from shardckpt.errors import CheckpointingException, ConfigurationError, format_many, show_given
 from shardckpt.mapping import ShardedObject
 
 if TYPE_CHECKING:
@@ -23,6 +25,10 @@ class Stateful(Protocol):
         """Set the state to one that :meth:`state_dict` returned."""
 
 
+#: What to write where the number of ranks may change.
+ADVICE = "reshard=...: a function (states, rank, world_size) that returns the state of one rank"
+
+
 @dataclass(frozen=True)
 class PerRank:
     """Wraps a state that differs from rank to rank: every rank saves its own, and loads its own.
@@ -35,11 +41,23 @@ class PerRank:
         state: The object. Its state (plain data, and tensors on any device) is stored as one object a rank.
         reshard: Returns the state of one rank if the number of ranks has changed since the save:
             ``reshard(states, rank, world_size)`` with the saved ``states`` by rank. Without it, such a load is an
-            error.
+            error, of which a manager that saves warns at its start.
+
+    Raises:
+        ConfigurationError: ``reshard`` is no function that takes these three.
     """
 
     state: Stateful
     reshard: Callable[[list[Any], int, int], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.reshard is None:
+            return
+        try:
+            with suppress(ValueError):  # some functions of extensions have no signature
+                inspect.signature(self.reshard).bind([], 0, 1)
+        except TypeError as exc:
+            raise ConfigurationError(f"PerRank: {show_given(self.reshard)} cannot be called ({exc}): {ADVICE}") from exc
 
     def describe(self, name: str, rank: int, world_size: int) -> ShardedObject:
         """Return the description of this rank's state, for a save."""
@@ -55,8 +73,7 @@ class PerRank:
             saved_by = format_many(saved_world_size, "rank")
             raise CheckpointingException(
                 f"the state {name!r} was saved by {saved_by}, each with a state of its own, and is loaded by "
-                f"{world_size}: wrap it as PerRank({name}, reshard=...), a function (states, rank, world_size) that "
-                f"returns the state of one rank, or put {name!r} into exclude_from_loading"
+                f"{world_size}: put {name!r} into exclude_from_loading, or give its PerRank {ADVICE}"
             )
         indices = range(saved_world_size) if saved_world_size != world_size else [rank]
         return [ShardedObject(name, None, (saved_world_size,), (index,), replica_id=rank) for index in indices]

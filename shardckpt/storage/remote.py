@@ -460,13 +460,16 @@ def quiet_attempts() -> Iterator[None]:
 
 
 @contextmanager
-def limit_attempts() -> Iterator[None]:
-    """Give up what fails in calls of this thread in the block after ``SHARDCKPT_REMOTE_TIMEOUT`` seconds in all.
+def limit_attempts(seconds: float | None = None) -> Iterator[None]:
+    """Give up what fails in calls of this thread in the block after so many seconds in all.
 
-    For calls that a training waits for: one that a store does not answer takes that long at each attempt. When the time
-    is used up, all further calls fail at once.
+    For calls that a training waits for: one that a store does not answer takes ``SHARDCKPT_REMOTE_TIMEOUT`` seconds at
+    each attempt. When the time is used up, all further calls fail at once.
+
+    Args:
+        seconds: By default that timeout; with 0, what fails once is not repeated.
     """
-    token = _patience.set([settings.remote_timeout()])
+    token = _patience.set([settings.remote_timeout() if seconds is None else seconds])
     try:
         yield
     finally:

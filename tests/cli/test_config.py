@@ -91,10 +91,11 @@ def test_a_file_of_settings_is_checked_without_a_training(tmp_path: Path, capsys
     (tmp_path / "wrong.toml").write_text(_WRONG)
     assert main(["config", "--check", str(tmp_path / "wrong.toml"), "--section", "train.checkpoint"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].endswith("wrong.toml: 5 wrong settings of a CheckpointConfig")
+    assert lines[0].endswith("wrong.toml: 6 wrong settings of a CheckpointConfig")
     for words in (
         "keep_latest_k=-1: expected 0 or more",
         'in JSON {"policy": "KeepLatest", "count": 3}; did you mean KeepLatest?',
+        "retention takes the place of keep_latest_k: give KeepLatest, KeepEvery, KeepBest instead",
         "retention: KeepLatest: count is missing; there is no setting 'cnt': did you mean count?",
         "async_mode='asyn': did you mean async? expected 'disabled', 'async' or 'async_with_pinned_mem'",
         "there is no setting 'intervall': did you mean interval?",
@@ -116,7 +117,10 @@ def test_names_and_contradictions_of_a_file_are_checked(tmp_path: Path, capsys: 
     """A strategy or mapping that is not installed, all contradictions, and files that cannot be read."""
     for settings_, words in (
         ({"strategy": "torch_dst", "hf_mapping": "lama"}, ["did you mean torch_dist?", "did you mean llama?"]),
-        ({"async_mode": "async", "keep_latest_k": 1, "keep_best_k": 2}, ["keep_latest_k=1 with", "a best_metric"]),
+        (
+            {"async_mode": "async", "keep_latest_k": 1, "keep_best_k": 2},
+            ["keep_latest_k=1 with", "a best_metric: name one"],
+        ),
         ([1], ["is no table of settings"]),
         (
             {
@@ -129,7 +133,11 @@ def test_names_and_contradictions_of_a_file_are_checked(tmp_path: Path, capsys: 
             },
             ["did you mean safetensors?", "did you mean llama?", "keep_latest_k=-1", "load_only saves nothing"],
         ),
-        ({"steps_in_hf": True}, ["strategy: steps_in_hf: "]),
+        ({"steps_in_hf": True}, ["does not store Hugging Face folders"]),
+        (
+            {"steps_in_hf": True, "accept": ["safetensors"], "strategy": "torch_dist"},
+            ["steps_in_hf: ", "which accept does not allow"],
+        ),
         (
             {"folder": "ftp2://user:secret@host/run", "best_metric": "eval_loss:min", "accept": ["a@b"]},
             [
@@ -162,6 +170,69 @@ def test_names_and_contradictions_of_a_file_are_checked(tmp_path: Path, capsys: 
         assert word in capsys.readouterr().err
 
 
+def test_what_contradicts_is_told_with_what_is_wrong_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One round tells all: also of a policy that is wrong, and of assets that lack what is looked up in them."""
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "tokenizer.json").write_text("{}")
+    given = {
+        "retention": [{"policy": "KeepLates"}],
+        "keep_latest_k": -3,
+        "save_when": [{"policy": "SaveEvery", "interval": 5}],
+        "interval": 7,
+        "load_only": True,
+        "create_seed_checkpoint": True,
+        "hf_cut_vocabulary": True,
+        "hf_mapping": "megatron",
+        "hf_assets_path": str(tmp_path / "assets"),
+    }
+    (tmp_path / "a.json").write_text(json.dumps(given))
+    assert main(["config", "--check", str(tmp_path / "a.json")]) == 2
+    said = capsys.readouterr().err
+    assert "a.json: 6 wrong settings" in said
+    for words in (
+        "did you mean KeepLatest?",
+        "keep_latest_k=-3",
+        "retention takes the place of keep_latest_k",
+        "save_when takes the place of interval",
+        "load_only saves nothing",
+        "hf_assets_path: cut_vocabulary",
+    ):
+        assert words in said, words
+
+
+def test_faults_are_records_of_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has its setting, what was given without a password, the text, and the suggestion, null if there is none."""
+    monkeypatch.setenv("SHARDCKPT_IO_TREADS", "3")
+    given = {
+        "intervall": 3,
+        "max_to_keep": 5,
+        "async_mode": "asyn",
+        "interval": 0,
+        "strategy": "safetensor",
+        "keep_best_k": 2,
+        "folder": "ftp2://user:secret@host/run",
+    }
+    (tmp_path / "a.json").write_text(json.dumps(given))
+    assert main(["config", "--check", str(tmp_path / "a.json"), "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    found = {each.pop("setting"): each for each in error["faults"]}
+    assert all(each["message"] in error["message"] for each in found.values())
+    assert {name: (each["value"], each["suggestion"]) for name, each in found.items()} == {
+        "intervall": (3, "interval"),
+        "max_to_keep": (5, "keep_latest_k"),
+        "async_mode": ("asyn", "async"),
+        "interval": (0, None),
+        "strategy": ("safetensor", "safetensors"),
+        "keep_best_k": (2, "name one, as 'loss'"),
+        "folder": ("ftp2://user:***@host/run", None),
+        "SHARDCKPT_IO_TREADS": ("3", "SHARDCKPT_IO_THREADS"),
+    }
+
+
 def test_a_file_that_settings_name_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A mapping's Python file is looked for, its code is not run, and the answer says so."""
     ran = tmp_path / "ran"
@@ -171,7 +242,8 @@ def test_a_file_that_settings_name_is_not_run(tmp_path: Path, capsys: pytest.Cap
     assert not ran.exists()
     assert f"hf_mapping: {tmp_path}/rules.py is code, and was not run" in capsys.readouterr().out
     assert main(["config", "--check", str(tmp_path / "a.json"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["not_run"] == [f"{tmp_path}/rules.py"]
+    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    assert (note["setting"], note["value"]) == ("hf_mapping", f"{tmp_path}/rules.py:MAPPING")
     for name, words in (("rule.py:MAPPING", "there is no file"), ("rules.py:a-b", "FILE.py:MAPPING")):
         (tmp_path / "a.json").write_text(json.dumps({"hf_mapping": f"{tmp_path}/{name}"}))
         assert main(["config", "--check", str(tmp_path / "a.json")]) == 2
@@ -361,7 +433,10 @@ def test_check_looks_at_what_a_training_meets_later(
     file.write_text(json.dumps({"strategy": "torch_dist", "load_only": True, "links": True, "folder": "memory://a"}))
     monkeypatch.setenv("SHARDCKPT_ACCEPT", "safetensors")
     assert main(["config", "--check", str(file)]) == 0
-    assert "links: memory://a is on a store, which has none" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines() == [
+        f"{file}: a CheckpointConfig, 4 settings: all right, with 1 note",
+        "links: memory://a is on a store, which has none",
+    ]
     monkeypatch.setenv("SHARDCKPT_IO_THREADS", "many")
     monkeypatch.setenv("SHARDCKPT_ACEPT", "zarr")
     assert main(["config", "--check", str(file)]) == 2

@@ -9,12 +9,14 @@ import torch.distributed as dist
 from torch import nn
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager import CheckpointConfig, CheckpointManager, list_checkpoints
+from shardckpt.manager import CheckpointConfig, CheckpointManager, KeepBest, KeepLatest, list_checkpoints
 from tests.manager.training import Progress
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shardckpt.manager import RetentionPolicy
     from tests.ranks import Ranks
 
 
@@ -46,6 +48,20 @@ def test_the_best_step_by_a_metric_is_found_and_loaded(tmp_path: Path) -> None:
         assert manager.loaded_step == 5
     summaries = {each.step: each.metrics for each in list_checkpoints(tmp_path)}
     assert summaries[2] == {"loss": 0.25, "score": -0.25}
+
+
+@table("policy, best", [(KeepBest("score", mode="max"), 2), (KeepBest("score"), 3), (KeepLatest(3), 3)])
+def test_the_metric_of_the_best_step_may_be_named_beside_policies(
+    tmp_path: Path, policy: RetentionPolicy, best: int
+) -> None:
+    """The mode is that of the policy which keeps the best by it; without such a policy best_metric counts alone."""
+    model = nn.Linear(2, 1)
+    config = CheckpointConfig(folder=tmp_path, interval=1, retention=[policy], best_metric="score")
+    with CheckpointManager(config, {"model": model}) as manager:
+        for step, score in ((1, 0.5), (2, 0.75), (3, 0.25)):
+            manager.save(step, metrics={"score": score})
+            manager.wait()
+        assert manager.best_step() == best
 
 
 def test_a_metric_that_no_step_has_lists_those_there_are(tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ def test_a_mode_may_be_a_text(mode: AsyncMode) -> None:
         ({"last_save_bare_keys": True, "steps_in_hf": True, "strategy": "safetensors"}, "names of the Hub"),
         ({"initial_load_in_hf": True}, "initial_load_path"),
         ({"keep_best_k": 2}, "best_metric"),
+        ({"retention": [KeepBest("acc")], "best_metric": "loss"}, "differ from the first KeepBest"),
+        ({"retention": [KeepLatest(2), KeepBest("acc")], "best_mode": "max"}, "differ from the first KeepBest"),
         ({"interval": 0}, "interval"),
         ({"async_mode": "sometimes"}, "async_mode"),
         ({"export_dtype": "int8"}, "float16"),
@@ -90,7 +92,7 @@ def test_no_wrong_setting_hides_another(value: object) -> None:
     """Whatever a setting of a file is, another that is wrong is named, too."""
     for name in CheckpointConfig.model_fields:
         other = "interval" if name == "keep_latest_k" else "keep_latest_k"
-        assert any(fault.startswith(f"{other}=-1") for fault in find_faults({name: value, other: -1})), name
+        assert any(fault.message.startswith(f"{other}=-1") for fault in find_faults({name: value, other: -1})), name
 
 
 def test_the_seed_s_name_for_the_last_save(tmp_path: Path) -> None:
@@ -129,7 +131,14 @@ def test_wrong_names_are_refused_before_the_training(tmp_path: Path, wrong: dict
             "an item of exclude_from_loading is 1: expected names of states, as ('lr_scheduler',)",
         ),
         *(({name: 600}, f"there is no setting {name!r}: {config._TIMEOUT}") for name in ("timeout", "timeout_secs")),
-        ({"keep_best_k": 2, "save_steps": 5}, "there is no setting 'save_steps': it is interval here"),
+        (
+            {"keep_best_k": 2, "metric_for_best_model": "loss"},
+            "there is no setting 'metric_for_best_model': it is best_metric here",
+        ),
+        (
+            {"links": 3, "keep_best_k": 2},
+            "links=3: expected True or False; keep_best_k needs a best_metric: name one, as 'loss'",
+        ),
     ],
 )
 def test_a_wrong_setting_is_said_in_plain_words(settings: dict[str, Any], said: str) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
 
 from shardckpt.commit import Owner, make_hold
 from shardckpt.commit.owner import _host, _status
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manager import CheckpointConfig, CheckpointManager, other_jobs
+from shardckpt.testing import FaultyStore
 from tests.manager import folders
 from tests.manager.training import Progress
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,6 +84,27 @@ def test_a_save_beside_another_job_is_refused_if_asked(
         assert manager.steps() == [1]
     with pytest.raises(CheckpointingException, match="another job saves to"):
         CheckpointManager(config, {"progress": Progress()})
+
+
+@table("outage, attempts", [(None, 1), (StorageError("no answer"), 0)])
+def test_the_end_of_a_job_does_not_wait_for_a_store(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, outage: Exception | None, attempts: int
+) -> None:
+    """Its own file is removed in one attempt, and in none after an outage that ended the job: it counts no more."""
+    caplog.clear()
+    store = FaultyStore(tmp_path / "store")
+    with (
+        suppress(StorageError),
+        CheckpointManager({"folder": store.url, "interval": 1}, {"progress": Progress()}) as manager,
+    ):  # type: ignore[arg-type]
+        manager.save(1)
+        manager.wait()
+        store.forget()
+        store.fails("delete", 1)
+        if outage is not None:
+            raise outage
+    assert len(store.requests("delete")) == attempts
+    assert len([text for text in caplog.messages if "cannot remove the file of a job" in text]) == attempts
 
 
 def test_a_job_that_was_started_again_is_told_nothing(

@@ -112,7 +112,7 @@ def test_the_options_are_policies() -> None:
         ({"retention": [lambda steps, metrics: []]}, "lambda.* is not a retention policy.* the metrics by step"),
         ({"save_when": [lambda step, metrics: True]}, "lambda.* is not a save policy"),
         ({"retention": ["tests.manager.some_function"]}, "is not a retention policy"),
-        ({"retention": [KeepLatest(2)], "keep_best_k": 1, "best_metric": "loss"}, "the place of keep_best_k, best_met"),
+        ({"retention": [KeepLatest(2)], "keep_best_k": 1, "best_metric": "loss"}, "the place of keep_best_k: "),
         ({"retention": [KeepLatest(1)], "async_mode": "async"}, "keep 2 or more"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, ConfigurationError
 from shardckpt.manager import CheckpointConfig, CheckpointManager, PerRank
 from tests.manager.training import Progress
 from tests.states import error_of
@@ -45,6 +45,37 @@ def test_a_state_of_another_kind_is_refused(tmp_path: Path, states: Any, said: s
     with pytest.raises(CheckpointingException, match=said) as caught:
         CheckpointManager(CheckpointConfig(folder=tmp_path), states)
     assert type(caught.value) is CheckpointingException
+
+
+@table(
+    "reshard, said",
+    [
+        (True, "True cannot be called"),
+        (lambda states, rank: states[rank], "too many positional arguments.: reshard=...: a function .states, rank, w"),
+    ],
+)
+def test_what_cannot_reshard_is_refused_before_a_save(reshard: Any, said: str) -> None:
+    """And not by the resume that needs it; a function of three arguments is taken."""
+    with pytest.raises(ConfigurationError, match=said):
+        PerRank(Progress(), reshard)
+    PerRank(Progress(), lambda *given: given[0][0])
+
+
+@table(
+    "settings, is_said",
+    [({}, True), ({"load_only": True}, False), ({"exclude_from_loading": ("data",)}, False)],
+)
+def test_a_state_that_no_other_number_of_ranks_loads_is_named_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], is_said: bool
+) -> None:
+    """A job that saves it warns before the first step; one that can be resharded, or is never loaded, is not named."""
+    caplog.clear()
+    states = {"data": PerRank(Progress()), "other": PerRank(Progress(), lambda states, *_: states[0])}
+    CheckpointManager(CheckpointConfig(folder=tmp_path, **settings), states).close()
+    said = [each.message for each in caplog.records if "only a job of 1 rank can load the state 'data'" in each.message]
+    assert len(said) == is_said
+    assert "'other'" not in caplog.text
+    assert "'rng'" not in caplog.text
 
 
 def _save_and_load(folder: str, saved_per_rank: bool) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
+from shardckpt.background.callers import PersistentAsyncCaller
 from shardckpt.background.process import WorkerProcess, WorkerTraceback
 from shardckpt.errors import CheckpointingException, RankFailedError, StorageError
 from tests.background import calls
@@ -27,6 +28,21 @@ def forked_workers() -> None:
 
 def _outcome(worker: WorkerProcess, function: Any, *args: Any) -> BaseException | None:
     return worker.submit(AsyncRequest(function, args, [])).exception(30)
+
+
+def test_a_process_that_is_killed_between_two_saves_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """The next save works, and the log has the signal, the save, and that a new process writes it."""
+    caller = PersistentAsyncCaller()
+    requests = [AsyncRequest(os.getpid, (), [], name=f"runs/step-{step}") for step in (1, 2)]
+    pid = caller.schedule_async_call(requests[0]).result(30)
+    os.kill(pid, signal.SIGKILL)
+    assert caller._worker is not None
+    caller._worker._threads[0].join(30)  # which sees its end
+    assert caller.schedule_async_call(requests[1]).result(30) != pid
+    caller.close()
+    (said,) = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert f"(process {pid}) was ended by signal 9 (Killed, as the kernel does where memory runs out" in said
+    assert said.endswith("a new one is started for runs/step-2")
 
 
 def test_an_error_without_a_text_is_an_error(worker: WorkerProcess) -> None:
