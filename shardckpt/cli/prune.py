@@ -288,7 +288,7 @@ def _join(errors: Sequence[UnknownMetricError]) -> CheckpointingException:
 
     known = {name for error in errors for name in error.known}
     lacking = [error for error in errors if error.metric not in known]
-    return UnknownMetricError.make(lacking[0].metric, known) if lacking and len(errors) > 1 else errors[0]
+    return UnknownMetricError(lacking[0].metric, known) if lacking and len(errors) > 1 else errors[0]
 
 
 def _refuse_empty(plan: Plan, policies: Sequence[Any]) -> None:

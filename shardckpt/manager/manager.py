@@ -262,7 +262,7 @@ class CheckpointManager:
             with pause_gc() if in_background else nullcontext():
                 self._save(writer, step, metrics, last_step=last_step)
         except StorageError as error:
-            self._bear(error, step, started, is_final=last_step or self._preempted)
+            self._tolerate(error, step, started, is_final=last_step or self._preempted)
             return False
         finally:
             self._states.release()  # the tensors are copied, or written
@@ -530,9 +530,9 @@ class CheckpointManager:
                 failed, self._last = self._last, None
                 if not isinstance(error, StorageError):
                     raise
-                self._bear(error, failed, started)
+                self._tolerate(error, failed, started)
 
-    def _bear(self, error: StorageError, step: int | None, started: float, *, is_final: bool = False) -> None:
+    def _tolerate(self, error: StorageError, step: int | None, started: float, *, is_final: bool = False) -> None:
         """Report a save that failed; raise its error if no later one makes up for it, or too many failed in a row.
 
         Every rank has the same error, and so decides alike.

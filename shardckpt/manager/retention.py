@@ -287,23 +287,20 @@ def find_kept(policy: RetentionPolicy, checkpoints: StepMetrics) -> set[int]:
 class UnknownMetricError(CheckpointingException):
     """A policy asks for the best steps by a metric that no step has.
 
-    Attributes:
+    Args:
         metric: The metric.
         known: Those there are.
     """
 
-    metric = ""
-    known: Collection[str] = ()
-
-    @classmethod
-    def make(cls, metric: str, known: Collection[str]) -> UnknownMetricError:
-        """Return the error of a metric that is none of those there are."""
-        error = cls(
+    def __init__(self, metric: str, known: Collection[str]) -> None:
+        super().__init__(
             f"no step has a value of the metric {metric!r}, so that none would be the best, and nothing was removed "
             f"{name_known(metric, known, 'metrics')}"
         )
-        error.metric, error.known = metric, known
-        return error
+        self.metric, self.known = metric, known
+
+    def __reduce__(self) -> tuple[Any, ...]:  # pickle would call it with the text
+        return type(self), (self.metric, self.known), vars(self)
 
 
 def refuse_unknown_metrics(policies: Collection[RetentionPolicy], steps: Iterable[Mapping[str, Any]]) -> None:
@@ -315,7 +312,7 @@ def refuse_unknown_metrics(policies: Collection[RetentionPolicy], steps: Iterabl
     known = {name for metrics in steps for name, value in metrics.items() if read_metric(value) is not None}
     for policy in policies:
         if isinstance(policy, KeepBest) and policy.metric not in known:
-            raise UnknownMetricError.make(policy.metric, known)
+            raise UnknownMetricError(policy.metric, known)
 
 
 def _kept_by(policy: RetentionPolicy, steps: StepMetrics) -> set[int]:

@@ -13,15 +13,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from shardckpt import ShardedTensor, dist_checkpointing, hookimpl
+from shardckpt import ShardedTensor, dist_checkpointing
 from shardckpt.cli import main
 from shardckpt.engine.integrity import save_integrity_manifest
 from shardckpt.manager import list_checkpoints
-from shardckpt.plugins import Event, get_plugin_manager
+from shardckpt.plugins import get_plugin_manager
 from tests.cli.checkpoints import DAMAGES, copy_golden, damage, save_plain_dcp
 from tests.damage import flip
 from tests.manager import folders
 from tests.plugged import registered
+from tests.plugins.manager import Recorder
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -340,21 +341,12 @@ def test_verify_says_in_its_answer_why_there_are_no_files(
 
 def test_verify_reports_its_progress(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Events of ``verify`` count up to all bytes of the files; the command's own observer is gone afterwards."""
-    seen = []
-
-    class Observer:
-        @hookimpl
-        def shardckpt_event(self, event: Event) -> None:
-            seen.append(event)
-
-    observer, plugins = Observer(), get_plugin_manager()
-    plugins.register(observer)
-    try:
-        before = len(plugins.hook.shardckpt_event.get_hookimpls())
+    hook = get_plugin_manager().hook.shardckpt_event
+    with registered(Recorder()) as recorder:
+        before = len(hook.get_hookimpls())
         assert main(["verify", str(checkpoint)]) == 0
-        assert len(plugins.hook.shardckpt_event.get_hookimpls()) == before
-    finally:
-        plugins.unregister(observer)
+        assert len(hook.get_hookimpls()) == before
+    seen = recorder.events
     record = json.loads((checkpoint / "shardckpt.json").read_text())
     total = sum(file["size"] for file in record["files"])
     assert {(event.operation, event.state, event.total) for event in seen} == {("verify", "progress", total)}
@@ -363,16 +355,10 @@ def test_verify_reports_its_progress(checkpoint: Path, monkeypatch: pytest.Monke
 
 def test_verify_reports_its_progress_without_digests(tmp_path: Path) -> None:
     """Bytes that are compared with a CRC-32 are counted as they are read, up to the size of all files."""
-    seen = []
-
-    class Observer:
-        @hookimpl
-        def shardckpt_event(self, event: Event) -> None:
-            seen.append(event)
-
     path = save_plain_dcp(tmp_path)
-    with registered(Observer()):
+    with registered(Recorder()) as recorder:
         assert main(["verify", str(path)]) == 0
+    seen = recorder.events
     total = sum(file.stat().st_size for file in path.iterdir())
     assert {(event.operation, event.state, event.total) for event in seen} == {("verify", "progress", total)}
     assert [seen[0].nbytes, seen[-1].nbytes] == [0, total]

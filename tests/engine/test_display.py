@@ -13,33 +13,25 @@ from shardckpt.cli import main
 from shardckpt.engine import Progress, show_progress
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins import get_plugin_manager, hookimpl
+from shardckpt.plugins import get_plugin_manager
 from tests.backends import Backend, both_in_proof
 from tests.plugged import registered
+from tests.plugins.manager import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from shardckpt.plugins import Event
 
 _COUNT = 1 << 20
 
 
-class _Watcher:
+class _Watcher(Recorder):
     wants_progress = True
-
-    def __init__(self) -> None:
-        self.seen: list[Event] = []
-
-    @hookimpl
-    def shardckpt_event(self, event: Event) -> None:
-        if event.state == "progress":
-            self.seen.append(event)
 
     def totals(self) -> dict[str, tuple[int, int]]:
         """The last bytes and the total, by operation."""
-        return {event.operation: (event.nbytes, event.total) for event in self.seen}
+        return {event.operation: (event.nbytes, event.total) for event in self.find("progress")}
 
 
 @pytest.fixture
@@ -67,20 +59,16 @@ def test_long_operations_report_their_bytes(backend: Backend, tmp_path: Path, wa
     assert found["save"] == (nbytes, nbytes)
     assert found["convert"] == (2 * nbytes, 2 * nbytes)
     assert found["export"] == (nbytes, nbytes)
-    for place in {event.directory for event in watcher.seen}:
-        done = [event.nbytes for event in watcher.seen if event.directory == place]
+    for place in {event.directory for event in watcher.find("progress")}:
+        done = [event.nbytes for event in watcher.find("progress") if event.directory == place]
         assert done == sorted(done)
 
 
 def test_nobody_pays_who_does_not_ask(tmp_path: Path) -> None:
     """A listener without ``wants_progress`` gets no event of progress from a save."""
-
-    class Listener(_Watcher):
-        wants_progress = False
-
-    with registered(Listener()) as listener:
+    with registered(Recorder()) as recorder:
         _save(tmp_path / "c")
-    assert not listener.seen
+    assert not recorder.find("progress")
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async", pytest.param("async_with_pinned_mem", marks=pytest.mark.ci)])
@@ -128,17 +116,13 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, co
     assert bool(codes & {*range(30, 50), *range(90, 108)}) == colors
 
 
-class _Unasked(_Watcher):
-    wants_progress = False
-
-
 def test_progress_goes_to_who_asks(tmp_path: Path) -> None:
     """A listener without ``wants_progress`` gets none, also beside one that has it."""
-    asked, unasked = _Watcher(), _Unasked()
+    asked, unasked = _Watcher(), Recorder()
     with registered(asked), registered(unasked):
         dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}, tmp_path / "c")
-    assert asked.seen
-    assert not unasked.seen
+    assert asked.find("progress")
+    assert not unasked.find("progress")
 
 
 def test_progress_never_exceeds_its_total() -> None:
@@ -149,4 +133,4 @@ def test_progress_never_exceeds_its_total() -> None:
         for nbytes in (4, 6, 5, 5):
             progress.add(nbytes)
         progress.end()
-    assert [(event.nbytes, event.total) for event in watcher.seen] == [(0, 10), (10, 10)]
+    assert [(event.nbytes, event.total) for event in watcher.events] == [(0, 10), (10, 10)]

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,27 +21,19 @@ from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.manager.marks import identify_save, mark_checkpoint
 from shardckpt.manager.parts import Retention
 from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins import get_plugin_manager, hookimpl
+from shardckpt.plugins import hookimpl
+from tests.plugged import registered
+from tests.plugins.manager import Recorder
 from tests.readmes import READMES
 from tests.resources import list_threads
 from tests.tables import table
 from tests.testing.own_store import Folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from shardckpt.async_save import AsyncRequest
     from shardckpt.plugins import Event
-
-
-@contextmanager
-def _registered(listener: Any) -> Iterator[None]:
-    get_plugin_manager().register(listener)
-    try:
-        yield
-    finally:
-        get_plugin_manager().unregister(listener)
 
 
 def _save_twice(path: Path) -> None:
@@ -60,7 +51,7 @@ def test_prometheus_counts_saves_loads_bytes_and_failures(tmp_path: Path) -> Non
     from shardckpt.integrations.prometheus import PrometheusListener
 
     registry = prometheus_client.CollectorRegistry()
-    with _registered(PrometheusListener(registry)):
+    with registered(PrometheusListener(registry)):
         _save_twice(tmp_path / "c")
 
     def value(name: str, **labels: str) -> float:
@@ -103,7 +94,7 @@ def test_opentelemetry_has_spans_of_operations_and_phases(tmp_path: Path) -> Non
     spans, tracers, reader = InMemorySpanExporter(), TracerProvider(), InMemoryMetricReader()
     tracers.add_span_processor(SimpleSpanProcessor(spans))
     meters = MeterProvider([reader])
-    with _registered(OpenTelemetryListener(tracers, meters)):
+    with registered(OpenTelemetryListener(tracers, meters)):
         _save_twice(tmp_path / "c")
     found = spans.get_finished_spans()
     saves = [span for span in found if span.name == "shardckpt.save"]
@@ -129,38 +120,21 @@ def test_opentelemetry_has_spans_of_operations_and_phases(tmp_path: Path) -> Non
     meters.shutdown()
 
 
-class _Events:
-    """Notes the ends and failures of phases and operations."""
-
-    def __init__(self) -> None:
-        self.all: list[Event] = []
-        self.ends: dict[str, Any] = {}
-        self.failures: dict[str, Any] = {}
-
-    @hookimpl
-    def shardckpt_event(self, event: Event) -> None:
-        self.all.append(event)
-        if event.state == "end":
-            self.ends[event.phase] = event
-        elif event.state == "failure":
-            self.failures[event.phase] = event
-
-
 def test_a_background_save_says_when_it_writes_and_what_the_training_waited(tmp_path: Path) -> None:
     """The phase ``writing`` has its bytes and ends in its thread; the wait is without it; one save is in flight."""
     prometheus_client = pytest.importorskip("prometheus_client")
     from shardckpt.integrations.prometheus import PrometheusListener
 
-    registry, events = prometheus_client.CollectorRegistry(), _Events()
-    with _registered(PrometheusListener(registry, folder=tmp_path)), _registered(events):
+    registry, recorder = prometheus_client.CollectorRegistry(), Recorder()
+    with registered(PrometheusListener(registry, folder=tmp_path)), registered(recorder):
         state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}
         request = dc.save(state, tmp_path / "c", async_sharded_save=True)
         in_flight = registry.get_sample_value("shardckpt_in_flight", {"operation": "save"})
         assert request is not None
         request.execute_sync()
-    assert events.ends["writing"].nbytes >= 4000
-    whole = events.ends[""]
-    assert 0 < whole.blocked <= whole.seconds - events.ends["writing"].seconds
+    (writing,), (whole,) = recorder.find("end", "writing"), recorder.find("end")
+    assert writing.nbytes >= 4000
+    assert 0 < whole.blocked <= whole.seconds - writing.seconds
     assert in_flight == 1
     assert registry.get_sample_value("shardckpt_in_flight", {"operation": "save"}) == 0
     assert registry.get_sample_value("shardckpt_blocked_seconds_count", {"operation": "save"}) == 1
@@ -177,7 +151,7 @@ def test_an_interrupted_save_is_not_in_flight(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr("shardckpt.engine.transaction.Transaction.commit", interrupt)
     registry = prometheus_client.CollectorRegistry()
-    with _registered(PrometheusListener(registry)), pytest.raises(KeyboardInterrupt):
+    with registered(PrometheusListener(registry)), pytest.raises(KeyboardInterrupt):
         dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(10))}, tmp_path / "c")
     assert registry.get_sample_value("shardckpt_in_flight", {"operation": "save"}) == 0
 
@@ -204,12 +178,12 @@ def test_a_dropped_request_is_not_in_flight(tmp_path: Path) -> None:
     prometheus_client = pytest.importorskip("prometheus_client")
     from shardckpt.integrations.prometheus import PrometheusListener
 
-    registry, events = prometheus_client.CollectorRegistry(), _Events()
-    with _registered(PrometheusListener(registry)), _registered(events):
+    registry, recorder = prometheus_client.CollectorRegistry(), Recorder()
+    with registered(PrometheusListener(registry)), registered(recorder):
         _save_behind(tmp_path / "c")
         wait_for_dropped()
     assert registry.get_sample_value("shardckpt_in_flight", {"operation": "save"}) == 0
-    assert "its request was dropped before it was finalized" in events.failures[""].error
+    assert "its request was dropped before it was finalized" in recorder.find("failure")[0].error
     assert not [*tmp_path.iterdir()]
 
 
@@ -232,7 +206,7 @@ class _Locks:
 def test_the_garbage_collector_waits_for_no_lock(tmp_path: Path) -> None:
     """A dropped save may be collected in a thread that has a listener's lock: it does not wait there for that lock."""
     listener = _Locks()
-    with _registered(listener):
+    with registered(listener):
         cycle: list[Any] = [_save_behind(tmp_path / "c")]
         cycle.append(cycle)
         with listener.lock:
@@ -258,7 +232,7 @@ def test_a_refused_request_is_not_in_flight(tmp_path: Path, options: dict[str, A
 
     registry = prometheus_client.CollectorRegistry()
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3_000_000))}
-    with _registered(PrometheusListener(registry)), pytest.raises(CheckpointingException, match=match):
+    with registered(PrometheusListener(registry)), pytest.raises(CheckpointingException, match=match):
         dc.save(state, tmp_path / "c", async_sharded_save=True, **options)
     assert registry.get_sample_value("shardckpt_in_flight", {"operation": "save"}) == 0
     assert not [*tmp_path.iterdir()]
@@ -270,7 +244,7 @@ def test_a_request_that_is_scheduled_twice_counts_once(tmp_path: Path) -> None:
     from shardckpt.integrations.prometheus import PrometheusListener
 
     registry = prometheus_client.CollectorRegistry()
-    with _registered(PrometheusListener(registry)):
+    with registered(PrometheusListener(registry)):
         queue, request = AsyncCallsQueue(), _save_behind(tmp_path / "c")
         queue.schedule_async_request(request)
         queue.schedule_async_request(request)
@@ -300,7 +274,7 @@ def test_loads_of_one_directory_count_each(tmp_path: Path) -> None:
     def in_flight() -> float | None:
         return registry.get_sample_value("shardckpt_in_flight", {"operation": "load"})  # type: ignore[no-any-return]
 
-    with _registered(PrometheusListener(registry)), _registered(OpenTelemetryListener(tracers)):
+    with registered(PrometheusListener(registry)), registered(OpenTelemetryListener(tracers)):
         with dc.open_checkpoint(tmp_path / "c"):
             with dc.open_checkpoint(tmp_path / "c"):
                 assert in_flight() == 2
@@ -389,15 +363,15 @@ def test_each_failure_is_one_event_one_count_and_one_line(
     from shardckpt.integrations.prometheus import PrometheusListener
 
     caplog.clear()
-    registry, events = prometheus_client.CollectorRegistry(), _Events()
-    with _registered(PrometheusListener(registry)), _registered(events):
+    registry, recorder = prometheus_client.CollectorRegistry(), Recorder()
+    with registered(PrometheusListener(registry)), registered(recorder):
         assert (_count_failures("save", registry), _count_failures("load", registry)) == (0, 0)
         with pytest.raises(CheckpointingException) as caught:
             fail(tmp_path, monkeypatch)
     assert _count_failures(operation, registry) == 1
-    failed = events.failures[""]
+    (failed,) = recorder.find("failure")
     assert (failed.operation, failed.failed_phase) == (operation, phase)
-    assert set(events.failures) - {""} <= {phase}
+    assert {event.phase for event in recorder.events if event.state == "failure"} <= {"", phase}
     assert failed.error_type == type(caught.value).__name__
     labels = {"operation": operation, "phase": phase, "error": failed.error_type}
     assert registry.get_sample_value("shardckpt_last_failure_timestamp_seconds", labels) > 1e9
@@ -430,7 +404,7 @@ def test_a_failure_while_another_is_handled_counts(
         dc.save({"a": 1}, tmp_path / "older")
         monkeypatch.setattr("shardckpt.dist_checkpointing.load_checkpoint", refuse)
     registry = prometheus_client.CollectorRegistry()
-    with _registered(PrometheusListener(registry)), pytest.raises(CheckpointingException):
+    with registered(PrometheusListener(registry)), pytest.raises(CheckpointingException):
         load_either()
     assert _count_failures("load", registry) == 2
 
@@ -449,7 +423,7 @@ def test_a_background_save_that_fails_is_one_event_and_one_line(
     registry = prometheus_client.CollectorRegistry()
     config = CheckpointConfig(folder=str(tmp_path), interval=1, async_mode="async")
     manager = CheckpointManager(config, {"model": torch.nn.Linear(2, 2)})
-    with _registered(PrometheusListener(registry)):
+    with registered(PrometheusListener(registry)):
         manager.save(1)
         with pytest.raises(StorageError):
             manager.wait()
@@ -472,17 +446,18 @@ def test_a_damaged_step_that_a_load_does_without_counts(tmp_path: Path, damage: 
     prometheus_client = pytest.importorskip("prometheus_client")
     from shardckpt.integrations.prometheus import PrometheusListener
 
-    registry, events = prometheus_client.CollectorRegistry(), _Events()
+    registry, recorder = prometheus_client.CollectorRegistry(), Recorder()
     with CheckpointManager(CheckpointConfig(folder=str(tmp_path)), {"model": torch.nn.Linear(64, 64)}) as manager:
         for step in (1, 2):
             manager.save(step, force=True)
         damage(tmp_path / "step-2")
-        with _registered(PrometheusListener(registry)), _registered(events):
+        with registered(PrometheusListener(registry)), registered(recorder):
             assert manager.load()
     assert manager.loaded_step == 1
     assert _count_failures("load", registry) == 1
-    assert events.failures[""].error_type == "CorruptCheckpointError"
-    assert "step-2" in events.failures[""].directory
+    (failed,) = recorder.find("failure")
+    assert failed.error_type == "CorruptCheckpointError"
+    assert "step-2" in failed.directory
 
 
 def _damage(checkpoint: Path) -> None:
@@ -511,7 +486,7 @@ def test_the_alerts_ask_for_what_is_exported(tmp_path: Path) -> None:
     from shardckpt.integrations.prometheus import PrometheusListener
 
     registry = prometheus_client.CollectorRegistry()
-    with _registered(PrometheusListener(registry, folder=tmp_path)):
+    with registered(PrometheusListener(registry, folder=tmp_path)):
         _meet_each_alert(tmp_path)
     _measure(registry)
     samples = [sample for metric in registry.collect() for sample in metric.samples]
@@ -548,7 +523,7 @@ def test_a_look_at_a_folder_that_hangs_is_seen(tmp_path: Path, monkeypatch: pyte
     from shardckpt.integrations.prometheus import PrometheusListener
 
     registry, seen, look = prometheus_client.CollectorRegistry(), [], Retention.before_save
-    recorded = _Events()
+    recorder = Recorder()
 
     def read(name: str) -> float | None:
         value: float | None = registry.get_sample_value(name, {"operation": "save"})
@@ -563,15 +538,15 @@ def test_a_look_at_a_folder_that_hangs_is_seen(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Retention, "before_save", look_long)
     config = CheckpointConfig(folder=str(tmp_path), interval=1, max_failed_saves=1)
     with (
-        _registered(PrometheusListener(registry)),
-        _registered(recorded),
+        registered(PrometheusListener(registry)),
+        registered(recorder),
         CheckpointManager(config, {"model": torch.nn.Linear(2, 2)}) as manager,
     ):
         assert [manager.save(step) for step in (1, 2, 3)] == [True, True, False]
     assert seen == [1, 1, 1]
     assert read("shardckpt_in_flight") == 0
-    looks = [each.seconds for each in recorded.all if each.phase == "looking at the folder" and each.seconds]
-    ends = [each for each in recorded.all if each.operation == "save" and not each.phase and each.state != "start"]
+    looks = [each.seconds for each in recorder.events if each.phase == "looking at the folder" and each.seconds]
+    ends = [each for each in recorder.events if each.operation == "save" and not each.phase and each.state != "start"]
     assert [each.state for each in ends] == ["end", "end", "failure"]
     assert all(each.blocked > seconds > 0 for each, seconds in zip(ends, looks, strict=True))
     assert read("shardckpt_blocked_seconds_sum") == pytest.approx(sum(each.blocked for each in ends))
@@ -586,7 +561,7 @@ def test_prometheus_counts_skipped_saves(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(saving, "_write", lambda *args: may_write.wait() and write(*args))
     config = CheckpointConfig(folder=str(tmp_path), interval=1, async_mode="async", on_busy="skip")
     with (
-        _registered(PrometheusListener(registry)),
+        registered(PrometheusListener(registry)),
         CheckpointManager(config, {"model": torch.nn.Linear(2, 2)}) as manager,
     ):
         try:
@@ -685,7 +660,7 @@ def test_no_scrape_waits_for_a_store(
     def scrape() -> float:
         return float(registry.get_sample_value("shardckpt_folder_bytes", {"folder": url}))
 
-    with _registered(store):
+    with registered(store):
         PrometheusListener(registry, folder=url)
         try:
             assert [math.isnan(scrape()) for _ in range(2)] == [True, True]
@@ -702,7 +677,7 @@ def test_no_scrape_waits_for_a_store(
     assert len(lines) == 2, lines
     assert re.search(r"cannot be measured, and are NaN until they can: .*no route to the store", lines[0])
     assert lines[1].endswith(f"of {url} are measured again")
-    with _registered(store), monkeypatch.context() as ending:
+    with registered(store), monkeypatch.context() as ending:
         # the program ends: what a scrape has begun then is no failure of the store
         store.is_down = True
         ending.setattr(threading.main_thread(), "is_alive", lambda: False)

@@ -9,33 +9,13 @@ import torch
 
 from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, StorageError
 from shardckpt.manager import CheckpointConfig, CheckpointManager, SaveAfter
-from shardckpt.plugins import get_plugin_manager, hookimpl
+from tests.plugins.manager import Recorder, recorder
 from tests.tables import table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-    from shardckpt.plugins import Event
-
-
-class _Failures:
-    def __init__(self) -> None:
-        self.types: list[str] = []
-
-    @hookimpl
-    def shardckpt_event(self, event: Event) -> None:
-        if event.state == "failure" and not event.phase:
-            self.types.append(event.error_type)
-
-
-@pytest.fixture
-def failures() -> Iterator[list[str]]:
-    """The kinds of errors of which events tell."""
-    listener = _Failures()
-    get_plugin_manager().register(listener)
-    yield listener.types
-    get_plugin_manager().unregister(listener)
+__all__ = ["recorder"]  # fixtures
 
 
 def _make_manager(tmp_path: Path, states: dict[str, Any] | None = None, **options: Any) -> CheckpointManager:
@@ -46,13 +26,13 @@ def _make_manager(tmp_path: Path, states: dict[str, Any] | None = None, **option
 
 @table("mode, keep", [("disabled", 2), ("disabled", 1), ("async", 2)])
 def test_so_many_saves_in_a_row_may_fail(
-    tmp_path: Path, mode: str, keep: int, failures: list[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, mode: str, keep: int, recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each is False, a warning and an event; older steps stay; the next one is an error that names the cause.
 
     Also where the error says which steps could go, since one fewer is kept.
     """
-    failures.clear()  # of the row before
+    recorder.events.clear()  # of the row before
     caplog.clear()
     manager = _make_manager(tmp_path, quota="1.5MB", async_mode=mode, keep_latest_k=keep)
     assert manager.save(1)
@@ -62,7 +42,7 @@ def test_so_many_saves_in_a_row_may_fail(
     with pytest.raises(NotEnoughSpaceError, match="quota"):
         manager.save(4)
     assert manager.steps() == [1]
-    assert failures == ["NotEnoughSpaceError"] * 3
+    assert [event.error_type for event in recorder.find("failure")] == ["NotEnoughSpaceError"] * 3
     warned = [each.getMessage() for each in caplog.records if "max_failed_saves" in each.getMessage()]
     assert [text[:6] for text in warned] == ["step 2", "step 3", "step 4"]
     assert "the error is raised: failed save 3 in a row (max_failed_saves=2)" in warned[-1]
@@ -77,11 +57,11 @@ def _block(tmp_path: Path, step: int) -> Path:
 
 
 @table("call", ["wait", "save", "maybe_wait_for_staging"])
-def test_a_failure_in_the_background_is_borne_where_it_surfaces(
-    tmp_path: Path, call: str, failures: list[str], caplog: pytest.LogCaptureFixture
+def test_a_failure_in_the_background_is_tolerated_where_it_surfaces(
+    tmp_path: Path, call: str, recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the call that would raise it, which goes on: the step can be saved again, and the count begins anew."""
-    failures.clear()  # of the row before
+    recorder.events.clear()  # of the row before
     caplog.clear()
     manager = _make_manager(tmp_path, async_mode="async", max_failed_saves=1)
     for step in (1, 3):
@@ -98,7 +78,7 @@ def test_a_failure_in_the_background_is_borne_where_it_surfaces(
         assert manager.save(step + 1) is (call != "save")
         manager.wait()
     assert manager.steps() == [2, 4]
-    assert failures == ["StorageError"] * 2
+    assert [event.error_type for event in recorder.find("failure")] == ["StorageError"] * 2
     assert caplog.text.count("failed save 1 in a row (max_failed_saves=1)") == 2
     manager.close()
 

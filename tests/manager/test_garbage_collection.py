@@ -18,7 +18,6 @@ from shardckpt.manager import garbage_collection, prune_steps
 from shardckpt.manager.garbage_collection import GarbageCollector, discard_steps_after
 from shardckpt.manager.marks import identify_save, mark_checkpoint
 from shardckpt.manager.retention import KeepLatest
-from shardckpt.plugins import Event, hookimpl
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import read_manifest
 from shardckpt.storage import on_store
@@ -27,6 +26,7 @@ from tests.commit import owners
 from tests.manager import folders
 from tests.manager.garbage_collection import LATEST, collect
 from tests.plugged import registered
+from tests.plugins.manager import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -268,21 +268,14 @@ def test_a_long_wait_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_thread_survives_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A collection that fails is a warning with its reason, and each time an event; the next one works."""
-    run, failed = tmp_path / "run", []
-
-    class Failures:
-        @staticmethod
-        @hookimpl
-        def shardckpt_event(event: Event) -> None:
-            if event.state == "failure":
-                failed.append((event.operation, event.directory, event.error_type))
-
+    run = tmp_path / "run"
     run.write_text("a file where the folder should be")
     collector = GarbageCollector(folders.steps_of(run), [KeepLatest(1)])
-    with registered(Failures()):
+    with registered(Recorder()) as recorder:
         for _ in range(3):  # it is said once
             collector.submit()
         collector.wait()
+    failed = [(event.operation, event.directory, event.error_type) for event in recorder.find("failure")]
     assert failed == [("prune", str(run), "StorageError")] * 3
     assert caplog.text.count(f"cannot remove old checkpoints from {run}") == 1
     assert "Not a directory" in caplog.text

@@ -70,7 +70,7 @@ def test_two_jobs_are_told_of_each_other(
 def test_a_save_beside_another_job_is_refused_if_asked(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With on_other_job="error" nothing is saved while the other job lives; it is no failure that a job may bear."""
+    """With on_other_job="error" nothing is saved while the other job lives; it is no failure that is tolerated."""
     folder = place.format(tmp_path / "run")
     config = CheckpointConfig(folder=folder, interval=1, on_other_job="error", max_failed_saves=5)
     with CheckpointManager(config, {"progress": Progress()}) as manager:

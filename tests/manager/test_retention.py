@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from shardckpt.manager.retention import (
     KeepEvery,
     KeepLatest,
     KeepPinned,
+    UnknownMetricError,
     steps_to_remove,
 )
 from tests.tables import table
@@ -174,3 +176,10 @@ def test_a_configuration_has_a_json_schema() -> None:
     assert "retention" in CheckpointConfig.model_json_schema()["properties"]
     with pytest.raises(ValueError, match="is not a retention policy"):
         CheckpointConfig(retention=[{"policy": ["KeepLatest"]}])
+
+
+def test_the_error_of_an_unknown_metric_can_be_pickled() -> None:
+    """A pool of processes passes it on with its text, and with what it names."""
+    error = UnknownMetricError("los", ["loss"])
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.metric, copy.known) == (str(error), "los", ["loss"])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shardckpt.plugins.hookspecs import Event, hookimpl
-from shardckpt.plugins.manager import get_plugin_manager
+from tests.plugged import registered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,11 +28,13 @@ class Recorder:
         """The states of a phase, in order."""
         return [event.state for event in self.events if event.phase == phase]
 
+    def find(self, state: str, phase: str = "") -> list[Event]:
+        """The events of a phase, or of operations, that have a state, in order."""
+        return [event for event in self.events if (event.state, event.phase) == (state, phase)]
+
 
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
     """A plugin of this process that sees the events of a test."""
-    recorder = Recorder()
-    get_plugin_manager().register(recorder)
-    yield recorder
-    get_plugin_manager().unregister(recorder)
+    with registered(Recorder()) as recorder:
+        yield recorder

@@ -15,10 +15,10 @@ from shardckpt.errors import NotEnoughSpaceError, StorageError
 from shardckpt.manager import CheckpointConfig, CheckpointManager, garbage_collection, pin_step
 from shardckpt.manager.garbage_collection import GarbageCollector
 from shardckpt.manager.marks import identify_save, mark_checkpoint
-from shardckpt.plugins import Event, hookimpl
 from shardckpt.settings import SPACE_CHECK
 from tests.faults.disks import small_disk
 from tests.plugged import registered
+from tests.plugins.manager import Recorder
 
 if TYPE_CHECKING:
     from tests.ranks import Ranks
@@ -65,18 +65,9 @@ def test_a_save_waits_for_removals_that_make_room(
 
 
 def _save_three(directory: str) -> list[int]:
-    failed = []
-
-    class Failures:
-        @staticmethod
-        @hookimpl
-        def shardckpt_event(event: Event) -> None:
-            if event.state == "failure":
-                failed.append(event)
-
-    with registered(Failures()), _make_manager(directory, keep_latest_k=2, on_full="prune") as manager:
+    with registered(Recorder()) as recorder, _make_manager(directory, keep_latest_k=2, on_full="prune") as manager:
         steps = [step for step in (1, 2, 3) if manager.save(step)] and manager.steps()
-    assert failed == []
+    assert "failure" not in {event.state for event in recorder.events}
     return steps
 
 
@@ -116,7 +107,7 @@ def _save_five(directory: str, mode: str) -> tuple[list[bool], list[int]]:
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_ranks_go_on_without_the_same_saves(ranks: Ranks, tmp_path: Path, mode: str) -> None:
-    """With max_failed_saves=2, two failures on a full disk are borne by all ranks alike, and the third is an error."""
+    """With max_failed_saves=2, all ranks tolerate two failures on a full disk; the third is an error."""
     with small_disk(tmp_path / "disk", "2700k") as disk:
         begun = mode == "async"  # then it fails later
         assert ranks.run(2, _save_five, str(disk), mode) == [([True, True, begun, begun], [1, 2])] * 2

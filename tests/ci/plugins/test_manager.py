@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins.manager import get_plugin_manager
+from tests.plugged import registered
 from tests.plugins.manager import Recorder, recorder
 
 if TYPE_CHECKING:
@@ -24,15 +24,12 @@ __all__ = ["recorder"]  # fixtures
 
 def _seen_on_a_rank(directory: str) -> list[tuple[int, str, bool]]:
     """Save with one rank's shards wrong; what this rank's plugin sees fail."""
-    recorder = Recorder()
-    get_plugin_manager().register(recorder)
     rank, world = dist.get_rank(), dist.get_world_size()
     shard = ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, rank, world))
     if rank == 1:
         shard.global_offset = (0,)  # overlaps
-    with pytest.raises(CheckpointingException):
+    with registered(Recorder()) as recorder, pytest.raises(CheckpointingException):
         dc.save({"w": shard}, directory)
-    get_plugin_manager().unregister(recorder)
     return [(e.rank, e.phase, "'w'" in e.error) for e in recorder.events if e.state == "failure"]
 
 

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, ShardingError, StorageError, UnsafePickleError
-from shardckpt.plugins.hookspecs import Event, hookimpl
 from shardckpt_torch_dist import (
     CheckpointStorageReader,
     CheckpointStorageWriter,
@@ -26,6 +25,7 @@ from shardckpt_torch_dist import (
 from tests.interop.sample import check_equal
 from tests.names import MARKER, METADATA, RECORD, data_file
 from tests.plugged import registered
+from tests.plugins.manager import Recorder
 from tests.states import rank_and_size, run_here
 from tests.tables import in_proof
 from tests.torch_dist import plain_states
@@ -343,21 +343,12 @@ def test_a_writer_is_pickled_without_its_save(tmp_path: Path) -> None:
 # Who watches.
 
 
-class _Watcher:
-    def __init__(self) -> None:
-        self.seen: list[Event] = []
-
-    @hookimpl
-    def shardckpt_event(self, event: Event) -> None:
-        self.seen.append(event)
-
-
 def test_plugins_see_the_steps(tmp_path: Path) -> None:
     """shardckpt_event hears of every step of a dcp.save and dcp.load, with the bytes that were written."""
-    with registered(_Watcher()) as watcher:
+    with registered(Recorder()) as recorder:
         save_by_writer(str(tmp_path / "c"))
         plain_states.load(str(tmp_path / "c"), NEW, CheckpointStorageReader)
-    ends = [(event.operation, event.phase) for event in watcher.seen if event.state == "end"]
+    ends = [(event.operation, event.phase) for event in recorder.events if event.state == "end"]
     assert ends == [
         ("save", "staging"),
         ("save", "writing"),
@@ -366,5 +357,5 @@ def test_plugins_see_the_steps(tmp_path: Path) -> None:
         ("load", "reading the metadata"),
         ("load", "reading"),
     ]
-    (written,) = [event.nbytes for event in watcher.seen if (event.phase, event.state) == ("writing", "end")]
-    assert written == (tmp_path / "c" / data_file(0)).stat().st_size
+    (written,) = recorder.find("end", "writing")
+    assert written.nbytes == (tmp_path / "c" / data_file(0)).stat().st_size
