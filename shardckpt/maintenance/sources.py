@@ -327,20 +327,19 @@ def _check_trainer_step(place: Path, step: str) -> dict[str, Checked]:
 
 def list_unread_files(location: Path, checkpoint: StoredCheckpoint) -> list[str]:
     """Return the names of the files of torch.save in a folder that its reader does not read: a Trainer's optimizer."""
-    read = set() if location.is_file() else {file.name for file in checkpoint.list_files()}
-    if not read:  # or the strategy does not say
+    if location.is_file() or checkpoint.record is not None:  # a record names all files of its checkpoint
+        return []
+    read = {file.name for file in checkpoint.list_files()}
+    if not read:  # the strategy does not say
         return []
     return [name for name in list_torch_files(open_directory(location)) if name not in read]
 
 
 def warn_of_unread_files(location: Path, opened: OpenCheckpoint) -> None:
     """Warn of the files in a source's folder that what is written of it lacks; of a merge, for each source."""
-    if not isinstance(opened.strategy, ChecksFiles) or location.is_file():
-        return
-    names = list_unread_files(location, StoredCheckpoint(opened))
-    if names:
+    if names := list_unread_files(location, StoredCheckpoint(opened)):
         logger.warning("converting %s: %s: convert each by its path", location, describe_unread_files(names))
-    if is_there(open_directory(location) / TRAINER_STATE):
+    if isinstance(opened.strategy, HuggingFaceLoadStrategy) and is_there(location / TRAINER_STATE):
         logger.warning("converting %s: %s is the training's, and is not copied", location, TRAINER_STATE)
 
 
