@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, format_many
 from shardckpt.maintenance.inside import list_inside, list_local_names
+from shardckpt.manifest import find_trainer_parts
 from shardckpt.plugins import describe_legacy_megatron
 from shardckpt.storage import has_local_files, read_file, real_path, wrap_os_errors
 
@@ -64,6 +65,8 @@ def describe_folder(folder: Path, names: Collection[str]) -> str:
     what = describe_foreign(folder, names)
     if what:
         return what
+    if parts := find_trainer_parts(names):
+        return f"a step of transformers' Trainer in parts, each of which is read by its path: {', '.join(parts)}"
     latest = _read_latest(folder) if "latest" in names else ""
     if latest in names:
         return f"a folder of checkpoints: give one, such as the latest, {json.dumps(latest)}"

@@ -14,6 +14,7 @@ from shardckpt.manifest import (
     HUB_WEIGHTS,
     MARKER_NAME,
     RECORD_NAME,
+    find_trainer_parts,
     is_of_training,
     lacks_weights,
 )
@@ -88,7 +89,7 @@ def is_marked(names: Iterable[str]) -> bool:
     names = [*names]
     marks = {name for name in names if name in _MARKS or _PARTS.fullmatch(name)}
     if not marks:
-        return lacks_weights(names)
+        return lacks_weights(names) or bool(find_trainer_parts(names))
     if marks != {HUB_WEIGHTS} or HUB_CONFIG in names:
         return True
     return not any(name.endswith(FILE_SUFFIXES) and not is_of_training(name) for name in {*names} - marks)

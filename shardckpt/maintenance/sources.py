@@ -50,7 +50,14 @@ from shardckpt.huggingface import (
     review_others,
 )
 from shardckpt.maintenance.foreign import describe_file, describe_folder
-from shardckpt.manifest import TRAINER_STATE, Manifest, explain_step_without_optimizer, explain_unfinished_step
+from shardckpt.manifest import (
+    TRAINER_STATE,
+    Manifest,
+    explain_lost_model,
+    explain_step_without_optimizer,
+    explain_unfinished_step,
+    find_trainer_parts,
+)
 from shardckpt.plugins import check_policy, find_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import (
     CheckpointReader,
@@ -285,15 +292,33 @@ def check_source(location: Path, plugins: PluginManager, error: CheckpointingExc
         if find_files(place, names) is not None:
             with open_source(location, plugins) as opened:
                 return check_all_files(opened.strategy, opened.context.reader, location, plugins)  # type: ignore[arg-type]
+        if parts := find_trainer_parts(names):
+            lost = explain_lost_model(parts)
+            found = {lost.partition(" ")[0]: Checked(CorruptCheckpointError(lost))} if lost else {}
+            return found | _check_trainer_step(place, location, plugins)
         what = describe_folder(place, names)
         raise (NotACheckpointError(f"{location} is {what}") if what else error) from None
+
+
+def _check_part(location: Path, plugins: PluginManager) -> dict[str, Checked]:
+    """Check a checkpoint in the folder of a Trainer's step; its files are named from there."""
+    try:
+        with open_source(location, plugins) as opened:
+            if not isinstance(opened.strategy, ChecksFiles):
+                return {}
+            found = check_all_files(opened.strategy, opened.context.reader, location, plugins)
+    except CheckpointReplacedError:
+        raise
+    except CheckpointingException as exc:
+        return {location.name: Checked(exc)}
+    return {name if location.is_file() else f"{location.name}/{name}": each for name, each in found.items()}
 
 
 def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[str, Checked]:
     """Check a folder of Hugging Face: its files and, if they are sound, whether it is a model that engines load."""
     found = {name: Checked(error) for name, error in check_folder(place).items()}
     weights = {name for name in found if name.endswith(".safetensors")}
-    found |= _check_archives(place) | _check_trainer_step(place, location.name)
+    found |= _check_trainer_step(place, location, plugins)
     if any(found[name].error for name in weights):
         return found
     for name, note in review_others(place, weights).items():
@@ -316,13 +341,17 @@ def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[s
     return {**found, review.file: Checked(review.fault, note=review.note)} if review.file else found
 
 
-def _check_trainer_step(place: Path, step: str) -> dict[str, Checked]:
-    """Check that a step of transformers' Trainer has the file that is written last."""
+def _check_trainer_step(place: Path, location: Path, plugins: PluginManager) -> dict[str, Checked]:
+    """Check what transformers' Trainer saves with a model: files of torch.save, and FSDP's and DeepSpeed's folders."""
     names = [path.name for path in place.iterdir()]
-    if unfinished := explain_unfinished_step(step, names):
-        return {TRAINER_STATE: Checked(CorruptCheckpointError(unfinished))}
-    model_only = explain_step_without_optimizer(step, names)
-    return {TRAINER_STATE: Checked(None, note=model_only)} if model_only else {}
+    found = _check_archives(place)
+    for part in find_trainer_parts(names):
+        found |= _check_part(location / part, plugins)
+    if unfinished := explain_unfinished_step(location.name, names):
+        found[TRAINER_STATE] = Checked(CorruptCheckpointError(unfinished))
+    elif model_only := explain_step_without_optimizer(location.name, names):
+        found[TRAINER_STATE] = Checked(None, note=model_only)
+    return found
 
 
 def list_unread_files(location: Path, checkpoint: StoredCheckpoint) -> list[str]:

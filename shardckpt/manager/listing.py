@@ -58,8 +58,10 @@ from shardckpt.manifest import (
     RECORD_NAME,
     TRAINER_STATE,
     Manifest,
+    explain_lost_model,
     explain_step_without_optimizer,
     explain_unfinished_step,
+    find_trainer_parts,
 )
 from shardckpt.plugins import ABSENT, choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import (
@@ -254,7 +256,7 @@ def _summarize(directory: Path, plugins: PluginManager, marks: Path | None = Non
         summary = replace(summary, nbytes=measure(directory), saved_at=find_save_time(directory))
         return retry_if_replaced(lambda: _inspect(directory, summary, plugins, marks), directory)
     except (NotACheckpointError, IncompleteCheckpointError) as exc:
-        return _describe_unmarked(directory, summary, exc)
+        return _describe_unmarked(directory, summary, exc, plugins)
     except CannotLoadError as exc:
         return replace(summary, state="unreadable", reason=_shorten(exc, directory))
     except (CheckpointingException, OSError) as exc:
@@ -352,32 +354,55 @@ def _inspect(
     return replace(summary, state="whole")
 
 
-def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: CannotLoadError) -> CheckpointSummary:
+def _describe_unmarked(
+    directory: Path, summary: CheckpointSummary, error: CannotLoadError, plugins: PluginManager
+) -> CheckpointSummary:
     """Return the summary of a directory that no reader recognises: the Hub's, DeepSpeed's, a dead save, or any."""
     with wrap_os_errors("list", directory):
         names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    if unfinished := explain_unfinished_step(directory.name, names):
+        return replace(summary, state="incomplete", library="Hugging Face", reason=unfinished)
+    parts = find_trainer_parts(names)
     if is_hub_folder(names) and is_marked(names):
-        summary = replace(summary, strategy="huggingface", library="Hugging Face")
-        if unfinished := explain_unfinished_step(directory.name, names):
-            return replace(summary, state="incomplete", reason=unfinished)
-        try:
-            found = read_hub_folder(find_url(directory))
-        except CheckpointingException as exc:
-            return replace(summary, state="damaged", reason=_shorten(exc, directory))
-        if found.adapter is not None:
-            summary = replace(summary, strategy="PEFT adapter")
-        by, fingerprint = found.library or summary.library, found.origin.get("fingerprint", "")
-        summary = replace(summary, state="whole", library=by, fingerprint=fingerprint, rescued=found.rescued)
-        if has_local_files(directory) and (cut := find_cut_file(directory)) is not None:
-            return replace(summary, state="damaged", reason=_shorten(cut, directory))
-        if steps := sum(parse_step(name) is not None and (directory / name).is_dir() for name in names):
-            summary = replace(summary, inside=steps, reason=f"with {format_many(steps, 'step')} in its folders")
-        elif model_only := explain_step_without_optimizer(directory.name, names):
-            summary = replace(summary, reason=model_only)
-        return replace(summary, metrics=read_trainer_state(directory).metrics) if TRAINER_STATE in names else summary
-    if (described := _describe_deepspeed(directory, summary, names)) is not None:
+        summary = _describe_hub_folder(directory, summary, names)
+    elif lost := explain_lost_model(parts):
+        summary = replace(summary, state="damaged", library="Hugging Face", reason=lost)
+    elif parts:
+        summary = replace(summary, state="whole", library="Hugging Face", reason=f"its model is in {parts[0]}")
+    elif (described := _describe_deepspeed(directory, summary, names)) is not None:
         return described
-    return _describe_rest(directory, summary, names, error)
+    else:
+        return _describe_rest(directory, summary, names, error)
+    for found in (_summarize_part(directory / part, plugins) for part in parts):
+        if found.state != "whole" and summary.state == "whole":
+            summary = replace(summary, state=found.state, reason=f"{found.name}: {found.reason}")
+        summary = replace(summary, strategy=summary.strategy or found.strategy)
+    if TRAINER_STATE in names and summary.state == "whole":
+        summary = replace(summary, metrics=read_trainer_state(directory).metrics)
+    return summary
+
+
+def _summarize_part(place: Path, plugins: PluginManager) -> CheckpointSummary:
+    return _summarize_file(place) if place.suffix in FILE_SUFFIXES else _summarize(place, plugins)
+
+
+def _describe_hub_folder(directory: Path, summary: CheckpointSummary, names: list[str]) -> CheckpointSummary:
+    """Return the summary of a folder of the Hub's layout, or a Trainer's step in it."""
+    summary = replace(summary, strategy="huggingface", library="Hugging Face")
+    try:
+        found = read_hub_folder(find_url(directory))
+    except CheckpointingException as exc:
+        return replace(summary, state="damaged", reason=_shorten(exc, directory))
+    if found.adapter is not None:
+        summary = replace(summary, strategy="PEFT adapter")
+    by, fingerprint = found.library or summary.library, found.origin.get("fingerprint", "")
+    summary = replace(summary, state="whole", library=by, fingerprint=fingerprint, rescued=found.rescued)
+    if has_local_files(directory) and (cut := find_cut_file(directory)) is not None:
+        return replace(summary, state="damaged", reason=_shorten(cut, directory))
+    steps = [name for name in {*names} - {*find_trainer_parts(names)} if parse_step(name) is not None]
+    if inside := sum((directory / name).is_dir() for name in steps):
+        return replace(summary, inside=inside, reason=f"with {format_many(inside, 'step')} in its folders")
+    return replace(summary, reason=explain_step_without_optimizer(directory.name, names))
 
 
 def _describe_rest(

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
 #: Of weights: the only file, the index of several files, and an adapter of PEFT.
 HUB_WEIGHTS = "model.safetensors"
@@ -31,6 +31,8 @@ _TEXTS = frozenset({"LICENSE", "NOTICE", "README", "USE_POLICY", "latest"})
 
 
 _STEP = re.compile(r"checkpoint-\d+")
+#: Model and optimizer of FSDP, sharded and whole, and both of DeepSpeed.
+_PART = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+|pytorch_model_fsdp\.bin|global_step\d+")
 #: The optimizer's state in a Trainer's step, by itself, sharded by FSDP, and DeepSpeed's.
 _OPTIMIZER = re.compile(r"(optimizer|pytorch_model_fsdp|global_step).*")
 
@@ -38,6 +40,23 @@ _OPTIMIZER = re.compile(r"(optimizer|pytorch_model_fsdp|global_step).*")
 def is_of_training(name: str) -> bool:
     """Return whether a Trainer saves a file of this name with a model: its optimizer, its random numbers."""
     return _OF_TRAINING.fullmatch(name) is not None
+
+
+def find_trainer_parts(names: Collection[str]) -> list[str]:
+    """Return the folders and files of a Trainer's step that are checkpoints of their own: of FSDP, and DeepSpeed.
+
+    The model is first; empty for a step with ``model.safetensors`` alone, and for any other folder.
+    """
+    if TRAINER_ARGUMENTS not in names and TRAINER_STATE not in names:
+        return []
+    return sorted(filter(_PART.fullmatch, names), key=lambda name: (name.startswith("optimizer"), name))
+
+
+def explain_lost_model(parts: Sequence[str]) -> str:
+    """Return what a Trainer's step lacks that has an optimizer alone; ``""`` if its first part is the model."""
+    if not parts or not parts[0].startswith("optimizer"):
+        return ""
+    return f"pytorch_model_fsdp_{parts[0].rpartition('_')[2]} is missing, the model of {parts[0]}"
 
 
 def explain_unfinished_step(step: str, names: Collection[str]) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from shardckpt.cli import main
 from tests.cli.trainer import make_trainer_steps
@@ -98,3 +101,46 @@ def test_diff_names_the_files_that_it_does_not_read(tmp_path: Path, capsys: pyte
     assert "4 files of torch.save beside the model are not read: optimizer.pt" in capsys.readouterr().out
     assert main(["diff", *paths, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["unread_files"][0] == "optimizer.pt"
+
+
+def _make_sharded_steps(folder: Path, *steps: int) -> None:
+    """Steps of a Trainer whose model and optimizer FSDP has saved in folders of their own."""
+    make_trainer_steps(folder, *steps)
+    for step in steps:
+        place = folder / f"checkpoint-{step}"
+        for name in ("model.safetensors", "optimizer.pt"):
+            (place / name).unlink()
+        for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+            dcp.save({"w": torch.full((2,), float(step))}, checkpoint_id=place / name)
+
+
+def test_a_sharded_step_of_a_trainer_is_one_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step whose model FSDP has saved in a folder of the step is a row of ls, verified as a whole, and pruned."""
+    _make_sharded_steps(tmp_path, 100, 200)
+    for call in (["ls"], ["ls", "-r"]):
+        assert main([*call, str(tmp_path), "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)
+        assert [(row["step"], row["state"], row["metrics"]["eval_loss"]) for row in rows] == [
+            (100, "whole", 100.0),
+            (200, "whole", 0.0),
+        ]
+        assert rows[0]["reason"] == "its model is in pytorch_model_fsdp_0"
+    assert main(["verify", str(tmp_path / "checkpoint-100")]) == 0
+    assert "optimizer_0/__0_0.distcp" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "checkpoint-100")]) == 2
+    assert "read by its path: pytorch_model_fsdp_0, optimizer_0" in capsys.readouterr().err
+    assert main(["prune", str(tmp_path), "--keep-best", "eval_loss"]) == 0
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-200"]
+
+
+@pytest.mark.parametrize("lost", ["pytorch_model_fsdp_0", "optimizer_0/__0_0.distcp", "trainer_state.json"])
+def test_a_part_of_a_sharded_step_is_missed(lost: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step is as whole as each of its parts: ls and verify name what is missing, and prune counts the step before."""
+    _make_sharded_steps(tmp_path, 100, 200)
+    path = tmp_path / "checkpoint-200" / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for verb in ("ls", "verify"):
+        assert main([verb, str(tmp_path)]) == 1
+        assert path.name in capsys.readouterr().out
+    assert main(["prune", str(tmp_path), "--keep-latest", "1"]) == 0
+    assert (tmp_path / "checkpoint-100").exists()
