@@ -274,6 +274,8 @@ def test_a_record_has_no_content_that_its_reader_refuses() -> None:
     [
         ("config.json", "tokenizer.json"),  # a model's settings alone
         ("config.json", "generation_config.json", "onnx"),  # its weights in a folder
+        ("config.json", "generation_config.json", "weights.v1"),
+        ("config.json", "generation_config.json", "pytorch_model.bin.index.json"),
         ("config.json", "generation_config.json", "model.gguf"),
         ("trainer_state.json", "checkpoint-100", "training_args.bin"),  # a run
         ("trainer_state.json", "all_results.json"),  # Trainer.save_state()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from shardckpt.commit.claim import REMOVAL_IN_PROGRESS, list_marks
+from shardckpt.commit.claim import REMOVAL_IN_PROGRESS, list_marks, without_others
 from shardckpt.commit.generations import list_recorded
 from shardckpt.commit.leftovers import find_leftovers, remove_free
 from shardckpt.commit.staging_names import REMOVED, new_save_id, temporary_name
@@ -58,15 +58,16 @@ def delete_checkpoint(target: RemotePath) -> None:
     """Delete a checkpoint's objects from a store; after a crash no load finds it, and another call continues.
 
     These are all objects at its URL, its generations, and what its record names in other folders, where the rest may be
-    anybody's.
+    anybody's. Without a record, as of another library, they are all but those of checkpoints in folders below.
 
     Raises:
         StorageError: some objects could not be deleted.
     """
+    is_continued = REMOVAL_IN_PROGRESS in list_marks(target)
     # before the marker goes: what a crash leaves without a marker must be known as a removal, not as a save
     (target / REMOVAL_IN_PROGRESS).write(b"The checkpoint in this place is being removed.\n")
     (target / MARKER_NAME).delete()  # before all other objects: without it no load begins
-    rest = _find_own(target) - {MARKER_NAME, REMOVAL_IN_PROGRESS, RECORD_NAME}
+    rest = _find_own(target, is_continued=is_continued) - {MARKER_NAME, REMOVAL_IN_PROGRESS, RECORD_NAME}
     target.delete_all(rest)
     # after what it names, which a call that continues finds by it
     (target / RECORD_NAME).delete()
@@ -74,9 +75,11 @@ def delete_checkpoint(target: RemotePath) -> None:
     (target / REMOVAL_IN_PROGRESS).delete()
 
 
-def _find_own(target: RemotePath) -> set[str]:
-    """Return the objects at a checkpoint's URL that are the checkpoint's."""
+def _find_own(target: RemotePath, *, is_continued: bool) -> set[str]:
+    """Return the objects at a checkpoint's URL that are the checkpoint's; a removal may have deleted its record."""
     found = set(list_objects(target.folder))
+    if RECORD_NAME not in found and not is_continued:
+        return without_others(found)
     in_folders = {name for name in found if "/" in name and not find_generation(name)}
     if not in_folders:
         return found

@@ -30,6 +30,7 @@ from shardckpt.storage import (
     has_local_files,
     header_length,
     is_there,
+    list_entries,
     open_existing,
     read_file,
     real_path,
@@ -263,7 +264,7 @@ def find_only_file(folder: Path) -> str:
     if not is_there(folder / name):
         if is_there(folder / ADAPTER_WEIGHTS):
             return ADAPTER_WEIGHTS
-        names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        names = sorted(list_entries(folder)) if folder.is_dir() else []
         if has_numbered_files(names):
             raise CorruptCheckpointError(
                 f"{folder} has lost {index_name(SAFETENSORS)}, without which transformers does not load it, and "

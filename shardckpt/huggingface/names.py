@@ -13,7 +13,6 @@ from shardckpt.manifest import (
     HUB_FILES,
     HUB_WEIGHTS,
     TRAINER_STATE,
-    WEIGHT_SUFFIXES,
     lacks_weights,
 )
 
@@ -41,6 +40,8 @@ _LOADED = re.compile(
 _CONFIGURING = re.compile(
     r"([^.].*_)?config\.json|(tokenizer|chat_template|vocab|special_tokens|added_tokens|merges|params|tekken)[^/]*|[^.].*\.(model|tiktoken)"
 )
+#: Suffixes of weights in any format.
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 #: What keys of the metadata begin with that say which checkpoint a folder has.
 ORIGIN = "shardckpt_"
 
@@ -132,7 +133,9 @@ def is_asset(name: str) -> bool:
 
     ``trainer_state.json`` belongs to a training, whose metrics were measured of other weights, or with its optimizer.
     """
-    return name != TRAINER_STATE and not name.startswith(".") and not name.endswith(WEIGHT_SUFFIXES) and name != ADAPTER
+    return (
+        name != TRAINER_STATE and not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES) and name != ADAPTER
+    )
 
 
 def is_replaced(name: str, *, has_assets: bool) -> bool:

@@ -61,9 +61,11 @@ from shardckpt.manifest import (
 from shardckpt.plugins import check_policy, find_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import (
     CheckpointReader,
+    find_url,
     has_local_files,
     is_read_again,
     is_there,
+    list_entries,
     open_directory,
     wrap_os_errors,
 )
@@ -288,7 +290,7 @@ def check_source(location: Path, plugins: PluginManager, error: CheckpointingExc
     try:
         return _check_folder(place, location, plugins)
     except NotACheckpointError:
-        names = {entry.name for entry in place.iterdir()}
+        names = {*list_entries(place)}
         if find_files(place, names) is not None:
             with open_source(location, plugins) as opened:
                 return check_all_files(opened.strategy, opened.context.reader, location, plugins)  # type: ignore[arg-type]
@@ -300,8 +302,9 @@ def check_source(location: Path, plugins: PluginManager, error: CheckpointingExc
         raise (NotACheckpointError(f"{location} is {what}") if what else error) from None
 
 
-def _check_part(location: Path, plugins: PluginManager) -> dict[str, Checked]:
+def _check_part(url: str, plugins: PluginManager) -> dict[str, Checked]:
     """Check a checkpoint in the folder of a Trainer's step; its files are named from there."""
+    location, name = locate(url, plugins), url.rpartition("/")[2]
     try:
         with open_source(location, plugins) as opened:
             if not isinstance(opened.strategy, ChecksFiles):
@@ -310,8 +313,8 @@ def _check_part(location: Path, plugins: PluginManager) -> dict[str, Checked]:
     except CheckpointReplacedError:
         raise
     except CheckpointingException as exc:
-        return {location.name: Checked(exc)}
-    return {name if location.is_file() else f"{location.name}/{name}": each for name, each in found.items()}
+        return {name: Checked(exc)}
+    return {f"{name}/{file}": each for file, each in found.items()}
 
 
 def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[str, Checked]:
@@ -343,10 +346,11 @@ def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[s
 
 def _check_trainer_step(place: Path, location: Path, plugins: PluginManager) -> dict[str, Checked]:
     """Check what transformers' Trainer saves with a model: files of torch.save, and FSDP's and DeepSpeed's folders."""
-    names = [path.name for path in place.iterdir()]
+    names = list_entries(place)
     found = _check_archives(place)
     for part in find_trainer_parts(names):
-        found |= _check_part(location / part, plugins)
+        if part not in found:
+            found |= _check_part(f"{find_url(location)}/{part}", plugins)
     if unfinished := explain_unfinished_step(location.name, names):
         found[TRAINER_STATE] = Checked(CorruptCheckpointError(unfinished))
     elif model_only := explain_step_without_optimizer(location.name, names):
@@ -512,7 +516,7 @@ def _open_folder(
     try:
         return read_all_of_folder(place, skip_damaged=skip_damaged)
     except NotACheckpointError:
-        names = {entry.name for entry in place.iterdir()}
+        names = {*list_entries(place)}
         found = find_files(place, names)
         if found is not None:
             return DeepSpeedLoadStrategy(found), place

@@ -25,6 +25,7 @@ from shardckpt.plugins import choose_reader, hold_checkpoint, open_below, parse_
 from shardckpt.storage import (
     CheckpointReader,
     is_there,
+    list_entries,
     open_directory,
     wrap_os_errors,
 )
@@ -82,7 +83,7 @@ def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | No
 
 def _is_of_save(directory: Path) -> bool:
     """Return whether the names in a directory are those of a checkpoint; a step's name may be that of a log folder."""
-    return is_under_way(directory) or is_marked(path.name for path in directory.iterdir())
+    return is_under_way(directory) or is_marked(list_entries(directory))
 
 
 def _explain_mendable(directory: Path, plugins: PluginManager) -> str:

@@ -74,6 +74,7 @@ from shardckpt.storage import (
     is_there,
     lacks_directory,
     list_below,
+    list_entries,
     name_siblings,
     on_store,
     open_directory,
@@ -358,32 +359,38 @@ def _describe_unmarked(
     directory: Path, summary: CheckpointSummary, error: CannotLoadError, plugins: PluginManager
 ) -> CheckpointSummary:
     """Return the summary of a directory that no reader recognises: the Hub's, DeepSpeed's, a dead save, or any."""
-    with wrap_os_errors("list", directory):
-        names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    names = list_entries(directory) if directory.is_dir() else []
     if unfinished := explain_unfinished_step(directory.name, names):
         return replace(summary, state="incomplete", library="Hugging Face", reason=unfinished)
     parts = find_trainer_parts(names)
     if is_hub_folder(names) and is_marked(names):
         summary = _describe_hub_folder(directory, summary, names)
     elif lost := explain_lost_model(parts):
-        summary = replace(summary, state="damaged", library="Hugging Face", reason=lost)
+        return replace(summary, state="damaged", library="Hugging Face", reason=lost)
     elif parts:
         summary = replace(summary, state="whole", library="Hugging Face", reason=f"its model is in {parts[0]}")
     elif (described := _describe_deepspeed(directory, summary, names)) is not None:
         return described
     else:
         return _describe_rest(directory, summary, names, error)
-    for found in (_summarize_part(directory / part, plugins) for part in parts):
-        if found.state != "whole" and summary.state == "whole":
-            summary = replace(summary, state=found.state, reason=f"{found.name}: {found.reason}")
+    return _add_training(summary, directory, names, plugins)
+
+
+def _add_training(
+    summary: CheckpointSummary, directory: Path, names: list[str], plugins: PluginManager
+) -> CheckpointSummary:
+    """Return the summary of a model with what is beside it of a Trainer: metrics, and parts, which may be damaged."""
+    if summary.state != "whole":
+        return summary
+    if has_local_files(directory) and (cut := find_cut_file(directory)) is not None:
+        return replace(summary, state="damaged", reason=_shorten(cut, directory))
+    folders = [part for part in find_trainer_parts(names) if not part.endswith(FILE_SUFFIXES)]
+    for part in folders:
+        found = _summarize(locate(f"{find_url(directory)}/{part}", plugins), plugins)
         summary = replace(summary, strategy=summary.strategy or found.strategy)
-    if TRAINER_STATE in names and summary.state == "whole":
-        summary = replace(summary, metrics=read_trainer_state(directory).metrics)
-    return summary
-
-
-def _summarize_part(place: Path, plugins: PluginManager) -> CheckpointSummary:
-    return _summarize_file(place) if place.suffix in FILE_SUFFIXES else _summarize(place, plugins)
+        if found.state != "whole":
+            return replace(summary, state=found.state, reason=f"{part}: {found.reason}")
+    return replace(summary, metrics=read_trainer_state(directory).metrics) if TRAINER_STATE in names else summary
 
 
 def _describe_hub_folder(directory: Path, summary: CheckpointSummary, names: list[str]) -> CheckpointSummary:
@@ -397,8 +404,6 @@ def _describe_hub_folder(directory: Path, summary: CheckpointSummary, names: lis
         summary = replace(summary, strategy="PEFT adapter")
     by, fingerprint = found.library or summary.library, found.origin.get("fingerprint", "")
     summary = replace(summary, state="whole", library=by, fingerprint=fingerprint, rescued=found.rescued)
-    if has_local_files(directory) and (cut := find_cut_file(directory)) is not None:
-        return replace(summary, state="damaged", reason=_shorten(cut, directory))
     steps = [name for name in {*names} - {*find_trainer_parts(names)} if parse_step(name) is not None]
     if inside := sum((directory / name).is_dir() for name in steps):
         return replace(summary, inside=inside, reason=f"with {format_many(inside, 'step')} in its folders")

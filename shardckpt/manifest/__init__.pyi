@@ -6,7 +6,6 @@ from shardckpt.manifest.hub import HUB_INDEX as HUB_INDEX
 from shardckpt.manifest.hub import HUB_WEIGHTS as HUB_WEIGHTS
 from shardckpt.manifest.hub import TRAINER_ARGUMENTS as TRAINER_ARGUMENTS
 from shardckpt.manifest.hub import TRAINER_STATE as TRAINER_STATE
-from shardckpt.manifest.hub import WEIGHT_SUFFIXES as WEIGHT_SUFFIXES
 from shardckpt.manifest.hub import explain_lost_model as explain_lost_model
 from shardckpt.manifest.hub import explain_step_without_optimizer as explain_step_without_optimizer
 from shardckpt.manifest.hub import explain_unfinished_step as explain_unfinished_step

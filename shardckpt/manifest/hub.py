@@ -20,16 +20,14 @@ HUB_ADAPTER_CONFIG = "adapter_config.json"
 TRAINER_STATE = "trainer_state.json"
 #: What the Trainer saves with each model.
 TRAINER_ARGUMENTS = "training_args.bin"
-#: Suffixes of weights in any format.
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 #: What transformers and accelerate save of a training with its weights: no weights, whatever the suffix.
 _OF_TRAINING = re.compile(
     r"(optimizer|scheduler|scaler|rng_state|random_states|training_args|sampler|dl_state_dict)[^/]*\.(pt|pth|bin|pkl)"
 )
-#: Files without a suffix; other names without one are of folders, which may have the weights.
-_TEXTS = frozenset({"LICENSE", "NOTICE", "README", "USE_POLICY", "latest"})
-
-
+#: Files that are no weights; anything else may be, or be a folder of them.
+_TEXTS = re.compile(
+    r"\..*|LICENSE|NOTICE|README|USE_POLICY|latest|.*(?<!\.index)\.(json|jsonl|txt|md|jinja|py|ya?ml|model|tiktoken|log|csv|png)"
+)
 _STEP = re.compile(r"checkpoint-\d+")
 #: Model and optimizer of FSDP, sharded and whole, and both of DeepSpeed.
 _PART = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+|pytorch_model_fsdp\.bin|global_step\d+")
@@ -89,5 +87,4 @@ def lacks_weights(names: Iterable[str]) -> bool:
     saved_with_weights = "generation_config.json" in names or any(map(is_of_training, names))
     if HUB_ADAPTER_CONFIG not in names and not (described and saved_with_weights):
         return False
-    rest = (name for name in names - _TEXTS if not name.startswith(".") and not is_of_training(name))
-    return not any(name.endswith(WEIGHT_SUFFIXES) or "." not in name for name in rest)
+    return all(is_of_training(name) or _TEXTS.fullmatch(name) for name in names)

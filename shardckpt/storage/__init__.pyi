@@ -74,6 +74,7 @@ from shardckpt.storage.parse_cache import ParseCache as ParseCache
 from shardckpt.storage.places import find_bucket as find_bucket
 from shardckpt.storage.places import find_url as find_url
 from shardckpt.storage.places import list_below as list_below
+from shardckpt.storage.places import list_entries as list_entries
 from shardckpt.storage.places import list_folders as list_folders
 from shardckpt.storage.places import list_names as list_names
 from shardckpt.storage.places import remove_file as remove_file

@@ -40,6 +40,14 @@ def list_names(place: Path) -> list[str]:
     return _scan(place, lambda _: True)
 
 
+def list_entries(place: Path) -> list[str]:
+    """Return the names of the files and folders directly in a directory, or below a URL."""
+    if on_store(place) is not None:
+        return [*dict.fromkeys(path.partition("/")[0] for path in list_below(place) or ())]
+    with wrap_os_errors("list", place):
+        return [path.name for path in place.iterdir()]
+
+
 def list_folders(place: Path) -> list[str]:
     """Return the names of the folders directly in a place, as they are now; none if it does not exist.
 

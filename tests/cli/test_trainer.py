@@ -6,6 +6,7 @@ import json
 import shutil
 from typing import TYPE_CHECKING
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -131,6 +132,20 @@ def test_a_sharded_step_of_a_trainer_is_one_step(tmp_path: Path, capsys: pytest.
     assert "read by its path: pytorch_model_fsdp_0, optimizer_0" in capsys.readouterr().err
     assert main(["prune", str(tmp_path), "--keep-best", "eval_loss"]) == 0
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-200"]
+
+
+def test_a_sharded_step_on_a_store_is_one_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Folders below a URL are seen as those of a directory: no step is taken for one that has lost its weights."""
+    _make_sharded_steps(tmp_path, 100, 200)
+    store = fsspec.filesystem("memory")
+    store.store.clear()
+    store.put(str(tmp_path), "/trainer", recursive=True)
+    for verb in ("ls", "verify"):
+        assert main([verb, "memory://trainer", "--json"]) == 0
+        assert len(json.loads(capsys.readouterr().out)) == 2
+    assert main(["prune", "memory://trainer", "--damaged", "--keep-latest", "1"]) == 0
+    assert {path.split("/")[2] for path in store.find("/trainer")} == {"checkpoint-200"}
+    store.store.clear()
 
 
 @pytest.mark.parametrize("lost", ["pytorch_model_fsdp_0", "optimizer_0/__0_0.distcp", "trainer_state.json"])
