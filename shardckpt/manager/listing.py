@@ -358,7 +358,7 @@ def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: Canno
         if found.adapter is not None:
             summary = replace(summary, strategy="PEFT adapter")
         by, fingerprint = found.library or summary.library, found.origin.get("fingerprint", "")
-        summary = replace(summary, state="whole", library=by, fingerprint=fingerprint, rescued=found.rescued)
+        summary = replace(summary, state="whole", library=by, fingerprint=fingerprint, rescued=found.rescue.total)
         if is_unfinished(directory, names):
             reason = f"it has no {TRAINER_STATE}, which transformers' Trainer writes last: the save did not end"
             return replace(summary, state="incomplete", reason=reason)
