@@ -126,7 +126,9 @@ def _describe(report: DiffReport, options: Any) -> list[str]:
         styles = [_find_style(difference.kind) for difference in shown]
         lines += fit_table(names, rows, styles, 1, optional=("first at", "max rel", "both", "max abs"))
         hidden = Counter(each.kind for each in report.differences) - Counter(each.kind for each in shown)
-        lines += [f"... and {many:,} more {kind}: --verbose or --json lists them" for kind, many in sorted(hidden.items())]
+        lines += [
+            f"... and {many:,} more {kind}: --verbose or --json lists them" for kind, many in sorted(hidden.items())
+        ]
     if report.objects is not None:
         equal = f"{report.objects.equal:,} {'entry is' if report.objects.equal == 1 else 'entries are'}"
         different = report.objects.differences
