@@ -315,34 +315,45 @@ def parse_globals(allow_globals: object) -> tuple[Any, ...]:
     return found
 
 
-#: More digits than a number has that is compared with others.
-_MOST_DIGITS = 19
+#: The last number of a name's last part, if it has not more digits than one that is compared with others.
+_LAST_NUMBER = re.compile(r"(|.*\D)(\d{1,18})([^\d.]*)", re.DOTALL | re.ASCII)
 
 
 def find_nearest(wanted: str, known: Sequence[str]) -> str:
     """Return the one of some names that is most like another, or whose last part is; ``""`` if none is much like it.
 
-    Of names with a number behind the same text, as those of steps, the one with the nearest number.
+    Of names with a number and else the same text, as those of steps, the one with the nearest number.
     """
+    if near := _find_nearest_number(wanted, wanted, known):
+        return near
     import difflib  # slow to import
 
-    stem, number = _split_number(wanted)
-    numbers = {name: found for name in known for text, found in (_split_number(name),) if text == stem}
-    if stem and number is not None and (near := [name for name, found in numbers.items() if found is not None]):
-        return min(near, key=lambda name: abs((numbers[name] or 0) - number))
     if len(known) > _MOST_COMPARED:  # a comparison takes microseconds, and a typing error changes the length by few
         known = [name for name in known if abs(len(name) - len(wanted)) < 3][:_MOST_COMPARED]  # noqa: PLR2004 - few
     if found := difflib.get_close_matches(wanted, known, 1):
-        return found[0]
+        # of step_60 step-600 is the most like: its text is meant, and another number
+        return _find_nearest_number(wanted, found[0], known) or found[0]
     ends = {name.rpartition(".")[2]: name for name in reversed(known)}
     end = difflib.get_close_matches(wanted.rpartition(".")[2], [*ends], 1)
     return ends[end[0]] if end else ""
 
 
-def _split_number(name: str) -> tuple[str, int | None]:
-    """Return what stands before the number at a name's end, and the number; None without one."""
-    stem = name.rstrip("0123456789")
-    return stem, int(name[len(stem) :]) if 0 < len(name) - len(stem) < _MOST_DIGITS else None
+def _find_nearest_number(wanted: str, like: str, known: Sequence[str]) -> str:
+    """Return, of names that differ from ``like`` in their number alone, the nearest to another; ``""`` if none."""
+    text, number = _split_number(like)[0], _split_number(wanted)[1]
+    if number is None or not any(text):
+        return ""
+    numbers = {name: _split_number(name) for name in known}
+    near = {
+        name: abs(found - number) for name, (other, found) in numbers.items() if found is not None and other == text
+    }
+    return min(near, key=near.__getitem__, default="")
+
+
+def _split_number(name: str) -> tuple[tuple[str, str], int | None]:
+    """Return what stands before and behind the last number of a name's last part, and the number; None without one."""
+    found = _LAST_NUMBER.fullmatch(name)
+    return (("", ""), None) if found is None else ((found[1], found[3]), int(found[2]))
 
 
 def name_prefixes(wanted: str, keys: Iterable[str], limit: int = 6) -> str:

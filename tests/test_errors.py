@@ -14,6 +14,8 @@ from tests.tables import table
         ("step-10", ["step-900", "step-100"], "step-100"),
         ("step-899", ["step-900", "step-89"], "step-900"),
         ("step-10", ["stap-10"], "stap-10"),
+        ("step_60", ["step-600", "step-70"], "step-70"),
+        ("step60-unsharded", ["step600-unsharded", "step70-unsharded"], "step70-unsharded"),
         ("step-" + "9" * 5000, ["step-1"], ""),
         ("loss", ["accuracy"], ""),
     ],

@@ -8,6 +8,7 @@ common state differs, or only one of the checkpoints has it.
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,15 @@ from shardckpt.cli.renames import add_rename_option, read_renames
 from shardckpt.errors import escape_text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shardckpt.cli.colour import Style
     from shardckpt.maintenance import DiffReport, ObjectReport, TensorDifference
 
 #: A list or dict with more differences than that, such as the state of a random generator, is one row.
 _MOST_VALUES = 16
+#: Rows of tensors that only one of the checkpoints has, for each of them.
+_MOST_ALONE = 10
 
 
 def add(verbs: Any) -> None:
@@ -58,7 +63,9 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures of both, and of what differs")
     add_verbose(
-        parser, f"a row for each value, also of lists and dicts with more than {_MOST_VALUES} that differ, as in --json"
+        parser,
+        f"a row for each tensor, also of more than {_MOST_ALONE} that only one of them has, and for each value, also "
+        f"of lists and dicts with more than {_MOST_VALUES} that differ, as in --json",
     )
     parser.set_defaults(reads=("first", "second"), run=run)
 
@@ -111,12 +118,17 @@ def _describe(report: DiffReport, options: Any) -> list[str]:
     summary = f"{options.first}, {options.second}: {of_all} equal{how}"
     lines = []
     if report.differences:
-        rows = [*map(_list_cells, report.differences)]
+        shown = [*report.differences] if options.verbose else _cut_alone(report.differences)
+        rows = [*map(_list_cells, shown)]
         # where nothing is in the second column, all have their dtype and shape in both
         first = "both" if all(row[3] == "-" for row in rows) else "first"
         names = ("tensor", "differs in", first, "second", "elements", "max abs", "max rel", "first at")
-        styles = [_find_style(difference.kind) for difference in report.differences]
+        styles = [_find_style(difference.kind) for difference in shown]
         lines += fit_table(names, rows, styles, 1, optional=("first at", "max rel", "both", "max abs"))
+        hidden = Counter(each.kind for each in report.differences) - Counter(each.kind for each in shown)
+        lines += [
+            f"... and {many:,} more {kind}: --verbose or --json lists them" for kind, many in sorted(hidden.items())
+        ]
     if report.objects is not None:
         equal = f"{report.objects.equal:,} {'entry is' if report.objects.equal == 1 else 'entries are'}"
         different = report.objects.differences
@@ -128,6 +140,17 @@ def _describe(report: DiffReport, options: Any) -> list[str]:
     lines.append(paint(summary, "good" if report.are_same else "bad"))
     more = (_describe_left_out, _describe_unread, _advise_names, _advise_rows, _advise_objects)
     return [*lines, *filter(None, (describe(report, options) for describe in more))]
+
+
+def _cut_alone(differences: Sequence[TensorDifference]) -> list[TensorDifference]:
+    """Return them with the first of the tensors that only one of the checkpoints has, and all of the others."""
+    seen: Counter[str] = Counter()
+    shown = []
+    for each in differences:
+        seen[each.kind] += 1
+        if seen[each.kind] <= _MOST_ALONE or not each.kind.startswith("only in"):
+            shown.append(each)
+    return shown
 
 
 def _fold_values(report: ObjectReport) -> list[tuple[str, ...]]:

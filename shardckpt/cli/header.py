@@ -15,7 +15,7 @@ def read_header(checkpoint: StoredCheckpoint | PlainRecord, place: Path) -> dict
     """Return what is known of the checkpoint as a whole; None for what is not."""
     from shardckpt.engine import find_save_time, measure
     from shardckpt.manager import read_metrics
-    from shardckpt.manifest import PlainRecord, count_rescued
+    from shardckpt.manifest import PlainRecord, Rescue
 
     record = checkpoint if isinstance(checkpoint, PlainRecord) else checkpoint.record
     parent, step = checkpoint.lineage
@@ -24,6 +24,9 @@ def read_header(checkpoint: StoredCheckpoint | PlainRecord, place: Path) -> dict
         from shardckpt.manager import read_trainer_state
 
         step, metrics = read_trainer_state(place)
+    rescue = (
+        Rescue.from_content(checkpoint.content_metadata) if isinstance(checkpoint, PlainRecord) else checkpoint.rescue
+    )
     return {
         "backend": checkpoint.backend,
         "version": checkpoint.version,
@@ -31,9 +34,8 @@ def read_header(checkpoint: StoredCheckpoint | PlainRecord, place: Path) -> dict
         "parent": parent,
         "step": step,
         "metrics": metrics,
-        "rescued": count_rescued(checkpoint.content_metadata)
-        if isinstance(checkpoint, PlainRecord)
-        else checkpoint.rescued,
+        "rescued": rescue.total,
+        "rescued_keys": rescue.keys,
         "writer": None if record is None else record.writer,
         "library": _find_library(checkpoint, place),
         "ranks": None if record is None else record.world_size,

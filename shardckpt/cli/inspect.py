@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.cli.colour import paint
+from shardckpt.cli.convert import add_verbose
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.header import read_header
 from shardckpt.cli.output import Output
@@ -45,6 +46,8 @@ OUTLINES = {
     ("torch_dist", 1): "shardckpt_torch_dist.outline:read_outline",
     ("safetensors", 1): "shardckpt_safetensors.outline:read_outline",
 }
+#: Keys that are named of those that are lost, or were left out.
+_KEYS_SHOWN = 20
 
 
 def add(verbs: Any) -> None:
@@ -75,6 +78,7 @@ def add(verbs: Any) -> None:
     )
     add_rename_option(parser, "the checkpoint")
     parser.add_argument("--depth", type=int, metavar="N", help="with --tree, the deepest level to show")
+    add_verbose(parser, f"name every key that is lost or was left out, not only {_KEYS_SHOWN} of them, as in --json")
     parser.add_argument("--sort", choices=("key", "size"), default="key", help="order of the tensors (key)")
     parser.set_defaults(reads=("directory",), run=run)
 
@@ -186,10 +190,13 @@ def _add_faults(output: Output, checkpoint: StoredCheckpoint, lost: str) -> Outp
     )
 
 
-def _describe_faults(faults: Sequence[IncompleteFile], prefix: str | None) -> list[str]:
+def _describe_faults(faults: Sequence[IncompleteFile], prefix: str | None, *, verbose: bool = False) -> list[str]:
     """Return a line for each, with those of its keys that begin with a prefix; None: without keys."""
-    said = (f"damaged: {file.name} {file.fault}{'' if prefix is None else _affected(file, prefix)}" for file in faults)
-    return [paint(escape_text(line), "bad") for line in said]
+    lines = []
+    for file in faults:
+        affected = "" if prefix is None else _affected(file, prefix, verbose=verbose)
+        lines.append(paint(escape_text(f"damaged: {file.name} {file.fault}{affected}"), "bad"))
+    return lines
 
 
 def _list_faults(faults: Sequence[IncompleteFile]) -> list[dict[str, Any]]:
@@ -372,9 +379,8 @@ def _describe(found: _Found, options: Any) -> list[str]:
     summary += _sum_dtypes(found)
     if tensors.keys == [found.prefix] and not options.tree:
         summary += f"; its values: {found.prefix}[], a region: {found.prefix}[0:4, ...]"
-    rescued = [f"rescued: {format_many(header['rescued'], 'key')} left out as damaged"] if header["rescued"] else []
     faults = [f"the common state cannot be read: {found.fault}"] if found.fault else []
-    head = map(escape_text, (title, _describe_writer(header), *rescued))
+    head = map(escape_text, (title, _describe_writer(header), *_describe_rescue(header, verbose=options.verbose)))
     if found.statistics is not None:
         forms = [tensors.forms[number] for number in tensors.numbers]
         rows = [
@@ -390,7 +396,7 @@ def _describe(found: _Found, options: Any) -> list[str]:
         summary,
         *_describe_unread(found.unread),
         *map(escape_text, faults),
-        *_describe_faults(found.incomplete, found.prefix),
+        *_describe_faults(found.incomplete, found.prefix, verbose=options.verbose),
     ]
 
 
@@ -400,6 +406,22 @@ def _describe_unread(names: Sequence[str]) -> list[str]:
     from shardckpt.maintenance import describe_unread_files  # it imports torch
 
     return [f"{escape_text(describe_unread_files(names))}: inspect each by its path"]
+
+
+def _describe_rescue(header: dict[str, Any], *, verbose: bool) -> list[str]:
+    """Return a line about the keys that a rescue left out; of very many it has not stored all names."""
+    from shardckpt.cli.amounts import format_many
+
+    count, keys = header["rescued"], header["rescued_keys"]
+    if not count:
+        return []
+    unnamed = f" (the names of {count - len(keys):,} are not stored)" if keys and len(keys) < count else ""
+    named = f": {_list_keys(keys, verbose=verbose)}{unnamed}" if keys else ""
+    return [f"rescued: {format_many(count, 'key')} left out as damaged{named}"]
+
+
+def _list_keys(keys: Sequence[str], *, verbose: bool) -> str:
+    return listed(keys, limit=len(keys) if verbose else _KEYS_SHOWN)
 
 
 def _describe_writer(header: dict[str, Any]) -> str:
@@ -469,10 +491,12 @@ def _read_common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:
         return [], str(exc)
 
 
-def _affected(file: IncompleteFile, prefix: str) -> str:
+def _affected(file: IncompleteFile, prefix: str, *, verbose: bool) -> str:
     """Return which keys have lost bytes in a file, and how many have not."""
     from shardckpt.cli.amounts import format_many
 
     lost, kept = ([key for key in keys if key.startswith(prefix)] for keys in (file.keys, file.kept))
-    said = f"; {format_many(len(lost), 'key')} cannot be read completely: {listed(lost)}" if lost else ""
+    said = ""
+    if lost:
+        said = f"; {format_many(len(lost), 'key')} cannot be read completely: {_list_keys(lost, verbose=verbose)}"
     return said + (f"; {format_many(len(kept), 'other' if lost else 'key')} before its end" if kept else "")

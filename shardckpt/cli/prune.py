@@ -121,8 +121,9 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="first verify the newest steps until one is intact, with --damaged all, and mark them as "
-        "`shardckpt verify --mark` does, but with --dry-run; a step that is marked is not read again",
+        help="before a step is removed, read and check the newest ones until one is intact (with --damaged all), "
+        "and keep each verdict beside the steps, as `shardckpt verify --mark` does (but with --dry-run); a step "
+        "that has a verdict already is not read again",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     add_verbose(parser, "with --damaged alone, name the sound steps, too")

@@ -44,6 +44,7 @@ def read_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...]) 
 
     Raises:
         KeyMismatchError: no such tensor is stored.
+        CheckpointingException: The index selects nothing of it.
     """
     from shardckpt.cli.progress import show_progress
     from shardckpt.engine import Progress
@@ -58,10 +59,12 @@ def read_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...]) 
         progress = Progress("inspect", "", size, get_plugin_manager())
         statistics = compute_statistics(stored, index, progress.add)
         progress.end()  # of a region, which is not all of the tensor
+    shape = "x".join(map(str, stored.shape)) or "()"
+    if not statistics.count and 0 not in stored.shape:  # torch clips a slice to the tensor: here it is a wrong number
+        raise CheckpointingException(f"{key!r} has the shape {shape}, and the index selects no element of it")
     corner, is_all = _find_corner(stored.shape, index, statistics.count)
     values = stored[corner]
     dtype = str(stored.dtype).removeprefix("torch.")
-    shape = "x".join(map(str, stored.shape)) or "()"
     return Output(
         lambda: {
             "key": key,

@@ -17,7 +17,7 @@ With --repair a metadata.json that is lost or cut is written back, if shardckpt.
 and all other files match their digests. Nothing else can be repaired: what is damaged is in no other file.
 
 exit codes:
-  0  intact: all bytes match their digests; or as far as can be checked without digests, unless --require-digests
+  0  intact: all bytes match their digests; or, unless --require-digests, by CRC-32 and structure where there are none
   1  damaged: a file is missing, or not what was written; or incomplete: the save did not end
   2  not a checkpoint, or it cannot be checked: no installed strategy reads it, or a file cannot be read
 """
@@ -228,11 +228,14 @@ def _describe(answers: Sequence[Answer]) -> Iterator[str]:
     for answer in answers:
         # what the marker has as a note is that it was repaired
         shown = [r for r in answer.files if r.fault or not several or (r.note and r.name == MARKER_NAME)]
+        lines = []
         if shown:
             rows = [(r.name, r.nbytes, _said(r, answer.path)) for r in shown]
-            yield from fit_table(("file", "bytes", "result"), rows, [*map(_find_file_style, shown)])
+            lines += fit_table(("file", "bytes", "result"), rows, [*map(_find_file_style, shown)])
         if answer.error is None and (shown or not several):
-            yield paint(f"{escape_text(answer.path)}: {_summary(answer.files)}", _find_style(answer))
+            summary = paint(f"{escape_text(answer.path)}: {_summary(answer.files)}", _find_style(answer))
+            # of several, each table has its checkpoint's name above it
+            yield from [summary, *lines] if several else [*lines, summary]
         elif not several and answer.exit_code != FAILED:
             yield paint(f"{escape_text(answer.path)}: {escape_text(explain_verdict(answer))}", _find_style(answer))
     if several:
@@ -264,7 +267,7 @@ def _name_verdict(answer: Answer) -> str:
     from shardckpt.maintenance import INTACT, get_exit_code, has_digests
 
     if answer.error is None and get_exit_code(answer.files) == INTACT:
-        return "intact" if has_digests(answer.files) else "intact as far as can be checked without digests"
+        return "intact" if has_digests(answer.files) else _name_checks(answer.files)
     if answer.exit_code == FAILED:
         return "unreadable"
     return "incomplete" if isinstance(answer.error, IncompleteCheckpointError) else "damaged"
@@ -358,7 +361,15 @@ def _summary(results: Sequence[FileResult]) -> str:
         rest = [result for result in own if not result.fault]
         how = _explain_checks(rest, " without a fault") if rest else ""
         return f"damaged: {len(bad)} of {format_many(len(own), 'file')}{how}"
-    return f"intact as far as can be checked without digests{_explain_checks(own)}"
+    return f"{_name_checks(own)}{_explain_checks(own)}"
+
+
+def _name_checks(files: Sequence[FileResult]) -> str:
+    """Return the verdict on a checkpoint without a fault, not all of whose files have digests: by what it is one."""
+    ways = {file.checked for file in files if not file.foreign}
+    names = {"digests": "digests", "crc32": "CRC-32", "structure": "structure"}
+    said = " and ".join(name for way, name in names.items() if way in ways)
+    return f"intact by {said or 'its index'}" + " without digests" * ("digests" not in ways)
 
 
 def _explain_checks(own: Sequence[FileResult], which: str = "") -> str:

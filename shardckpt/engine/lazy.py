@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from shardckpt.engine.integrity import IncompleteFile
     from shardckpt.engine.loading import OpenCheckpoint
-    from shardckpt.manifest import Lineage, Record
+    from shardckpt.manifest import Lineage, Record, Rescue
     from shardckpt.mapping import BlockScales, ShardedBase, StateDict
     from shardckpt.strategy import StoredBox, StoredColumns, StoredFile
 
@@ -132,9 +132,9 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
         return strategy.library if isinstance(strategy, _NamesLibrary) else ""
 
     @property
-    def rescued(self) -> int:
-        """How many keys the rescue that has written it (``convert --skip-damaged``) left out; 0 if it is none."""
-        return self._checkpoint.rescued
+    def rescue(self) -> Rescue:
+        """The keys that the rescue that has written it (``convert --skip-damaged``) left out."""
+        return self._checkpoint.rescue
 
     @property
     def record(self) -> Record | None:

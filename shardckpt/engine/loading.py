@@ -7,7 +7,7 @@ import logging
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -29,7 +29,7 @@ from shardckpt.errors import (
     format_many,
     listed,
 )
-from shardckpt.manifest import count_rescued
+from shardckpt.manifest import Rescue
 from shardckpt.mapping import ShardedObject, ShardedTensor, StoredNames
 from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts, is_exact, make_changed_error
 from shardckpt.plugins import CALLER, Accept, choose_reader, hold_checkpoint, hold_same
@@ -67,6 +67,13 @@ _T = TypeVar("_T")
 _MODEL = "model."
 #: How many of several names a message has.
 _FEW = 5
+
+
+@runtime_checkable
+class _NotesRescue(Protocol):
+    """A load strategy of files without a record, which say what a rescue has left out."""
+
+    rescue: Rescue
 
 
 @dataclass(frozen=True)
@@ -115,10 +122,12 @@ class OpenCheckpoint:
     damaged: Collection[str] = field(default=(), kw_only=True)
 
     @property
-    def rescued(self) -> int:
-        """How many keys the rescue that has written it left out, as it says; 0 if it is none."""
+    def rescue(self) -> Rescue:
+        """The keys that the rescue that has written it left out, as it says; none if it is no rescue."""
         record = self.context.reader.manifest.record
-        return count_rescued(record.content_metadata) if record else int(getattr(self.strategy, "rescued", 0))
+        if record is not None:
+            return Rescue.from_content(record.content_metadata)
+        return self.strategy.rescue if isinstance(self.strategy, _NotesRescue) else Rescue()
 
     def common(self) -> StateDict:
         """Collective: return the state that is not sharded."""

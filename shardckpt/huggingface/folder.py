@@ -21,7 +21,7 @@ from shardckpt.huggingface.names import (
     has_numbered_files,
     index_name,
 )
-from shardckpt.manifest import HUB_CONFIG, lacks_weights
+from shardckpt.manifest import HUB_CONFIG, Rescue, lacks_weights
 from shardckpt.storage import (
     HEADER_LIMIT,
     LENGTH_BYTES,
@@ -82,8 +82,9 @@ class Folder:
         config: The content of ``config.json``; empty without one.
         stamp: Inode number, size in bytes and modification time in ns of the first file of weights; None on an object
             store. An export writes new files, so the stamp tells two exports apart.
-        origin: What an export has said of its source: ``version`` of shardckpt, ``source``, ``fingerprint`` and
-            ``rescued``, the number of keys that are left out as damaged, of which some or all may be missing.
+        origin: What an export has said of its source: ``version`` of shardckpt, ``source``, ``fingerprint``, and of a
+            rescue ``rescued`` and ``rescued_keys``, as JSON: how many keys are left out as damaged, and the first of
+            them. Some or all may be missing.
         adapter: The content of ``adapter_config.json``, if the folder has an adapter of PEFT and no model; else None.
     """
 
@@ -107,10 +108,12 @@ class Folder:
         return ours if self.adapter is None else f"{ours or 'PEFT'} (a PEFT adapter)"
 
     @property
-    def rescued(self) -> int:
-        """How many keys the rescue that has written it left out, as it says; 0 if it is none."""
-        many = self.origin.get("rescued", "")
-        return int(many) if many.isascii() and many.isdecimal() else 0
+    def rescue(self) -> Rescue:
+        """The keys that the rescue that has written it left out, as it says."""
+        try:
+            return Rescue.parse(json.loads(self.origin["rescued"]), json.loads(self.origin.get("rescued_keys", "[]")))
+        except (KeyError, ValueError, RecursionError):
+            return Rescue()
 
 
 def read_folder(folder: Path, *, skip_damaged: bool = False) -> Folder:

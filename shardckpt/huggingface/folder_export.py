@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -128,8 +129,10 @@ class FolderExport:
         if self.source is not None:
             fingerprint = combine_fingerprints(read_fingerprints(self.checkpoint.context.reader))
             source = self.source.name.encode(errors="replace").decode()  # a name in a file system may be no UTF-8
-        rescued = self.checkpoint.rescued + len(self.checkpoint.damaged)
-        origin = {"version": __version__, "source": source, "fingerprint": fingerprint, "rescued": str(rescued or "")}
+        rescue = self.checkpoint.rescue.add(self.checkpoint.damaged)
+        origin = {"version": __version__, "source": source, "fingerprint": fingerprint}
+        if rescue.total:
+            origin |= {"rescued": str(rescue.total), "rescued_keys": json.dumps(rescue.keys)}
         return {f"{ORIGIN}{key}": value for key, value in origin.items() if value}
 
     def _pickle(self, path: Path, tensors: Sequence[HubTensor]) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from shardckpt.errors import CheckpointingException
     from shardckpt.huggingface.folder import Folder
+    from shardckpt.manifest import Rescue
     from shardckpt.mapping import ShardedBase, StateDict
     from shardckpt.planning import Ints
     from shardckpt.plugins import KeyMapping
@@ -138,9 +139,9 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         return self._folder.library
 
     @property
-    def rescued(self) -> int:
-        """How many keys the rescue that has written the folder left out; 0 if it is none."""
-        return self._folder.rescued
+    def rescue(self) -> Rescue:
+        """The keys that the rescue that has written the folder left out."""
+        return self._folder.rescue
 
     def missing(self) -> list[str]:
         """Return the names of the tensors that requested keys need and the folder lacks."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.manifest import CONTENT_KEY, RESCUED_KEY
+from shardckpt.manifest import CONTENT_KEY
 
 if TYPE_CHECKING:
+    from shardckpt.manifest import Rescue
     from shardckpt.mapping import StateDict
 
 _CONTENT = "content_metadata"
@@ -21,9 +22,9 @@ def forget_metrics(common: StateDict) -> StateDict:
     return {**common, _CONTENT: {**content, CONTENT_KEY: rest}}
 
 
-def note_rescue(common: StateDict, left_out: int) -> StateDict:
-    """Return the common state of a rescue: it says how many keys are left out, and has no metrics."""
+def note_rescue(common: StateDict, rescue: Rescue) -> StateDict:
+    """Return the common state of a rescue: it says which keys are left out, and has no metrics."""
     content = common.get(_CONTENT, {})
-    if not left_out or not isinstance(content, dict):  # another library's may be anything
+    if not rescue.total or not isinstance(content, dict):  # another library's may be anything
         return common
-    return forget_metrics({**common, _CONTENT: {**content, RESCUED_KEY: left_out}})
+    return forget_metrics({**common, _CONTENT: {**content, **rescue.to_content()}})

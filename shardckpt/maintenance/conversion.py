@@ -293,7 +293,7 @@ class Conversion:
         index = stored.index()
         objects, common = self._read_values(stored)
         if self.saver is not None:
-            common = note_rescue(common, stored.rescued + len(stored.damaged))
+            common = note_rescue(common, stored.rescue.add(stored.damaged))
         # the names of values are no tensors'
         others = {*map(plain_name, index), *stored.common()}
         keys = [shard.key for shard in index if isinstance(shard, ShardedTensor)]

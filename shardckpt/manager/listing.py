@@ -403,7 +403,7 @@ def _describe_hub_folder(directory: Path, summary: CheckpointSummary, names: lis
     if found.adapter is not None:
         summary = replace(summary, strategy="PEFT adapter")
     by, fingerprint = found.library or summary.library, found.origin.get("fingerprint", "")
-    summary = replace(summary, state="whole", library=by, fingerprint=fingerprint, rescued=found.rescued)
+    summary = replace(summary, state="whole", library=by, fingerprint=fingerprint, rescued=found.rescue.total)
     steps = [name for name in {*names} - {*find_trainer_parts(names)} if parse_step(name) is not None]
     if inside := sum((directory / name).is_dir() for name in steps):
         return replace(summary, inside=inside, reason=f"with {format_many(inside, 'step')} in its folders")

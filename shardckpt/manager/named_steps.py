@@ -54,14 +54,10 @@ def find_named_step(path: str) -> str:
         if place is not None:
             raise
         found = []  # whoever opens the URL says what is missing
-    sound = [
-        each
-        for each in found
-        if each.state == "whole" and not each.has_failed and each.step is not None and each.name not in LINKS
-    ]
-    # a copy in another format has the step that it was made of, too
-    sound = [each for each in sound if parse_step(_cut_suffix(each.name)) is not None] or sound
-    if not sound and (there := [each for each in found if each.is_checkpoint]):
+    # not by what they say of themselves: a copy has the step that it was made of, too
+    named = [each for each in found if parse_step(_cut_suffix(each.name)) is not None]
+    sound = [each for each in named if each.state == "whole" and not each.has_failed and each.step is not None]
+    if not sound and (there := [each for each in named if each.is_checkpoint]):
         states = [f"{each.name}: {'failed' if each.has_failed else each.state}" for each in there]
         raise NotACheckpointError(
             f"{folder} has no {word} step: none is whole ({listed(states, limit=6)}); `shardckpt ls {folder}` says more"

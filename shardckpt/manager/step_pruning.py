@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from shardckpt.manager.steps import StepCheckpoint, StepFolder
 
 
-#: Why a step stays that was found damaged.
-_UNASKED = "it was verified, and is damaged: --damaged removes it"
+#: What is said of a step that its caller has verified, and why it stays where that is not asked for.
+_FAILED = "damaged, as the verification before this prune has found"
+_UNASKED = f"{_FAILED}: --damaged removes it"
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def prune_steps(
 
     def judge(steps: StepFolder, step: StepCheckpoint) -> Damage | None:
         if steps.names.name(step.step) in failed:
-            fault: Damage | None = Damage("it was verified, and is damaged", _UNASKED * (not damaged))
+            fault: Damage | None = Damage(_FAILED, _UNASKED * (not damaged))
         else:
             fault = find_damage(steps, step, older_than) if damaged else None
         return fault._replace(kept="it is protected") if fault is not None and step.step in protected else fault

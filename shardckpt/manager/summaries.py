@@ -13,7 +13,7 @@ from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, is_visible_in
 from shardckpt.manager.metrics import read_metrics, read_save_time, read_settings
 from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
-from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, count_rescued, find_generation
+from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, Rescue, find_generation
 from shardckpt.plugins import find_own_formats, hold_plain
 from shardckpt.storage import combine_fingerprints, file_size, parse_fingerprints, read_file, refuse_linked_folders
 
@@ -259,7 +259,7 @@ def add_record(summary: CheckpointSummary, record: PlainRecord | Record, lineage
         writer=", ".join(f"{name} {version}" for name, version in record.writer.items()),
         metrics=read_metrics(record.content_metadata),
         ranking=read_settings(record.content_metadata).ranking,
-        rescued=count_rescued(record.content_metadata),
+        rescued=Rescue.from_content(record.content_metadata).total,
     )
 
 

@@ -29,11 +29,10 @@ from shardckpt.manifest.names import MARKER_NAME as MARKER_NAME
 from shardckpt.manifest.names import NAME_RULE as NAME_RULE
 from shardckpt.manifest.names import RECORD_LIMIT as RECORD_LIMIT
 from shardckpt.manifest.names import RECORD_NAME as RECORD_NAME
-from shardckpt.manifest.names import RESCUED_KEY as RESCUED_KEY
 from shardckpt.manifest.names import SAVE_ID as SAVE_ID
 from shardckpt.manifest.names import TABLE_SUFFIX as TABLE_SUFFIX
 from shardckpt.manifest.names import Lineage as Lineage
-from shardckpt.manifest.names import count_rescued as count_rescued
+from shardckpt.manifest.names import Rescue as Rescue
 from shardckpt.manifest.names import find_folders as find_folders
 from shardckpt.manifest.names import find_generation as find_generation
 from shardckpt.manifest.names import generation_name as generation_name

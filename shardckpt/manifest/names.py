@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
 MARKER_NAME = "metadata.json"
 RECORD_NAME = "shardckpt.json"
@@ -15,8 +15,12 @@ INTEGRITY_NAME = "integrity.json"
 FINGERPRINTS_NAME = "tensors.fingerprints"
 #: The key in ``content_metadata`` of what a CheckpointManager notes of a step.
 CONTENT_KEY = "shardckpt_manager"
-#: The key there of how many keys a rescue (``convert --skip-damaged``) has left out.
-RESCUED_KEY = "shardckpt_rescued"
+#: The key in ``content_metadata`` of how many keys a rescue (``convert --skip-damaged``) has left out.
+_RESCUED = "shardckpt_rescued"
+#: The key there of the first of them.
+_RESCUED_KEYS = "shardckpt_rescued_keys"
+#: Most names of them that a checkpoint stores: the record is read by every listing.
+_MOST_RESCUED = 1000
 #: Largest size of each file that a reader accepts, in bytes.
 MARKER_LIMIT = 1 << 20
 RECORD_LIMIT = 1 << 31
@@ -92,10 +96,38 @@ def find_generation(name: str) -> str:
     return folder if rest and re.fullmatch(GENERATION, folder) else ""
 
 
-def count_rescued(content: object) -> int:
-    """Return how many keys a rescue has left out, as the ``content_metadata`` says; 0 where nothing does."""
-    many = content.get(RESCUED_KEY) if isinstance(content, dict) else 0
-    return many if isinstance(many, int) and many > 0 else 0
+class Rescue(NamedTuple):
+    """The keys that a rescue (``convert --skip-damaged``), or several after each other, have left out as damaged.
+
+    Attributes:
+        total: How many; 0 if it is no rescue.
+        keys: The first of them.
+    """
+
+    total: int = 0
+    keys: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, total: object, keys: object) -> Rescue:
+        """Return what a checkpoint says; nothing where it says nothing, or anything else."""
+        if type(total) is not int or total <= 0:
+            return cls()
+        names = keys if isinstance(keys, list) and all(isinstance(key, str) for key in keys) else []
+        return cls(total, tuple(names[: min(total, _MOST_RESCUED)]))
+
+    @classmethod
+    def from_content(cls, content: object) -> Rescue:
+        """Return what the ``content_metadata`` says."""
+        found = content if isinstance(content, dict) else {}
+        return cls.parse(found.get(_RESCUED), found.get(_RESCUED_KEYS))
+
+    def to_content(self) -> dict[str, Any]:
+        """Return what the ``content_metadata`` is to say."""
+        return {_RESCUED: self.total, _RESCUED_KEYS: [*self.keys]}
+
+    def add(self, damaged: Collection[str]) -> Rescue:
+        """Return it with more keys that are left out."""
+        return Rescue(self.total + len(damaged), (*self.keys, *damaged)[:_MOST_RESCUED])
 
 
 class Lineage(NamedTuple):

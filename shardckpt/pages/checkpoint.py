@@ -41,6 +41,7 @@ class CheckpointHeader(NamedTuple):
         bytes_on_disk: Bytes of all files.
         metrics: Those of the step, by name; None for NaN and infinity.
         rescued: How many keys the rescue that has written it left out; 0 if it is none.
+        rescued_keys: The first of them.
     """
 
     name: str
@@ -56,6 +57,7 @@ class CheckpointHeader(NamedTuple):
     bytes_on_disk: int | None = None
     metrics: Mapping[str, float | None] | None = None
     rescued: int = 0
+    rescued_keys: Sequence[str] = ()
 
 
 def describe_checkpoint(

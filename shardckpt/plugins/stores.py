@@ -136,7 +136,8 @@ def name_stored_siblings(url: str, plugins: PluginManager) -> str:
     """Return, for an error that nothing is at a URL, the nearest name beside it, and the first of the others."""
     above, _, name = url.rstrip("/").rpartition("/")
     try:
-        beside = list_folders(RemotePath(open_folder(above, plugins)))
+        folders = list_folders(RemotePath(open_folder(above, plugins)))
     except CheckpointingException:  # a bucket, a store that lists no folders, or one that may not be listed
         return ""
+    beside = [folder for folder in folders if not folder.startswith(".")]
     return name_known(name, beside, f"in {mask_password(above)}")

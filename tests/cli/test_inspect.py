@@ -108,6 +108,18 @@ def test_inspect_shows_a_region(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert text in capsys.readouterr().err
 
 
+@table("index", ["100:", "..., 50:", "1:1"])
+def test_an_index_that_selects_nothing_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], index: str
+) -> None:
+    """A slice beyond the end of a tensor is an error with its shape, as an integer is; an empty tensor is none."""
+    shards = {"w": torch.ones(4, 6, 50), "empty": torch.ones(0, 3)}
+    dc.save({key: ShardedTensor.from_rank_offsets(key, value) for key, value in shards.items()}, tmp_path / "c")
+    assert main(["inspect", str(tmp_path / "c"), f"w[{index}]"]) == 2
+    assert "'w' has the shape 4x6x50, and the index selects no element" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "c"), "empty[]"]) == 0
+
+
 def test_long_listings_are_paged_on_a_terminal_only(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -169,7 +169,7 @@ def test_prune_reads_another_librarys_steps(tmp_path: Path, capsys: pytest.Captu
     arguments = ["prune", str(tmp_path), "--keep-latest", "1", "--verify", *["--damaged"] * damaged]
     assert main(arguments) == 1
     said = capsys.readouterr().out
-    assert ("it was verified, and is damaged: --damaged removes it" in said) != damaged
+    assert ("kept: damaged, as the verification before this prune has found: --damaged removes it" in said) != damaged
     assert _steps(tmp_path) == ([2] if damaged else [2, 3])
 
 

@@ -70,7 +70,7 @@ def test_verify_judges_what_has_no_digests(tmp_path: Path, capsys: pytest.Captur
     (path / "notes.txt").write_text("other people's")
     (path / "__9_0.distcp").write_bytes(b"of an older save")
     assert main(["verify", str(path), "--require-digests"]) == 1
-    assert "intact as far as" in capsys.readouterr().out
+    assert "intact by " in capsys.readouterr().out
     assert main(["verify", str(path)]) == 0
     *rows, last = capsys.readouterr().out.splitlines()
     said = dict(line.split(maxsplit=2)[::2] for line in rows[2:])
@@ -103,7 +103,7 @@ def test_verify_finds_damage_without_digests(
         assert all("is valid" not in row and str(path) not in row for row in rows)  # the path stands below the rows
         assert rows or out.startswith(f"{path}: damaged: ")
         assert file.name in out
-        assert "intact as far as" not in out
+        assert "intact by " not in out
         file.write_bytes(content)
     assert main(["verify", str(path)]) == 0
 
@@ -285,18 +285,19 @@ def test_what_is_damaged_is_not_repaired(tmp_path: Path, fault: str, capsys: pyt
 
 
 def test_verify_of_many(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder stands for the checkpoints in it; bad files are listed, and the exit code is the highest."""
+    """A folder stands for the checkpoints in it; bad files are listed below its path; the exit code is the highest."""
     plain = save_plain_dcp(tmp_path)
     (tmp_path / "logs").mkdir()
     assert main(["verify", str(tmp_path), str(checkpoint)]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
-        "2 checkpoints: 1 intact, 1 intact as far as can be checked without digests",
+        "2 checkpoints: 1 intact, 1 intact by CRC-32 and structure without digests",
         "skipped: 1: logs (an empty directory)",
     ]
     damage(checkpoint / "common.pt", "zeros")
     assert main(["verify", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
-    assert [line.split()[0] for line in shown.splitlines()[2:3]] == ["common.pt"]
+    assert shown.startswith(f"{checkpoint}: damaged: 1 of ")
+    assert [line.split()[0] for line in shown.splitlines()[3:4]] == ["common.pt"]
     assert "__0_0.distcp" not in shown
     assert main(["verify", str(plain), str(checkpoint), str(tmp_path / "nowhere"), "--json"]) == 2
     shown = capsys.readouterr()
@@ -425,7 +426,7 @@ def test_what_cannot_be_marked_is_verified(tmp_path: Path, capsys: pytest.Captur
     for name in ("hf", "w.pt"):
         assert main(["verify", str(tmp_path / name), "--mark"]) == 2  # for nothing else was to be marked
         said = capsys.readouterr().out
-        assert "intact as far as can be checked" in said
+        assert "intact by " in said
         assert "not marked" in said
         assert "mark what `shardckpt convert` makes of it" in said
     folders.save(tmp_path / "steps", 1)

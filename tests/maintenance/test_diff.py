@@ -381,3 +381,20 @@ def test_names_that_lack_a_prefix_are_advised(
     capsys.readouterr()
     assert main(["diff", step, step, "--prefix", "model."]) == 1
     assert "without --prefix model., 2 tensors" in capsys.readouterr().out
+
+
+def test_tensors_of_one_checkpoint_are_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of many tensors that only one has ten are rows and the others a count, before the hint; --verbose shows all."""
+    for name in ("old", "new"):
+        keys = [f"{name}.layers.{number}.weight" for number in range(30)]
+        save_values(tmp_path / name, dict.fromkeys(keys, torch.ones(2)))
+    call = ["diff", str(tmp_path / "old"), str(tmp_path / "new")]
+    assert main(call) == 1
+    lines = capsys.readouterr().out.splitlines()
+    for number, side in enumerate(("first", "second")):
+        assert sum(f"only in {side}" in line for line in lines) == 10 + 1
+        assert f"... and 20 more only in {side}: --verbose or --json lists them" == lines[22 + number], lines
+    assert "--rename old=new" in lines[-1]
+    assert main([*call, "--verbose"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [sum(f"only in {side}" in line for line in lines) for side in ("first", "second")] == [30, 30]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.engine import display
-from shardckpt.manifest import CONTENT_KEY
+from shardckpt.manifest import CONTENT_KEY, Rescue
 from shardckpt.mapping import ShardedTensor
 from tests.damage import flip
 from tests.tables import table
@@ -145,7 +145,7 @@ def test_verbs_that_only_read_name_the_rescue(tmp_path: Path, capsys: pytest.Cap
 
 @table("to", ["ep", "hf", "dcp"])
 def test_a_rescue_is_said_of_what_it_has_written(tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """ls, inspect and their JSON say how many keys it lacks, also of what is converted from it; it has no metrics."""
+    """ls, inspect and their JSON say which keys it lacks, also of what is converted from it; it has no metrics."""
     content = {CONTENT_KEY: {"metrics": {"loss": 0.1}}}
     shards = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in _values().items()}
     dc.save(shards, tmp_path / "a", content_metadata=content)
@@ -158,11 +158,28 @@ def test_a_rescue_is_said_of_what_it_has_written(tmp_path: Path, to: str, capsys
     for path in (rescued, again, back):
         for verb in ("ls", "inspect"):
             assert main([verb, path]) == 0
-            assert "rescued: 1 key left out" in capsys.readouterr().out
+            said = capsys.readouterr().out
+            assert "rescued: 1 key left out" in said
             assert main([verb, path, "--json"]) == 0
             found = json.loads(capsys.readouterr().out)
             found = found[0] if verb == "ls" else found
             assert (found["rescued"], found["metrics"]) == (1, {})
+        assert f"rescued: 1 key left out as damaged: {'model.b'}" in said
+        assert found["rescued_keys"] == ["model.b"]
     assert main(["ls", str(tmp_path / "a"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)[0]
     assert (found["rescued"], found["metrics"]) == (0, {"loss": 0.1})
+
+
+def test_a_rescue_names_what_it_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Some keys that a rescue left out are printed, with --verbose all that are stored, which are bounded."""
+    keys = [f"w{number:04}" for number in range(1100)]
+    rescue = Rescue(1).add(keys)
+    dc.save(
+        {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1))}, tmp_path / "a", content_metadata=rescue.to_content()
+    )
+    for more, last in (((), "w0019, ... and 980 more"), (("--verbose",), "w0999")):
+        assert main(["inspect", str(tmp_path / "a"), *more]) == 0
+        said = capsys.readouterr().out
+        assert "rescued: 1,101 keys left out as damaged: w0000, " in said
+        assert f", {last} (the names of 101 are not stored)" in said

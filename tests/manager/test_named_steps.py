@@ -11,7 +11,7 @@ import torch
 
 from shardckpt import ShardedTensor, dist_checkpointing
 from shardckpt.cli import main
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, NotACheckpointError
 from shardckpt.manager import find_holds, find_named_step
 from shardckpt.manager.marks import identify_save, mark_checkpoint
 from tests.manager import folders
@@ -85,6 +85,15 @@ def test_copies_of_steps_are_no_steps(tmp_path: Path) -> None:
     assert find_named_step(f"{tmp_path}/latest") == f"{tmp_path}/step-2"
     torch.save({"w": torch.ones(2)}, tmp_path / "epoch=1-step=300.ckpt")
     assert find_named_step(f"{tmp_path}/latest") == f"{tmp_path}/epoch=1-step=300.ckpt"
+
+
+def test_a_copy_takes_the_place_of_no_damaged_step(tmp_path: Path) -> None:
+    """Where the only step is damaged, there is no latest one: a copy of it beside it is not meant."""
+    folders.save_all(tmp_path, 4)
+    shutil.copytree(tmp_path / "step-4", tmp_path / "step-4 (copy)")
+    (tmp_path / "step-4" / "shardckpt.json").write_text("{}")
+    with pytest.raises(NotACheckpointError, match=r"no latest step: none is whole \(step-4: damaged\)"):
+        find_named_step(f"{tmp_path}/latest")
 
 
 def test_a_pointer_file_says_which_step(tmp_path: Path) -> None:

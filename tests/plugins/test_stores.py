@@ -8,7 +8,7 @@ import pytest
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import PluginError
-from shardckpt.plugins import get_plugin_manager, open_folder
+from shardckpt.plugins import get_plugin_manager, open_folder, stores
 from shardckpt.plugins.hookspecs import hookimpl
 
 
@@ -40,3 +40,10 @@ def test_what_is_no_store_is_named() -> None:
             dc.load({}, "wrong://number")
     finally:
         get_plugin_manager().unregister(plugin)
+
+
+def test_hidden_names_are_asked_about_by_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the names beside a URL at which nothing is, hidden ones, as that of the holds, are not said."""
+    monkeypatch.setattr(stores, "list_folders", lambda _: [".shardckpt-holds", "step-7"])
+    said = stores.name_stored_siblings("memory://bucket/run/.shardckpt-hold", get_plugin_manager())
+    assert said == "(in memory://bucket/run: step-7)"
