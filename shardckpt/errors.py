@@ -184,7 +184,10 @@ class BrokenPluginError(CannotLoadError):
 
 
 class RefusedByPolicyError(CannotLoadError):
-    """The caller's ``accept=``, a manager's, or ``SHARDCKPT_ACCEPT`` leaves this backend or version out."""
+    """The caller's ``accept=``, a manager's, or ``SHARDCKPT_ACCEPT`` leaves this backend or version out.
+
+    Or ``SHARDCKPT_DISABLED_PLUGINS`` names its plugin.
+    """
 
 
 class StrategyMismatchError(CannotLoadError):
