@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import re
 import threading
 from contextlib import contextmanager
@@ -616,8 +615,12 @@ def _wait_for_measures() -> None:
         thread.join()
 
 
+def _fail_to_look(_: Path) -> None:
+    raise OSError("stale file handle")
+
+
 def test_what_is_measured_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its bytes, free space and damaged checkpoints, by its whole path; what cannot be measured is NaN."""
+    """Its bytes, free space and damaged checkpoints, by its whole path; what cannot be measured has no sample."""
     prometheus_client = pytest.importorskip("prometheus_client")
     from shardckpt.integrations.prometheus import PrometheusListener
 
@@ -625,9 +628,9 @@ def test_what_is_measured_of_a_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     PrometheusListener(registry, folder="runs")
 
-    def measure(name: str) -> float:
+    def measure(name: str) -> Any:
         _measure(registry)
-        value = float(registry.get_sample_value(f"shardckpt_{name}", {"folder": str(tmp_path / "runs")}))
+        value = registry.get_sample_value(f"shardckpt_{name}", {"folder": str(tmp_path / "runs")})
         _wait_for_measures()
         return value
 
@@ -640,8 +643,10 @@ def test_what_is_measured_of_a_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     _damage(tmp_path / "runs" / "step-2")
     assert measure("damaged_checkpoints") == 1
     monkeypatch.setattr("shardckpt.integrations.prometheus.measure", lambda _: 1 / 0)
-    assert math.isnan(measure("folder_bytes"))
+    assert measure("folder_bytes") is None
     assert measure("free_bytes") > 0
+    monkeypatch.setattr("shardckpt.integrations.prometheus.shutil.disk_usage", _fail_to_look)
+    assert measure("free_bytes") is None
 
 
 class _Gated(Folder):
@@ -672,7 +677,7 @@ class _Gates:
 def test_no_scrape_waits_for_a_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A scrape gives what was measured last, NaN before and after a failure; an outage is one warning, its end one."""
+    """A scrape gives what was measured last, if that did not fail; an outage is one warning, and so is its end."""
     prometheus_client = pytest.importorskip("prometheus_client")
     from shardckpt.integrations.prometheus import PrometheusListener
 
@@ -682,13 +687,13 @@ def test_no_scrape_waits_for_a_store(
     (tmp_path / "file").write_bytes(b"12345")
     url = f"gated://{tmp_path}"
 
-    def scrape() -> float:
-        return float(registry.get_sample_value("shardckpt_folder_bytes", {"folder": url}))
+    def scrape() -> Any:
+        return registry.get_sample_value("shardckpt_folder_bytes", {"folder": url})
 
     with _registered(store):
         PrometheusListener(registry, folder=url)
         try:
-            assert [math.isnan(scrape()) for _ in range(2)] == [True, True]
+            assert [scrape() for _ in range(2)] == [None, None]
             assert len(list_threads("shardckpt-measure")) == 1
         finally:
             store.gate.set()
@@ -697,10 +702,10 @@ def test_no_scrape_waits_for_a_store(
         for store.is_down in (False, True, True, False, False):
             found.append(scrape())
             _wait_for_measures()
-    assert [str(each) for each in found] == ["5.0", "5.0", "nan", "nan", "5.0"]
+    assert found == [5.0, 5.0, None, None, 5.0]
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(lines) == 2, lines
-    assert re.search(r"cannot be measured, and are NaN until they can: .*no route to the store", lines[0])
+    assert re.search(r"cannot be measured, and are absent until they can: .*no route to the store", lines[0])
     assert lines[1].endswith(f"of {url} are measured again")
     with _registered(store), monkeypatch.context() as ending:
         # the program ends: what a scrape has begun then is no failure of the store
