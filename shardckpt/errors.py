@@ -90,7 +90,15 @@ class StorageError(CheckpointingException):
 
 
 class NotEnoughSpaceError(StorageError):
-    """A save that was refused before it wrote a file: its tensors are more than the file system has free."""
+    """A save that was refused before it wrote a file: its tensors are more than the file system has free.
+
+    Attributes:
+        advice: What could go, as the text has it.
+        leftover: Bytes that interrupted saves have left, which the advice then names.
+    """
+
+    advice: str = ""
+    leftover: int = 0
 
 
 class CheckpointReplacedError(StorageError):
@@ -176,7 +184,10 @@ class BrokenPluginError(CannotLoadError):
 
 
 class RefusedByPolicyError(CannotLoadError):
-    """The caller's ``accept=``, a manager's, or ``SHARDCKPT_ACCEPT`` leaves this backend or version out."""
+    """The caller's ``accept=``, a manager's, or ``SHARDCKPT_ACCEPT`` leaves this backend or version out.
+
+    Or ``SHARDCKPT_DISABLED_PLUGINS`` names its plugin.
+    """
 
 
 class StrategyMismatchError(CannotLoadError):

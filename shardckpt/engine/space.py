@@ -157,20 +157,18 @@ def make_space_error(target: Path, needed: int, free: int, action: str = "save t
     folder, room = _find_folder(target), _room.get()
     is_quota = room is not None and room.quota and free < _find_system_bytes(target)
     holder = f"quota={room.quota:,} of {folder} leaves" if room and is_quota else f"the file system of {folder} has"
-    refusal = (
-        f"cannot {action} {target}: the tensors take {format_bytes(needed)}, and {holder} "
+    leftover, advice = _advise_of_space(folder)
+    text = (
+        f"cannot {action} {target}: {advice}. The tensors take {format_bytes(needed)}, and {holder} "
         f"{format_bytes(free)} free, {format_bytes(needed - free)} too little. No file was written."
     )
-    texts = [refusal]
     if not is_free(target) and action != REMOVE:
-        texts.append(
-            "What is at the target stays until the new checkpoint is complete, so that both need room: save to "
-            "another path, or remove it first if you can do without it."
-        )
-    texts.append(_name_removable(folder))
+        text += " What is at the target stays until the new checkpoint is complete, so that both need room."
     if not is_quota:
-        texts.append(f"{settings.SPACE_CHECK}=0 writes without this check, for a file system that reports too little.")
-    return NotEnoughSpaceError(" ".join(texts))
+        text += f" {settings.SPACE_CHECK}=0 skips this check."
+    error = NotEnoughSpaceError(text)
+    error.advice, error.leftover = advice, leftover
+    return error
 
 
 def explain_full(error: StorageError, target: Path) -> StorageError:
@@ -189,22 +187,18 @@ def explain_full(error: StorageError, target: Path) -> StorageError:
         if getattr(error.__cause__, "errno", 0) == errno.EDQUOT
         else ""
     )
-    text = f"{error}. {has}{quota}{_name_removable(folder)}"
+    text = f"{error}. {quota}{_advise_of_space(folder)[1]}. {has}".rstrip()
     return NotEnoughSpaceError(text).with_traceback(error.__traceback__)
 
 
-def _name_removable(folder: Path | str) -> str:
-    """Return what could go from a folder, and the command that removes it."""
+def _advise_of_space(folder: Path | str) -> tuple[int, str]:
+    """Return the bytes that interrupted saves have left in a folder, and the command that removes these, or others."""
     runs = _find_used_runs(folder)
-    places: Sequence[Path | str] = [folder] if runs is None else runs
-    nbytes = sum(_count_leftovers(place) for place in places)
+    leftover = sum(_count_leftovers(place) for place in ([folder] if runs is None else runs))
     call = f"`shardckpt prune {'' if runs is None else '-r '}{folder}"
-    if nbytes:
-        return f"What interrupted saves have left there could go, {format_bytes(nbytes)}: {call}`."
-    return (
-        "Interrupted saves have left nothing there that could go: remove something else; "
-        f"{call} --keep-latest N --dry-run` says what old steps would free."
-    )
+    if leftover:
+        return leftover, f"{call}` frees {format_bytes(leftover)} that interrupted saves have left"
+    return 0, f"{call} --keep-latest N --dry-run` says what old steps would free"
 
 
 def _find_used_runs(folder: Path | str) -> Sequence[Path] | None:

@@ -15,10 +15,8 @@ Each rank has metrics of its own: the scraper's labels tell them apart.
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 import threading
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
@@ -47,13 +45,13 @@ _BEFORE = "looking at the folder"
 _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 
 
-def _find_free(place: Path) -> float:
-    """Return the bytes that a folder's file system has free; NaN on an error, which would cost the whole scrape."""
+def _find_free(place: Path) -> float | None:
+    """Return the bytes that a folder's file system has free; None on an error, which would cost the whole scrape."""
     try:
         return shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists())).free
     except OSError as exc:
         logger.warning("shardckpt_free_bytes of %s cannot be measured: %s: %s", place, type(exc).__name__, exc)
-        return math.nan
+        return None
 
 
 def _count_damaged(place: Path) -> int:
@@ -63,10 +61,16 @@ def _count_damaged(place: Path) -> int:
     return sum(each.state == "damaged" or each.has_failed for each in list_checkpoints(find_url(place)))
 
 
+#: The gauges of a folder that take a listing, for the log, and the one that takes none.
+_LISTED = "shardckpt_folder_bytes and shardckpt_damaged_checkpoints"
+_FREE = "shardckpt_free_bytes"
+
+
 class _FolderCollector:
-    """Gauges that are measured by listing a folder: each scrape gives what was measured last, and has it measured anew.
+    """Gauges of a folder, most by listing it: each scrape gives what was measured last, and has it measured anew.
 
     A store that does not answer keeps no scrape waiting: Prometheus would give up, and have no metric of this rank.
+    What is not known has no sample: a NaN would be in every sum, and in a forecast for hours.
 
     Args:
         place: The folder.
@@ -77,43 +81,50 @@ class _FolderCollector:
         "shardckpt_damaged_checkpoints": (
             "Checkpoints in a folder that are damaged, or that a verification has marked as failed"
         ),
+        _FREE: "Bytes that the file system of a folder of checkpoints has free",
     }
 
     def __init__(self, place: Path) -> None:
         self._place = place
-        self._values = (math.nan, math.nan)
+        self._listed: dict[str, float] = {}
         self._is_failing = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def describe(self) -> list[GaugeMetricFamily]:
         """Return the metrics without values: to register them takes no measurement."""
-        return [GaugeMetricFamily(name, text, labels=["folder"]) for name, text in self._TEXTS.items()]
+        names = [name for name in self._TEXTS if name != _FREE or has_local_files(self._place)]
+        return [GaugeMetricFamily(name, self._TEXTS[name], labels=["folder"]) for name in names]
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Return the metrics as they were measured last."""
-        values = self._values
+        values = self._listed
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
                 # no daemon: it may be in torch when the program ends, which then waits for it
                 self._thread = threading.Thread(target=self._measure, name="shardckpt-measure", daemon=False)
                 self._thread.start()
-        for family, value in zip(self.describe(), values, strict=True):
-            family.add_metric([str(self._place)], value)
+        for family in self.describe():
+            value = _find_free(self._place) if family.name == _FREE else values.get(family.name)
+            if value is not None:
+                family.add_metric([str(self._place)], value)
             yield family
 
     def _measure(self) -> None:
         try:
             with quiet_attempts():
-                self._values = (measure(self._place), _count_damaged(self._place))
+                self._listed = {
+                    "shardckpt_folder_bytes": measure(self._place),
+                    "shardckpt_damaged_checkpoints": _count_damaged(self._place),
+                }
         except Exception as exc:  # noqa: BLE001 - of any store
             if not threading.main_thread().is_alive():  # the program ends, and no thread pool takes anything
                 return
-            self._values = (math.nan, math.nan)
+            self._listed = {}
             if not self._is_failing:
                 logger.warning(
-                    "%s of %s cannot be measured, and are NaN until they can: %s: %s",
-                    " and ".join(self._TEXTS),
+                    "%s of %s cannot be measured, and are absent until they can: %s: %s",
+                    _LISTED,
                     self._place,
                     type(exc).__name__,
                     exc,
@@ -121,7 +132,7 @@ class _FolderCollector:
             self._is_failing = True
             return
         if self._is_failing:
-            logger.warning("%s of %s are measured again", " and ".join(self._TEXTS), self._place)
+            logger.warning("%s of %s are measured again", _LISTED, self._place)
         self._is_failing = False
 
 
@@ -147,7 +158,7 @@ class PrometheusListener:
       look at its folder before a save, too; old steps are removed behind the training.
     - ``shardckpt_written_bytes_per_second{operation}``: of the last phase ``writing``.
     - ``shardckpt_folder_bytes{folder}``: the size of ``folder``, by its whole path. A scrape does not wait for it: it
-      gives what the scrape before has had measured, and NaN if that was the first, or the folder could not be listed.
+      gives what the scrape before has had measured, and is absent at the first, and while the folder cannot be listed.
     - ``shardckpt_damaged_checkpoints{folder}``: the checkpoints in it that are damaged as ``shardckpt ls`` sees it, or
       that ``shardckpt verify --mark`` has marked as failed; measured with its size.
     - ``shardckpt_free_bytes{folder}``: what its file system has free at the scrape; not of a URL.
@@ -230,16 +241,7 @@ class PrometheusListener:
         #: The operations in flight by their numbers: one that began before this listener was there does not count.
         self._open: dict[str, set[int]] = {}
         if folder is not None:
-            place = locate(folder, get_plugin_manager())
-            registry.register(_FolderCollector(place))
-            if has_local_files(place):
-                free = Gauge(
-                    "shardckpt_free_bytes",
-                    "Bytes that the file system of a folder of checkpoints has free",
-                    ("folder",),
-                    registry=registry,
-                )
-                free.labels(str(place)).set_function(partial(_find_free, place))
+            registry.register(_FolderCollector(locate(folder, get_plugin_manager())))
 
     @hookimpl
     def shardckpt_event(self, event: Event) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from shardckpt import settings
-from shardckpt.distributed import Comm
+from shardckpt.distributed import Comm, replace_text
 from shardckpt.engine import Room, measure, note_failure, pause_gc, report_failure, report_phase, within_room
 from shardckpt.errors import (
     CheckpointingException,
@@ -647,12 +647,14 @@ class CheckpointManager:
             if not found:
                 raise
             if is_pruned:
-                advice = f"on_full='prune' was tried, and may remove none of what is left: {listed(found, limit=6)}."
+                advice = f"on_full='prune' was tried, and may remove none of what is left: {listed(found, limit=6)}"
             else:
                 advice = (
-                    f"Once step {step} is complete, the retention policies will no longer keep {listed(found)}: remove "
-                    "these yourself if you can do without them before."
+                    f"remove {listed(found)}, which the retention policies will no longer keep once step {step} is "
+                    "complete; on_full='prune' removes all such but the newest"
                 )
-            advised = NotEnoughSpaceError(f"{error} {advice}")
-            advised.phase, advised.shared_by = error.phase, error.shared_by
-            raise advised from error
+            if error.leftover:
+                advice = f"{error.advice}; {advice}"
+            advised = replace_text(error, str(error).replace(error.advice, advice))
+            advised.shared_by = error.shared_by  # every rank has given its copy the same text
+            raise advised from error.__cause__

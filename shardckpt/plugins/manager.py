@@ -97,7 +97,10 @@ class PluginManager:
 
     def faults_text(self) -> str:
         """Return a line for each plugin that does not work, or not all of it, to append to an error."""
-        texts = [f"\nbroken plugin: {p.name} of {p.distribution}: {p.fault}" for p in self.broken()]
+        texts = [
+            f"\n{'plugin' if p.is_disabled else 'broken plugin:'} {p.name} of {p.distribution}: {p.fault}"
+            for p in self.broken()
+        ]
         partly = [f"\nplugin {p.name} of {p.distribution}: {text}" for p in self.plugins() for text in p.conflicts]
         return "".join(texts + partly)
 

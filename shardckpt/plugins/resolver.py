@@ -314,7 +314,13 @@ def find_reader(directory: Path, manifest: Manifest, plugins: PluginManager, wan
         if reason is None:
             return strategy
         reasons.append(f"{entry.name} of {entry.distribution}: {reason}")
-    causes = [*faults, *(plugin.error for plugin in plugins.broken() if plugin.name == manifest.backend)]
+    broken = [plugin for plugin in plugins.broken() if plugin.name == manifest.backend]
+    if any(plugin.is_disabled for plugin in broken):
+        raise RefusedByPolicyError(
+            f"{_describe(directory, manifest)}; its plugin is disabled: take {manifest.backend!r} out of "
+            f"{settings.DISABLED_PLUGINS} to read it"
+        )
+    causes = [*faults, *(plugin.error for plugin in broken)]
     raise _refusal_error(directory, manifest, plugins, reasons, list(map(str, faults))) from next(iter(causes), None)
 
 

@@ -279,7 +279,7 @@ def test_a_manager_exports_the_last_step_of_a_padded_model(tmp_path: Path) -> No
     with CheckpointManager(config, {"model": _Sharded(shards)}) as manager:
         manager.save(3, last_step=True)
     _check(read(tmp_path / "steps" / "step-3-hf"), hub)
-    with pytest.raises(ConfigurationError, match=r"hf_cut_vocabulary needs the vocab_size: give hf_mapping"):
+    with pytest.raises(ConfigurationError, match="hf_cut_vocabulary needs the vocab_size: give hf_mapping, "):
         CheckpointConfig(hf_cut_vocabulary=True)
     (tmp_path / "assets" / "config.json").rename(tmp_path / "assets" / "tokenizer.json")
     with pytest.raises(CheckpointingException, match=r"^hf_assets_path: cut_vocabulary .* a folder with its config"):

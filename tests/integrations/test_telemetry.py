@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import re
 import threading
 from typing import TYPE_CHECKING, Any
@@ -12,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+import shardckpt.errors
 from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.background import saving
 from shardckpt.background.saving import wait_for_dropped
-from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.errors import CheckpointingException, StorageError, VersionTooNewError
+from shardckpt.maintenance import convert_checkpoint
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.manager.marks import identify_save, mark_checkpoint
 from shardckpt.manager.parts import Retention
@@ -28,6 +29,7 @@ from tests.readmes import READMES
 from tests.resources import list_threads
 from tests.tables import table
 from tests.testing.own_store import Folder
+from tests.tree import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -466,14 +468,18 @@ def _damage(checkpoint: Path) -> None:
             file.write_bytes(b"x" * (file.stat().st_size - 1))
 
 
+def _set_version(checkpoint: Path, version: int) -> None:
+    marker = checkpoint / "metadata.json"
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"sharded_backend_version": version}))
+    (checkpoint / "shardckpt.json").unlink()
+
+
 def _meet_each_alert(folder: Path) -> None:
     """Save, load, and fail in the ways that the alerts of the README are about."""
     _save_twice(folder / "step-1")
     wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(1000))}
     dc.save(wanted, folder / "step-2")
-    marker = folder / "step-2" / "metadata.json"
-    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"sharded_backend_version": 99}))
-    (folder / "step-2" / "shardckpt.json").unlink()
+    _set_version(folder / "step-2", 99)
     _damage(folder / "step-1")
     for name in ("step-1", "step-2"):
         with pytest.raises(CheckpointingException):
@@ -509,6 +515,40 @@ def test_the_alerts_ask_for_what_is_exported(tmp_path: Path) -> None:
     for readme in ("shardckpt/integrations/README.md", "shardckpt/manager/README.md"):
         named = set(re.findall(r"`(shardckpt_\w+)`", READMES[readme])) - {"shardckpt_event"}
         assert named == names, readme
+
+
+def test_an_alert_about_readers_is_not_of_loads_alone(tmp_path: Path) -> None:
+    """A conversion that no reader is installed for meets it, as a load does."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    registry = prometheus_client.CollectorRegistry()
+    with _registered(PrometheusListener(registry)):
+        _save_twice(tmp_path / "step-1")
+        _set_version(tmp_path / "step-1", 99)
+        with pytest.raises(VersionTooNewError):
+            convert_checkpoint(tmp_path / "step-1", tmp_path / "new", "safetensors")
+    (rule,) = re.findall(r"alert: NoReaderOfVersion, expr: '(.*)'}", READMES["shardckpt/integrations/README.md"])
+    (matcher,) = re.findall("{(.*)}", rule)
+    errors = matcher.removeprefix('error=~"').removesuffix('"')
+    labels = [sample.labels for metric in registry.collect() for sample in metric.samples if sample.labels.get("error")]
+    assert [each["operation"] for each in labels if re.fullmatch(errors, each["error"])] == ["convert"]
+
+
+def test_the_runbook_has_each_alert_and_its_log_line() -> None:
+    """Each alert is a row; each line of the log is one that the sources have, and each error is a class of ours."""
+    text = READMES["shardckpt/integrations/README.md"]
+    alerts, errors = text.partition("### Runbook")[2].split("### Errors that end a job")
+    rows = [line.split(" | ") for line in alerts.splitlines() if line.startswith("| ")][1:]
+    assert {name for row in rows for name in row[0][2:].split(", ")} == set(re.findall(r"alert: (\w+)", text))
+    sources = "".join(path.read_text() for path in (ROOT / "shardckpt").rglob("*.py"))
+    texts = [text for row in rows for text in re.findall("`([^`]*)`", row[2]) if "ERROR" not in row[2]]
+    parts = [part for text in texts for part in text.split(" ... ")]
+    assert len(parts) >= 8
+    assert [part for part in parts if part not in sources] == []
+    names = [name for line in errors.splitlines() for name in re.findall(r"`(\w+Error|\w+Exception)`", line)]
+    assert len(names) == 16
+    assert all(issubclass(getattr(shardckpt.errors, name), CheckpointingException) for name in names)
 
 
 def _measure(registry: Any) -> None:
@@ -591,8 +631,12 @@ def _wait_for_measures() -> None:
         thread.join()
 
 
+def _fail_to_look(_: Path) -> None:
+    raise OSError("stale file handle")
+
+
 def test_what_is_measured_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its bytes, free space and damaged checkpoints, by its whole path; what cannot be measured is NaN."""
+    """Its bytes, free space and damaged checkpoints, by its whole path; what cannot be measured has no sample."""
     prometheus_client = pytest.importorskip("prometheus_client")
     from shardckpt.integrations.prometheus import PrometheusListener
 
@@ -600,9 +644,9 @@ def test_what_is_measured_of_a_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     PrometheusListener(registry, folder="runs")
 
-    def measure(name: str) -> float:
+    def measure(name: str) -> Any:
         _measure(registry)
-        value = float(registry.get_sample_value(f"shardckpt_{name}", {"folder": str(tmp_path / "runs")}))
+        value = registry.get_sample_value(f"shardckpt_{name}", {"folder": str(tmp_path / "runs")})
         _wait_for_measures()
         return value
 
@@ -615,8 +659,10 @@ def test_what_is_measured_of_a_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     _damage(tmp_path / "runs" / "step-2")
     assert measure("damaged_checkpoints") == 1
     monkeypatch.setattr("shardckpt.integrations.prometheus.measure", lambda _: 1 / 0)
-    assert math.isnan(measure("folder_bytes"))
+    assert measure("folder_bytes") is None
     assert measure("free_bytes") > 0
+    monkeypatch.setattr("shardckpt.integrations.prometheus.shutil.disk_usage", _fail_to_look)
+    assert measure("free_bytes") is None
 
 
 class _Gated(Folder):
@@ -647,7 +693,7 @@ class _Gates:
 def test_no_scrape_waits_for_a_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A scrape gives what was measured last, NaN before and after a failure; an outage is one warning, its end one."""
+    """A scrape gives what was measured last, if that did not fail; an outage is one warning, and so is its end."""
     prometheus_client = pytest.importorskip("prometheus_client")
     from shardckpt.integrations.prometheus import PrometheusListener
 
@@ -657,13 +703,13 @@ def test_no_scrape_waits_for_a_store(
     (tmp_path / "file").write_bytes(b"12345")
     url = f"gated://{tmp_path}"
 
-    def scrape() -> float:
-        return float(registry.get_sample_value("shardckpt_folder_bytes", {"folder": url}))
+    def scrape() -> Any:
+        return registry.get_sample_value("shardckpt_folder_bytes", {"folder": url})
 
     with registered(store):
         PrometheusListener(registry, folder=url)
         try:
-            assert [math.isnan(scrape()) for _ in range(2)] == [True, True]
+            assert [scrape() for _ in range(2)] == [None, None]
             assert len(list_threads("shardckpt-measure")) == 1
         finally:
             store.gate.set()
@@ -672,10 +718,10 @@ def test_no_scrape_waits_for_a_store(
         for store.is_down in (False, True, True, False, False):
             found.append(scrape())
             _wait_for_measures()
-    assert [str(each) for each in found] == ["5.0", "5.0", "nan", "nan", "5.0"]
+    assert found == [5.0, 5.0, None, None, 5.0]
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(lines) == 2, lines
-    assert re.search(r"cannot be measured, and are NaN until they can: .*no route to the store", lines[0])
+    assert re.search(r"cannot be measured, and are absent until they can: .*no route to the store", lines[0])
     assert lines[1].endswith(f"of {url} are measured again")
     with registered(store), monkeypatch.context() as ending:
         # the program ends: what a scrape has begun then is no failure of the store

@@ -68,11 +68,11 @@ def test_a_migration_that_does_not_fit_is_refused_before_it_writes(
     monkeypatch.setattr(ToTwo, "migrate", lambda *_: pytest.fail("it has begun to write"))
     assert main(["migrate", str(old), str(new)]) == 2
     said = capsys.readouterr().err
-    assert f"cannot migrate to {new}: the tensors take" in said, "what nothing installed reads, by its files"
+    assert f"cannot migrate to {new}: `shardckpt prune" in said, "what nothing installed reads, by its files"
     monkeypatch.setattr(LoadText, "same_files", (("migrated-text", 1),), raising=False)
     assert main(["migrate", str(old), str(new)]) == 2
     said = capsys.readouterr().err
-    assert f"cannot migrate to {new}: the tensors take 12 B, and the file system of {new.parent} has 8 B free" in said
+    assert f"The tensors take 12 B, and the file system of {new.parent} has 8 B free" in said
     assert f"`shardckpt prune -r {new.parent} --keep-latest N --dry-run`" in said
     assert not new.exists()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -42,6 +44,23 @@ def test_a_step_beyond_the_quota_is_refused(tmp_path: Path, kind: str) -> None:
             for path in fsspec.filesystem("memory").find(f"/{tmp_path.parent.name}-{tmp_path.name}/run")
         ]
         assert {name.partition("/")[0] for name in left if not name.startswith(".")} == {"step-1", "step-2"}
+
+
+def test_a_full_folder_is_said_once_and_what_to_do_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The steps that the retention will not keep take the place of general advice; a traceback has the text once."""
+    run = tmp_path / "run"
+    with _make_manager(str(run), quota="1.5MB", keep_latest_k=1) as manager:
+        assert manager.save(1)
+        with pytest.raises(NotEnoughSpaceError) as caught:
+            manager.save(2)
+    assert re.fullmatch(
+        f"cannot save to {run}/step-2: remove step 1 \\(1.1 MB\\), which the retention policies will no longer keep "
+        "once step 2 is complete; on_full='prune' removes all such but the newest. The tensors take 1.0 MB, and "
+        f"quota=1,500,000 of {run} leaves .* free, .* too little. No file was written.",
+        str(caught.value),
+    )
+    assert "".join(traceback.format_exception(caught.value)).count("cannot save to") == 1
+    assert caplog.text.count("cannot save to") == 1
 
 
 @table("kind", ["local", "store"])

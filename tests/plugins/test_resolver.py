@@ -468,6 +468,15 @@ def test_a_reader_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     assert "installed readers: " in text
 
 
+def test_a_plugin_that_is_disabled_is_not_called_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says which variable leaves it out, and what to do."""
+    save_checkpoint({"step": 3}, tmp_path / "c", "safetensors", Comm(alone=True), PluginManager(), SaveOptions())
+    monkeypatch.setenv("SHARDCKPT_DISABLED_PLUGINS", "safetensors")
+    text = _refusal(RefusedByPolicyError, tmp_path / "c", PluginManager())
+    assert "its plugin is disabled: take 'safetensors' out of SHARDCKPT_DISABLED_PLUGINS" in text
+    assert "broken" not in PluginManager().faults_text()
+
+
 def test_a_broken_reader_does_not_hide_a_working_one(tmp_path: Path) -> None:
     """A broken reader of version 2 leaves version 1 readable, and directories recognisable."""
     path = _saved(tmp_path / "checkpoint")

@@ -71,7 +71,12 @@ def test_what_does_not_fit_is_refused_before_a_file_is_written(
     with small_disk(tmp_path / "disk", "2m") as disk:
         results = gloo_ranks.run(world, _save_too_much, str(disk), background, False)
     (message,) = {found.message for found, _ in results}
-    for text in (f"cannot save to {disk}/ckpt: the tensors take 3.1 MB", "2.1 MB free", "No file was written"):
+    for text in (
+        f"cannot save to {disk}/ckpt: `shardckpt prune",
+        "The tensors take 3.1 MB",
+        "2.1 MB free",
+        "No file was written",
+    ):
         assert text in message
     for found, _ in results:
         assert (found.kind, found.left, found.wrong) == ("NotEnoughSpaceError", [], [])
@@ -164,7 +169,7 @@ def test_leftovers_that_could_go_are_named(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "4m") as disk:
         (owners.leave(disk / "other", owners.dead()) / "large").write_bytes(bytes(MIB))
         (owners.leave(disk / "third", owners.living()) / "large").write_bytes(bytes(MIB))
-        with pytest.raises(NotEnoughSpaceError, match=rf"could go, 1\.0 MB: `shardckpt prune {disk}`\.") as caught:
+        with pytest.raises(NotEnoughSpaceError, match=rf"`shardckpt prune {disk}` frees 1\.0 MB") as caught:
             dist_checkpointing.save(_large(2 * MIB + REST), disk / "ckpt")
         assert not (disk / "ckpt").exists()
         assert main(str(caught.value).split("`")[1].split()[1:]) == 0
