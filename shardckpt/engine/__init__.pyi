@@ -47,6 +47,7 @@ from shardckpt.engine.locations import name_library as name_library
 from shardckpt.engine.locations import refuse_overlap as refuse_overlap
 from shardckpt.engine.operation import Operation as Operation
 from shardckpt.engine.operation import note_failure as note_failure
+from shardckpt.engine.operation import report_event as report_event
 from shardckpt.engine.operation import report_failed as report_failed
 from shardckpt.engine.operation import report_failure as report_failure
 from shardckpt.engine.operation import report_phase as report_phase

@@ -239,6 +239,11 @@ def report_skipped(directory: object, why: str) -> None:
     report_failed("load", directory, error)
 
 
+def report_event(kind: str, state: str, directory: object, rank: int) -> None:
+    """Report what happens in no operation, and takes no time."""
+    get_plugin_manager().report(Event(kind, "", state, mask_password(str(directory)), rank))
+
+
 @contextmanager
 def report_phase(kind: str, phase: str, directory: object, rank: int) -> Iterator[None]:
     """Report the block as a phase that no operation has: what comes before it, or in its place."""

@@ -197,12 +197,17 @@ class PrometheusListener:
         self._failures = Counter(
             "shardckpt_failures", "Operations on checkpoints that failed", ("operation",), registry=registry
         )
-        self._skipped = Counter(
-            "shardckpt_skipped_saves", "Steps that were due, and left out while another was saved", registry=registry
-        )
-        self._others = Counter(
-            "shardckpt_other_jobs", "Other jobs that were met in the folder of this one's saves", registry=registry
-        )
+        #: By the state of the events that they count.
+        self._incidents = {
+            "skipped": Counter(
+                "shardckpt_skipped_saves",
+                "Steps that were due, and left out while another was saved",
+                registry=registry,
+            ),
+            "other_job": Counter(
+                "shardckpt_other_jobs", "Other jobs that were met in the folder of this one's saves", registry=registry
+            ),
+        }
         for operation in ("save", "load", "prune"):
             self._failures.labels(operation)
         self._failure = Gauge(
@@ -247,10 +252,9 @@ class PrometheusListener:
         if event.state == "start" and event.phase in ("", _BEFORE):
             self._open.setdefault(event.operation, set()).add(event.number)
             self._show_in_flight(event.operation)
+        if event.state in self._incidents:
+            self._incidents[event.state].inc()
         if event.state not in ("end", "failure"):
-            return
-        if event.phase in ("skipping the step", "meeting another job"):
-            (self._skipped if event.phase == "skipping the step" else self._others).inc()
             return
         if event.phase == "writing" and event.nbytes and event.seconds:
             self._rate.labels(event.operation).set(event.nbytes / event.seconds)

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from shardckpt import settings
 from shardckpt.distributed import Comm
-from shardckpt.engine import Room, measure, note_failure, pause_gc, report_failure, report_phase, within_room
+from shardckpt.engine import (
+    Room,
+    measure,
+    note_failure,
+    pause_gc,
+    report_event,
+    report_failure,
+    report_phase,
+    within_room,
+)
 from shardckpt.errors import (
     CheckpointingException,
     NotEnoughSpaceError,
@@ -237,8 +246,7 @@ class CheckpointManager:
             return False
         if writer.busy and self.config.on_busy == "skip" and not forced:
             logger.warning("step %d is skipped: the checkpoint of step %s is still being written", step, self._last)
-            with report_phase("save", "skipping the step", self._folder.path(step), self._rank):
-                pass
+            report_event("save", "skipped", self._folder.path(step), self._rank)
             return False
         self._advance(writer, blocking=True)
         in_background = self.config.async_mode is not AsyncMode.DISABLED and not last_step
