@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A manager's phase before a save, which a store that does not answer may make long.
-_BEFORE = "looking at the folder"
 #: Seconds: from a small local file to an hour of a slow store.
 _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 
@@ -141,10 +139,9 @@ class PrometheusListener:
       ``on_other_job="error"`` at each save.
     - ``shardckpt_last_failure_timestamp_seconds{operation, phase, error}``: when one last failed, in which phase
       (``""`` for none), and with which class of error, ``StorageError``.
-    - ``shardckpt_in_flight{operation}``: operations that have begun and not ended, saves in the background among them,
-      and a manager's look at its folder before a save.
-    - ``shardckpt_blocked_seconds{operation}``, a histogram: what the training waited for each, for a manager's
-      look at its folder before a save, too; old steps are removed behind the training.
+    - ``shardckpt_in_flight{operation}``: operations that have begun and not ended, saves in the background among them.
+    - ``shardckpt_blocked_seconds{operation}``, a histogram: what the training waited for each; old steps are removed
+      behind the training.
     - ``shardckpt_written_bytes_per_second{operation}``: of the last phase ``writing``.
     - ``shardckpt_folder_bytes{folder}``: the size of ``folder``, by its whole path. A scrape does not wait for it: it
       gives what the scrape before has had measured, and NaN if that was the first, or the folder could not be listed.
@@ -249,7 +246,7 @@ class PrometheusListener:
     @hookimpl
     def shardckpt_event(self, event: Event) -> None:
         """Count the end or failure of an operation or phase."""
-        if event.state == "start" and event.phase in ("", _BEFORE):
+        if event.state == "start" and not event.phase:
             self._open.setdefault(event.operation, set()).add(event.number)
             self._show_in_flight(event.operation)
         if event.state in self._incidents:
@@ -258,9 +255,6 @@ class PrometheusListener:
             return
         if event.phase == "writing" and event.nbytes and event.seconds:
             self._rate.labels(event.operation).set(event.nbytes / event.seconds)
-        if event.phase == _BEFORE:
-            self._open.get(event.operation, set()).discard(event.number)
-            self._show_in_flight(event.operation)
         if event.phase:
             self._phases.labels(event.operation, event.phase, event.state).observe(event.seconds)
             return

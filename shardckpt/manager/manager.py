@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from shardckpt import settings
 from shardckpt.distributed import Comm
-from shardckpt.engine import (
-    Room,
-    measure,
-    note_failure,
-    pause_gc,
-    report_event,
-    report_failure,
-    report_phase,
-    within_room,
-)
+from shardckpt.engine import Room, measure, note_failure, pause_gc, report_event, report_failure
 from shardckpt.errors import (
     CheckpointingException,
     NotEnoughSpaceError,
@@ -591,8 +582,8 @@ class CheckpointManager:
                 "saved_at": time.time(),
                 "config": config.describe(),
             }
-        looking = "looking at the folder"
-        with comm.local_phase(looking), report_phase("save", looking, self._place, self._rank):
+
+        def look() -> None:
             for part in self._parts:
                 part.before_save(step, numbers)
 
@@ -611,8 +602,17 @@ class CheckpointManager:
 
         quota = 0 if config.quota is None else parse_size(config.quota, "quota")
         room = Room(make_room, quota, lambda: measure(self._folder.place))
-        with within_room(room), self._explaining_full(step, comm):
-            writer.write(state, target, {CONTENT_KEY: content}, lineage, on_commit, background=not last_step)
+        with self._explaining_full(step, comm):
+            writer.write(
+                state,
+                target,
+                {CONTENT_KEY: content},
+                lineage,
+                on_commit,
+                background=not last_step,
+                look=look,
+                room=room,
+            )
         self._last = step
 
     def _make_room(self, step: int, comm: Comm) -> None:

@@ -48,8 +48,7 @@ class Event:
     Attributes:
         operation: ``save``, ``load``, ``migrate``, ``convert``, ``remove``, ``export``, ``verify``, ``diff``,
             ``inspect`` or ``prune``.
-        phase: Name of the phase; ``""`` for the operation from start to end. ``looking at the folder`` comes before
-            each save of a manager, and belongs to no operation.
+        phase: Name of the phase; ``""`` for the operation from start to end.
         state: ``start``, ``end`` or ``failure``; or ``progress``, at most ten times a second, of a verification, which
             has no other events; to plugins that have the attribute ``wants_progress = True`` also of saves,
             conversions, exports and migrations. Threads report it, too, and the end of a background save's
@@ -66,8 +65,7 @@ class Event:
         failed_phase: The phase in which an operation failed, at its failure; ``""`` if in none.
         total: Of ``progress``: bytes that are to be done, of saves and migrations a forecast, which ``nbytes`` never
             exceed; else 0.
-        blocked: Seconds that the caller waited, at the end of an operation: of a background save without ``writing``;
-            ``looking at the folder`` before it counts.
+        blocked: Seconds that the caller waited, at the end of an operation: of a background save without ``writing``.
         number: The operation's number in this process, from 1, by which its events belong together: several operations
             may be about one directory. 0 of what belongs to no operation.
 
