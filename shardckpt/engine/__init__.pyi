@@ -47,9 +47,9 @@ from shardckpt.engine.locations import name_library as name_library
 from shardckpt.engine.locations import refuse_overlap as refuse_overlap
 from shardckpt.engine.operation import Operation as Operation
 from shardckpt.engine.operation import note_failure as note_failure
+from shardckpt.engine.operation import report_event as report_event
 from shardckpt.engine.operation import report_failed as report_failed
 from shardckpt.engine.operation import report_failure as report_failure
-from shardckpt.engine.operation import report_phase as report_phase
 from shardckpt.engine.operation import report_skipped as report_skipped
 from shardckpt.engine.optimizer_keys import is_optimizer_key as is_optimizer_key
 from shardckpt.engine.optimizer_keys import is_parameter_key as is_parameter_key
@@ -85,11 +85,11 @@ from shardckpt.engine.saving import refuse_objects as refuse_objects
 from shardckpt.engine.saving import save_checkpoint as save_checkpoint
 from shardckpt.engine.space import NO_FORECAST as NO_FORECAST
 from shardckpt.engine.space import REMOVE as REMOVE
+from shardckpt.engine.space import UNLIMITED as UNLIMITED
 from shardckpt.engine.space import Forecast as Forecast
 from shardckpt.engine.space import Room as Room
 from shardckpt.engine.space import explain_full as explain_full
 from shardckpt.engine.space import refuse_full as refuse_full
-from shardckpt.engine.space import within_room as within_room
 from shardckpt.engine.streaming import STREAM_BYTES as STREAM_BYTES
 from shardckpt.engine.streaming import TensorBox as TensorBox
 from shardckpt.engine.streaming import compute_fingerprints as compute_fingerprints

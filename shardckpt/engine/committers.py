@@ -22,7 +22,7 @@ from shardckpt.commit import (
     staging_path,
 )
 from shardckpt.engine.pruning import make_superseded_check, open_staging, owned_files
-from shardckpt.engine.space import UNKNOWN, find_free_bytes, limit_free
+from shardckpt.engine.space import UNKNOWN, find_free_bytes
 from shardckpt.manifest import MARKER_NAME, RECORD_LIMIT, RECORD_NAME, list_files
 from shardckpt.plugins import open_folder
 from shardckpt.storage import (
@@ -50,13 +50,11 @@ class Begun(NamedTuple):
     Attributes:
         save_id: The save's id.
         owner: The process that commits it.
-        free: Bytes that the place has free.
         is_replacing: Whether it overwrites a checkpoint on a store.
     """
 
     save_id: str = ""
     owner: Owner | None = None
-    free: int = 0
     is_replacing: bool = False
 
 
@@ -95,8 +93,8 @@ class Committer(ABC):
         """Take part in the save that the main rank has begun."""
 
     def find_free(self) -> int:
-        """Return the bytes that the place has free, or a quota leaves; only the main rank asks."""
-        return limit_free(UNKNOWN)
+        """Return the bytes that the place has free; only the main rank asks."""
+        return UNKNOWN
 
     def open_stream(self) -> StreamsWrites | None:
         """Return where files are streamed to; None if they are written to :attr:`staging` first."""
@@ -178,12 +176,12 @@ class DirectoryCommitter(Committer):
         # what the directory's name says: the system may tell less of a process than it did a moment ago
         made = parse_temporary(self.staging)
         # not on each rank: all write to one directory, which other hosts may know less well
-        return Begun(save_id, made.owner if made is not None else None, self.find_free())
+        return Begun(save_id, made.owner if made is not None else None)
 
     def find_free(self) -> int:
         """Return the bytes that are free, with those that a killed process has written of this; see the base."""
         written = 0 if self._journal is None else self._journal.nbytes
-        return limit_free(find_free_bytes(self._target.parent) + written)
+        return find_free_bytes(self._target.parent) + written
 
     def join(self, save_id: str, owner: Owner, *, is_replacing: bool) -> None:  # noqa: ARG002 - as the interface
         """Write to the main rank's staging directory."""
@@ -254,7 +252,7 @@ class StoreCommitter(Committer):
         """Take the URL."""
         save_id = new_save_id()
         self._upload.begin(save_id, overwrite=self._overwrite)
-        return Begun(save_id, Owner.current(), self.find_free(), self._upload.is_replacing)
+        return Begun(save_id, Owner.current(), self._upload.is_replacing)
 
     def join(self, save_id: str, owner: Owner, *, is_replacing: bool) -> None:  # noqa: ARG002 - as the interface
         """Save to the URL, or to the generation below it."""

@@ -55,9 +55,8 @@ class Operation:
             "number": next(_numbers),
         }
         self._started = 0.0
-        #: Seconds that this operation has kept its caller waiting so far, with the phases before it.
-        self._blocked = _waited.get()
-        _waited.set(0.0)
+        #: Seconds that this operation has kept its caller waiting so far.
+        self._blocked = 0.0
         self._progress: Progress | None = None
         self.attribute_to(None)
 
@@ -193,9 +192,6 @@ class Operation:
         self.plugins.report(Event(**self._fields | changes))
 
 
-#: Seconds that this thread has waited for phases that no operation has; the next operation counts them.
-_waited = ContextVar("shardckpt_waited", default=0.0)
-
 #: Whether a call of this thread reports the failures of the calls that it makes.
 _reports = ContextVar("shardckpt_reports_failures", default=False)
 
@@ -239,21 +235,9 @@ def report_skipped(directory: object, why: str) -> None:
     report_failed("load", directory, error)
 
 
-@contextmanager
-def report_phase(kind: str, phase: str, directory: object, rank: int) -> Iterator[None]:
-    """Report the block as a phase that no operation has: what comes before it, or in its place."""
-    plugins, started = get_plugin_manager(), time.perf_counter()
-    start = Event(kind, phase, "start", mask_password(str(directory)), rank, number=next(_numbers))
-    plugins.report(start)
-    try:
-        yield
-    except Exception as exc:
-        failure = _describe_failure(kind, exc, phase)
-        plugins.report(replace(start, seconds=time.perf_counter() - started, **failure))
-        raise
-    seconds = time.perf_counter() - started
-    _waited.set(_waited.get() + seconds)
-    plugins.report(replace(start, state="end", seconds=seconds))
+def report_event(kind: str, state: str, directory: object, rank: int) -> None:
+    """Report what happens in no operation, and takes no time."""
+    get_plugin_manager().report(Event(kind, "", state, mask_password(str(directory)), rank))
 
 
 def log_failure(kind: str, directory: object, rank: int, error: BaseException, started: float) -> None:

@@ -11,7 +11,7 @@ import torch
 from shardckpt.engine.amounts import format_bytes
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.plan_cache import CachingSaveStrategy, look_up_plan
-from shardckpt.engine.space import NO_FORECAST, Forecast, count_bytes
+from shardckpt.engine.space import NO_FORECAST, UNLIMITED, Forecast, Room, count_bytes
 from shardckpt.engine.transaction import CheckpointHeader, Transaction
 from shardckpt.errors import (
     CheckpointingException,
@@ -65,6 +65,8 @@ class SaveOptions:
         lineage: The checkpoint that the job was resumed from, and the step.
         fingerprints: Whether to store fingerprints of the tensors.
         memory_budget: Bytes that a rank may hold at a time beside the tensors; None: as many as are fast.
+        before: What each rank does first, in phases of the operation that it gets.
+        room: The limits of the space of the save.
     """
 
     validate: bool = True
@@ -76,6 +78,8 @@ class SaveOptions:
     lineage: Lineage = field(default_factory=Lineage)
     fingerprints: bool = False
     memory_budget: int | None = None
+    before: Callable[[Operation], None] = lambda _: None
+    room: Room = UNLIMITED
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,7 @@ class CheckedState:
             sha256=options.sha256,
             fingerprints=options.fingerprints,
             forecast=self.forecast,
+            room=options.room,
             memory_budget=options.memory_budget,
             given=bool(self.shards or self.common),
         )
@@ -168,6 +173,7 @@ def check_state(
         CheckpointingException: on every rank, if the ranks' arguments differ, or the shards are not valid.
     """
     comm = operation.comm
+    options.before(operation)
     with operation.local_phase("preparing the state dict"):
         saver = find_saver(strategy, operation.plugins)
         operation.set_strategy(saver)

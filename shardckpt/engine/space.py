@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt import settings
@@ -54,45 +52,25 @@ NO_FORECAST: Forecast = Forecast()
 
 
 class Room(NamedTuple):
-    """The caller's settings for the space of saves.
+    """The caller's settings for the space of a save.
 
     Attributes:
-        make: Collective: called before a save is refused, which may fit after it.
-        quota: Bytes that the folder of the saves may hold; 0: as many as its file system.
+        make: Collective: called before a save is refused, which may fit after it; None if nothing makes room.
+        quota: Bytes that the folder of the save may hold; 0: as many as its file system.
         find_used: Returns those that it holds; only the main rank asks, and only where there is a quota.
     """
 
-    make: Callable[[], None]
-    quota: int
-    find_used: Callable[[], int]
+    make: Callable[[], None] | None = None
+    quota: int = 0
+    find_used: Callable[[], int] = lambda: 0
+
+    def limit(self, free: int) -> int:
+        """Return the free bytes of a place, or what the quota leaves, where that is less."""
+        return min(free, max(0, self.quota - self.find_used())) if self.quota else free
 
 
-#: The room of the saves of this thread.
-_room: ContextVar[Room | None] = ContextVar("shardckpt_room", default=None)
-
-
-@contextmanager
-def within_room(room: Room) -> Iterator[None]:
-    """Keep the saves of the block within a room."""
-    token = _room.set(room)
-    try:
-        yield
-    finally:
-        _room.reset(token)
-
-
-def make_room() -> bool:
-    """Collective: do what the caller of the save does to make room; return whether there is such."""
-    room = _room.get()
-    if room is not None:
-        room.make()
-    return room is not None
-
-
-def limit_free(free: int) -> int:
-    """Return the free bytes of a place, or what a quota leaves, where that is less."""
-    room = _room.get()
-    return min(free, max(0, room.quota - room.find_used())) if room is not None and room.quota else free
+#: Of a save whose caller has no settings.
+UNLIMITED: Room = Room()
 
 
 def count_bytes(shards: Iterable[ShardedBase]) -> int:
@@ -133,30 +111,26 @@ def _find_folder(target: Path) -> Path | str:
     return target.parent if has_local_files(target) else find_url(target).rpartition("/")[0]
 
 
-def refuse_full(target: Path, needed: int, action: str, free: int | None = None) -> None:
+def refuse_full(target: Path, needed: int, action: str, free: int | None = None, room: Room = UNLIMITED) -> None:
     """Raise if a file system has less free than what is to be written takes.
 
     Args:
         target: What is to be written: its folder is on the file system.
-        free: Free bytes of the file system; None: look.
+        free: Free bytes of the file system, or what the quota of the room leaves; None: look.
 
     Raises:
         NotEnoughSpaceError: It has.
     """
     free = _find_system_bytes(target) if free is None else free
     if needed > free:
-        raise make_space_error(target, needed, free, action)
+        raise _make_space_error(target, needed, free, action, room)
 
 
-def make_space_error(target: Path, needed: int, free: int, action: str = "save to") -> NotEnoughSpaceError:
-    """Return the error of a save that does not fit, with what could go.
-
-    Args:
-        needed: Bytes of tensors of all ranks.
-    """
-    folder, room = _find_folder(target), _room.get()
-    is_quota = room is not None and room.quota and free < _find_system_bytes(target)
-    holder = f"quota={room.quota:,} of {folder} leaves" if room and is_quota else f"the file system of {folder} has"
+def _make_space_error(target: Path, needed: int, free: int, action: str, room: Room) -> NotEnoughSpaceError:
+    """Return the error of a save that does not fit, with what could go."""
+    folder = _find_folder(target)
+    is_quota = room.quota and free < _find_system_bytes(target)
+    holder = f"quota={room.quota:,} of {folder} leaves" if is_quota else f"the file system of {folder} has"
     leftover, advice = _advise_of_space(folder)
     text = (
         f"cannot {action} {target}: {advice}. The tensors take {format_bytes(needed)}, and {holder} "

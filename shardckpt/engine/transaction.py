@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from shardckpt.commit import Owner
 from shardckpt.distributed import find_owner
 from shardckpt.engine.committers import Begun, make_committer
-from shardckpt.engine.space import NO_FORECAST, make_room, refuse_full
+from shardckpt.engine.space import NO_FORECAST, UNLIMITED, refuse_full
 from shardckpt.engine.timeline import Timeline, gather_timings
 from shardckpt.errors import PluginError, StorageError, listed
 from shardckpt.manifest import (
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from shardckpt.engine.operation import Operation
-    from shardckpt.engine.space import Forecast
+    from shardckpt.engine.space import Forecast, Room
     from shardckpt.manifest import FileRecord, SaveTimings
     from shardckpt.storage import FilePart, Journal
 
@@ -113,6 +113,7 @@ class Transaction:
             URL. If it raises, nothing is committed.
         forecast: What this rank will store. A save to a directory is refused, before it writes a file, if that of all
             ranks is more than its file system has free.
+        room: The limits of its space.
         memory_budget: Bytes that this rank may hold at a time beside the tensors; None: as many as are fast.
         given: Whether this rank gives the strategy shards or common values: if any rank does, a save without a file is
             refused.
@@ -130,6 +131,7 @@ class Transaction:
         journal: Journal | None = None,
         check: Callable[[Path, Path], None] | None = None,
         forecast: Forecast = NO_FORECAST,
+        room: Room = UNLIMITED,
         memory_budget: int | None = None,
         given: bool = False,
     ) -> None:
@@ -153,6 +155,7 @@ class Transaction:
         self.timeline = Timeline(operation.created)
         self._journal = journal
         self._check = check
+        self._room = room
         self._writer: CheckpointWriter | None = None
         self._committer = make_committer(
             target,
@@ -161,15 +164,15 @@ class Transaction:
             journal=journal,
             memory_budget=memory_budget,
         )
-        begun = Begun()
+        begun, free = Begun(), 0
         try:
             with operation.local_phase("staging"):
                 self.memory_least = self._committer.prepare(forecast.nbytes)
                 check_memory_budget(memory_budget, self.memory_least, f"a save to {target} takes")
                 # no message between the ranks here: _announce is the next one, and raises the main rank's error on all
                 if operation.comm.is_main:
-                    begun = self._committer.begin()
-            self._announce(begun, forecast)
+                    begun, free = self._committer.begin(), self._find_free()
+            self._announce(begun, forecast, free)
             self.timeline.align()
         except BaseException:
             self.abort()
@@ -319,7 +322,10 @@ class Transaction:
         written = () if self._writer is None else self._writer.streamed
         self._committer.abort({*streamed, *written}, is_main=self.operation.comm.is_main)
 
-    def _announce(self, begun: Begun, forecast: Forecast) -> None:
+    def _find_free(self) -> int:
+        return self._room.limit(self._committer.find_free())
+
+    def _announce(self, begun: Begun, forecast: Forecast, free: int) -> None:
         """Collective: announce the save's name, negotiate the digest, and refuse the save if it cannot fit.
 
         Raises:
@@ -331,7 +337,7 @@ class Transaction:
         # two in one number: what comm.total sends in one message is few
         flags = int(begun.is_replacing) + 2 * self._given
         votes, lacking, flags, *name = self.operation.comm.total(
-            1 << _VOTE_BITS * digest_vote(), forecast.nbytes - begun.free, flags, *_NAME.unpack(own)
+            1 << _VOTE_BITS * digest_vote(), forecast.nbytes - free, flags, *_NAME.unpack(own)
         )
         replacing, givers = flags & 1, flags >> 1
         self._author = self.operation.strategy if givers else ""
@@ -340,7 +346,7 @@ class Transaction:
         self.save_id = text[:_ID_DIGITS]
         self._committer.join(self.save_id, Owner.from_text(text[_ID_DIGITS:]), is_replacing=bool(replacing))
         if lacking > 0:  # the same number on every rank
-            self._check_space(forecast, begun.free)
+            self._check_space(forecast, free)
 
     def _check_space(self, forecast: Forecast, free: int) -> None:
         """Collective: refuse the save if it does not fit with tied tensors counted once, nor once room was made."""
@@ -348,11 +354,12 @@ class Transaction:
         with comm.local_phase("counting tied tensors once"):
             least = forecast.count_least()
         needed, free = comm.total(least, free)  # only the main rank knows what is free
-        if needed > free and make_room():
-            free = self._committer.find_free() if comm.is_main else 0
+        if needed > free and self._room.make is not None:
+            self._room.make()
+            free = self._find_free() if comm.is_main else 0
         with self.operation.local_phase("forecasting the space"):
             if comm.is_main:
-                refuse_full(self.target, needed, f"{self.operation.kind} to", free)
+                refuse_full(self.target, needed, f"{self.operation.kind} to", free, self._room)
         comm.sync_errors()
 
     def _write_markers(

@@ -40,7 +40,8 @@ class OpenTelemetryListener:
     ``.bytes``; of a failure the status has the text, and ``error.type`` and ``.failed_phase`` say what failed
     where. The metrics are the histogram ``shardckpt.duration`` (s) with ``operation``, ``phase`` and ``result``,
     the histogram ``shardckpt.blocked`` (s), what the training waited for, the counter ``shardckpt.bytes`` (By),
-    written or loaded, and ``shardckpt.in_flight``, the number of those that have not ended, with ``operation``.
+    written or loaded, ``shardckpt.in_flight``, the number of those that have not ended, with ``operation``, and the
+    counter ``shardckpt.incidents`` with ``operation`` and ``incident``: ``skipped`` or ``other_job``.
 
     Args:
         tracer_provider: Gets the spans; by default that of the process.
@@ -64,6 +65,9 @@ class OpenTelemetryListener:
         self._in_flight = meter.create_up_down_counter(
             "shardckpt.in_flight", description="Operations that have begun and not ended"
         )
+        self._incidents = meter.create_counter(
+            "shardckpt.incidents", description="Steps that were skipped, and other jobs that were met in the folder"
+        )
         #: The open spans by the operations' numbers. An operation may begin in one thread and end in another.
         self._open: dict[int, Span] = {}
         self._lock = threading.Lock()
@@ -71,7 +75,9 @@ class OpenTelemetryListener:
     @hookimpl
     def shardckpt_event(self, event: Event) -> None:
         """Open the span of an operation, or end it; make that of a phase when it has ended."""
-        if event.state == "progress":
+        if event.state in ("skipped", "other_job"):
+            self._incidents.add(1, {"operation": event.operation, "incident": event.state})
+        if event.state not in ("start", "end", "failure"):
             return
         if event.state == "start":
             if not event.phase:

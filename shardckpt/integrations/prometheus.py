@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A manager's phase before a save, which a store that does not answer may make long.
-_BEFORE = "looking at the folder"
 #: Seconds: from a small local file to an hour of a slow store.
 _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 
@@ -152,10 +150,9 @@ class PrometheusListener:
       ``on_other_job="error"`` at each save.
     - ``shardckpt_last_failure_timestamp_seconds{operation, phase, error}``: when one last failed, in which phase
       (``""`` for none), and with which class of error, ``StorageError``.
-    - ``shardckpt_in_flight{operation}``: operations that have begun and not ended, saves in the background among them,
-      and a manager's look at its folder before a save.
-    - ``shardckpt_blocked_seconds{operation}``, a histogram: what the training waited for each, for a manager's
-      look at its folder before a save, too; old steps are removed behind the training.
+    - ``shardckpt_in_flight{operation}``: operations that have begun and not ended, saves in the background among them.
+    - ``shardckpt_blocked_seconds{operation}``, a histogram: what the training waited for each; old steps are removed
+      behind the training.
     - ``shardckpt_written_bytes_per_second{operation}``: of the last phase ``writing``.
     - ``shardckpt_folder_bytes{folder}``: the size of ``folder``, by its whole path. A scrape does not wait for it: it
       gives what the scrape before has had measured, and is absent at the first, and while the folder cannot be listed.
@@ -208,12 +205,17 @@ class PrometheusListener:
         self._failures = Counter(
             "shardckpt_failures", "Operations on checkpoints that failed", ("operation",), registry=registry
         )
-        self._skipped = Counter(
-            "shardckpt_skipped_saves", "Steps that were due, and left out while another was saved", registry=registry
-        )
-        self._others = Counter(
-            "shardckpt_other_jobs", "Other jobs that were met in the folder of this one's saves", registry=registry
-        )
+        #: By the state of the events that they count.
+        self._incidents = {
+            "skipped": Counter(
+                "shardckpt_skipped_saves",
+                "Steps that were due, and left out while another was saved",
+                registry=registry,
+            ),
+            "other_job": Counter(
+                "shardckpt_other_jobs", "Other jobs that were met in the folder of this one's saves", registry=registry
+            ),
+        }
         for operation in ("save", "load", "prune"):
             self._failures.labels(operation)
         self._failure = Gauge(
@@ -246,19 +248,15 @@ class PrometheusListener:
     @hookimpl
     def shardckpt_event(self, event: Event) -> None:
         """Count the end or failure of an operation or phase."""
-        if event.state == "start" and event.phase in ("", _BEFORE):
+        if event.state == "start" and not event.phase:
             self._open.setdefault(event.operation, set()).add(event.number)
             self._show_in_flight(event.operation)
+        if event.state in self._incidents:
+            self._incidents[event.state].inc()
         if event.state not in ("end", "failure"):
-            return
-        if event.phase in ("skipping the step", "meeting another job"):
-            (self._skipped if event.phase == "skipping the step" else self._others).inc()
             return
         if event.phase == "writing" and event.nbytes and event.seconds:
             self._rate.labels(event.operation).set(event.nbytes / event.seconds)
-        if event.phase == _BEFORE:
-            self._open.get(event.operation, set()).discard(event.number)
-            self._show_in_flight(event.operation)
         if event.phase:
             self._phases.labels(event.operation, event.phase, event.state).observe(event.seconds)
             return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from shardckpt import settings
 from shardckpt.distributed import Comm, replace_text
-from shardckpt.engine import Room, measure, note_failure, pause_gc, report_failure, report_phase, within_room
+from shardckpt.engine import Room, measure, note_failure, pause_gc, report_event, report_failure
 from shardckpt.errors import (
     CheckpointingException,
     NotEnoughSpaceError,
@@ -252,8 +252,7 @@ class CheckpointManager:
             return False
         if writer.busy and self.config.on_busy == "skip" and not forced:
             logger.warning("step %d is skipped: the checkpoint of step %s is still being written", step, self._last)
-            with report_phase("save", "skipping the step", self._folder.path(step), self._rank):
-                pass
+            report_event("save", "skipped", self._folder.path(step), self._rank)
             return False
         self._advance(writer, blocking=True)
         in_background = self.config.async_mode is not AsyncMode.DISABLED and not last_step
@@ -598,8 +597,8 @@ class CheckpointManager:
                 "saved_at": time.time(),
                 "config": config.describe(),
             }
-        looking = "looking at the folder"
-        with comm.local_phase(looking), report_phase("save", looking, self._place, self._rank):
+
+        def look() -> None:
             for part in self._parts:
                 part.before_save(step, numbers)
 
@@ -618,8 +617,17 @@ class CheckpointManager:
 
         quota = 0 if config.quota is None else parse_size(config.quota, "quota")
         room = Room(make_room, quota, lambda: measure(self._folder.place))
-        with within_room(room), self._explaining_full(step, comm):
-            writer.write(state, target, {CONTENT_KEY: content}, lineage, on_commit, background=not last_step)
+        with self._explaining_full(step, comm):
+            writer.write(
+                state,
+                target,
+                {CONTENT_KEY: content},
+                lineage,
+                on_commit,
+                background=not last_step,
+                look=look,
+                room=room,
+            )
         self._last = step
 
     def _make_room(self, step: int, comm: Comm) -> None:

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from shardckpt.commit import Owner, describe_process, make_hold
-from shardckpt.engine import report_phase
+from shardckpt.engine import report_event
 from shardckpt.errors import CheckpointingException, StorageError, escape_text
 from shardckpt.manager.part import ManagerPart
 from shardckpt.storage import has_local_files, limit_attempts
@@ -89,8 +89,7 @@ class OtherJobs(ManagerPart):
             "other's steps for its own: it replaces, loads and removes them. Give each job a folder of its own, or end "
             "one of them"
         )
-        with report_phase("save", "meeting another job", self._folder, 0):
-            pass
+        report_event("save", "other_job", self._folder, 0)
         if self._refuses:
             self._looked_at = -math.inf  # the next save looks again
             raise CheckpointingException(f"{text}: nothing was saved, as on_other_job='error' says")

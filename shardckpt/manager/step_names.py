@@ -57,13 +57,13 @@ def parse_number(given: Any, call: str, what: str) -> int:
     """Return a step that a call is given: a whole number, of numpy's or in a tensor, too.
 
     Raises:
-        CheckpointingException: it is something else, or negative.
+        CheckpointingException: it is something else, negative, or more than a record can have.
     """
     try:
         step = -1 if isinstance(given, bool) else operator.index(given)
     except TypeError:
         step = -1
-    if step < 0:
+    if not 0 <= step < 1 << 53:  # a record is JSON, which readers may take for floating point
         raise CheckpointingException(f"{call}: {show_given(given)} is no step; give {what}")
     return step
 

@@ -7,23 +7,24 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardckpt import dist_checkpointing
 from shardckpt.async_save import AsyncCallsQueue
+from shardckpt.background import request_save
 from shardckpt.commit import check_target, hold_place, remove_checkpoint
 from shardckpt.distributed import Comm
-from shardckpt.engine import locate
+from shardckpt.engine import UNLIMITED, SaveOptions, locate, save_checkpoint
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, StorageError
 from shardckpt.manager.config import AsyncMode
 from shardckpt.manager.part import ManagerPart
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.plugins import get_plugin_manager, open_folder, read_manifest
-from shardckpt.storage import has_local_files
+from shardckpt.storage import has_local_files, parse_memory_budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch.distributed import ProcessGroup
 
+    from shardckpt.engine import Operation, Room
     from shardckpt.manager.config import CheckpointConfig
     from shardckpt.manifest import Lineage
     from shardckpt.mapping import ShardedStateDict
@@ -50,7 +51,7 @@ class StepWriter(ManagerPart):
         self._group = process_group
         self._allow_globals = tuple(allow_globals)
         self._fingerprints = config.fingerprints
-        self._memory_budget = config.memory_budget
+        self._memory_budget = parse_memory_budget(config.memory_budget)
         self._queue: AsyncCallsQueue | None = None
         if config.async_mode is not AsyncMode.DISABLED:
             persistent = config.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM
@@ -72,6 +73,8 @@ class StepWriter(ManagerPart):
         on_commit: Callable[[], None],
         *,
         background: bool,
+        look: Callable[[], None] = lambda: None,
+        room: Room = UNLIMITED,
     ) -> None:
         """Collective: save, in the background if ``background`` is True and the configuration has an async mode.
 
@@ -83,6 +86,8 @@ class StepWriter(ManagerPart):
             lineage: The checkpoint from which the training was resumed, and the step.
             on_commit: Called on every rank when the checkpoint is durable.
             background: Whether to return as soon as the tensors are copied.
+            look: What each rank does first, a part of the save; it must not call other ranks.
+            room: The limits of the space of the save.
 
         Raises:
             CheckpointingException: the same on every rank; also if a lease or a pin holds the step. A directory at
@@ -90,34 +95,34 @@ class StepWriter(ManagerPart):
         """
         comm = Comm(self._group)
         with comm.local_phase("finding the target"):
-            path = locate(target, get_plugin_manager())
-            # A step may be a link to elsewhere: what holds it is beside the link.
-            is_local = has_local_files(path)
-            if comm.is_main and is_local:
-                check_target(Path(target), overwrite=True)
-        if not is_local:
-            comm.main_runs("looking for another library's checkpoint", functools.partial(_delete_foreign, path))
-        queue = self._queue if background else None
-        request = dist_checkpointing.save(
-            state,
-            target,
-            self._strategy,
-            async_sharded_save=queue is not None,
-            content_metadata=content,
+            path = locate(target, plugins := get_plugin_manager())
+
+        def look_first(operation: Operation) -> None:
+            with operation.local_phase("looking at the folder"):
+                look()
+                if comm.is_main and has_local_files(path):
+                    check_target(Path(target), overwrite=True)  # it may be a link: what holds the step is beside that
+                elif comm.is_main:
+                    _delete_foreign(path)
+
+        options = SaveOptions(
             overwrite=True,
-            preprocess_common_before_consistency_check=_without_content,
+            content_metadata=content,
+            preprocess_common=_without_content,
             allow_globals=self._allow_globals,
-            process_group=self._group,
-            parent=lineage.parent,
-            step=lineage.step,
+            lineage=lineage,
             fingerprints=self._fingerprints,
             memory_budget=self._memory_budget,
+            before=look_first,
+            room=room,
         )
-        if queue is None or request is None:
+        if self._queue is None or not background:
+            save_checkpoint(state, path, self._strategy, comm, plugins, options)
             on_commit()
             return
+        request = request_save(state, path, self._strategy, comm, plugins, options)
         request.add_finalize_fn(on_commit)
-        queue.schedule_async_request(request)
+        self._queue.schedule_async_request(request)
 
     def advance(self, *, blocking: bool = False) -> None:
         """Collective: commit a checkpoint that all ranks have written; if ``blocking``, wait until they have.

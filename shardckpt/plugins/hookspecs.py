@@ -43,18 +43,17 @@ hookimpl = pluggy.HookimplMarker(GROUP)
 
 @dataclass(frozen=True)
 class Event:
-    """The start, end or failure of an operation, or of one of its phases, on one rank.
+    """The start, end or failure of an operation, or of one of its phases, on one rank; or something that happened.
 
     Attributes:
         operation: ``save``, ``load``, ``migrate``, ``convert``, ``remove``, ``export``, ``verify``, ``diff``,
             ``inspect`` or ``prune``.
-        phase: Name of the phase; ``""`` for the operation from start to end. ``skipping the step`` is one of a save
-            that never began: ``on_busy="skip"`` left the step out. ``looking at the folder`` comes before each save of
-            a manager, and belongs to no operation, either, as ``meeting another job`` that saves to its folder.
+        phase: Name of the phase; ``""`` for the operation from start to end.
         state: ``start``, ``end`` or ``failure``; or ``progress``, at most ten times a second, of a verification, which
             has no other events; to plugins that have the attribute ``wants_progress = True`` also of saves,
             conversions, exports and migrations. Threads report it, too, and the end of a background save's
-            ``writing``.
+            ``writing``. Two are of a manager's saves, and of no operation: ``skipped``, a step that ``on_busy="skip"``
+            left out, and ``other_job``, which saves to the manager's folder, too.
         directory: The checkpoint's path or URL.
         rank: The rank that reports.
         seconds: Seconds since the start of the phase; 0 at its start.
@@ -66,10 +65,9 @@ class Event:
         failed_phase: The phase in which an operation failed, at its failure; ``""`` if in none.
         total: Of ``progress``: bytes that are to be done, of saves and migrations a forecast, which ``nbytes`` never
             exceed; else 0.
-        blocked: Seconds that the caller waited, at the end of an operation: of a background save without ``writing``;
-            ``looking at the folder`` before it counts.
+        blocked: Seconds that the caller waited, at the end of an operation: of a background save without ``writing``.
         number: The operation's number in this process, from 1, by which its events belong together: several operations
-            may be about one directory. 0 of ``progress``.
+            may be about one directory. 0 of what belongs to no operation.
 
     A save or load that fails before it begins, as one that cannot list the folder, has a start and a failure all the
     same; its ``directory`` is what the caller gave, or the folder of a manager.

@@ -44,6 +44,7 @@ _T = TypeVar("_T")
 #: The level at which an attempt that is repeated is logged.
 _level = ContextVar("shardckpt_level_of_attempts", default=logging.WARNING)
 #: The seconds that are left for attempts that fail, and for the pauses behind them; None: any.
+#: A context variable: what commits an earlier save has opened its paths before the call that waits for it now.
 _patience: ContextVar[list[float] | None] = ContextVar("shardckpt_patience", default=None)
 
 #: Errors that another attempt would meet again.

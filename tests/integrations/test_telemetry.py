@@ -16,6 +16,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.background import saving
 from shardckpt.background.saving import wait_for_dropped
+from shardckpt.engine import report_event
 from shardckpt.errors import CheckpointingException, StorageError, VersionTooNewError
 from shardckpt.maintenance import convert_checkpoint
 from shardckpt.manager import CheckpointConfig, CheckpointManager
@@ -82,6 +83,11 @@ def test_a_registry_has_one_prometheus_listener() -> None:
     PrometheusListener(prometheus_client.CollectorRegistry())
 
 
+def _read_points(reader: Any) -> dict[str, Any]:
+    data = reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
+    return {metric.name: metric.data.data_points for metric in data}
+
+
 def test_opentelemetry_has_spans_of_operations_and_phases(tmp_path: Path) -> None:
     """A save is a span with its phases as children, within its times; a failure has its text; metrics beside them."""
     pytest.importorskip("opentelemetry.sdk")
@@ -110,8 +116,7 @@ def test_opentelemetry_has_spans_of_operations_and_phases(tmp_path: Path) -> Non
     phases = [span for span in found if span.parent is not None and span.parent.span_id == good.context.span_id]
     assert {"shardckpt.save: writing", "shardckpt.save: committing"} <= {span.name for span in phases}
     assert all(span.start_time < span.end_time <= good.end_time for span in phases)
-    data = reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
-    points = {metric.name: metric.data.data_points for metric in data}
+    points = _read_points(reader)
     assert set(points) == {"shardckpt.duration", "shardckpt.blocked", "shardckpt.bytes", "shardckpt.in_flight"}
     assert {point.value for point in points["shardckpt.in_flight"]} == {0}
     (written,) = [point for point in points["shardckpt.bytes"] if point.attributes["operation"] == "save"]
@@ -523,7 +528,7 @@ def test_an_alert_about_readers_is_not_of_loads_alone(tmp_path: Path) -> None:
     from shardckpt.integrations.prometheus import PrometheusListener
 
     registry = prometheus_client.CollectorRegistry()
-    with _registered(PrometheusListener(registry)):
+    with registered(PrometheusListener(registry)):
         _save_twice(tmp_path / "step-1")
         _set_version(tmp_path / "step-1", 99)
         with pytest.raises(VersionTooNewError):
@@ -585,30 +590,47 @@ def test_a_look_at_a_folder_that_hangs_is_seen(tmp_path: Path, monkeypatch: pyte
         assert [manager.save(step) for step in (1, 2, 3)] == [True, True, False]
     assert seen == [1, 1, 1]
     assert read("shardckpt_in_flight") == 0
-    looks = [each.seconds for each in recorder.events if each.phase == "looking at the folder" and each.seconds]
+    looks = [each for each in recorder.events if each.phase == "looking at the folder" and each.state != "start"]
     ends = [each for each in recorder.events if each.operation == "save" and not each.phase and each.state != "start"]
     assert [each.state for each in ends] == ["end", "end", "failure"]
-    assert all(each.blocked > seconds > 0 for each, seconds in zip(ends, looks, strict=True))
+    for whole, part in zip(ends, looks, strict=True):
+        assert whole.number == part.number
+        assert whole.seconds >= whole.blocked > part.seconds > 0
     assert read("shardckpt_blocked_seconds_sum") == pytest.approx(sum(each.blocked for each in ends))
 
 
-def test_prometheus_counts_skipped_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that a busy manager leaves out counts, and is no operation that ended, nor one in flight."""
+def test_skipped_saves_and_other_jobs_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that a busy manager leaves out is an event and counts; it is no operation, nor a phase of one."""
     prometheus_client = pytest.importorskip("prometheus_client")
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    from shardckpt.integrations.opentelemetry import OpenTelemetryListener
     from shardckpt.integrations.prometheus import PrometheusListener
 
     registry, may_write, write = prometheus_client.CollectorRegistry(), threading.Event(), saving._write
+    metrics = InMemoryMetricReader()
     monkeypatch.setattr(saving, "_write", lambda *args: may_write.wait() and write(*args))
     config = CheckpointConfig(folder=str(tmp_path), interval=1, async_mode="async", on_busy="skip")
     with (
         registered(PrometheusListener(registry)),
+        registered(OpenTelemetryListener(meter_provider=MeterProvider([metrics]))),
+        registered(Recorder()) as recorder,
         CheckpointManager(config, {"model": torch.nn.Linear(2, 2)}) as manager,
     ):
         try:
             assert [manager.save(step) for step in (1, 2, 3)] == [True, False, False]
         finally:
             may_write.set()
+        report_event("save", "other_job", tmp_path, 0)
+    assert [event.directory[-6:] for event in recorder.find("skipped")] == ["step-2", "step-3"]
+    for phase in {event.phase for event in recorder.events} - {""}:
+        assert recorder.states(phase) == ["start", "end"]
     assert registry.get_sample_value("shardckpt_skipped_saves_total") == 2
+    assert registry.get_sample_value("shardckpt_other_jobs_total") == 1
+    points = _read_points(metrics)["shardckpt.incidents"]
+    assert {point.attributes["incident"]: point.value for point in points} == {"skipped": 2, "other_job": 1}
     assert registry.get_sample_value("shardckpt_operation_seconds_count", {"operation": "save", "result": "end"}) == 1
     assert registry.get_sample_value("shardckpt_in_flight", {"operation": "save"}) == 0
 

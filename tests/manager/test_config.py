@@ -199,6 +199,7 @@ def test_settings_are_given_by_name(tmp_path: Path) -> None:
     [
         (lambda each: each.save("3"), "save: '3' is no step; give how many steps the training has made"),
         (lambda each: each.save(-1), "save: -1 is no step"),
+        (lambda each: each.save(1 << 53), "save: 9007199254740992 is no step"),
         (lambda each: each.save({"model": 1}, 3), "save: an object of type dict is no step"),
         (lambda each: each.save(3, {"model": 1}), r"save: force=an object of type dict: .* manager.save\(3\)"),
         (

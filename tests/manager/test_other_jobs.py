@@ -16,6 +16,8 @@ from shardckpt.manager import CheckpointConfig, CheckpointManager, other_jobs
 from shardckpt.testing import FaultyStore
 from tests.manager import folders
 from tests.manager.training import Progress
+from tests.plugged import registered
+from tests.plugins.manager import Recorder
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ def test_a_save_beside_another_job_is_refused_if_asked(
     """With on_other_job="error" nothing is saved while the other job lives; it is no failure that is tolerated."""
     folder = place.format(tmp_path / "run")
     config = CheckpointConfig(folder=folder, interval=1, on_other_job="error", max_failed_saves=5)
-    with CheckpointManager(config, {"progress": Progress()}) as manager:
+    with registered(Recorder()) as recorder, CheckpointManager(config, {"progress": Progress()}) as manager:
         manager.save(1)
         _write(folder, ALIVE)
         monkeypatch.setattr(other_jobs, "_INTERVAL", 0.0)  # the minute has passed
@@ -82,6 +84,7 @@ def test_a_save_beside_another_job_is_refused_if_asked(
                 manager.save(step)
             monkeypatch.setattr(other_jobs, "_INTERVAL", 1e9)
         assert manager.steps() == [1]
+    assert [event.directory for event in recorder.find("other_job")] == [folder] * 2
     with pytest.raises(CheckpointingException, match="another job saves to"):
         CheckpointManager(config, {"progress": Progress()})
 
