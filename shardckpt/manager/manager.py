@@ -663,6 +663,7 @@ class CheckpointManager:
                 )
             if error.leftover:
                 advice = f"{error.advice}; {advice}"
-            advised = replace_text(error, str(error).replace(error.advice, advice))
+            text = str(error).replace(error.advice, advice) if error.advice else f"{error}. {advice}"
+            advised = replace_text(error, text)
             advised.shared_by = error.shared_by  # every rank has given its copy the same text
             raise advised from error.__cause__

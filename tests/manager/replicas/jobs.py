@@ -135,7 +135,7 @@ class ReplicaTraining:
             "model": self.model,
             "optimizer": self.optimizer,
             "lr_scheduler": self.schedule,
-            "dataloader": PerRank(self.loader),
+            "dataloader": PerRank(self.loader, lambda states, rank, _: states[rank]),
             "train_state": self.progress,
             "witness": self.witness,
         }
