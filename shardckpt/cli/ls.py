@@ -282,7 +282,9 @@ def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the cells before the metric and the writer, and those behind them."""
     from shardckpt.cli.amounts import format_bytes, format_many, format_seconds
 
-    failed, mark = ([found.mark], []) if found.has_failed else ([], [found.mark])
+    # the faults of the mark are those that its files show now
+    verdict = found.mark.partition(": ")[0] if found.state == "damaged" else found.mark
+    failed, mark = ([verdict], []) if found.has_failed else ([], [found.mark])
     names = failed if failed and found.state == "whole" else [*failed, _name_state(found)]  # its sizes alone are right
     rescued = [f"rescued: {format_many(found.rescued, 'key')} left out"] if found.rescued else []
     state, reason = ", ".join((*names, *rescued, *found.links)), found.reason.removeprefix("is ")

@@ -432,3 +432,16 @@ def test_what_cannot_be_marked_is_verified(tmp_path: Path, capsys: pytest.Captur
     folders.save(tmp_path / "steps", 1)
     assert main(["verify", str(tmp_path / "w.pt"), str(tmp_path / "steps" / "step-1"), "--mark"]) == 0
     assert main(["verify", str(tmp_path / "none"), "--mark"]) == 2
+
+
+def test_ls_says_the_fault_of_a_failed_step_once(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a step that is cut and marked as failed for it, the cell has the verdict, and the fault once."""
+    damage(checkpoint / "__0_0.distcp", "cut to a half")
+    assert main(["verify", "--mark", str(checkpoint)]) == 1
+    capsys.readouterr()
+    assert main(["ls", str(checkpoint.parent)]) == 1
+    said = capsys.readouterr().out
+    assert "marked failed on " in said
+    assert said.count("were written") == 1
