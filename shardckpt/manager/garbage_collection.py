@@ -349,8 +349,8 @@ def _clear_remains(folder: StepFolder, choice: Choice, judge: Judge, removed: Co
         # A removal that was killed on a store without rename leaves a checkpoint without some of its objects.
         if each.error is not None and is_half_deleted(folder.path(each.step)):
             _try_to_remove(folder, each, [], judge)
-    folder.holds.drop_ended()
-    if removed or not choice.known:  # the marks of what others remove go with the next that goes
+    if removed or not choice.known:  # what others leave goes with the next that goes
+        folder.holds.drop_ended()
         drop_marks(folder.find(MARKS_NAME), folder.directories)
     _remove_leftovers(folder, [step for step in choice.found if step not in choice.known])
 

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
+    from shardckpt.engine import Operation
     from shardckpt.manager.part import ManagerPart
     from shardckpt.manager.replicas import FaultTolerance
     from shardckpt.manager.writer import StepWriter
@@ -598,9 +599,10 @@ class CheckpointManager:
                 "config": config.describe(),
             }
 
-        def look() -> None:
-            for part in self._parts:
-                part.before_save(step, numbers)
+        def look(operation: Operation) -> None:
+            with operation.local_phase("looking at the folder"):
+                for part in self._parts:
+                    part.before_save(step, numbers)
 
         def on_commit() -> None:
             self._failed = 0
@@ -625,7 +627,7 @@ class CheckpointManager:
                 lineage,
                 on_commit,
                 background=not last_step,
-                look=look,
+                before=look,
                 room=room,
             )
         self._last = step

@@ -21,7 +21,7 @@ from shardckpt.manager.states import MODEL
 from shardckpt.manager.step_links import begin_links
 from shardckpt.manager.step_pruning import prune_steps
 from shardckpt.manager.steps import MODEL_PREFIX, StepFolder
-from shardckpt.manager.writer import StepWriter
+from shardckpt.manager.writer import StepWriter, free_step
 from shardckpt.storage import find_url, put_file
 
 if TYPE_CHECKING:
@@ -97,13 +97,14 @@ class Retention(ManagerPart):
         self._has_warned_of_later = False
 
     def before_save(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Wait until the directory of the step is not being removed; warn of later steps and of missing metrics."""
+        """Wait until the step is not being removed, and free its place; warn of later steps and of missing metrics."""
         existing = self._folder.steps()
         if step in existing:
             # A collection that is under way may have chosen to remove the old checkpoint of this step: it would remove
             # the new one.
             self._gc.wait()
             self._folder.forget(step)
+            free_step(self._folder, step)
         later = next((each for each in reversed(existing) if each > step and self._folder.is_taken(each)), None)
         if later is not None and not self._has_warned_of_later:  # once: each save is another step
             self._has_warned_of_later = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.async_save import AsyncCallsQueue
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     from shardckpt.engine import Operation, Room
     from shardckpt.manager.config import CheckpointConfig
+    from shardckpt.manager.steps import StepFolder
     from shardckpt.manifest import Lineage
     from shardckpt.mapping import ShardedStateDict
     from shardckpt.strategy import SaveStrategy
@@ -73,20 +73,19 @@ class StepWriter(ManagerPart):
         on_commit: Callable[[], None],
         *,
         background: bool,
-        look: Callable[[], None] = lambda: None,
+        before: Callable[[Operation], None] = lambda _: None,
         room: Room = UNLIMITED,
     ) -> None:
         """Collective: save, in the background if ``background`` is True and the configuration has an async mode.
 
         Args:
             state: A sharded state dict. The caller may change its tensors as soon as this returns.
-            target: The checkpoint's directory or URL. An existing checkpoint is replaced in one step; at a URL one of
-                another library is deleted before the save.
+            target: The checkpoint's directory or URL. An existing checkpoint is replaced in one step.
             content: The ``content_metadata``. The main rank's is stored; others may differ (in their metrics).
             lineage: The checkpoint from which the training was resumed, and the step.
             on_commit: Called on every rank when the checkpoint is durable.
             background: Whether to return as soon as the tensors are copied.
-            look: What each rank does first, a part of the save; it must not call other ranks.
+            before: What each rank does first, in phases of the operation that it gets.
             room: The limits of the space of the save.
 
         Raises:
@@ -96,15 +95,6 @@ class StepWriter(ManagerPart):
         comm = Comm(self._group)
         with comm.local_phase("finding the target"):
             path = locate(target, plugins := get_plugin_manager())
-
-        def look_first(operation: Operation) -> None:
-            with operation.local_phase("looking at the folder"):
-                look()
-                if comm.is_main and has_local_files(path):
-                    check_target(Path(target), overwrite=True)  # it may be a link: what holds the step is beside that
-                elif comm.is_main:
-                    _delete_foreign(path)
-
         options = SaveOptions(
             overwrite=True,
             content_metadata=content,
@@ -113,7 +103,7 @@ class StepWriter(ManagerPart):
             lineage=lineage,
             fingerprints=self._fingerprints,
             memory_budget=self._memory_budget,
-            before=look_first,
+            before=before,
             room=room,
         )
         if self._queue is None or not background:
@@ -148,8 +138,16 @@ def _without_content(common: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in common.items() if key != "content_metadata"}
 
 
-def _delete_foreign(path: Path) -> None:
-    """Delete a checkpoint that a save cannot overwrite: no record says which files it has."""
+def free_step(folder: StepFolder, step: int) -> None:
+    """Refuse to replace a held step; at a URL, delete one that no save can replace: no record says which files it has.
+
+    Raises:
+        CheckpointingException: A lease or a pin holds the step.
+    """
+    if has_local_files(folder.place):
+        check_target(folder.place / folder.names.name(step), overwrite=True)  # it may be a link, with the holds beside
+        return
+    path = folder.path(step)
     if not (path / MARKER_NAME).is_file():
         return
     try:

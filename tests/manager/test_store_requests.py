@@ -68,7 +68,7 @@ def test_what_a_manager_knows_is_not_asked_again(sent: Counter[str]) -> None:
             manager.wait()
             costs.append(sent.total())
         assert set(costs[1:]) == {costs[1]}
-        assert costs[1] <= 26  # of which six are the files of the step, and five ask whose the place is
+        assert costs[1] <= 24  # of which six are the files of the step, and five ask whose the place is
         sent.clear()
         assert manager.steps() == list(range(1, 21))
         assert sent == {"folders": 1, "files": 1}

@@ -112,6 +112,9 @@ def test_another_librarys_step_on_a_store_is_not_deleted_while_it_is_held(tmp_pa
         with pytest.raises(CheckpointingException, match="step-1 is pinned as 'theirs'"):
             manager.save(1)
         assert folders.names_in(tmp_path / "run" / "step-1") == before
+        unpin_step(folder, 1, "theirs")
+        assert manager.save(1)
+        assert "shardckpt.json" in folders.names_in(tmp_path / "run" / "step-1")
 
 
 def test_a_step_that_is_a_link_is_held_by_its_name(tmp_path: Path) -> None:
