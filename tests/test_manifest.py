@@ -281,6 +281,7 @@ def test_a_record_has_no_content_that_its_reader_refuses() -> None:
         ("trainer_state.json", "all_results.json"),  # Trainer.save_state()
         ("trainer_state.json", "training_args.bin", "optimizer_0", "pytorch_model_fsdp_0"),
         ("trainer_state.json", "training_args.bin", "global_step100", "latest"),
+        ("random_states_0.pkl", "optimizer_0", "pytorch_model_fsdp_0"),
         ("optimizer.pt", "scheduler.pt"),
     ],
 )
@@ -288,3 +289,4 @@ def test_weights_elsewhere_are_not_lost(names: tuple[str, ...]) -> None:
     """A folder has lost its weights only if it has what is saved with them, and no weights, nor a folder of any."""
     assert not lacks_weights(names)
     assert lacks_weights(["LICENSE", "config.json", "training_args.bin"])
+    assert lacks_weights(["optimizer.bin", "scheduler.bin", "random_states_0.pkl"])  # of accelerate

@@ -66,7 +66,7 @@ def describe_folder(folder: Path, names: Collection[str]) -> str:
     if what:
         return what
     if parts := find_trainer_parts(names):
-        return f"a step of transformers' Trainer in parts, each of which is read by its path: {', '.join(parts)}"
+        return f"a step of accelerate or transformers' Trainer, whose parts are read by their paths: {', '.join(parts)}"
     latest = _read_latest(folder) if "latest" in names else ""
     if latest in names:
         return f"a folder of checkpoints: give one, such as the latest, {json.dumps(latest)}"

@@ -20,6 +20,8 @@ HUB_ADAPTER_CONFIG = "adapter_config.json"
 TRAINER_STATE = "trainer_state.json"
 #: What the Trainer saves with each model.
 TRAINER_ARGUMENTS = "training_args.bin"
+#: What accelerate saves with each model: of a rank.
+_RANDOM_STATES = re.compile(r"random_states_\d+\.pkl")
 #: What transformers and accelerate save of a training with its weights: no weights, whatever the suffix.
 _OF_TRAINING = re.compile(
     r"(optimizer|scheduler|scaler|rng_state|random_states|training_args|sampler|dl_state_dict)[^/]*\.(pt|pth|bin|pkl)"
@@ -41,11 +43,13 @@ def is_of_training(name: str) -> bool:
 
 
 def find_trainer_parts(names: Collection[str]) -> list[str]:
-    """Return the folders and files of a Trainer's step that are checkpoints of their own: of FSDP, and DeepSpeed.
+    """Return the folders and files of a step of a Trainer, or of accelerate, that are checkpoints of their own.
 
-    The model is first; empty for a step with ``model.safetensors`` alone, and for any other folder.
+    They are FSDP's and DeepSpeed's, the model first; none of a step with ``model.safetensors`` alone, nor of any other
+    folder.
     """
-    if TRAINER_ARGUMENTS not in names and TRAINER_STATE not in names:
+    is_step = TRAINER_ARGUMENTS in names or TRAINER_STATE in names or any(map(_RANDOM_STATES.fullmatch, names))
+    if not is_step:
         return []
     return sorted(filter(_PART.fullmatch, names), key=lambda name: (name.startswith("optimizer"), name))
 
@@ -83,7 +87,7 @@ def lacks_weights(names: Iterable[str]) -> bool:
         names: Those of its files and folders.
     """
     names = frozenset(names)
-    described = names & {HUB_CONFIG, TRAINER_STATE}
+    described = names & {HUB_CONFIG, TRAINER_STATE} or any(map(_RANDOM_STATES.fullmatch, names))
     saved_with_weights = "generation_config.json" in names or any(map(is_of_training, names))
     if HUB_ADAPTER_CONFIG not in names and not (described and saved_with_weights):
         return False

@@ -129,7 +129,7 @@ def test_a_sharded_step_of_a_trainer_is_one_step(tmp_path: Path, capsys: pytest.
     assert main(["verify", str(tmp_path / "checkpoint-100")]) == 0
     assert "optimizer_0/__0_0.distcp" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "checkpoint-100")]) == 2
-    assert "read by its path: pytorch_model_fsdp_0, optimizer_0" in capsys.readouterr().err
+    assert "read by their paths: pytorch_model_fsdp_0, optimizer_0" in capsys.readouterr().err
     assert main(["prune", str(tmp_path), "--keep-best", "eval_loss"]) == 0
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-200"]
 
@@ -146,6 +146,18 @@ def test_a_sharded_step_on_a_store_is_one_step(tmp_path: Path, capsys: pytest.Ca
     assert main(["prune", "memory://trainer", "--damaged", "--keep-latest", "1"]) == 0
     assert {path.split("/")[2] for path in store.find("/trainer")} == {"checkpoint-200"}
     store.store.clear()
+
+
+def test_a_sharded_step_of_accelerate_is_one_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What Accelerator.save_state leaves under FSDP is one checkpoint: its random numbers show whose it is."""
+    _make_sharded_steps(tmp_path, 100)
+    place = tmp_path / "checkpoint-100"
+    (place / "rng_state.pth").rename(place / "random_states_0.pkl")
+    for name in ("trainer_state.json", "training_args.bin"):
+        (place / name).unlink()
+    place.rename(tmp_path / "checkpoint_0")
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    assert [(row["step"], row["state"]) for row in json.loads(capsys.readouterr().out)] == [(0, "whole")]
 
 
 @pytest.mark.parametrize("lost", ["pytorch_model_fsdp_0", "optimizer_0/__0_0.distcp", "trainer_state.json"])
