@@ -1,8 +1,8 @@
 """Write a checkpoint, a Hugging Face folder or a file of torch.save in another format, and prove that nothing changed.
 
 What SRC is, its content says: a checkpoint that an installed strategy reads (Megatron's, plain DCP's,
-torch_checkpointing's and zarr's among them), a Hugging Face folder of safetensors, one safetensors file, or one file of
-torch.save, which is read without running code in it.
+torch_checkpointing's and zarr's among them), a Hugging Face folder of safetensors or .bin files, one safetensors file,
+or one file of torch.save. Pickles are read without running code in them.
 
 --to takes a backend of `shardckpt strategies`, or
   dcp    a folder that stock torch.distributed.checkpoint loads: torch_dist, with all plain values under their paths

@@ -22,6 +22,7 @@ from shardckpt.huggingface.export_budget import LEAST_EXPORTING as LEAST_EXPORTI
 from shardckpt.huggingface.export_budget import LEAST_EXPORTING_ON_STORES as LEAST_EXPORTING_ON_STORES
 from shardckpt.huggingface.folder import CONFIG as CONFIG
 from shardckpt.huggingface.folder import Folder as Folder
+from shardckpt.huggingface.folder import read_folder_config as read_folder_config
 from shardckpt.huggingface.folder import resolve_link as resolve_link
 from shardckpt.huggingface.header import FileLayout as FileLayout
 from shardckpt.huggingface.header import lay_out as lay_out
@@ -64,6 +65,7 @@ from shardckpt.huggingface.torch_file import is_archive as is_archive
 from shardckpt.huggingface.torch_file import is_torch_file as is_torch_file
 from shardckpt.huggingface.torch_save import TorchFile as TorchFile
 from shardckpt.huggingface.torch_strategy import TorchFileLoadStrategy as TorchFileLoadStrategy
+from shardckpt.huggingface.torch_strategy import find_torch_weights as find_torch_weights
 from shardckpt.huggingface.torch_strategy import list_values as list_values
 from shardckpt.huggingface.weights import ModelCheckpoint as ModelCheckpoint
 from shardckpt.huggingface.whole_folder import StoredNames as StoredNames

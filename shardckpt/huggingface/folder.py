@@ -189,18 +189,23 @@ def _read_folder(folder: Path, lost: dict[str, tuple[str, int | None]] | None) -
     real = {file: resolve_link(folder, file) for file in files}
     directory = _link_directory(folder, real)
     names = {file: str(path.relative_to(directory)) if directory else path.name for file, path in real.items()}
-    config = resolve_link(folder, CONFIG)
     return Folder(
         directory,
         names,
         _locate_tensors({file: tensors for file, (tensors, _) in heads.items()}, weight_map, folder),
-        read_json(config, CONFIG_LIMIT) if is_there(config) else {},
+        read_folder_config(folder),
         _read_stamp(folder, files),
         origin if weight_map else heads[files[0]][1],
         _read_adapter(folder) if files == [ADAPTER_WEIGHTS] else None,
         lost or {},
         faults,
     )
+
+
+def read_folder_config(folder: Path) -> dict[str, Any]:
+    """Return the ``config.json`` of a folder; empty without one."""
+    path = resolve_link(folder, CONFIG)
+    return read_json(path, CONFIG_LIMIT) if is_there(path) else {}
 
 
 def _read_sound_heads(
@@ -240,9 +245,9 @@ def _read_adapter(folder: Path) -> dict[str, Any]:
     return read_json(resolve_link(folder, ADAPTER), CONFIG_LIMIT)
 
 
-def read_index(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+def read_index(folder: Path, file_format: str = SAFETENSORS) -> tuple[dict[str, str], dict[str, str]]:
     """Return the file of every tensor, and what the index says of the folder's source; both empty without an index."""
-    path = folder / index_name(SAFETENSORS)
+    path = folder / index_name(file_format)
     if not is_there(path):
         return {}, {}
     content = read_json(resolve_link(folder, path.name), HEADER_LIMIT)

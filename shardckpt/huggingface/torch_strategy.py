@@ -1,4 +1,4 @@
-"""A load strategy for one file of ``torch.save``, so that it is read by the same steps as a checkpoint."""
+"""A load strategy for files of ``torch.save``, so that they are read by the same steps as a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from shardckpt.archive import (
 )
 from shardckpt.chunks import ChunkLoadStrategy, StoredChunk
 from shardckpt.distributed import Comm
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError, listed
+from shardckpt.huggingface.folder import read_index
+from shardckpt.huggingface.names import BIN, file_names, index_name
 from shardckpt.huggingface.structure import make_structure
 from shardckpt.huggingface.torch_file import is_archive, read_torch_file
 from shardckpt.mapping import PlainObject
@@ -27,7 +29,8 @@ from shardckpt.strategy import LoadContext, StoredFile, find_error
 from shardckpt.tensors import copy_values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Mapping
+    from pathlib import Path
 
     from shardckpt.chunks import ChunkRead
     from shardckpt.mapping import StateDict
@@ -48,24 +51,30 @@ class _Content:
 
 
 class TorchFileLoadStrategy(ChunkLoadStrategy):
-    """Reads a file of ``torch.save`` by the allow-list, without running code in it.
+    """Reads files of ``torch.save`` by the allow-list, without running code in them.
 
     The key of a tensor is its path in the state dict, joined by dots; all other values are common state. Ranges of
-    tensors are read from the file, so that memory is bounded; a file of before torch 1.6 is in memory as a whole.
+    tensors are read from the files, so that memory is bounded; one of before torch 1.6 is in memory as a whole.
+
+    Args:
+        file: The name of the only file; ``""`` for several.
+        weight_map: The file of each tensor of the state dict that several files have.
     """
 
     backend = "torch_save"
     version = 1
     reads = "files of torch.save"
 
-    def __init__(self, file: str) -> None:
-        self._file = file
+    def __init__(self, file: str = "", weight_map: Mapping[str, str] | None = None) -> None:
+        self._weight_map = weight_map or {}
+        self._files = sorted({*self._weight_map.values()}) or [file]
 
     def list_chunks(self, context: LoadContext) -> Iterator[StoredChunk]:
         """Yield a box for each tensor: the file has all of it."""
-        for key, source in self._content(context).tensors.items():
-            shape = tuple(source.shape)
-            yield StoredChunk(key, source.dtype, shape, Box((0,) * len(shape), shape), self._file, source)
+        for file in self._files:
+            for key, source in self._content(context, file).tensors.items():
+                shape = tuple(source.shape)
+                yield StoredChunk(key, source.dtype, shape, Box((0,) * len(shape), shape), file, source)
 
     def read_part(self, read: ChunkRead, context: LoadContext) -> None:
         """Read a range of a tensor, which may be in memory."""
@@ -73,17 +82,17 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
         if isinstance(chunk.source, torch.Tensor):
             copy_values(read.target, chunk.source[Box(read.start, tuple(read.target.shape)).within(chunk.box)])
         else:
-            read_payload(context.reader, self._file, chunk.source, read.start, read.target, chunk.key)
+            read_payload(context.reader, chunk.file, chunk.source, read.start, read.target, chunk.key)
 
     def load_common(self, context: LoadContext) -> StateDict:
         """Return all that is no tensor, and as ``content_metadata`` the structure by which the dict is restored."""
-        state_dict = self._content(context).state_dict
+        state_dict = self._state_dict(context)
         _, rest = extract_matching_values(state_dict, lambda value: isinstance(value, torch.Tensor))
         return {**rest, _CONTENT: make_structure(state_dict)}
 
     def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
         """Return the values that are no tensors as stock ``dcp.load`` asks for them: by their paths."""
-        values = list_values(self._content(context).state_dict)
+        values = list_values(self._state_dict(context))
         return [PlainObject(key, value) for key, value in values]
 
     def list_plain_objects(self, context: LoadContext) -> list[str]:  # noqa: ARG002 - they are the common state
@@ -91,22 +100,34 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
         return []
 
     def list_files(self, reader: CheckpointReader) -> list[StoredFile]:
-        """Return the file, with the tensors in it."""
-        return [StoredFile(self._file, keys=tuple(self._content(LoadContext(reader, Comm(alone=True))).tensors))]
+        """Return the files, with the tensors in each."""
+        context = LoadContext(reader, Comm(alone=True))
+        return [StoredFile(file, keys=tuple(self._content(context, file).tensors)) for file in self._files]
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
-        """Return the error of the file, or None: it is compared with the CRC-32 that it has of its values, if any."""
+        """Return the error of each file, or None: it is compared with the CRC-32 that it has of its values, if any."""
 
-        def check() -> None:
-            self.list_files(reader)
-            if is_archive(_read_magic(reader, self._file)):
-                Archive.of_file(reader, self._file).check_members(reader, self._file)
+        def check(file: str) -> None:
+            self._content(LoadContext(reader, Comm(alone=True)), file)
+            if is_archive(_read_magic(reader, file)):
+                Archive.of_file(reader, file).check_members(reader, file)
 
-        return {self._file: find_error(check)}
+        return {file: find_error(check, file) for file in self._files}
 
-    def _content(self, context: LoadContext) -> _Content:
+    def _state_dict(self, context: LoadContext) -> dict[Any, Any]:
+        """Return that of all files, whose names differ: the index has each of them once."""
+        return {k: value for file in self._files for k, value in self._content(context, file).state_dict.items()}
+
+    def _content(self, context: LoadContext, file: str) -> _Content:
         reader = context.reader
-        return reader.parsed("state dict", lambda: _read_content(reader, self._file, context.allow_globals))
+        content = reader.parsed(f"state dict of {file}", lambda: _read_content(reader, file, context.allow_globals))
+        if self._weight_map:
+            promised = {key for key, where in self._weight_map.items() if where == file}
+            if different := promised ^ content.tensors.keys():
+                raise CorruptCheckpointError(
+                    f"{reader.directory / file} does not have the tensors that the index names: {listed(different)}"
+                )
+        return content
 
 
 def _read_content(reader: CheckpointReader, file: str, allow_globals: tuple[Any, ...]) -> _Content:
@@ -179,6 +200,21 @@ class _Walker:
         target = torch.empty(source.shape, dtype=source.dtype, device="cpu")
         read_payload(self._reader, self._file, source, (0,) * len(source.shape), target, key)
         return target
+
+
+def find_torch_weights(place: Path, names: Collection[str]) -> TorchFileLoadStrategy | None:
+    """Return what reads the model in a folder of the Hub that has it in files of ``torch.save``; None if it has none.
+
+    Args:
+        names: Those of the files in the folder.
+
+    Raises:
+        CorruptCheckpointError: The index of several files is damaged.
+    """
+    (only,) = file_names(1, BIN)
+    if index_name(BIN) in names:
+        return TorchFileLoadStrategy(weight_map=read_index(place, BIN)[0])
+    return TorchFileLoadStrategy(only) if only in names else None
 
 
 def list_values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

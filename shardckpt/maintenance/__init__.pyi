@@ -28,6 +28,7 @@ from shardckpt.maintenance.sources import find_cut_file as find_cut_file
 from shardckpt.maintenance.sources import list_unread_files as list_unread_files
 from shardckpt.maintenance.sources import open_any as open_any
 from shardckpt.maintenance.sources import recognise_file as recognise_file
+from shardckpt.maintenance.sources import recognise_files as recognise_files
 from shardckpt.maintenance.state_fingerprints import fingerprint as fingerprint
 from shardckpt.maintenance.statistics import Statistics as Statistics
 from shardckpt.maintenance.statistics import compute_statistics as compute_statistics

@@ -89,7 +89,7 @@ def convert_checkpoint(
     save's id. Else it is removed, with a warning. The proof covers all.
 
     Args:
-        old: A checkpoint that an installed strategy reads, a Hugging Face folder of safetensors, or a file of
+        old: A checkpoint that an installed strategy reads, a Hugging Face folder, or a file of
             ``torch.save`` or safetensors: a path, or, but for files, a URL. It is not changed, unless it is ``new``.
         new: Directory or URL of the new checkpoint: absent or empty, or see ``overwrite``. For ``"torch"`` a
             file of this machine.

@@ -123,7 +123,7 @@ def diff_checkpoints(
     tolerances the bits are compared: 0.0 and -0.0 differ, and NaN equals NaN of the same bits.
 
     Args:
-        first: A checkpoint that an installed strategy reads, a Hugging Face folder of safetensors, or a file of
+        first: A checkpoint that an installed strategy reads, a Hugging Face folder, or a file of
             ``torch.save`` or safetensors: a path, or, but for files, a URL.
         rtol: Values differ if ``|first - second| > atol + rtol * |second|``.
         mapping: How names and shapes of the first become those of the second; by default, they are the same.

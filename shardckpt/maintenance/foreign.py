@@ -75,8 +75,6 @@ def describe_folder(folder: Path, names: Collection[str]) -> str:
 
 def describe_foreign(folder: Path, names: Collection[str]) -> str:
     """Return what a folder is that is one checkpoint of a kind that is not read here; ``""`` if it is none."""
-    several = "pytorch_model.bin.index.json" in names
-    pickles = "write it as safetensors with transformers' save_pretrained" if several else "convert pytorch_model.bin"
     legacy = describe_legacy_megatron(folder, names)
     orbax = {"_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"}
     known = (
@@ -85,10 +83,6 @@ def describe_foreign(folder: Path, names: Collection[str]) -> str:
             "a checkpoint of DeepSpeed without ZeRO partitions: convert each of its files by its path",
         ),
         (bool(legacy), legacy),
-        (
-            several or "pytorch_model.bin" in names,
-            f"a Hugging Face folder of .bin files, which are pickles: {pickles}",
-        ),
         (
             bool(orbax & set(names)),
             "a checkpoint of Orbax (JAX), which is not read here: write its arrays as safetensors",

@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 
 #: What files are called that may be a checkpoint of their own; what they are, their content says.
 FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors", ".gguf")
+#: A model of the Hub as a pickle.
+_BIN = "pytorch_model.bin"
 #: Any of these says that the folder that has it is one checkpoint, or was to be.
 _MARKS = frozenset(
     {
         *(MARKER_NAME, RECORD_NAME, ".metadata", "_CHECKPOINT_METADATA", "manifest.ocdbt", "saved_model.pb"),
-        *(*HUB_FILES, "pytorch_model.bin.index.json", "metadata.pkl"),
+        *(*HUB_FILES, _BIN, f"{_BIN}.index.json", "metadata.pkl"),
     }
 )
 #: Data files of DCP, Megatron and (safetensors, 1), DeepSpeed's, the Hub's, of several, and the folders of ranks of
@@ -84,13 +86,14 @@ def _list_inside(
 def is_marked(names: Iterable[str]) -> bool:
     """Return whether what is in a folder says that the folder is one checkpoint, or was to be.
 
-    ``model.safetensors`` does not, where nothing but it does, and other files that may be checkpoints are beside it.
+    ``model.safetensors`` and ``pytorch_model.bin`` do not, where nothing but one of them does, and other files that may
+    be checkpoints are beside it.
     """
     names = [*names]
     marks = {name for name in names if name in _MARKS or _PARTS.fullmatch(name)}
     if not marks:
         return lacks_weights(names) or bool(find_trainer_parts(names))
-    if marks != {HUB_WEIGHTS} or HUB_CONFIG in names:
+    if len(marks) > 1 or not marks <= {HUB_WEIGHTS, _BIN} or HUB_CONFIG in names:
         return True
     return not any(name.endswith(FILE_SUFFIXES) and not is_of_training(name) for name in {*names} - marks)
 

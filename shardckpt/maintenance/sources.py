@@ -41,15 +41,18 @@ from shardckpt.huggingface import (
     TorchFileLoadStrategy,
     check_folder,
     check_weights,
+    find_torch_weights,
     header_length,
     is_archive,
     is_torch_file,
     name_for_trainer,
     read_all_of_folder,
+    read_folder_config,
     review_folder,
     review_others,
 )
 from shardckpt.maintenance.foreign import describe_file, describe_folder
+from shardckpt.maintenance.inside import is_marked
 from shardckpt.manifest import (
     TRAINER_STATE,
     Manifest,
@@ -73,7 +76,7 @@ from shardckpt.strategy import ChecksFiles, LoadContext, find_error
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -189,9 +192,12 @@ def _rename(opened: OpenCheckpoint, rename: Mapping[str, str]) -> OpenCheckpoint
 def read_hub_config(location: Path, plugins: PluginManager) -> dict[str, Any] | None:
     """Return the ``config.json`` of a Hugging Face folder, empty without one; None for something else."""
     # what is damaged is an error where it is read, or none
-    found = _recognise(location, plugins, skip_damaged=True)
-    with _open(location, *found, plugins, Reading(check=False, skip_damaged=True)) as opened:
-        return opened.strategy.folder.config if isinstance(opened.strategy, HuggingFaceLoadStrategy) else None
+    place, manifest, strategy = _recognise(location, plugins, skip_damaged=True)
+    with _open(location, place, manifest, strategy, plugins, Reading(check=False, skip_damaged=True)):
+        if isinstance(strategy, HuggingFaceLoadStrategy):
+            return strategy.folder.config
+        is_of_hub = isinstance(strategy, TorchFileLoadStrategy) and not location.is_file()
+        return read_folder_config(place) if is_of_hub else None
 
 
 @contextmanager
@@ -281,9 +287,7 @@ def check_source(location: Path, plugins: PluginManager, error: CheckpointingExc
         CheckpointingException: What lists the files is damaged.
     """
     if location.is_file():
-        with open_source(location, plugins) as opened:
-            strategy, reader = opened.strategy, opened.context.reader
-            return check_all_files(strategy, reader, location, plugins) if isinstance(strategy, ChecksFiles) else {}
+        return _check_opened(location, plugins)
     place = open_directory(location)
     if not place.is_dir():
         raise error
@@ -291,9 +295,8 @@ def check_source(location: Path, plugins: PluginManager, error: CheckpointingExc
         return _check_folder(place, location, plugins)
     except NotACheckpointError:
         names = {*list_entries(place)}
-        if find_files(place, names) is not None:
-            with open_source(location, plugins) as opened:
-                return check_all_files(opened.strategy, opened.context.reader, location, plugins)  # type: ignore[arg-type]
+        if recognise_files(place, names) is not None:
+            return _check_trainer_step(place, location, plugins) | _check_opened(location, plugins)
         if parts := find_trainer_parts(names):
             lost = explain_lost_model(parts)
             found = {lost.partition(" ")[0]: Checked(CorruptCheckpointError(lost))} if lost else {}
@@ -302,14 +305,18 @@ def check_source(location: Path, plugins: PluginManager, error: CheckpointingExc
         raise (NotACheckpointError(f"{location} is {what}") if what else error) from None
 
 
+def _check_opened(location: Path, plugins: PluginManager) -> dict[str, Checked]:
+    """Check the files that a strategy reads."""
+    with open_source(location, plugins) as opened:
+        strategy, reader = opened.strategy, opened.context.reader
+        return check_all_files(strategy, reader, location, plugins) if isinstance(strategy, ChecksFiles) else {}
+
+
 def _check_part(url: str, plugins: PluginManager) -> dict[str, Checked]:
     """Check a checkpoint in the folder of a Trainer's step; its files are named from there."""
     location, name = locate(url, plugins), url.rpartition("/")[2]
     try:
-        with open_source(location, plugins) as opened:
-            if not isinstance(opened.strategy, ChecksFiles):
-                return {}
-            found = check_all_files(opened.strategy, opened.context.reader, location, plugins)
+        found = _check_opened(location, plugins)
     except CheckpointReplacedError:
         raise
     except CheckpointingException as exc:
@@ -506,6 +513,17 @@ def recognise_file(
     raise NotACheckpointError(f"{path} is {what}")
 
 
+def recognise_files(place: Path, names: Collection[str]) -> DeepSpeedLoadStrategy | TorchFileLoadStrategy | None:
+    """Return what reads a folder of files of ``torch.save``: DeepSpeed's, or a model of the Hub; None if it is none.
+
+    Raises:
+        CorruptCheckpointError: An index is damaged.
+    """
+    if (files := find_files(place, names)) is not None:
+        return DeepSpeedLoadStrategy(files)
+    return find_torch_weights(place, names) if is_marked(names) else None  # or a file as the others there
+
+
 def _open_folder(
     location: Path, error: CheckpointingException, *, skip_damaged: bool
 ) -> tuple[LoadStrategy, Path] | None:
@@ -517,9 +535,8 @@ def _open_folder(
         return read_all_of_folder(place, skip_damaged=skip_damaged)
     except NotACheckpointError:
         names = {*list_entries(place)}
-        found = find_files(place, names)
-        if found is not None:
-            return DeepSpeedLoadStrategy(found), place
+        if (found := recognise_files(place, names)) is not None:
+            return found, place
         what = describe_folder(place, names)
         if not what:
             return None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from shardckpt import settings
 from shardckpt.commit import is_under_way
-from shardckpt.deepspeed import DeepSpeedLoadStrategy, find_files
+from shardckpt.deepspeed import DeepSpeedLoadStrategy
 from shardckpt.distributed import Comm
 from shardckpt.engine import find_incomplete_files, find_save_time, is_damage, locate, measure, name_library
 from shardckpt.errors import (
@@ -36,6 +36,7 @@ from shardckpt.maintenance import (
     list_local_names,
     list_stored_names,
     recognise_file,
+    recognise_files,
 )
 from shardckpt.manager.marks import find_mark, find_mark_of
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
@@ -369,8 +370,8 @@ def _describe_unmarked(
         return replace(summary, state="damaged", library="Hugging Face", reason=lost)
     elif parts:
         summary = replace(summary, state="whole", library="Hugging Face", reason=f"its model is in {parts[0]}")
-    elif (described := _describe_deepspeed(directory, summary, names)) is not None:
-        return described
+    elif (described := _describe_torch_files(directory, summary, names)) is not None:
+        summary = described
     else:
         return _describe_rest(directory, summary, names, error)
     return _add_training(summary, directory, names, plugins)
@@ -414,9 +415,7 @@ def _describe_rest(
     directory: Path, summary: CheckpointSummary, names: list[str], error: CannotLoadError
 ) -> CheckpointSummary:
     """Return the summary of a directory that no reader reads: of a known format, a folder of others, a dead save."""
-    # one .bin file is read by its path: it is in its folder as a checkpoint is
-    is_one_file = "pytorch_model.bin" in names and "pytorch_model.bin.index.json" not in names
-    if not is_one_file and (what := describe_foreign(directory, names)):
+    if what := describe_foreign(directory, names):
         return replace(summary, state="unreadable", reason=what)
     is_data = is_under_way(directory) or is_marked(names)
     inside = 0 if is_data else _count_inside(directory)
@@ -433,24 +432,28 @@ def _count_inside(directory: Path) -> int:
     return 0 if remote.listing is None else count_inside(list_stored_names(remote.listing))
 
 
-def _describe_deepspeed(directory: Path, summary: CheckpointSummary, names: list[str]) -> CheckpointSummary | None:
-    """Return the summary of a checkpoint of DeepSpeed, as its files' directories and pickles say; None if it is none.
+def _describe_torch_files(directory: Path, summary: CheckpointSummary, names: list[str]) -> CheckpointSummary | None:
+    """Return the summary of a folder of files of ``torch.save``, DeepSpeed's or the Hub's; None if it is none.
 
-    It has no index: only these say whether a file was cut.
+    Their directories and pickles are read: nothing else says whether a file was cut.
     """
     place = open_directory(directory)
-    summary = replace(summary, strategy=DeepSpeedLoadStrategy.backend, library="DeepSpeed")
     try:
-        files = find_files(place, names)
-        if files is None:
+        strategy = recognise_files(place, names)
+        if strategy is None:
             return None
-        strategy = DeepSpeedLoadStrategy(files)
+        library = "DeepSpeed" if isinstance(strategy, DeepSpeedLoadStrategy) else "Hugging Face"
+        summary = replace(summary, strategy=strategy.backend, library=library)
         manifest = Manifest(backend=strategy.backend, version=strategy.version)
         with CheckpointReader(place, manifest, verify=False) as reader:
-            step = strategy.read_step(LoadContext(reader, Comm(alone=True)))
+            if isinstance(strategy, DeepSpeedLoadStrategy):
+                step = strategy.read_step(LoadContext(reader, Comm(alone=True)))
+                summary = replace(summary, step=summary.step if step is None else step)
+            else:
+                strategy.list_files(reader)
     except (CheckpointingException, OSError) as exc:
         return _add_failure(summary, exc, directory)
-    return replace(summary, state="whole", step=summary.step if step is None else step)
+    return replace(summary, state="whole")
 
 
 def _add_failure(summary: CheckpointSummary, error: Exception, directory: Path) -> CheckpointSummary:

@@ -42,9 +42,8 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _flip(root / "flipped" / "step-2" / "__0_0.distcp")
     (root / "lost" / "step-2" / "metadata.json").unlink()
     (root / "empty").mkdir()
-    (root / "unread" / "bins").mkdir(parents=True)
-    for name in ("pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin"):
-        (root / "unread" / "bins" / name).write_text("{}")
+    (root / "unread" / "orbax").mkdir(parents=True)
+    (root / "unread" / "orbax" / "_CHECKPOINT_METADATA").write_text("{}")
     return root
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: What is a checkpoint in the folder, at any depth.
 DEEP = {
     *(f"team/run-{run}/step-{step}" for run in ("a", "b") for step in (1, 2)),
-    *("team/run-b/last.ckpt", "team/hub", "bin/pytorch_model.bin", "lightning/epoch=3-step=100.ckpt"),
+    *("team/run-b/last.ckpt", "team/hub", "bin", "lightning/epoch=3-step=100.ckpt"),
     *("plain", "loose.pt", "weights.safetensors", "shards", "legacy/iter_0000100"),
 }
 
@@ -49,7 +49,9 @@ def zoo(tmp_path: Path) -> Path:
         *("shards/pytorch_model-00001-of-00001.bin", "legacy/iter_0000100/mp_rank_00/model_optim_rng.pt"),
     ):
         torch.save(tensors, tmp_path / file)
-    (tmp_path / "shards" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {}}))
+    (tmp_path / "shards" / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"weight_map": {"w": "pytorch_model-00001-of-00001.bin"}})
+    )
     (tmp_path / "logs" / "train.log").write_text("loss")
     dcp.save(tensors, checkpoint_id=tmp_path / "plain", no_dist=True)
     (tmp_path / "team" / "loop").symlink_to("loop")
@@ -62,15 +64,14 @@ def test_ls_counts_what_is_in_folders(zoo: Path, capsys: pytest.CaptureFixture[s
     out = capsys.readouterr().out
     said = {line.split()[0]: line for line in out.splitlines()}
     assert said["team"].endswith("a folder of 6 checkpoints")
-    assert said["bin"].endswith("a folder of 1 checkpoint")
-    assert said["shards"].split("  ")[-1].startswith("unreadable: a Hugging Face folder of .bin files")
+    assert said["bin"].endswith("whole")
+    assert said["shards"].endswith("whole")
     assert said["empty"].endswith("no checkpoint: an empty directory")
     assert said["loose.pt"].endswith("whole")
-    assert f"9 more in 4 folders, by the names of files: `shardckpt ls -r {zoo}` lists them" in out
+    assert f"8 more in 3 folders, by the names of files: `shardckpt ls -r {zoo}` lists them" in out
     main(["ls", str(zoo), "--json"])
     assert {each["name"]: each["inside"] for each in json.loads(capsys.readouterr().out) if each["inside"]} == {
         "team": 6,
-        "bin": 1,
         "lightning": 1,
         "legacy": 1,
     }
@@ -78,11 +79,11 @@ def test_ls_counts_what_is_in_folders(zoo: Path, capsys: pytest.CaptureFixture[s
 
 def test_ls_lists_folders_in_folders(zoo: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With -r each checkpoint has a row, by its path; the count of a folder is that of its rows."""
-    assert main(["ls", "-r", str(zoo), "--json"]) == 1  # two are of formats that are not read
+    assert main(["ls", "-r", str(zoo), "--json"]) == 1  # one is of a format that is not read
     found = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
     assert found.keys() == DEEP | {"empty", "logs"}
-    assert {name for name, each in found.items() if each["state"] == "unreadable"} == {"shards", "legacy/iter_0000100"}
-    assert {each["state"] for name, each in found.items() if name.startswith(("team", "bin"))} == {"whole"}
+    assert {name for name, each in found.items() if each["state"] == "unreadable"} == {"legacy/iter_0000100"}
+    assert {each["state"] for name, each in found.items() if name.startswith(("team", "bin", "shards"))} == {"whole"}
     assert all(each["path"] == f"{zoo}/{name}" for name, each in found.items())
 
 

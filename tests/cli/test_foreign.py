@@ -84,11 +84,12 @@ def test_a_file_of_torch_save_is_inspected_and_verified(
 
 def test_what_is_nothing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder and a file that are not read here are errors that say what they are."""
-    (tmp_path / "pytorch_model.bin").write_text("x")
+    (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
+    (tmp_path / "notes.pt").write_text("x")
     for verb in ("inspect", "verify"):
         assert main([verb, str(tmp_path)]) == 2
-        assert "a Hugging Face folder of .bin files" in capsys.readouterr().err
-        assert main([verb, str(tmp_path / "pytorch_model.bin")]) == 2
+        assert "a checkpoint of Orbax (JAX), which is not read here" in capsys.readouterr().err
+        assert main([verb, str(tmp_path / "notes.pt")]) == 2
         assert "of no format that is known here" in capsys.readouterr().err
 
 
@@ -141,6 +142,42 @@ def test_a_trainers_optimizer_beside_a_model_is_seen(
     assert "damaged: 1 of 3 files" in capsys.readouterr().out
     assert main(["ls", str(folder)]) == 1
     assert "damaged: optimizer.pt is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("many", [1, 2])
+def test_a_folder_of_pickled_weights_is_one_checkpoint(
+    many: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that transformers saved as .bin, in a file or several with their index, is read, and converted whole."""
+    folder, new = tmp_path / "old", tmp_path / "new"
+    folder.mkdir()
+    files = ["pytorch_model.bin"] if many == 1 else [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
+    weights = {"a.w": torch.ones(3), "b.w": torch.zeros(2, 2)}
+    weight_map = dict(zip(weights, [*files, *files], strict=False))
+    for file in files:
+        torch.save({name: weights[name] for name in weights if weight_map[name] == file}, folder / file)
+    if many > 1:
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    for verb in ("ls", "verify"):
+        assert main([verb, str(folder), "--json"]) == 0
+    assert main(["convert", str(folder), str(new), "--to", "hf"]) == 0
+    assert {path.name for path in new.iterdir()} == {"config.json", "model.safetensors"}
+    assert main(["diff", str(folder), str(new), "--tensors-only"]) == 0
+    capsys.readouterr()
+    (folder / files[-1]).write_bytes((folder / files[-1]).read_bytes()[:-500])
+    for verb in ("ls", "verify"):
+        assert main([verb, str(folder)]) == 1
+        assert files[-1] in capsys.readouterr().out
+
+
+def test_the_index_of_pickled_weights_is_held_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that lacks a tensor which the index says is in it is damaged, and named."""
+    torch.save({"a": torch.ones(3)}, tmp_path / "pytorch_model-00001-of-00001.bin")
+    weight_map = dict.fromkeys(("a", "b"), "pytorch_model-00001-of-00001.bin")
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "does not have the tensors that the index names: b" in capsys.readouterr().out
 
 
 def test_loose_files_beside_a_model_are_not_hidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

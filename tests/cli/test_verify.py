@@ -324,17 +324,17 @@ def test_verify_says_in_its_answer_why_there_are_no_files(
     tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each row of the table has the reason; of one path, too, which a log of standard output alone must show."""
-    half, bins = tmp_path / "step-2", tmp_path / "bins"
-    for path in (half, bins):
+    half, orbax = tmp_path / "step-2", tmp_path / "orbax"
+    for path in (half, orbax):
         path.mkdir()
     (half / "__0_0.distcp").write_bytes((checkpoint / "__0_0.distcp").read_bytes())
-    (bins / "pytorch_model.bin").write_bytes(b"")
-    assert main(["verify", str(checkpoint), str(half), str(bins)]) == 2
+    (orbax / "_CHECKPOINT_METADATA").write_bytes(b"")
+    assert main(["verify", str(checkpoint), str(half), str(orbax)]) == 2
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert (
         rows[str(half)].partition("  -  ")[2].lstrip(" -").startswith("incomplete: not a distributed checkpoint, or ")
     )
-    assert "  unreadable: a Hugging Face folder of .bin files, which are pickles: " in rows[str(bins)]
+    assert "  unreadable: a checkpoint of Orbax (JAX), which is not read here: " in rows[str(orbax)]
     assert main(["verify", str(half)]) == 1
     shown = capsys.readouterr()
     assert (shown.out.startswith(f"{half}: incomplete: not a distributed checkpoint, or "), shown.err) == (True, "")

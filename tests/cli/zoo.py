@@ -37,6 +37,7 @@ SOUND = {
     "deepspeed/universal": "DeepSpeed",
     "torch_checkpointing/step-1": "torch_checkpointing",
     "hub/llama": "Hugging Face",
+    "bin": "Hugging Face",
     "lightning/epoch=3-step=100.ckpt": "torch.save",
     "model.pt": "torch.save",
     "weights.safetensors": "safetensors",
@@ -58,7 +59,7 @@ SEEN_AT_A_GLANCE = {
     "llama/step-600": "incomplete",
 }
 #: What no verb reads, by its path, with its state.
-OTHERS = {"bin": "unreadable", "logs": "other"}
+OTHERS = {"orbax": "unreadable", "logs": "other"}
 
 
 def make_zoo(root: Path) -> None:
@@ -85,7 +86,10 @@ def make_zoo(root: Path) -> None:
     torch.save({"state_dict": tensors, "epoch": 3}, root / "lightning" / "epoch=3-step=100.ckpt")
     (root / "bin").mkdir()
     torch.save(tensors, root / "bin" / "pytorch_model-00001-of-00001.bin")
-    (root / "bin" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {}}))
+    weight_map = dict.fromkeys(tensors, "pytorch_model-00001-of-00001.bin")
+    (root / "bin" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (root / "orbax").mkdir()
+    (root / "orbax" / "_CHECKPOINT_METADATA").write_text("{}")
     (root / "logs").mkdir()
     (root / "logs" / "train.log").write_text("loss")
     _damage(root)

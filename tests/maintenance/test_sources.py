@@ -32,13 +32,6 @@ def make_script(path: Path) -> None:
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
 
 
-def make_bin_folder(path: Path) -> None:
-    """A Hugging Face folder of pickles."""
-    path.mkdir()
-    (path / "config.json").write_text("{}")
-    torch.save({"w": torch.ones(2)}, path / "pytorch_model.bin")
-
-
 def make_folder_of_checkpoints(path: Path) -> None:
     """A folder with a Hugging Face folder in it."""
     (path / "step-5").mkdir(parents=True)
@@ -68,7 +61,6 @@ def make_legacy_megatron(path: Path) -> None:
     [
         (make_deepspeed_folder, 'a folder of checkpoints: give one, such as the latest, "global_step5"'),
         (make_script, r"TorchScript archive.*state_dict\(\)"),
-        (make_bin_folder, r"folder of \.bin files.*convert pytorch_model\.bin"),
         (
             make_folder_of_checkpoints,
             'folder of 1 checkpoint: give one, such as "step-5"; `shardckpt ls -r .*` lists them',

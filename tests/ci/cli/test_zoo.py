@@ -92,7 +92,7 @@ def test_tables_fit_a_terminal(
     monkeypatch.chdir(zoo)
     for verb in ("ls", "verify"):
         main([verb, "-r", "."])
-        found = capsys.readouterr().out.partition("checkpoint  ")[2].partition("\n24 checkpoints")[0].splitlines()
+        found = capsys.readouterr().out.partition("checkpoint  ")[2].partition("\n25 checkpoints")[0].splitlines()
         assert len(found) > len(SOUND)
         assert [line for line in found if len(line) > width] == []
 
@@ -104,9 +104,9 @@ def test_verify_finds_all_damage(
     """One command reads all of it, and finds what was damaged and nothing else."""
     root = str(zoo) if where == "folder" else request.getfixturevalue("bucket")
     code, found = _ask(capsys, "verify", "-r", root)
-    assert code == 2  # the folder of .bin files is one that it cannot answer for
+    assert code == 2  # Orbax's is one that it cannot answer for
     codes = {each["checkpoint"].removeprefix(f"{root}/"): each["exit_code"] for each in found if not each["skipped"]}
-    expected = dict.fromkeys(SOUND, 0) | dict.fromkeys(DAMAGED, 1) | {"bin": 2}
+    expected = dict.fromkeys(SOUND, 0) | dict.fromkeys(DAMAGED, 1) | {"orbax": 2}
     assert codes == {path: code for path, code in expected.items() if where == "folder" or path not in FILES}
 
 
