@@ -138,6 +138,10 @@ def _find_notes(given: dict[str, Any]) -> list[SettingFault]:
         notes["hf_mapping"] = f"{code} is code, and was not run: a training runs it at its start"
     if given.get("links") and "://" in str(folder := given.get("folder", "")):
         notes["links"] = f"{mask_password(str(folder))} is on a store, which has none"
+    if given.get("enable_checkpoint") is False:
+        notes["enable_checkpoint"] = "the manager saves and loads nothing"
+    if given.get("on_busy") == "skip" and given.get("async_mode", "disabled") == "disabled":
+        notes["on_busy"] = "no step is skipped, since each save has ended before the next: async_mode is disabled"
     return [make_fault(given, name, f"{name}: {text}") for name, text in notes.items()]
 
 

@@ -27,7 +27,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.exit_codes import FINE, FOUND
-from shardckpt.cli.output import Output
+from shardckpt.cli.output import Output, add_verbose
 from shardckpt.cli.renames import add_rename_option, read_renames
 
 if TYPE_CHECKING:
@@ -63,11 +63,6 @@ def add(verbs: Any) -> None:
     parser.add_argument("target", metavar="DST", help="what to write: absent or empty, or see --overwrite")
     add_target_options(parser)
     parser.set_defaults(reads=("source",), writes="target", run=run)
-
-
-def add_verbose(parser: Any, help: str) -> None:  # noqa: A002 - as argparse calls it
-    """Add the option that shows more than a line of what was done."""
-    parser.add_argument("-v", "--verbose", action="store_true", help=help)
 
 
 def add_target_options(parser: Any) -> None:

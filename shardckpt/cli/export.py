@@ -14,13 +14,12 @@ from shardckpt.cli.convert import (
     add_cast_options,
     add_mapping_options,
     add_skip_option,
-    add_verbose,
     describe_damaged,
     read_hub_options,
 )
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.folders import named_folders
-from shardckpt.cli.output import Output
+from shardckpt.cli.output import Output, add_verbose
 from shardckpt.cli.renames import add_rename_option
 from shardckpt.errors import ConfigurationError
 

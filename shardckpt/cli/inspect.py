@@ -17,10 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.cli.colour import paint
-from shardckpt.cli.convert import add_verbose
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.header import read_header
-from shardckpt.cli.output import Output
+from shardckpt.cli.output import Output, add_verbose
 from shardckpt.cli.renames import add_rename_option, read_renames
 from shardckpt.cli.table import grouped_table, table
 from shardckpt.errors import (

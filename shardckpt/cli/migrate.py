@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardckpt.cli.convert import PROOF_HELP, add_verbose, describe_conversion, parse_target
-from shardckpt.cli.output import Output
+from shardckpt.cli.convert import PROOF_HELP, describe_conversion, parse_target
+from shardckpt.cli.output import Output, add_verbose
 
 
 def add(verbs: Any) -> None:

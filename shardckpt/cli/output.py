@@ -161,3 +161,8 @@ class _Formatter(logging.Formatter):
         if isinstance(record.args, tuple):
             record.args = tuple(escape_text(each) if isinstance(each, str) else each for each in record.args)
         return fit_line(escape_text(super().format(record), _LAYOUT), sys.stderr)
+
+
+def add_verbose(parser: Any, help: str) -> None:  # noqa: A002 - as argparse calls it
+    """Add the option that shows more than a line of what was done."""
+    parser.add_argument("-v", "--verbose", action="store_true", help=help)

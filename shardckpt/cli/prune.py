@@ -35,10 +35,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.cli.cells import cut, measure
-from shardckpt.cli.convert import add_verbose
 from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
 from shardckpt.cli.folders import refuse_checkpoint, refuse_lost_link
-from shardckpt.cli.output import Output
+from shardckpt.cli.output import Output, add_verbose
 from shardckpt.cli.table import fit_table
 from shardckpt.errors import CheckpointingException, format_many, listed
 

@@ -102,6 +102,8 @@ class Answer:
     is_unwritten: bool = False
     #: The verdict, if it was to be kept and could be.
     mark: Mark | None = None
+    #: Why nothing that is installed reads it, though its bytes are as they were written; ``""`` if something does.
+    unread: str = ""
 
 
 def run(options: Any) -> Output:
@@ -166,7 +168,7 @@ def check(
     Returns:
         What was found; an error that is a checkpoint's, or a store's, is in it.
     """
-    from shardckpt.maintenance import INTACT, NO_ANSWER, get_exit_code, has_digests, verify_checkpoint
+    from shardckpt.maintenance import INTACT, NO_ANSWER, find_refusal, get_exit_code, has_digests, verify_checkpoint
     from shardckpt.manager import NotMarkedError, identify_save, mark_checkpoint
 
     try:
@@ -198,7 +200,8 @@ def check(
                 unmarked, is_unwritten = str(exc), True
     except CheckpointingException as exc:
         return judge_error(exc, path)
-    return Answer(path, files, code, unmarked=unmarked, is_unwritten=is_unwritten, mark=verdict)
+    unread = find_refusal(path) if code == INTACT else ""
+    return Answer(path, files, NO_ANSWER if unread else code, None, unmarked, is_unwritten, verdict, unread)
 
 
 def judge_error(error: CheckpointingException, path: str) -> Answer:
@@ -233,7 +236,8 @@ def _describe(answers: Sequence[Answer]) -> Iterator[str]:
             rows = [(r.name, r.nbytes, _said(r, answer.path)) for r in shown]
             lines += fit_table(("file", "bytes", "result"), rows, [*map(_find_file_style, shown)])
         if answer.error is None and (shown or not several):
-            summary = paint(f"{escape_text(answer.path)}: {_summary(answer.files)}", _find_style(answer))
+            unread = f"; nothing here reads it: {answer.unread}" if answer.unread else ""
+            summary = paint(escape_text(f"{answer.path}: {_summary(answer.files)}{unread}"), _find_style(answer))
             # of several, each table has its checkpoint's name above it
             yield from [summary, *lines] if several else [*lines, summary]
         elif not several and answer.exit_code != FAILED:
@@ -267,7 +271,8 @@ def _name_verdict(answer: Answer) -> str:
     from shardckpt.maintenance import INTACT, get_exit_code, has_digests
 
     if answer.error is None and get_exit_code(answer.files) == INTACT:
-        return "intact" if has_digests(answer.files) else _name_checks(answer.files)
+        said = "intact" if has_digests(answer.files) else _name_checks(answer.files)
+        return f"{said}, and unreadable here" if answer.unread else said
     if answer.exit_code == FAILED:
         return "unreadable"
     return "incomplete" if isinstance(answer.error, IncompleteCheckpointError) else "damaged"
@@ -277,14 +282,14 @@ def explain_verdict(answer: Answer) -> str:
     """Return the verdict, and why there are no results of files, if so."""
     verdict = _name_verdict(answer)
     if answer.error is None:
-        return verdict
+        return f"{verdict}: {answer.unread}" if answer.unread else verdict
     return f"{verdict}: {_shorten_error(answer.error, answer.path)}"
 
 
 def _find_style(answer: Answer) -> Style:
     if isinstance(answer.error, IncompleteCheckpointError) and answer.exit_code != FAILED:
         return "partial"
-    return "good" if _name_verdict(answer).startswith("intact") else "bad"
+    return "good" if _name_verdict(answer).startswith("intact") and not answer.unread else "bad"
 
 
 def _find_file_style(result: FileResult) -> Style:
@@ -299,6 +304,7 @@ def _make_row(answer: Answer) -> dict[str, Any]:
         "exit_code": answer.exit_code,
         "error": None if answer.error is None else str(answer.error),
         "unmarked": answer.unmarked,
+        "unread": answer.unread,
         "skipped": "",
         "files": answer.files,
     }

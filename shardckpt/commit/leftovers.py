@@ -156,12 +156,15 @@ def remove_tree(path: Path) -> None:
 
 
 def remove_free(
-    leftovers: Iterable[Leftover], why_kept: Callable[[Leftover], str] = why_kept
+    leftovers: Iterable[Leftover],
+    why_kept: Callable[[Leftover], str] = why_kept,
+    report: Callable[[Exception], None] = lambda _: None,
 ) -> list[tuple[Leftover, str]]:
     """Remove the leftovers that may be removed; log a warning for each whose removal fails.
 
     Args:
         why_kept: Returns why one must stay; ``""`` if it may be removed.
+        report: Called with the error of each whose removal fails.
 
     Returns:
         The leftovers that must stay, each with the reason.
@@ -180,6 +183,7 @@ def remove_free(
                 logger.info("removed %s, which an interrupted save or removal had left", leftover.path)
         except (CheckpointingException, OSError) as exc:
             logger.warning("%s", exc)
+            report(exc)
     return kept
 
 

@@ -231,8 +231,8 @@ def find_local(text: str) -> Path | None:
     cut = _CUT_URL.match(text)
     if cut and not os.path.lexists(cut[1]):
         raise StorageError(
-            f"{text} looks like a URL in which pathlib has replaced two slashes by one: give URLs as str, not as Path "
-            f"(a local directory of that name can be given as ./{text})"
+            f"{text} looks like a URL that lacks a slash: give {text.replace(':/', '://', 1)}, in Python as str, since "
+            f"pathlib replaces two slashes by one (a local directory of that name can be given as ./{text})"
         )
     return _make_path(os.path.realpath(expand_home(text)))
 

@@ -287,7 +287,7 @@ def find_saver(strategy: Any, plugins: PluginManager, others: Collection[str] = 
     if isinstance(strategy, SaveStrategy):
         check_key(*get_strategy_key(strategy))
         return strategy
-    backend, version = plugins.registry.default if strategy is None else parse_key(strategy)
+    backend, version = plugins.find_default() if strategy is None else parse_key(strategy)
     for entry in plugins.registry.entries(StrategyAction.SAVE_SHARDED, backend):
         if version in (None, entry.version):
             return entry.create()  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
+import time
 from typing import TYPE_CHECKING, ClassVar
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
@@ -151,6 +152,7 @@ class PrometheusListener:
     - ``shardckpt_last_failure_timestamp_seconds{operation, phase, error}``: when one last failed, in which phase
       (``""`` for none), and with which class of error, ``StorageError``.
     - ``shardckpt_in_flight{operation}``: operations that have begun and not ended, saves in the background among them.
+    - ``shardckpt_in_flight_since_timestamp_seconds{operation}``: when the oldest of these began; absent without one.
     - ``shardckpt_blocked_seconds{operation}``, a histogram: what the training waited for each; old steps are removed
       behind the training.
     - ``shardckpt_written_bytes_per_second{operation}``: of the last phase ``writing``.
@@ -216,8 +218,6 @@ class PrometheusListener:
                 "shardckpt_other_jobs", "Other jobs that were met in the folder of this one's saves", registry=registry
             ),
         }
-        for operation in ("save", "load", "prune"):
-            self._failures.labels(operation)
         self._failure = Gauge(
             "shardckpt_last_failure_timestamp_seconds",
             "When an operation last failed, where, and with which error",
@@ -226,6 +226,12 @@ class PrometheusListener:
         )
         self._in_flight = Gauge(
             "shardckpt_in_flight", "Operations that have begun and not ended", ("operation",), registry=registry
+        )
+        self._since = Gauge(
+            "shardckpt_in_flight_since_timestamp_seconds",
+            "When the oldest operation began that has not ended; absent without one",
+            ("operation",),
+            registry=registry,
         )
         self._blocked = Histogram(
             "shardckpt_blocked_seconds",
@@ -240,8 +246,12 @@ class PrometheusListener:
             ("operation",),
             registry=registry,
         )
-        #: The operations in flight by their numbers: one that began before this listener was there does not count.
-        self._open: dict[str, set[int]] = {}
+        #: When the operations in flight began, by their numbers, oldest first: one that began before this listener was
+        #: there does not count.
+        self._open: dict[str, dict[int, float]] = {}
+        for operation in ("save", "load", "prune"):
+            self._failures.labels(operation)
+            self._show_in_flight(operation)
         if folder is not None:
             registry.register(_FolderCollector(locate(folder, get_plugin_manager())))
 
@@ -249,7 +259,7 @@ class PrometheusListener:
     def shardckpt_event(self, event: Event) -> None:
         """Count the end or failure of an operation or phase."""
         if event.state == "start" and not event.phase:
-            self._open.setdefault(event.operation, set()).add(event.number)
+            self._open.setdefault(event.operation, {})[event.number] = time.time()
             self._show_in_flight(event.operation)
         if event.state in self._incidents:
             self._incidents[event.state].inc()
@@ -260,7 +270,7 @@ class PrometheusListener:
         if event.phase:
             self._phases.labels(event.operation, event.phase, event.state).observe(event.seconds)
             return
-        self._open.get(event.operation, set()).discard(event.number)
+        self._open.get(event.operation, {}).pop(event.number, None)
         self._show_in_flight(event.operation)
         self._blocked.labels(event.operation).observe(event.blocked)
         self._seconds.labels(event.operation, event.state).observe(event.seconds)
@@ -273,4 +283,9 @@ class PrometheusListener:
             failure.set_to_current_time()
 
     def _show_in_flight(self, operation: str) -> None:
-        self._in_flight.labels(operation).set(len(self._open.get(operation, ())))
+        begun = [*self._open.get(operation, {}).values()]
+        self._in_flight.labels(operation).set(len(begun))
+        if begun:
+            self._since.labels(operation).set(begun[0])
+        else:
+            self._since.remove(operation)

@@ -39,6 +39,7 @@ from shardckpt.maintenance.verify import DAMAGED as DAMAGED
 from shardckpt.maintenance.verify import INTACT as INTACT
 from shardckpt.maintenance.verify import NO_ANSWER as NO_ANSWER
 from shardckpt.maintenance.verify import FileResult as FileResult
+from shardckpt.maintenance.verify import find_refusal as find_refusal
 from shardckpt.maintenance.verify import get_exit_code as get_exit_code
 from shardckpt.maintenance.verify import has_digests as has_digests
 from shardckpt.maintenance.verify import verify_checkpoint as verify_checkpoint

@@ -276,6 +276,19 @@ def get_exit_code(results: Sequence[FileResult], *, require_digests: bool = Fals
     return DAMAGED if require_digests and not has_digests(own) else INTACT
 
 
+def find_refusal(directory: str | os.PathLike[str]) -> str:
+    """Return why no installed strategy reads a checkpoint, as ``ls`` says it; ``""`` if one does, or it has none."""
+    plugins = get_plugin_manager()
+    try:
+        place = locate(directory, plugins)
+        choose_reader(place, hold_checkpoint(place, plugins)[1], plugins)
+    except (NotACheckpointError, IncompleteCheckpointError):  # another library's, which has been read
+        return ""
+    except CannotLoadError as exc:
+        return str(exc).splitlines()[0].removeprefix(f"{place} ")
+    return ""
+
+
 def has_digests(results: Sequence[FileResult]) -> bool:
     """Return whether every file of the checkpoint was compared with a digest."""
     return all(result.checked == "digests" for result in results if not result.foreign)

@@ -367,6 +367,7 @@ def _remove_leftovers(folder: StepFolder, steps: Collection[int] | None = None) 
         for result in clear_unfinished(place, names, folder.plugins, dry_run=False):
             if result.error:
                 logger.warning("%s", result.error)
+                report_failed("prune", place, StorageError(result.error))
             elif result.is_removed:
                 logger.info("removed the objects at %s, which an interrupted save or removal had left", result.path)
         return
@@ -379,6 +380,7 @@ def _remove_leftovers(folder: StepFolder, steps: Collection[int] | None = None) 
     remove_free(
         find_leftovers(place, is_step),
         lambda leftover: explain_kept_leftover(leftover, place / leftover.stem, is_superseded),
+        lambda error: report_failed("prune", place, error),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pluggy
 
 from shardckpt import settings
-from shardckpt.errors import PluginError, ask_nearest, listed
+from shardckpt.errors import PluginError, UnknownBackendError, ask_nearest, listed
 from shardckpt.plugins import hookspecs
 from shardckpt.plugins.entries import USER
 from shardckpt.plugins.registry import StrategyRegistry
@@ -94,6 +94,24 @@ class PluginManager:
 
         nearest = max(map(count_shared, plugins), default=0)
         return [plugin for plugin in plugins if nearest and count_shared(plugin) == nearest]
+
+    def find_default(self) -> tuple[str, int]:
+        """Return backend and version that a save uses if the caller names none.
+
+        Raises:
+            UnknownBackendError: A plugin that is disabled would have registered them.
+            PluginError: None has.
+        """
+        try:
+            return self.registry.default
+        except PluginError:
+            disabled = [plugin.name for plugin in self.broken() if plugin.is_disabled]
+            if not disabled:
+                raise
+            raise UnknownBackendError(
+                f"no default strategy is registered: {settings.DISABLED_PLUGINS} leaves out {listed(disabled)}; take "
+                "it out of that, or name another strategy"
+            ) from None
 
     def faults_text(self) -> str:
         """Return a line for each plugin that does not work, or not all of it, to append to an error."""
