@@ -271,7 +271,7 @@ class Conversion:
         # another library's checkpoint of the same name may be of another dialect, and gets digests
         own = self.saver.backend, self.saver.version
         manifest = reader.manifest
-        if self.rename or self.is_merge or opened.damaged:
+        if self.rename or self.is_merge or self.skip_damaged:
             return  # no copy
         if (manifest.backend, manifest.version) != own or manifest.record is None or self._is_changed:
             return

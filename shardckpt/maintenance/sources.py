@@ -154,7 +154,10 @@ def open_source(location: Path, plugins: PluginManager, how: Reading = _AS_IT_IS
         CheckpointingException: It cannot be read.
     """
     place, manifest, strategy = _recognise(
-        location, plugins, unmarked=how.unmarked, skip_damaged=how.skip_damaged or how.unmarked
+        location,
+        plugins,
+        unmarked=how.unmarked or how.skip_damaged,
+        skip_damaged=how.skip_damaged or how.unmarked,
     )
     check_policy(location, manifest)
     with _open(location, place, manifest, strategy, plugins, how) as opened:
