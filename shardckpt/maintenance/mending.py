@@ -18,8 +18,9 @@ from shardckpt.errors import (
     VersionTooNewError,
     VersionTooOldError,
 )
+from shardckpt.maintenance.unmarked import hold_unmarked
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
-from shardckpt.plugins import choose_reader, hold_checkpoint, open_below, parse_file
+from shardckpt.plugins import choose_reader, open_below, parse_file
 from shardckpt.storage import CheckpointReader, is_there, open_directory, wrap_os_errors
 from shardckpt.strategy import ChecksFiles, LoadContext
 
@@ -69,7 +70,7 @@ def _read_best_description(directory: Path, plugins: PluginManager) -> tuple[Pat
         if is_there(place / MARKER_NAME):
             marker = parse_file(Marker.parse, place / MARKER_NAME, MARKER_LIMIT)
     if marker is None:
-        return hold_checkpoint(directory, plugins)
+        return hold_unmarked(directory, plugins)
     if marker.shardckpt_generation is None:
         return place, Manifest(backend=marker.sharded_backend, version=marker.sharded_backend_version)
     return _read_best_description(open_below(directory, marker.shardckpt_generation, plugins), plugins)

@@ -186,6 +186,30 @@ def test_what_is_read_without_a_file_stays(tmp_path: Path, lost: str, capsys: py
     assert _prune(capsys, tmp_path, "--older-than", 0)["step-1"].startswith("damaged: ")
 
 
+@table("lost", ["", "index.safetensors", "common.safetensors", "rank_0_0.safetensors cut"])
+def test_a_step_without_its_json_files_stays(tmp_path: Path, lost: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where a copy has left both JSON files out, and nothing else, the step stays, and the call that it names reads it.
+
+    Where the index, the common state or data is missing or short, it is a save that did not end.
+    """
+    folders.save_all(tmp_path / "run", 0, 2)
+    source, step, new = tmp_path / "run" / "step-0", tmp_path / "run" / "step-1", str(tmp_path / "new")
+    assert main(["convert", str(source), str(step), "--to", "safetensors"]) == 0
+    for path in step.glob("*.json"):
+        path.unlink()
+    if lost:
+        damage(step / lost.removesuffix(" cut"), "cut by a byte" if lost.endswith(" cut") else "missing")
+    capsys.readouterr()
+    kept = _prune(capsys, tmp_path / "run", "--older-than", 0)["step-1"]
+    assert step.exists() is not bool(lost)
+    if lost:
+        assert kept.startswith("incomplete: ")
+        return
+    assert kept.startswith(f"the data is all there: `shardckpt convert {step} NEW --skip-damaged` writes")
+    assert main(["convert", str(step), new, "--skip-damaged"]) == 0
+    assert main(["diff", str(source), new]) == 0
+
+
 def test_what_cannot_be_read_now_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
