@@ -99,7 +99,8 @@ class ConversionReport:
             for under these keys.
         unmatched: Keys of tensors that match no rule of the mapping, and have kept their names.
         assets: Paths of the files that were copied beside the weights, into a Hugging Face folder.
-        damaged: Names of tensors and objects of the source that could not be read, and so were not written.
+        damaged: Names of tensors and objects of the source that could not be read, and so were not written; of its
+            common state ``"common state"``.
     """
 
     old: tuple[str, int]
