@@ -102,7 +102,7 @@ def add_skip_option(parser: Any) -> None:
     parser.add_argument(
         "--skip-damaged",
         action="store_true",
-        help="do not write tensors that are missing or damaged, and name them; all is read once more, exit code 1",
+        help="do not write what is missing or damaged, and name it; all is read once more, exit code 1 if anything is",
     )
 
 

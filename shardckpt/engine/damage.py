@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardckpt.engine.integrity import is_damage
+from shardckpt.engine.loading import COMMON_STATE
 from shardckpt.engine.progress import Progress
 from shardckpt.engine.streaming import STREAM_BYTES, cut_stored, read_boxes
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError, format_many
@@ -25,7 +26,7 @@ _MOST = STREAM_BYTES // 2
 
 
 def hide_damaged(checkpoint: OpenCheckpoint, lost: Collection[str] = ()) -> OpenCheckpoint:
-    """Return the checkpoint without the tensors and objects that cannot be read. Not collective.
+    """Return the checkpoint without the tensors, objects and common state that cannot be read. Not collective.
 
     Everything is read once, and compared with its digests, or where there are none with the CRC-32 of archives. A
     tensor with one damaged box is damaged. Plugins see the progress as that of ``verify``.
@@ -51,7 +52,9 @@ def hide_damaged(checkpoint: OpenCheckpoint, lost: Collection[str] = ()) -> Open
     for shard in index:
         if not isinstance(shard, ShardedTensor) and _is_damaged(partial(checkpoint.values, [shard])):
             damaged[stored_key(shard)] = None
-    if tensors and damaged.keys() >= {shard.key for shard in tensors}:
+    if _is_damaged(checkpoint.common):
+        damaged[COMMON_STATE] = None
+    if (tensors or not index) and damaged and damaged.keys() >= {shard.key for shard in tensors}:
         raise CorruptCheckpointError(
             f"{checkpoint.operation.directory}: none of its {format_many(len(tensors), 'tensor')} can be read: "
             "`shardckpt verify` says why"

@@ -67,6 +67,8 @@ _T = TypeVar("_T")
 _MODEL = "model."
 #: How many of several names a message has.
 _FEW = 5
+#: What a common state that cannot be read is called among the names of what is damaged.
+COMMON_STATE = "common state"
 
 
 @runtime_checkable
@@ -110,8 +112,8 @@ class OpenCheckpoint:
         fully_parallel: Whether the strategy shares the reading among the ranks.
         names: What keys that are stored begin with, and what is read in its place; see
             :func:`~shardckpt.engine.rename_stored`.
-        damaged: Names of tensors and objects that cannot be read, and so are not in the index; see
-            :func:`~shardckpt.engine.hide_damaged`.
+        damaged: Names of tensors and objects that cannot be read, and so are not in the index; with
+            :data:`COMMON_STATE`, the common state is empty. See :func:`~shardckpt.engine.hide_damaged`.
     """
 
     strategy: LoadStrategy
@@ -131,6 +133,8 @@ class OpenCheckpoint:
 
     def common(self) -> StateDict:
         """Collective: return the state that is not sharded."""
+        if COMMON_STATE in self.damaged:
+            return {}
         with self.operation.local_phase("loading the common state"):
             common = self.strategy.load_common(self.context)
             checked = check_common(self.strategy, common, self.operation.plugins)

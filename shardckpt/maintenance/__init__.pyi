@@ -12,6 +12,7 @@ from shardckpt.maintenance.inside import is_visible_in as is_visible_in
 from shardckpt.maintenance.inside import list_inside as list_inside
 from shardckpt.maintenance.inside import list_local_names as list_local_names
 from shardckpt.maintenance.inside import list_stored_names as list_stored_names
+from shardckpt.maintenance.mending import explain_mendable as explain_mendable
 from shardckpt.maintenance.merge import MergeReport as MergeReport
 from shardckpt.maintenance.merge import merge_checkpoints as merge_checkpoints
 from shardckpt.maintenance.merge_weights import WSM_DECAYS as WSM_DECAYS

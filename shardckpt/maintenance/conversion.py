@@ -99,7 +99,8 @@ class ConversionReport:
             for under these keys.
         unmatched: Keys of tensors that match no rule of the mapping, and have kept their names.
         assets: Paths of the files that were copied beside the weights, into a Hugging Face folder.
-        damaged: Names of tensors and objects of the source that could not be read, and so were not written.
+        damaged: Names of tensors and objects of the source that could not be read, and so were not written; of its
+            common state ``"common state"``.
     """
 
     old: tuple[str, int]
@@ -271,7 +272,7 @@ class Conversion:
         # another library's checkpoint of the same name may be of another dialect, and gets digests
         own = self.saver.backend, self.saver.version
         manifest = reader.manifest
-        if self.rename or self.is_merge or opened.damaged:
+        if self.rename or self.is_merge or self.skip_damaged:
             return  # no copy
         if (manifest.backend, manifest.version) != own or manifest.record is None or self._is_changed:
             return

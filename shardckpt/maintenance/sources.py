@@ -53,6 +53,7 @@ from shardckpt.huggingface import (
 )
 from shardckpt.maintenance.foreign import describe_file, describe_folder
 from shardckpt.maintenance.inside import is_marked
+from shardckpt.maintenance.unmarked import hold_unmarked
 from shardckpt.manifest import (
     TRAINER_STATE,
     Manifest,
@@ -108,8 +109,8 @@ class Reading(NamedTuple):
         kept_bytes: As for :class:`~shardckpt.storage.CheckpointReader`.
         memory_budget: Bytes that reading may hold beside the tensors; None: as many as are fast.
         check: As for :func:`shardckpt.engine.open_checkpoint`.
-        unmarked: As for :func:`~shardckpt.plugins.hold_checkpoint`; a Hugging Face folder may lack files, whose tensors
-            are not listed then, but with the files.
+        unmarked: As for :func:`~shardckpt.maintenance.unmarked.hold_unmarked`; a Hugging Face folder may lack files,
+            whose tensors are not listed then, but with the files. So it is with ``skip_damaged``.
         rename: What its keys and the paths of its common state begin with, and what is read in its place.
         skip_damaged: Whether tensors and objects that cannot be read are left out, and no error; all are read first.
         trainer: Maps a trainer's names to the Hub's: a Hugging Face folder is read by the trainer's.
@@ -153,9 +154,8 @@ def open_source(location: Path, plugins: PluginManager, how: Reading = _AS_IT_IS
         KeyMismatchError: It has nothing of a name that is to be renamed, or two things would have one name.
         CheckpointingException: It cannot be read.
     """
-    place, manifest, strategy = _recognise(
-        location, plugins, unmarked=how.unmarked, skip_damaged=how.skip_damaged or how.unmarked
-    )
+    is_partial = how.unmarked or how.skip_damaged
+    place, manifest, strategy = _recognise(location, plugins, unmarked=is_partial, skip_damaged=is_partial)
     check_policy(location, manifest)
     with _open(location, place, manifest, strategy, plugins, how) as opened:
         yield _hide_and_rename(opened, how)
@@ -469,7 +469,9 @@ def _recognise(
         strategy: LoadStrategy = recognise_file(location, place, skip_damaged=skip_damaged)
         return place, Manifest(backend=strategy.backend, version=strategy.version), strategy
     try:
-        place, manifest = hold_checkpoint(location, plugins, moved=is_staged, unmarked=unmarked)
+        place, manifest = (
+            hold_unmarked(location, plugins) if unmarked else hold_checkpoint(location, plugins, moved=is_staged)
+        )
     except (NotACheckpointError, IncompleteCheckpointError) as exc:
         found = _open_folder(location, exc, skip_damaged=skip_damaged)
         if found is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +20,7 @@ from shardckpt.errors import (
     StorageError,
 )
 from shardckpt.maintenance.inside import FILE_SUFFIXES
+from shardckpt.maintenance.mending import explain_mendable
 from shardckpt.maintenance.sources import Checked, check_all_files, check_source
 from shardckpt.manifest import (
     GENERATION,
@@ -203,6 +204,9 @@ def _check_files(directory: Path, path: Path, manifest: Manifest) -> dict[str, F
             # right digests do not make what was written right; a record names every file
             if result.fault or (result.name not in found and manifest.record is None):
                 found[result.name] = result
+    damaged = [name for name, result in found.items() if result.fault]
+    if damaged and manifest.record is not None and (way := explain_mendable(directory, get_plugin_manager(), damaged)):
+        found |= {name: replace(found[name], fault=f"{found[name].fault}; {way}") for name in damaged}
     return found
 
 

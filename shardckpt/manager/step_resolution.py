@@ -17,7 +17,7 @@ from shardckpt.errors import (
     listed,
     name_known,
 )
-from shardckpt.maintenance import list_local_names
+from shardckpt.maintenance import explain_mendable, list_local_names
 from shardckpt.manager.retention import KeepBest
 from shardckpt.manager.steps import MissingStatesError
 from shardckpt.manifest import MARKER_NAME
@@ -162,9 +162,10 @@ def check_step(folder: StepFolder, step: int) -> int:
     elif steps and step not in found_steps:
         there += f"; the nearest is {min(steps, key=lambda other: abs(other - step))}"
     if found.error is not None and step in found_steps:
+        path = folder.path(step)
+        removal = f"`shardckpt prune {folder} --damaged` removes such steps, and saves that did not end"
         there += (
-            f"\n`shardckpt verify {folder.path(step)}` says what is damaged; `shardckpt prune {folder} --damaged` "
-            "removes such steps, and saves that did not end"
+            f"\n`shardckpt verify {path}` says what is damaged; {explain_mendable(path, folder.plugins) or removal}"
         )
     # the error of a path has the names beside it, which are the steps
     why = "it does not exist" if steps and type(error) is NotACheckpointError and step not in found_steps else error

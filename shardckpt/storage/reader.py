@@ -243,14 +243,14 @@ class CheckpointReader:
         found = next(iter(segments.touching(offset, offset + 1)), None)
         return found is not None and found == (offset, offset + len(data), self._digest(data))
 
-    def read(self, name: str) -> bytes:
-        """Return all bytes of the file.
+    def read(self, name: str, what: str = "") -> bytes:
+        """Return all bytes of the file; errors name ``what``, by default the file.
 
         Raises:
             CorruptCheckpointError: as :meth:`size`, or a digest differs.
             StorageError: it cannot be opened or read.
         """
-        return self.read_range(name, 0, self.size(name), "the file")
+        return self.read_range(name, 0, self.size(name), what or name)
 
     def read_range(self, name: str, offset: int, nbytes: int, what: str) -> bytes:
         """Return ``nbytes`` bytes of the file from ``offset`` on; errors name ``what`` (a key).

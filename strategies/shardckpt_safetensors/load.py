@@ -62,7 +62,7 @@ class SafetensorsLoadShardedStrategy(LoadStrategy):
             CheckpointingException: It has values of a codec that is not registered.
         """
         path = f"{context.reader.directory / COMMON_FILE}"
-        found = decode_tree_file(context.reader.read(COMMON_FILE), path)
+        found = decode_tree_file(context.reader.read(COMMON_FILE, "the common state"), path)
         if not isinstance(found, dict):
             raise CorruptCheckpointError(f"{path} has a {type(found).__name__}, expected a dict")
         return found

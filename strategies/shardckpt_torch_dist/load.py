@@ -162,7 +162,8 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
                     reader.directory,
                     COMMON_FILE,
                 )
-            return decode_object(reader.read(COMMON_FILE), path, context.allow_globals)  # type: ignore[no-any-return]
+            data = reader.read(COMMON_FILE, "the common state")
+            return decode_object(data, path, context.allow_globals)  # type: ignore[no-any-return]
         if needs_common_file(reader.manifest, index):
             raise CorruptCheckpointError(
                 f"{path} is missing: it has the common state. Copy it from where the checkpoint came from. "

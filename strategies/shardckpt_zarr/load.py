@@ -106,7 +106,8 @@ class ZarrLoadShardedStrategy(ChunkLoadStrategy):
                 f"{path} is missing: it has the common state. Copy it from where the checkpoint came from; without it, "
                 "open_checkpoint reads the tensors alone"
             )
-        return decode_object(context.reader.read(COMMON_FILE), str(path), context.allow_globals)  # type: ignore[no-any-return]
+        data = context.reader.read(COMMON_FILE, "the common state")
+        return decode_object(data, str(path), context.allow_globals)  # type: ignore[no-any-return]
 
     def load_index(self, context: LoadContext) -> list[ShardedBase]:
         """Return the stored tensors without data, with their global shapes, and the stored objects."""

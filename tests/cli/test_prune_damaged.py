@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from shardckpt.cli import main
 from shardckpt.errors import StorageError
-from shardckpt.manager import damage as manager_damage
+from shardckpt.maintenance import mending
 from shardckpt.manager import garbage_collection, lease_step, prune_steps
 from tests.cli.checkpoints import damage
 from tests.commit import owners
@@ -155,13 +155,59 @@ def test_what_can_be_mended_stays(tmp_path: Path, lost: str, capsys: pytest.Capt
     else:
         (tmp_path / "step-1" / name).unlink()
     kept = _prune(capsys, tmp_path, "--older-than", 0)["step-1"]
-    way = f"`shardckpt convert {tmp_path}/step-1 NEW` writes it anew, or says what it needs; else remove it by hand"
-    assert kept.startswith(f"its data is all there{f': {way}' * (name == 'shardckpt.json')}; damaged: ")
+    way = f"`shardckpt convert {tmp_path}/step-1 NEW` writes the checkpoint anew, or says what it needs"
+    way += "; else remove it by hand"
+    assert kept.startswith(f"the data is all there{f': {way}' * (name == 'shardckpt.json')}; damaged: ")
     assert (f"`shardckpt verify {tmp_path}/step-1 --repair` writes it back" in kept) == (name == "metadata.json")
     assert name in kept
     damage(tmp_path / "step-1" / "__0_0.distcp", "cut to a half")
     assert _prune(capsys, tmp_path, "--older-than", 0)["step-1"].startswith("damaged: ")
     assert folders.names_in(tmp_path) == {"step-2"}
+
+
+@table("lost", [".metadata", "tensors.fingerprints", ".metadata cut", ".metadata metadata.json"])
+def test_what_is_read_without_a_file_stays(tmp_path: Path, lost: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step that lacks only what no load reads is kept, and the call that the row names writes it anew, whole."""
+    folders.save_all(tmp_path, 0, 2)
+    step, new = tmp_path / "step-1", tmp_path / "new"
+    assert main(["convert", str(tmp_path / "step-0"), str(tmp_path / "st"), "--to", "safetensors"]) == 0
+    assert main(["convert", str(tmp_path / "st"), str(step), "--to", "torch_dist"]) == 0  # with fingerprints
+    names = lost.removesuffix(" cut").split()
+    for name in names:
+        damage(step / name, "cut to a half" if lost.endswith(" cut") else "missing")
+    capsys.readouterr()
+    kept = _prune(capsys, tmp_path, "--older-than", 0)["step-1"]
+    option = " --skip-damaged" if "metadata.json" in names else ""
+    assert f"the data is all there: `shardckpt convert {step} NEW{option}` writes the checkpoint anew" in kept
+    assert main(["convert", str(step), str(new), *option.split()]) == 0
+    assert main(["diff", str(tmp_path / "step-0"), str(new)]) == 0
+    damage(step / "common.pt", "cut to a half")
+    capsys.readouterr()
+    assert _prune(capsys, tmp_path, "--older-than", 0)["step-1"].startswith("damaged: ")
+
+
+@table("lost", ["", "index.safetensors", "common.safetensors", "rank_0_0.safetensors cut"])
+def test_a_step_without_its_json_files_stays(tmp_path: Path, lost: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where a copy has left both JSON files out, and nothing else, the step stays, and the call that it names reads it.
+
+    Where the index, the common state or data is missing or short, it is a save that did not end.
+    """
+    folders.save_all(tmp_path / "run", 0, 2)
+    source, step, new = tmp_path / "run" / "step-0", tmp_path / "run" / "step-1", str(tmp_path / "new")
+    assert main(["convert", str(source), str(step), "--to", "safetensors"]) == 0
+    for path in step.glob("*.json"):
+        path.unlink()
+    if lost:
+        damage(step / lost.removesuffix(" cut"), "cut by a byte" if lost.endswith(" cut") else "missing")
+    capsys.readouterr()
+    kept = _prune(capsys, tmp_path / "run", "--older-than", 0)["step-1"]
+    assert step.exists() is not bool(lost)
+    if lost:
+        assert kept.startswith("incomplete: ")
+        return
+    assert kept.startswith(f"the data is all there: `shardckpt convert {step} NEW --skip-damaged` writes")
+    assert main(["convert", str(step), new, "--skip-damaged"]) == 0
+    assert main(["diff", str(source), new]) == 0
 
 
 def test_what_cannot_be_read_now_stays(
@@ -174,7 +220,7 @@ def test_what_cannot_be_read_now_stays(
     def fail(*_: object) -> None:
         raise StorageError("the store does not answer")
 
-    monkeypatch.setattr(manager_damage, "find_incomplete_files", fail)
+    monkeypatch.setattr(mending, "find_incomplete_files", fail)
     kept = _prune(capsys, tmp_path, "--older-than", 0)["step-1"]
     assert kept.startswith("what is left of it cannot be read now: the store does not answer; damaged: ")
 
@@ -280,7 +326,7 @@ def test_damaged_overwrites_of_a_store_go(tmp_path: Path, capsys: pytest.Capture
         folders.save(url, step, overwrite=True)
     (generation,) = (path for path in (tmp_path / "run" / "step-1").iterdir() if path.is_dir())
     (generation / "shardckpt.json").unlink()
-    assert _prune(capsys, url, "--older-than", 0)["step-1"].startswith("its data is all there: ")
+    assert _prune(capsys, url, "--older-than", 0)["step-1"].startswith("the data is all there: ")
     damage(generation / "__0_0.distcp", "missing")
     assert _prune(capsys, url, "--older-than", 0)["step-1"].startswith("damaged: ")
     assert not [path for path in (tmp_path / "run").rglob("step-1/**/*") if path.is_file()]

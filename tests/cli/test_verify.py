@@ -63,6 +63,26 @@ def test_verify_lets_other_files_be(checkpoint: Path, capsys: pytest.CaptureFixt
     assert "common.pt" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("how", ["missing", "flipped"])
+def test_verify_says_how_to_mend_what_has_lost_no_data(
+    checkpoint: Path, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a file that no load reads the row names the conversion that writes all anew; beside lost data it does not."""
+    lost, new = checkpoint / ".metadata", checkpoint.parent / "new"
+    flip(lost) if how == "flipped" else damage(lost, how)
+    option = " --skip-damaged" if how == "flipped" else ""
+    for repair in ([], ["--repair"]):
+        assert main(["verify", str(checkpoint), *repair, "--json"]) == 1
+        (result,) = [file for file in json.loads(capsys.readouterr().out)[0]["files"] if file["name"] == ".metadata"]
+        assert f"the data is all there: `shardckpt convert {checkpoint} NEW{option}` writes" in result["fault"]
+    assert main(["convert", str(checkpoint), str(new), *option.split()]) == 0
+    assert main(["verify", str(new)]) == 0
+    flip(checkpoint / "__0_0.distcp")
+    capsys.readouterr()
+    assert main(["verify", str(checkpoint)]) == 1
+    assert "the data is all there" not in capsys.readouterr().out
+
+
 @table("version", ["0.9.0", "0.12.3", "0.13.1", "0.16.1", "0.17.0rc0", "0.20.0", "dcp"])
 def test_verify_judges_what_has_no_digests(tmp_path: Path, capsys: pytest.CaptureFixture[str], version: str) -> None:
     """0 for a foreign checkpoint whose files are as its index says, with what was checked and what was not."""

@@ -63,6 +63,29 @@ def test_a_damaged_record_costs_its_tensor_alone(
     }
 
 
+@table("backend, file", [("safetensors", "common.safetensors"), ("torch_dist", "common.pt")])
+@table("to", ["safetensors", "torch_dist", "torch"])
+def test_a_damaged_common_state_is_left_out(
+    tmp_path: Path, backend: str, file: str, to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --skip-damaged a common state that cannot be read costs no tensor: it is named, and the code is 1."""
+    shards = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in _values().items()}
+    dc.save({**shards, "step": 7}, tmp_path / "a", backend)
+    flip(tmp_path / "a" / file)
+    call = ["convert", str(tmp_path / "a"), str(tmp_path / "new"), "--to", to]
+    if backend != to:
+        assert main(call) == 2
+        assert f"the common state: bytes 0 to {(tmp_path / 'a' / file).stat().st_size}" in capsys.readouterr().err
+    assert main([*call, "--skip-damaged", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["damaged"] == ["common state"]
+    assert found["tensors"] == len(KEYS)
+    if to != "torch":
+        assert main(["verify", str(tmp_path / "new")]) == 0
+        assert "step" not in dc.load(shards, tmp_path / "new")
+        assert dc.load_content_metadata(tmp_path / "new") == Rescue(1, ("common state",)).to_content()
+
+
 @table("backend", ["torch_dist", "safetensors", "ep"])
 @table("verb", ["convert", "export"])
 def test_a_cut_file_costs_what_was_behind_the_cut(

@@ -147,6 +147,15 @@ def test_a_certain_step_that_is_not_whole_is_an_error(tmp_path: Path) -> None:
         _agree(str(tmp_path), 3)
 
 
+def test_a_certain_step_that_can_be_mended_says_how(tmp_path: Path) -> None:
+    """Where no data is lost, the error names the conversion that writes the step anew, and no removal."""
+    folders.save_all(tmp_path, 10, 20)
+    (tmp_path / "step-20" / ".metadata").unlink()
+    error = _error(str(tmp_path), 20)[1]
+    assert f"the data is all there: `shardckpt convert {tmp_path / 'step-20'} NEW` writes the checkpoint anew" in error
+    assert "prune" not in error
+
+
 class DriverError(CannotLoadError):
     """A plugin's class whose constructor takes no text."""
 

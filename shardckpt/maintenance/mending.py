@@ -1,0 +1,110 @@
+"""Damaged checkpoints whose data is all there: what is lost only describes it, and can be written anew."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from shardckpt.distributed import Comm
+from shardckpt.engine import find_incomplete_files, is_damage
+from shardckpt.errors import (
+    BrokenPluginError,
+    CheckpointingException,
+    CorruptCheckpointError,
+    RefusedByPolicyError,
+    StorageError,
+    UnknownBackendError,
+    UnsafePickleError,
+    VersionTooNewError,
+    VersionTooOldError,
+)
+from shardckpt.maintenance.unmarked import hold_unmarked
+from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
+from shardckpt.plugins import choose_reader, open_below, parse_file
+from shardckpt.storage import CheckpointReader, is_there, open_directory, wrap_os_errors
+from shardckpt.strategy import ChecksFiles, LoadContext
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+    from shardckpt.plugins import PluginManager
+
+#: The files that say what the others are, and can be written anew.
+_DESCRIPTIONS = {MARKER_NAME, RECORD_NAME}
+
+
+def explain_mendable(directory: Path, plugins: PluginManager, damaged: Collection[str] = ()) -> str:
+    """Return why a checkpoint may be mended, as where nothing but its descriptions is lost; ``""`` if it cannot be.
+
+    Args:
+        damaged: Names of files that are not as written, though they may have their sizes.
+    """
+    try:
+        with wrap_os_errors("look at", directory):
+            place, manifest = _read_best_description(directory, plugins)
+            return _find_way(directory, place, manifest, plugins, {*damaged} - _DESCRIPTIONS)
+    except (
+        UnknownBackendError,
+        VersionTooNewError,
+        VersionTooOldError,
+        BrokenPluginError,
+        RefusedByPolicyError,
+        UnsafePickleError,
+    ) as exc:
+        return f"nothing installed can say what is left of it: {str(exc).splitlines()[0]}"
+    except CheckpointingException as exc:  # the index may be lost or damaged, too, or the store may not answer
+        is_answer = not isinstance(exc, StorageError) or is_damage(exc)
+        return "" if is_answer else f"what is left of it cannot be read now: {str(exc).splitlines()[0]}"
+
+
+def _read_best_description(directory: Path, plugins: PluginManager) -> tuple[Path, Manifest]:
+    """Return what the first of a checkpoint's descriptions that can be read says, or else its content."""
+    place = open_directory(directory)
+    with suppress(CorruptCheckpointError):
+        if is_there(place / RECORD_NAME):
+            record = parse_file(Record.parse, place / RECORD_NAME, RECORD_LIMIT)
+            return place, Manifest(backend=record.backend, version=record.version, record=record)
+    marker = None
+    with suppress(CorruptCheckpointError):
+        if is_there(place / MARKER_NAME):
+            marker = parse_file(Marker.parse, place / MARKER_NAME, MARKER_LIMIT)
+    if marker is None:
+        return hold_unmarked(directory, plugins)
+    if marker.shardckpt_generation is None:
+        return place, Manifest(backend=marker.sharded_backend, version=marker.sharded_backend_version)
+    return _read_best_description(open_below(directory, marker.shardckpt_generation, plugins), plugins)
+
+
+def _find_way(directory: Path, place: Path, manifest: Manifest, plugins: PluginManager, damaged: set[str]) -> str:
+    """Return that all data is there, and the call that writes what is lost anew; ``""`` if some is lost."""
+    # a record has all files and their sizes, whichever strategy wrote them
+    strategy = choose_reader(directory, manifest, plugins) if manifest.record is None else None
+    with CheckpointReader(place, manifest, verify=False) as reader:
+        lost = {file.name for file in find_incomplete_files(strategy, reader)} - _DESCRIPTIONS
+    if not lost | damaged and manifest.record is not None:  # what is wrong with the marker says how to repair it
+        return "the data is all there"
+    if lost | damaged and (manifest.record is None or not _is_read_without(lost | damaged, place, manifest, plugins)):
+        return ""
+    # where all files have their sizes, a conversion to the same format is refused as a copy
+    option = "" if is_there(place / MARKER_NAME) and damaged <= lost else " --skip-damaged"
+    return (
+        f"the data is all there: `shardckpt convert {directory} NEW{option}` writes the checkpoint anew, or says what "
+        "it needs; else remove it by hand"
+    )
+
+
+def _is_read_without(lost: Collection[str], place: Path, manifest: Manifest, plugins: PluginManager) -> bool:
+    """Return whether a checkpoint is read without some of its files, as ``.metadata`` beside an index of our own.
+
+    Raises:
+        CheckpointingException: Its index, or its common state, cannot be read.
+    """
+    strategy = choose_reader(place, manifest, plugins)
+    if not isinstance(strategy, ChecksFiles):
+        return False
+    with CheckpointReader(place, manifest, verify=True) as reader:
+        context = LoadContext(reader, Comm(alone=True), ())
+        strategy.load_index(context)
+        strategy.load_common(context)
+        return not any(file.keys and file.name in lost for file in strategy.list_files(reader))

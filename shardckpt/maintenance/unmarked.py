@@ -1,0 +1,60 @@
+"""Checkpoints that have lost the files which say of what format they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt.commit import is_temporary, is_under_way
+from shardckpt.distributed import Comm
+from shardckpt.engine import find_incomplete_files, is_damage
+from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, StorageError
+from shardckpt.manifest import RECORD_NAME, Manifest
+from shardckpt.plugins import StrategyAction, choose_reader, hold_checkpoint
+from shardckpt.storage import CheckpointReader, open_directory
+from shardckpt.strategy import ChecksFiles, LoadContext, Recognises
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardckpt.plugins import PluginManager
+
+
+def hold_unmarked(directory: Path, plugins: PluginManager) -> tuple[Path, Manifest]:
+    """Open a checkpoint that may have lost ``metadata.json``, and, if all else is there, ``shardckpt.json``, too.
+
+    The errors are those of :func:`~shardckpt.plugins.hold_checkpoint`. What a save has not ended stays incomplete.
+    """
+    try:
+        return hold_checkpoint(directory, plugins, unmarked=True)
+    except IncompleteCheckpointError:
+        place = open_directory(directory)
+        if is_temporary(directory.name) or is_under_way(directory):
+            raise
+        found = _recognise_index(place, plugins)
+        if found is None:
+            raise
+        return place, found
+
+
+def _recognise_index(place: Path, plugins: PluginManager) -> Manifest | None:
+    """Return the manifest of a checkpoint whose index a strategy reads, if all files that it names are there."""
+    for entry in plugins.registry.entries(StrategyAction.LOAD_SHARDED):
+        manifest = Manifest(backend=entry.backend, version=entry.version, recognised_as=entry.backend)
+        try:
+            if _is_whole(place, manifest, plugins):
+                return manifest
+        except CheckpointingException as exc:
+            if isinstance(exc, StorageError) and not is_damage(exc):
+                raise
+    return None
+
+
+def _is_whole(place: Path, manifest: Manifest, plugins: PluginManager) -> bool:
+    """Return whether a strategy reads a checkpoint's index and common state, and has all files for them."""
+    strategy = choose_reader(place, manifest, plugins)
+    if not isinstance(strategy, ChecksFiles) or isinstance(strategy, Recognises):  # that one does not recognise it
+        return False
+    with CheckpointReader(place, manifest, verify=True) as reader:
+        strategy.load_common(LoadContext(reader, Comm(alone=True), ()))
+        is_named = any(file.keys for file in strategy.list_files(reader))
+        return is_named and {file.name for file in find_incomplete_files(strategy, reader)} <= {RECORD_NAME}
