@@ -272,7 +272,7 @@ def _name_verdict(answer: Answer) -> str:
 
     if answer.error is None and get_exit_code(answer.files) == INTACT:
         said = "intact" if has_digests(answer.files) else _name_checks(answer.files)
-        return f"{said}, and unreadable here" if answer.unread else said
+        return f"{said} and unreadable here" if answer.unread else said
     if answer.exit_code == FAILED:
         return "unreadable"
     return "incomplete" if isinstance(answer.error, IncompleteCheckpointError) else "damaged"

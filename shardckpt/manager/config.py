@@ -793,7 +793,7 @@ def check_folder(place: str | os.PathLike[str] | None) -> None:
 
 def _check_place(place: str | os.PathLike[str] | None) -> None:
     """Check that a path is none of a URL that was cut, and that a plugin may serve a URL; it is not opened."""
-    if place is not None and find_local(str(place)) is None:
+    if place is not None and ":/" in str(place) and find_local(str(place)) is None:
         check_served(str(place), get_plugin_manager())
 
 

@@ -437,6 +437,13 @@ def test_check_looks_at_what_a_training_meets_later(
         f"{file}: a CheckpointConfig, 4 settings: all right, with 1 note",
         "links: memory://a is on a store, which has none",
     ]
+    monkeypatch.delenv("SHARDCKPT_ACCEPT")
+    file.write_text(json.dumps({"enable_checkpoint": False, "on_busy": "skip"}))
+    assert main(["config", "--check", str(file)]) == 0
+    assert "all right, with 2 notes" in capsys.readouterr().out
+    file.write_text(json.dumps({"folder": "s3:/bucket/run"}))
+    assert main(["config", "--check", str(file)]) == 2
+    assert "s3:/bucket/run looks like a URL that lacks a slash: give s3://bucket/run" in capsys.readouterr().err
     monkeypatch.setenv("SHARDCKPT_IO_THREADS", "many")
     monkeypatch.setenv("SHARDCKPT_ACEPT", "zarr")
     assert main(["config", "--check", str(file)]) == 2

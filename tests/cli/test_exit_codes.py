@@ -68,7 +68,7 @@ CODES: list[tuple[int, str]] = [
     # sizes are as they should be, and values are not read
     *((0, call) for call in ("ls flipped", "inspect flipped/step-2", "inspect flipped/step-2 args", "prune cut")),
     # what no reader here reads is listed as that, and not verified; a folder without a checkpoint is listed, too
-    *((code, f"{verb} {kind}") for verb, code in (("ls", 1), ("verify", 2)) for kind in ("unread", "unread/bins")),
+    *((code, f"{verb} {kind}") for verb, code in (("ls", 1), ("verify", 2)) for kind in ("unread", "unread/orbax")),
     *((code, f"{verb} empty") for verb, code in (("ls", 0), ("verify", 2))),
     # the work needs bytes that are not there, or not as written
     *((2, f"inspect {kind}/step-2") for kind in ("half", "index")),

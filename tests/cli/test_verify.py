@@ -160,6 +160,21 @@ def test_verify_lets_items_be_that_were_removed(tmp_path: Path) -> None:
     assert main(["verify", str(path)]) == 0
 
 
+def test_verify_says_that_nothing_reads_what_is_intact(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right digests of a format that nothing here reads are no answer (2), and marked as what they are."""
+    version = "shardckpt.strategy.LoadStrategy.cannot_load"
+    monkeypatch.setattr(version, lambda *_: "it is too new")
+    assert main(["verify", str(checkpoint), "--mark"]) == 2
+    out = capsys.readouterr().out
+    assert "intact: every byte of" in out
+    assert "nothing here reads it: is a" in out
+    assert main(["verify", str(checkpoint.parent), "--json"]) == 2
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["state"], bool(row["unread"])) == ("intact", True)
+
+
 @table("kind", ["absent", "empty", "other files", "a file", "unknown backend"])
 def test_verify_has_no_answer_for_what_is_no_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str

@@ -286,6 +286,21 @@ def test_the_thread_survives_an_error(tmp_path: Path, caplog: pytest.LogCaptureF
     assert folders.names_in(run) == {"step-2"}
 
 
+def test_a_removal_that_fails_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be deleted of a step that is no checkpoint any more counts as a failure to prune."""
+    folders.save_all(tmp_path, 1, 2)
+
+    def fail(path: Path) -> None:
+        raise StorageError(f"cannot remove {path}")
+
+    monkeypatch.setattr("shardckpt.commit.leftovers.remove_tree", fail)
+    collector = GarbageCollector(folders.steps_of(tmp_path), [KeepLatest(1)])
+    with registered(Recorder()) as recorder:
+        collector.submit()
+        collector.close()
+    assert [(event.operation, event.error_type) for event in recorder.find("failure")] == [("prune", "StorageError")]
+
+
 def test_a_policy_that_raises_is_named_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The warning says which policy raised what, and that nothing is removed, once, with a traceback."""
 

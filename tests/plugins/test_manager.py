@@ -10,7 +10,7 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
-from shardckpt.errors import CheckpointingException, PluginError, ShardingError, StorageError
+from shardckpt.errors import CheckpointingException, PluginError, ShardingError, StorageError, UnknownBackendError
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.entries import USER, StrategyAction
@@ -237,6 +237,13 @@ def test_disabled_plugins_are_not_imported(site: Site, monkeypatch: pytest.Monke
     assert _backends(plugins) == {"ep", "safetensors", "torch_checkpointing", "torch_dist", "zarr"}
     assert _plugin(plugins, "toy").fault == "disabled by SHARDCKPT_DISABLED_PLUGINS"
     assert module not in sys.modules
+
+
+def test_a_disabled_default_is_named_with_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save without a strategy, whose default plugin is left out, says by what, and not that anything is missing."""
+    monkeypatch.setenv("SHARDCKPT_DISABLED_PLUGINS", "torch_dist")
+    with pytest.raises(UnknownBackendError, match="SHARDCKPT_DISABLED_PLUGINS leaves out torch_dist; take it out"):
+        PluginManager().find_default()
 
 
 def test_plugins_are_imported_at_first_need(site: Site) -> None:

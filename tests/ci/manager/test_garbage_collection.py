@@ -15,6 +15,8 @@ from tests import programs
 from tests.faults.disks import make_read_only, small_disk
 from tests.manager import folders
 from tests.manager.garbage_collection import LATEST, collect
+from tests.plugged import registered
+from tests.plugins.manager import Recorder
 
 if TYPE_CHECKING:
     from tests.backends import Backend
@@ -40,7 +42,7 @@ def test_what_cannot_be_deleted_is_no_checkpoint(tmp_path: Path, caplog: pytest.
     """A busy file keeps a tombstone there, and nothing else; when it is free the next collection ends the removal."""
     run = tmp_path / "run"
     folders.save_all(run, 1, 2, 3)
-    with small_disk(run / "step-1/busy", "1m"):
+    with small_disk(run / "step-1/busy", "1m"), registered(Recorder()) as recorder:
         assert collect(run) == [1]
         steps = folders.steps_of(run).steps()
         (tombstone,) = run.glob(".step-1.shardckpt-removed-*")
@@ -51,6 +53,7 @@ def test_what_cannot_be_deleted_is_no_checkpoint(tmp_path: Path, caplog: pytest.
     assert left == {"busy"}
     assert caplog.text.count(f"cannot remove {tombstone}, which is no longer needed") == 2
     assert "Device or resource busy" in caplog.text
+    assert [event.operation for event in recorder.find("failure")] == ["prune"] * 2  # what alerts see
     (run / "step-1").rename(tombstone)
     assert collect(run) == []
     assert folders.names_in(run) == {"step-2", "step-3"}
