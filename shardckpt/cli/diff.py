@@ -16,7 +16,7 @@ from shardckpt.cli.colour import paint
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output, add_verbose
 from shardckpt.cli.renames import add_rename_option, read_renames
-from shardckpt.errors import escape_text
+from shardckpt.errors import escape_text, listed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -179,11 +179,13 @@ def _describe_left_out(report: DiffReport, _: Any) -> str:
 
 
 def _describe_unread(report: DiffReport, _: Any) -> str:
-    """Return which files in the folders were not compared; ``""`` if none."""
+    """Return which files in the folders were not read, and which of them differ; ``""`` if there are none."""
     from shardckpt.maintenance import describe_unread_files
 
-    names = describe_unread_files(report.unread_files)
-    return names and f"{escape_text(names)}: diff each by its path"
+    said = describe_unread_files(report.unread_files)
+    if report.different_files:
+        said += f"; those of both that have other bytes: {listed(report.different_files, limit=6)}"
+    return said and f"{escape_text(said)}: diff each by its path"
 
 
 def _find_style(kind: str) -> Style:

@@ -14,6 +14,7 @@ import math
 import time
 from collections import Counter
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.cli.colour import paint
@@ -32,7 +33,7 @@ from shardckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from shardckpt.engine import IncompleteFile, StoredCheckpoint
     from shardckpt.maintenance import Statistics
@@ -234,7 +235,7 @@ def _read_outline(options: Any) -> _Found | None:
 
 
 def _show(found: _Found, options: Any) -> Output:
-    code = FOUND if found.incomplete or found.fault else FINE
+    code = FOUND if found.incomplete or found.fault or any(found.unread.values()) else FINE
     return Output(partial(_list_all, found), partial(_describe, found, options), code, is_long=True)
 
 
@@ -284,7 +285,7 @@ class _Found(NamedTuple):
     #: Of each tensor, if they are asked for.
     statistics: Sequence[Statistics | None] | None = None
     #: Names of files beside it that are read by their paths alone.
-    unread: Sequence[str] = ()
+    unread: Mapping[str, str] = MappingProxyType({})
 
 
 def _collect(checkpoint: StoredCheckpoint, options: Any) -> _Found:
@@ -399,12 +400,13 @@ def _describe(found: _Found, options: Any) -> list[str]:
     ]
 
 
-def _describe_unread(names: Sequence[str]) -> list[str]:
-    if not names:
+def _describe_unread(files: Mapping[str, str]) -> list[str]:
+    if not files:
         return []
     from shardckpt.maintenance import describe_unread_files  # it imports torch
 
-    return [f"{escape_text(describe_unread_files(names))}: inspect each by its path"]
+    lines = [escape_text(f"{describe_unread_files(files)}: inspect each by its path")]
+    return lines + [paint(escape_text(f"damaged: {fault}"), "bad") for fault in files.values() if fault]
 
 
 def _describe_rescue(header: dict[str, Any], *, verbose: bool) -> list[str]:
@@ -475,7 +477,7 @@ def _list_all(found: _Found) -> dict[str, Any]:
         "objects": found.objects,
         "common": found.common,
         "common_fault": found.fault,
-        "unread_files": [*found.unread],
+        "unread_files": dict(found.unread),
         "incomplete_files": _list_faults(found.incomplete),
     }
 

@@ -20,12 +20,12 @@ from shardckpt.engine import (
 )
 from shardckpt.errors import CheckpointingException, KeyMismatchError, name_prefixes
 from shardckpt.maintenance.object_diff import ObjectReport, diff_objects
-from shardckpt.maintenance.sources import Reading, list_unread_files, open_source
+from shardckpt.maintenance.sources import Reading, have_same_bytes, list_unread_files, open_source
 from shardckpt.maintenance.statistics import has_numbers
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, batch_by_bytes, cut_box
 from shardckpt.plugins import Identity, KeyMapEntry, get_key_map_entries, get_plugin_manager
-from shardckpt.storage import retry_if_replaced
+from shardckpt.storage import open_directory, retry_if_replaced
 
 if TYPE_CHECKING:
     import os
@@ -84,8 +84,9 @@ class DiffReport:
         objects: How objects and common state differ; None if they were not compared.
         left_out: Keys of the optimizer's state of the first checkpoint, which the other side of a mapping has not.
         of_other_dtype: How many of ``equal`` have another dtype in the second, with ``ignore_dtype``.
-        unread_files: Names of files of ``torch.save`` in either folder that were not compared, such as those of
-            transformers' Trainer with its optimizer.
+        unread_files: Files of ``torch.save`` in either folder that were not read, such as those of transformers'
+            Trainer with its optimizer, by name, with what is wrong with them.
+        different_files: Those of them that both folders have, with other bytes; none of a comparison of tensors only.
     """
 
     equal: int
@@ -94,12 +95,13 @@ class DiffReport:
     objects: ObjectReport | None = None
     left_out: tuple[str, ...] = ()
     of_other_dtype: int = 0
-    unread_files: tuple[str, ...] = ()
+    unread_files: Mapping[str, str] = field(default_factory=dict)
+    different_files: tuple[str, ...] = ()
 
     @property
     def are_same(self) -> bool:
         """Whether nothing differs."""
-        return not self.differences and not (self.objects and self.objects.differences)
+        return not (self.differences or self.different_files or (self.objects and self.objects.differences))
 
 
 def diff_checkpoints(
@@ -161,18 +163,16 @@ def diff_checkpoints(
         with ExitStack() as stack:
             one = stack.enter_context(open_source(places[0], plugins, Reading(allow_globals, rename=rename)))
             other = stack.enter_context(open_source(places[1], plugins, Reading(allow_globals)))
-            unread = {
-                name: None
-                for place, opened in zip(places, (one, other), strict=True)
-                for name in list_unread_files(place, StoredCheckpoint(opened))
-            }
+            unread = [list_unread_files(at, StoredCheckpoint(o)) for at, o in zip(places, (one, other), strict=True)]
             report = _Comparison(one, other, rtol, atol, memory, str(first), ignore_dtype).run(
                 mapping or Identity(), prefix, read_values
             )
-            report = replace(report, unread_files=tuple(unread))
+            report = replace(report, unread_files=unread[0] | unread[1])
             if tensors_only or prefix or not isinstance(mapping or Identity(), Identity):
                 return report
-            return replace(report, objects=diff_objects(one, other))
+            common = sorted(unread[0].keys() & unread[1].keys())
+            different = [name for name in common if not have_same_bytes(*(open_directory(at) / name for at in places))]
+            return replace(report, objects=diff_objects(one, other), different_files=tuple(different))
 
     return retry_if_replaced(attempt, first)
 

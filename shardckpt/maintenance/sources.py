@@ -71,13 +71,14 @@ from shardckpt.storage import (
     is_there,
     list_entries,
     open_directory,
+    open_existing,
     wrap_os_errors,
 )
 from shardckpt.strategy import ChecksFiles, LoadContext, find_error
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
     import torch
@@ -132,6 +133,8 @@ logger = logging.getLogger(__name__)
 
 _AS_IT_IS = Reading()
 _LENGTH = 8
+#: Bytes of two files that are compared at a time.
+_PART_BYTES = 8 << 20
 #: Suffixes that nothing but a checkpoint has.
 _OF_CHECKPOINTS = (".pt", ".pth", ".ckpt", ".safetensors")
 #: The upper half of the length of a safetensors header, and its first byte.
@@ -365,29 +368,52 @@ def _check_trainer_step(place: Path, location: Path, plugins: PluginManager) -> 
     return found
 
 
-def list_unread_files(location: Path, checkpoint: StoredCheckpoint) -> list[str]:
-    """Return the names of the files of torch.save in a folder that its reader does not read: a Trainer's optimizer."""
+def list_unread_files(location: Path, checkpoint: StoredCheckpoint) -> dict[str, str]:
+    """Return the files of torch.save in a folder that its reader does not read: a Trainer's optimizer.
+
+    Returns:
+        What is wrong with each, as far as its end shows that, by name; ``""`` if nothing is.
+    """
     if location.is_file() or checkpoint.record is not None:  # a record names all files of its checkpoint
-        return []
+        return {}
     read = {file.name for file in checkpoint.list_files()}
     if not read:  # the strategy does not say
-        return []
-    return [name for name in list_torch_files(open_directory(location)) if name not in read]
+        return {}
+    place = open_directory(location)
+    unread = [name for name in list_torch_files(place) if name not in read]
+    found = _check_archives(place, members=False) if unread else {}
+    errors = {name: found[name].error if name in found else None for name in unread}
+    return {name: str(error).replace(f"{place}/", "") if error else "" for name, error in errors.items()}
+
+
+def have_same_bytes(one: Path, other: Path) -> bool:
+    """Return whether two files, or objects of stores, have the same content."""
+    with open_existing(one) as first, open_existing(other) as second:
+        if first.size != second.size:
+            return False
+        for start in range(0, first.size, _PART_BYTES):
+            parts = [bytearray(min(_PART_BYTES, first.size - start)) for _ in range(2)]
+            first.read_into(memoryview(parts[0]), start)
+            second.read_into(memoryview(parts[1]), start)
+            if parts[0] != parts[1]:
+                return False
+    return True
 
 
 def warn_of_unread_files(location: Path, opened: OpenCheckpoint) -> None:
     """Warn of the files in a source's folder that what is written of it lacks; of a merge, for each source."""
-    if names := list_unread_files(location, StoredCheckpoint(opened)):
-        logger.warning("converting %s: %s: convert each by its path", location, describe_unread_files(names))
+    if files := list_unread_files(location, StoredCheckpoint(opened)):
+        logger.warning("converting %s: %s: convert each by its path", location, describe_unread_files(files))
     if isinstance(opened.strategy, HuggingFaceLoadStrategy) and is_there(location / TRAINER_STATE):
         logger.warning("converting %s: %s is the training's, and is not copied", location, TRAINER_STATE)
 
 
-def describe_unread_files(names: Sequence[str]) -> str:
-    """Return a sentence with the names of files that are not read; ``""`` if there are none."""
-    are = "is" if len(names) == 1 else "are"
-    many = format_many(len(names), "file")
-    return f"{many} of torch.save beside the model {are} not read: {listed(names, limit=6)}" if names else ""
+def describe_unread_files(files: Mapping[str, str]) -> str:
+    """Return a sentence with the names of files that are not read, and what is wrong with them; ``""`` if none."""
+    are = "is" if len(files) == 1 else "are"
+    many = format_many(len(files), "file")
+    names = [f"{name} (damaged)" if fault else name for name, fault in files.items()]
+    return f"{many} of torch.save beside the model {are} not read: {listed(names, limit=6)}" if files else ""
 
 
 def list_torch_files(place: Path) -> list[str]:

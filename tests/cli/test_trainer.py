@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from shardckpt.cli import main
+from tests.cli.checkpoints import damage
 from tests.cli.trainer import make_trainer_steps
 
 if TYPE_CHECKING:
@@ -81,7 +82,23 @@ def test_a_trainers_step_is_inspected_with_its_metrics(tmp_path: Path, capsys: p
     assert main(["inspect", path, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["step"], found["metrics"]) == (100, {"eval_loss": 100.0, "loss": 1.0})
-    assert found["unread_files"] == ["optimizer.pt", "rng_state.pth", "scheduler.pt", "training_args.bin"]
+    assert found["unread_files"] == dict.fromkeys(
+        ["optimizer.pt", "rng_state.pth", "scheduler.pt", "training_args.bin"], ""
+    )
+
+
+def test_a_cut_optimizer_is_seen_by_every_verb(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What ls and verify call damaged is no whole step for inspect, and convert says that it leaves damage behind."""
+    make_trainer_steps(tmp_path, 100)
+    file = tmp_path / "checkpoint-100" / "optimizer.pt"
+    file.write_bytes(file.read_bytes()[:-200])
+    for verb in ("ls", "verify", "inspect"):
+        assert main([verb, str(tmp_path / "checkpoint-100")]) == 1
+        assert "is a zip archive that is cut short" in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "checkpoint-100"), str(tmp_path / "new")]) == 0
+    assert "not read: optimizer.pt (damaged), rng_state.pth" in caplog.text
 
 
 def test_merge_names_the_files_that_it_does_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -94,14 +111,19 @@ def test_merge_names_the_files_that_it_does_not_read(tmp_path: Path, caplog: pyt
 
 
 def test_diff_names_the_files_that_it_does_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Equal models say nothing of the optimizers in files of torch.save beside them."""
+    """Equal models say nothing of the optimizers beside them, whose files differ where their bytes do."""
     make_trainer_steps(tmp_path / "one", 100)
     make_trainer_steps(tmp_path / "other", 100)
     paths = [str(tmp_path / run / "checkpoint-100") for run in ("one", "other")]
     assert main(["diff", *paths]) == 0
     assert "4 files of torch.save beside the model are not read: optimizer.pt" in capsys.readouterr().out
     assert main(["diff", *paths, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["unread_files"][0] == "optimizer.pt"
+    assert next(iter(json.loads(capsys.readouterr().out)["unread_files"])) == "optimizer.pt"
+    damage(tmp_path / "other" / "checkpoint-100" / "optimizer.pt", "flipped")
+    assert main(["diff", *paths, "--tensors-only"]) == 0
+    capsys.readouterr()
+    assert main(["diff", *paths]) == 1
+    assert "those of both that have other bytes: optimizer.pt: diff each" in capsys.readouterr().out
 
 
 def _make_sharded_steps(folder: Path, *steps: int) -> None:
