@@ -18,6 +18,7 @@ import logging
 import shutil
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
@@ -288,4 +289,5 @@ class PrometheusListener:
         if begun:
             self._since.labels(operation).set(begun[0])
         else:
-            self._since.remove(operation)
+            with suppress(KeyError):  # which releases before 0.22 raise where there is none
+                self._since.remove(operation)

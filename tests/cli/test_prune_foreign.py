@@ -29,14 +29,6 @@ def test_a_trainers_metrics_choose_its_best_step(tmp_path: Path, capsys: pytest.
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-200", "checkpoint-300"}
 
 
-def test_a_trainers_unfinished_save_takes_no_whole_steps_place(tmp_path: Path) -> None:
-    """A step without trainer_state.json, which the Trainer writes last, is incomplete: the newest whole one stays."""
-    make_trainer_steps(tmp_path, 100, 200, 300)
-    (tmp_path / "checkpoint-300" / "trainer_state.json").unlink()
-    assert main(["prune", str(tmp_path), "--keep-latest", "1"]) == 0
-    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-200", "checkpoint-300"}
-
-
 def test_a_trainers_steps_are_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As save_total_limit of transformers does, --keep-latest keeps the newest; a pin keeps one; ls shows the same."""
     make_trainer_steps(tmp_path, 100, 200, 300, 1000)

@@ -43,10 +43,11 @@ def test_a_model_that_has_lost_its_weights_is_damaged(
         assert "has lost its weights" in capsys.readouterr().err
 
 
-def test_a_step_that_lost_its_weights_takes_no_whole_steps_place(tmp_path: Path) -> None:
-    """Prune keeps the newest whole step, and not one without a model in its stead."""
+@pytest.mark.parametrize("lost", ["model.safetensors", "trainer_state.json"])
+def test_a_step_without_its_model_or_its_end_takes_no_whole_steps_place(tmp_path: Path, lost: str) -> None:
+    """Prune keeps the newest whole step beside one without weights, or without the file that is written last."""
     make_trainer_steps(tmp_path, 100, 200, 300)
-    (tmp_path / "checkpoint-300" / "model.safetensors").unlink()
+    (tmp_path / "checkpoint-300" / lost).unlink()
     assert main(["prune", str(tmp_path), "--keep-latest", "1"]) == 0
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-200", "checkpoint-300"}
 

@@ -150,6 +150,20 @@ def test_a_background_save_says_when_it_writes_and_what_the_training_waited(tmp_
     assert registry.get_sample_value("shardckpt_written_bytes_per_second", {"operation": "save"}) > 0
 
 
+def test_a_release_of_prometheus_that_removes_no_absent_label_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases before 0.22 raise where a label is removed that is not there: the listener is made all the same."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    def remove(_: object, label: str) -> None:
+        raise KeyError(label)
+
+    monkeypatch.setattr(prometheus_client.Gauge, "remove", remove)
+    registry = prometheus_client.CollectorRegistry()
+    PrometheusListener(registry)
+    assert registry.get_sample_value("shardckpt_in_flight", {"operation": "save"}) == 0
+
+
 def test_an_interrupted_save_is_not_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a program goes on after Ctrl-C, as trainers do, nothing counts as begun and not ended."""
     prometheus_client = pytest.importorskip("prometheus_client")
