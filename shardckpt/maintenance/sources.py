@@ -299,11 +299,11 @@ def check_source(location: Path, plugins: PluginManager, error: CheckpointingExc
     except NotACheckpointError:
         names = {*list_entries(place)}
         if recognise_files(place, names) is not None:
-            return _check_trainer_step(place, location, plugins) | _check_opened(location, plugins)
+            return _check_trainer_step(place, location, plugins, _check_opened(location, plugins))
         if parts := find_trainer_parts(names):
             lost = explain_lost_model(parts)
             found = {lost.partition(" ")[0]: Checked(CorruptCheckpointError(lost))} if lost else {}
-            return found | _check_trainer_step(place, location, plugins)
+            return _check_trainer_step(place, location, plugins, found)
         what = describe_folder(place, names)
         raise (NotACheckpointError(f"{location} is {what}") if what else error) from None
 
@@ -331,7 +331,7 @@ def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[s
     """Check a folder of Hugging Face: its files and, if they are sound, whether it is a model that engines load."""
     found = {name: Checked(error) for name, error in check_folder(place).items()}
     weights = {name for name in found if name.endswith(".safetensors")}
-    found |= _check_trainer_step(place, location, plugins)
+    found = _check_trainer_step(place, location, plugins, found)
     if any(found[name].error for name in weights):
         return found
     for name, note in review_others(place, weights).items():
@@ -354,10 +354,19 @@ def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[s
     return {**found, review.file: Checked(review.fault, note=review.note)} if review.file else found
 
 
-def _check_trainer_step(place: Path, location: Path, plugins: PluginManager) -> dict[str, Checked]:
-    """Check what transformers' Trainer saves with a model: files of torch.save, and FSDP's and DeepSpeed's folders."""
+def _check_trainer_step(
+    place: Path, location: Path, plugins: PluginManager, checked: dict[str, Checked]
+) -> dict[str, Checked]:
+    """Check what transformers' Trainer saves with a model: files of torch.save, and FSDP's and DeepSpeed's folders.
+
+    Args:
+        checked: The files that have been checked, which are not read again.
+
+    Returns:
+        These, and the others.
+    """
     names = list_entries(place)
-    found = _check_archives(place)
+    found = _check_archives(place, checked) | checked
     for part in find_trainer_parts(names):
         if part not in found:
             found |= _check_part(f"{find_url(location)}/{part}", plugins)
@@ -428,8 +437,13 @@ def find_cut_file(place: Path) -> CheckpointingException | None:
     return next((found.error for found in _check_archives(place, members=False).values() if found.error), None)
 
 
-def _check_archives(place: Path, *, members: bool = True) -> dict[str, Checked]:
-    """Compare the archives of torch.save in a folder with their CRC-32, or look for their ends; no pickle is read."""
+def _check_archives(place: Path, skipped: Collection[str] = (), *, members: bool = True) -> dict[str, Checked]:
+    """Compare the archives of torch.save in a folder with their CRC-32, or look for their ends; no pickle is read.
+
+    Args:
+        skipped: Names of files that are not looked at.
+        members: Whether to compare the values, and not look for the ends alone.
+    """
     manifest = Manifest(backend=TorchFileLoadStrategy.backend, version=TorchFileLoadStrategy.version)
     found = {}
     with CheckpointReader(place, manifest, verify=False, crcs="parts" if members else None) as reader:
@@ -440,6 +454,8 @@ def _check_archives(place: Path, *, members: bool = True) -> dict[str, Checked]:
                 archive.check_members(reader, name)
 
         for name in list_torch_files(place):
+            if name in skipped:
+                continue
             if not reader.size(name):
                 found[name] = Checked(CorruptCheckpointError(f"{place / name} is empty"))
             elif reader.size(name) > _LENGTH and is_archive(reader.read_range(name, 0, _LENGTH, name)):

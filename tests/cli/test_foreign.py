@@ -12,12 +12,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from shardckpt.archive import Archive
 from shardckpt.cli import main
 from tests.tables import table
 from tests.tree import GOLDEN
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from shardckpt.storage import CheckpointReader
 
 
 @pytest.fixture
@@ -169,6 +172,22 @@ def test_a_folder_of_pickled_weights_is_one_checkpoint(
     for verb in ("ls", "verify"):
         assert main([verb, str(folder)]) == 1
         assert files[-1] in capsys.readouterr().out
+
+
+def test_verify_reads_each_file_of_pickles_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are not compared with their CRC-32 once more as a file that stands with them."""
+    for name in ("pytorch_model.bin", "optimizer.pt"):
+        torch.save({"w": torch.ones(3)}, tmp_path / name)
+    seen: list[str] = []
+    check = Archive.check_members
+
+    def count(archive: Archive, reader: CheckpointReader, name: str) -> None:
+        seen.append(name)
+        check(archive, reader, name)
+
+    monkeypatch.setattr(Archive, "check_members", count)
+    assert main(["verify", str(tmp_path)]) == 0
+    assert sorted(seen) == ["optimizer.pt", "pytorch_model.bin"]
 
 
 def test_the_index_of_pickled_weights_is_held_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
