@@ -90,10 +90,12 @@ class StorageError(CheckpointingException):
 
 
 class NotEnoughSpaceError(StorageError):
-    """A save that was refused before it wrote a file: its tensors are more than the file system has free.
+    """A file system, or a quota, that has no space for what is to be written.
+
+    Mostly it is refused before a file is written; else a write has failed, and what was written is removed.
 
     Attributes:
-        advice: What could go, as the text has it.
+        advice: What could go, as the text has it; ``""`` if it says nothing of that.
         leftover: Bytes that interrupted saves have left, which the advice then names.
     """
 

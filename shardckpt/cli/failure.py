@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardckpt.cli.interrupted import find_target
 from shardckpt.cli.output import say_error, show_json
-from shardckpt.errors import UNPACK_MODULE, CheckpointingException, ConfigurationError, StorageError, UnsafePickleError
+from shardckpt.errors import (
+    UNPACK_MODULE,
+    CheckpointingException,
+    ConfigurationError,
+    NotEnoughSpaceError,
+    UnsafePickleError,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -35,7 +41,7 @@ def show_failure(error: BaseException, message: str, code: int, options: argpars
 def explain_error(error: Exception, options: argparse.Namespace) -> Exception:
     """Return the error of a verb with what its text lacks: what is beside a URL, or could go from a full disk."""
     target = options.directory if options.verb == "remove" else find_target(options)
-    if isinstance(error, StorageError) and target:
+    if isinstance(error, NotEnoughSpaceError) and target:
         from shardckpt.engine import explain_full, find_local
 
         if place := find_local(target):

@@ -27,8 +27,15 @@ from pydantic import Field
 from shardckpt.commit.owner import Owner, claim_name, is_claimed, release_name
 from shardckpt.commit.small_files import SmallFile, SmallFiles, Time
 from shardckpt.commit.staging_names import HOLDS_NAME
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError, escape_text, listed
-from shardckpt.storage import RemotePath, is_full, on_store
+from shardckpt.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    NotEnoughSpaceError,
+    StorageError,
+    escape_text,
+    listed,
+)
+from shardckpt.storage import RemotePath, on_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator
@@ -205,8 +212,8 @@ class Holds:
         try:
             try:
                 self.put(name, mark)
-            except StorageError as exc:
-                if kind != "removal" or not is_full(exc):
+            except NotEnoughSpaceError as exc:
+                if kind != "removal":
                     raise
                 # the removal frees space, and until then there is none for another's lease or save either
                 logger.info("removing %s without a mark of it: %s", directory, exc)

@@ -86,6 +86,7 @@ from shardckpt.engine.saving import save_checkpoint as save_checkpoint
 from shardckpt.engine.space import NO_FORECAST as NO_FORECAST
 from shardckpt.engine.space import REMOVE as REMOVE
 from shardckpt.engine.space import UNLIMITED as UNLIMITED
+from shardckpt.engine.space import EarlierSave as EarlierSave
 from shardckpt.engine.space import Forecast as Forecast
 from shardckpt.engine.space import Room as Room
 from shardckpt.engine.space import explain_full as explain_full

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,14 +12,13 @@ from shardckpt.engine.pruning import prune_leftovers
 from shardckpt.errors import CheckpointingException, NotEnoughSpaceError
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.mapping import ShardedTensor, is_main_replica
-from shardckpt.storage import find_url, has_local_files, is_full
+from shardckpt.storage import find_url, has_local_files
 from shardckpt.tensors import ORDINARY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from shardckpt.errors import StorageError
     from shardckpt.mapping import ShardedBase
 
 #: Stands for the free bytes of a file system that are not known: 4 EiB, more than all ranks together store.
@@ -51,22 +49,37 @@ REMOVE = "remove keys from"
 NO_FORECAST: Forecast = Forecast()
 
 
+class EarlierSave(NamedTuple):
+    """The bytes of an earlier save of the same states: of all its files, and of its tensors."""
+
+    nbytes: int = 0
+    tensors: int = 0
+
+
 class Room(NamedTuple):
-    """The caller's settings for the space of a save.
+    """The caller's settings for the space of a save. Only the main rank calls ``find_used`` and ``find_earlier``.
 
     Attributes:
         make: Collective: called before a save is refused, which may fit after it; None if nothing makes room.
         quota: Bytes that the folder of the save may hold; 0: as many as its file system.
-        find_used: Returns those that it holds; only the main rank asks, and only where there is a quota.
+        find_used: Returns those that it holds; called only where there is a quota.
+        find_earlier: Returns what an earlier save took, by which the forecast knows of more than the tensors; gets the
+            free bytes.
     """
 
     make: Callable[[], None] | None = None
     quota: int = 0
     find_used: Callable[[], int] = lambda: 0
+    find_earlier: Callable[[int], EarlierSave] = lambda _free: EarlierSave()
 
     def limit(self, free: int) -> int:
         """Return the free bytes of a place, or what the quota leaves, where that is less."""
         return min(free, max(0, self.quota - self.find_used())) if self.quota else free
+
+    def find_rest(self, free: int, forecast: Forecast) -> int:
+        """Return the bytes that a save takes beside those of its forecast, so far as an earlier one tells."""
+        earlier = EarlierSave() if free >= UNKNOWN else self.find_earlier(free)
+        return earlier.nbytes if forecast is NO_FORECAST else max(0, earlier.nbytes - earlier.tensors)
 
 
 #: Of a save whose caller has no settings.
@@ -111,32 +124,39 @@ def _find_folder(target: Path) -> Path | str:
     return target.parent if has_local_files(target) else find_url(target).rpartition("/")[0]
 
 
-def refuse_full(target: Path, needed: int, action: str, free: int | None = None, room: Room = UNLIMITED) -> None:
+def refuse_full(
+    target: Path, needed: int, action: str, free: int | None = None, room: Room = UNLIMITED, rest: int = 0
+) -> None:
     """Raise if a file system has less free than what is to be written takes.
 
     Args:
         target: What is to be written: its folder is on the file system.
+        needed: The bytes of the tensors.
         free: Free bytes of the file system, or what the quota of the room leaves; None: look.
+        rest: The bytes of all else.
 
     Raises:
         NotEnoughSpaceError: It has.
     """
     free = _find_system_bytes(target) if free is None else free
-    if needed > free:
-        raise _make_space_error(target, needed, free, action, room)
+    if needed + rest > free:
+        raise _make_space_error(target, needed, free, action, room, rest)
 
 
-def _make_space_error(target: Path, needed: int, free: int, action: str, room: Room) -> NotEnoughSpaceError:
+def _make_space_error(target: Path, needed: int, free: int, action: str, room: Room, rest: int) -> NotEnoughSpaceError:
     """Return the error of a save that does not fit, with what could go."""
     folder = _find_folder(target)
     is_quota = room.quota and free < _find_system_bytes(target)
     holder = f"quota={room.quota:,} of {folder} leaves" if is_quota else f"the file system of {folder} has"
     leftover, advice = _advise_of_space(folder)
+    takes = f"The tensors take {format_bytes(needed)}"
+    if rest:
+        takes += f", and with all else, as in an earlier save, it is {format_bytes(needed + rest)}"
     text = (
-        f"cannot {action} {target}: {advice}. The tensors take {format_bytes(needed)}, and {holder} "
-        f"{format_bytes(free)} free, {format_bytes(needed - free)} too little. No file was written."
+        f"cannot {action} {target}: {advice}. {takes}, and {holder} "
+        f"{format_bytes(free)} free, {format_bytes(needed + rest - free)} too little. No file was written."
     )
-    if not is_free(target) and action != REMOVE:
+    if action != REMOVE and _is_taken(target):
         text += " What is at the target stays until the new checkpoint is complete, so that both need room."
     if not is_quota:
         text += f" {settings.SPACE_CHECK}=0 skips this check."
@@ -145,24 +165,28 @@ def _make_space_error(target: Path, needed: int, free: int, action: str, room: R
     return error
 
 
-def explain_full(error: StorageError, target: Path) -> StorageError:
-    """Return the error of a file system that was full, or a quota, with what is free and could go; others as they are.
+def _is_taken(target: Path) -> bool:
+    """Return whether something is at a target, which the save has claimed already if it is a URL."""
+    return not is_free(target) if has_local_files(target) else (target / MARKER_NAME).is_file()
+
+
+def explain_full(error: NotEnoughSpaceError, target: Path) -> NotEnoughSpaceError:
+    """Return the error of a write that found no space with what is free, and could go; that of a refusal as it is.
 
     Args:
-        error: What a file operation has raised.
         target: What was to be written.
     """
-    if isinstance(error, NotEnoughSpaceError) or not is_full(error):
+    if error.advice or not has_local_files(target):
         return error
     folder, free = target.parent, find_free_bytes(target.parent)
-    has = "" if free == UNKNOWN else f"The file system of {folder} has {format_bytes(free)} free now. "
-    quota = (
-        "A quota permits less than that: `quota -s` says how much. "
-        if getattr(error.__cause__, "errno", 0) == errno.EDQUOT
-        else ""
+    leftover, advice = _advise_of_space(folder)
+    has = "" if free == UNKNOWN else f" The file system of {folder} has {format_bytes(free)} free now."
+    quota = " A quota permits less than what is free: `quota -s` says how much." if "(EDQUOT)" in str(error) else ""
+    explained = NotEnoughSpaceError(f"{error}. To make space: {advice}.{quota}{has}").with_traceback(
+        error.__traceback__
     )
-    text = f"{error}. {quota}{_advise_of_space(folder)[1]}. {has}".rstrip()
-    return NotEnoughSpaceError(text).with_traceback(error.__traceback__)
+    explained.advice, explained.leftover = advice, leftover
+    return explained
 
 
 def _advise_of_space(folder: Path | str) -> tuple[int, str]:

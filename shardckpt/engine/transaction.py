@@ -164,7 +164,7 @@ class Transaction:
             journal=journal,
             memory_budget=memory_budget,
         )
-        begun, free = Begun(), 0
+        begun, free, rest = Begun(), 0, 0
         try:
             with operation.local_phase("staging"):
                 self.memory_least = self._committer.prepare(forecast.nbytes)
@@ -172,7 +172,8 @@ class Transaction:
                 # no message between the ranks here: _announce is the next one, and raises the main rank's error on all
                 if operation.comm.is_main:
                     begun, free = self._committer.begin(), self._find_free()
-            self._announce(begun, forecast, free)
+                    rest = room.find_rest(free, forecast)
+            self._announce(begun, forecast, free, rest)
             self.timeline.align()
         except BaseException:
             self.abort()
@@ -325,7 +326,7 @@ class Transaction:
     def _find_free(self) -> int:
         return self._room.limit(self._committer.find_free())
 
-    def _announce(self, begun: Begun, forecast: Forecast, free: int) -> None:
+    def _announce(self, begun: Begun, forecast: Forecast, free: int, rest: int) -> None:
         """Collective: announce the save's name, negotiate the digest, and refuse the save if it cannot fit.
 
         Raises:
@@ -337,7 +338,7 @@ class Transaction:
         # two in one number: what comm.total sends in one message is few
         flags = int(begun.is_replacing) + 2 * self._given
         votes, lacking, flags, *name = self.operation.comm.total(
-            1 << _VOTE_BITS * digest_vote(), forecast.nbytes - free, flags, *_NAME.unpack(own)
+            1 << _VOTE_BITS * digest_vote(), forecast.nbytes + rest - free, flags, *_NAME.unpack(own)
         )
         replacing, givers = flags & 1, flags >> 1
         self._author = self.operation.strategy if givers else ""
@@ -346,20 +347,20 @@ class Transaction:
         self.save_id = text[:_ID_DIGITS]
         self._committer.join(self.save_id, Owner.from_text(text[_ID_DIGITS:]), is_replacing=bool(replacing))
         if lacking > 0:  # the same number on every rank
-            self._check_space(forecast, free)
+            self._check_space(forecast, free, rest)
 
-    def _check_space(self, forecast: Forecast, free: int) -> None:
+    def _check_space(self, forecast: Forecast, free: int, rest: int) -> None:
         """Collective: refuse the save if it does not fit with tied tensors counted once, nor once room was made."""
         comm = self.operation.comm
         with comm.local_phase("counting tied tensors once"):
             least = forecast.count_least()
-        needed, free = comm.total(least, free)  # only the main rank knows what is free
-        if needed > free and self._room.make is not None:
+        needed, free, rest = comm.total(least, free, rest)  # only the main rank knows what is free, and the rest
+        if needed + rest > free and self._room.make is not None:
             self._room.make()
             free = self._find_free() if comm.is_main else 0
         with self.operation.local_phase("forecasting the space"):
             if comm.is_main:
-                refuse_full(self.target, needed, f"{self.operation.kind} to", free, self._room)
+                refuse_full(self.target, needed, f"{self.operation.kind} to", free, self._room, rest)
         comm.sync_errors()
 
     def _write_markers(

@@ -191,8 +191,8 @@ class CheckpointConfig(BaseModel):
             tried. 0: the first is an error. What a later save cannot make up for always is one: other errors, the last
             step, a step that is saved because of a signal, and what ``close`` finds.
         quota: Bytes, or text such as ``"500GB"``, that ``folder`` may hold, on a store, too: a step that would be
-            more is refused before a byte is written, or makes room, as ``on_full`` says. What is there is counted
-            before each save.
+            more is refused before a byte is written, or makes room, as ``on_full`` says. Before each save, what is
+            there is counted; the step is forecast by its tensors, and by what an earlier step has beside its own.
         last_save_model_only: Whether the last step saves the model alone. torchtitan's older name
             ``model_weights_only`` is accepted.
         last_save_bare_keys: Whether the keys of the model's tensors lack ``model.`` where the last step saves the model

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from shardckpt import settings
 from shardckpt.distributed import Comm, replace_text
-from shardckpt.engine import Room, measure, note_failure, pause_gc, report_event, report_failure
+from shardckpt.engine import Room, explain_full, measure, note_failure, pause_gc, report_event, report_failure
 from shardckpt.errors import (
     CheckpointingException,
     NotEnoughSpaceError,
@@ -39,13 +39,14 @@ from shardckpt.manager.save_policies import SaveClock
 from shardckpt.manager.states import MODEL, TrainingStates, check_named
 from shardckpt.manager.step_names import parse_number
 from shardckpt.manager.step_resolution import NEWEST, check_step, find_best, read_step, resolve_step, warn_of_others
+from shardckpt.manager.step_sizes import StepSizes
 from shardckpt.manager.steps import MODEL_PREFIX, PER_RANK_KEY, PREFIX_KEY, StepFolder
 from shardckpt.manifest import CONTENT_KEY, Lineage
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import limit_attempts, parse_size
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Mapping
     from types import TracebackType
 
     from torch.distributed import ProcessGroup
@@ -145,6 +146,7 @@ class CheckpointManager:
                 check_folder(config.folder)
                 self._folder = StepFolder(config.folder, get_plugin_manager())
                 self._place = str(self._folder)
+                self._sizes = StepSizes(self._folder)
                 config.check_names(self._states.names)
                 if comm.is_main:
                     config.check_assets()
@@ -533,24 +535,27 @@ class CheckpointManager:
                 self._tolerate(error, failed, started)
 
     def _tolerate(self, error: StorageError, step: int | None, started: float, *, is_final: bool = False) -> None:
-        """Report a save that failed; raise its error if no later one makes up for it, or too many failed in a row.
+        """Collective: report a save that failed; raise its error if no later one makes up for it, or too many failed.
 
         Every rank has the same error, and so decides alike.
         """
+        explained = self._explain_full(error, step)
         self._failed += 1
         most, place = self.config.max_failed_saves, self._place if step is None else self._folder.path(step)
         if is_final or error.shared_by is None or not most:
-            raise error
-        note_failure("save", place, self._rank, error, started)
+            raise explained from explained.__cause__
+        # the error of a save in the background was logged without it
+        advice = getattr(explained, "advice", "") if error.is_logged else ""
+        note_failure("save", place, self._rank, explained, started)
         if self._rank == 0:
             then = "the training goes on" if self._failed <= most else "the error is raised"
             logger.warning(
                 "step %s has no checkpoint, and %s: failed save %d in a row (max_failed_saves=%d); "
-                "older checkpoints stay",
-                *(step, then, self._failed, most),
+                "older checkpoints stay%s",
+                *(step, then, self._failed, most, advice and f"; to make space: {advice}"),
             )
         if self._failed > most:
-            raise error
+            raise explained from explained.__cause__
 
     def _check_open(self, action: str) -> None:
         if self._closed:
@@ -618,18 +623,17 @@ class CheckpointManager:
                 self._make_room(step, comm)
 
         quota = 0 if config.quota is None else parse_size(config.quota, "quota")
-        room = Room(make_room, quota, lambda: measure(self._folder.place))
-        with self._explaining_full(step, comm):
-            writer.write(
-                state,
-                target,
-                {CONTENT_KEY: content},
-                lineage,
-                on_commit,
-                background=not last_step,
-                before=look,
-                room=room,
-            )
+        room = Room(make_room, quota, lambda: measure(self._folder.place), self._sizes.find_earlier)
+        writer.write(
+            state,
+            target,
+            {CONTENT_KEY: content},
+            lineage,
+            on_commit,
+            background=not last_step,
+            before=look,
+            room=room,
+        )
         self._last = step
 
     def _make_room(self, step: int, comm: Comm) -> None:
@@ -645,27 +649,37 @@ class CheckpointManager:
                 listed(removed),
             )
 
-    @contextmanager
-    def _explaining_full(self, step: int, comm: Comm) -> Iterator[None]:
-        """Collective: if there is no space, add to the error the steps that the retention would free, or cannot."""
-        try:
-            yield
-        except NotEnoughSpaceError as error:
-            is_pruned = self.config.on_full == "prune"
-            lists = [part.list_kept if is_pruned else partial(part.list_removable, step) for part in self._parts]
-            found = comm.main_runs("choosing what could go", lambda: [text for each in lists for text in each()])
-            if not found:
-                raise
-            if is_pruned:
-                advice = f"on_full='prune' was tried, and may remove none of what is left: {listed(found, limit=6)}"
-            else:
-                advice = (
-                    f"remove {listed(found)}, which the retention policies will no longer keep once step {step} is "
-                    "complete; on_full='prune' removes all such but the newest"
-                )
-            if error.leftover:
-                advice = f"{error.advice}; {advice}"
-            text = str(error).replace(error.advice, advice) if error.advice else f"{error}. {advice}"
-            advised = replace_text(error, text)
-            advised.shared_by = error.shared_by  # every rank has given its copy the same text
-            raise advised from error.__cause__
+    def _explain_full(self, error: StorageError, step: int | None) -> CheckpointingException:
+        """Collective: return the error of a step that found no space with what could go; others as they are."""
+        if not isinstance(error, NotEnoughSpaceError) or error.shared_by is None or step is None:
+            return error
+        advise = partial(self._advise_of_space, error, step)
+        text, advice = Comm(self._group).main_runs("choosing what could go", advise)
+        advised = replace_text(error, text)
+        vars(advised)["advice"] = advice
+        advised.shared_by = error.shared_by  # every rank has given its copy the same text
+        advised.__cause__ = error.__cause__
+        return advised
+
+    def _advise_of_space(self, error: NotEnoughSpaceError, step: int) -> tuple[str, str]:
+        """Return an error's text with the steps that the retention would free, or cannot, and this advice alone."""
+        explained = explain_full(error, self._folder.path(step))
+        if not explained.advice:  # what is full is the folder of temporary files before a store
+            return str(error), ""
+        prunes = self.config.on_full == "prune"
+        was_tried = prunes and bool(error.advice)
+        lists = [part.list_kept if was_tried else partial(part.list_removable, step) for part in self._parts]
+        found = [text for each in lists for text in each()]
+        if not found:
+            return str(explained), explained.advice
+        if was_tried:
+            advice = f"on_full='prune' was tried, and may remove none of what is left: {listed(found, limit=6)}"
+        else:
+            advice = (
+                f"remove {listed(found)}, which the retention policies will no longer keep once step {step} is complete"
+            )
+            if not prunes:
+                advice += "; on_full='prune' removes all such but the newest"
+        if explained.leftover:
+            advice = f"{explained.advice}; {advice}"
+        return str(explained).replace(explained.advice, advice), advice

@@ -35,7 +35,6 @@ from shardckpt.storage.file_writer import FileWriter as FileWriter
 from shardckpt.storage.filesystem import check_file_name as check_file_name
 from shardckpt.storage.filesystem import file_size as file_size
 from shardckpt.storage.filesystem import find_size as find_size
-from shardckpt.storage.filesystem import is_full as is_full
 from shardckpt.storage.filesystem import is_there as is_there
 from shardckpt.storage.filesystem import make_folders as make_folders
 from shardckpt.storage.filesystem import name_siblings as name_siblings

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardckpt.errors import CorruptCheckpointError, StorageError, name_known
+from shardckpt.errors import CorruptCheckpointError, NotEnoughSpaceError, StorageError, name_known
 from shardckpt.manifest import NAME_RULE, is_file_name, list_parents
 from shardckpt.storage.abilities import on_store
 from shardckpt.storage.open_path import OpenPath
@@ -105,13 +105,8 @@ class wrap_os_errors:  # noqa: N801 - used as a function; no generator, since ea
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(error, OSError):
             code = errno.errorcode.get(error.errno or 0, "OSError")
-            raise StorageError(f"cannot {self._action} {self._path}: {error.strerror or error} ({code})") from error
-
-
-def is_full(error: BaseException) -> bool:
-    """Return whether a file operation has failed because the file system is full, or a quota is used up."""
-    cause = error.__cause__
-    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+            kind = NotEnoughSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
+            raise kind(f"cannot {self._action} {self._path}: {error.strerror or error} ({code})") from error
 
 
 def open_new(path: Path, *, shared: bool = False) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -49,6 +51,11 @@ def test_so_many_saves_in_a_row_may_fail(
     manager.close()
 
 
+def _refuse_space(*_: object) -> None:
+    """Write nothing, as a full file system does."""
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def _block(tmp_path: Path, step: int) -> Path:
     """Let the commit of a background save fail: a file is in its place."""
     place = tmp_path / "run" / f"step-{step}"
@@ -80,6 +87,31 @@ def test_a_failure_in_the_background_is_tolerated_where_it_surfaces(
     assert manager.steps() == [2, 4]
     assert [event.error_type for event in recorder.find("failure")] == ["StorageError"] * 2
     assert caplog.text.count("failed save 1 in a row (max_failed_saves=1)") == 2
+    manager.close()
+
+
+@table("mode", ["disabled", "async"])
+def test_a_write_that_finds_no_space_says_what_could_go(
+    tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once in the log, whether the training waited for the save or not; and in the error, once that is raised."""
+    caplog.clear()  # of the row before
+    manager = _make_manager(tmp_path / mode, async_mode=mode, keep_latest_k=2, max_failed_saves=1)
+
+    def save(step: int) -> None:
+        manager.save(step)
+        manager.wait()
+
+    save(1)
+    save(2)
+    advice = r"o make space: remove step 1 \(.*B\), which the retention policies will no longer keep once step {} is "
+    text = rf"\(ENOSPC\)\. T{advice.format(4)}.*The file system of .* free now"
+    with monkeypatch.context() as disk:
+        disk.setattr("os.pwritev", _refuse_space)
+        save(3)
+        assert len(re.findall(advice.format(3), caplog.text)) == 1
+        with pytest.raises(NotEnoughSpaceError, match=text):
+            save(4)
     manager.close()
 
 

@@ -10,8 +10,10 @@ import fsspec
 import pytest
 import torch
 
+from shardckpt.engine import locate, measure
 from shardckpt.errors import ConfigurationError, NotEnoughSpaceError
 from shardckpt.manager import CheckpointConfig, CheckpointManager
+from shardckpt.plugins import get_plugin_manager
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -46,6 +48,25 @@ def test_a_step_beyond_the_quota_is_refused(tmp_path: Path, kind: str) -> None:
         assert {name.partition("/")[0] for name in left if not name.startswith(".")} == {"step-1", "step-2"}
 
 
+@table("kind", ["local", "store"])
+@table("strategy", ["torch_dist", "safetensors"])
+def test_a_step_counts_with_all_that_it_has_beside_its_tensors(tmp_path: Path, kind: str, strategy: str) -> None:
+    """Headers, index, record and common state, as an earlier step took them: a new manager keeps the quota, too."""
+    folder, model = _name_folder(kind, tmp_path / strategy), torch.nn.Linear(8, 8)
+    config = CheckpointConfig(folder=folder, interval=1, strategy=strategy, quota=100_000)
+
+    def save_until_full() -> None:
+        for step in range(1, 40):
+            with CheckpointManager(config, {"model": model}) as manager:
+                manager.save(step)
+
+    text = r"take 288 B, and with all else, as in an earlier save, it is .* too little\. No file was written\.$"
+    with pytest.raises(NotEnoughSpaceError, match=text):
+        save_until_full()
+    place = locate(folder, get_plugin_manager())
+    assert 100_000 - 1.1 * measure(place / "step-1") < measure(place) <= 100_000
+
+
 def test_a_full_folder_is_said_once_and_what_to_do_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The steps that the retention will not keep take the place of general advice; a traceback has the text once."""
     run = tmp_path / "run"
@@ -55,8 +76,9 @@ def test_a_full_folder_is_said_once_and_what_to_do_first(tmp_path: Path, caplog:
             manager.save(2)
     assert re.fullmatch(
         f"cannot save to {run}/step-2: remove step 1 \\(1.1 MB\\), which the retention policies will no longer keep "
-        "once step 2 is complete; on_full='prune' removes all such but the newest. The tensors take 1.0 MB, and "
-        f"quota=1,500,000 of {run} leaves .* free, .* too little. No file was written.",
+        "once step 2 is complete; on_full='prune' removes all such but the newest. The tensors take 1.0 MB, and with "
+        f"all else, as in an earlier save, it is 1.1 MB, and quota=1,500,000 of {run} leaves .* free, .* too little. "
+        "No file was written.",
         str(caught.value),
     )
     assert "".join(traceback.format_exception(caught.value)).count("cannot save to") == 1

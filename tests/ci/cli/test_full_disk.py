@@ -83,8 +83,10 @@ def test_a_quota_is_said_with_what_could_go(
     owners.leave(tmp_path / "new" / "other", owners.dead())
     assert main(["convert", str(source), str(tmp_path / "new" / "c"), "--to", "safetensors"]) == 2
     said = capsys.readouterr().err
-    assert "Disk quota exceeded (EDQUOT). A quota permits less than that: `quota -s` says how much. `shardckpt" in said
-    assert f"prune {tmp_path / 'new'}` frees 6 B that interrupted saves have left. The file system of" in said
+    frees = f"`shardckpt prune {tmp_path / 'new'}` frees 6 B that interrupted saves have left"
+    assert (
+        f"(EDQUOT). To make space: {frees}. A quota permits less than what is free: `quota -s` says how much." in said
+    )
 
 
 def test_a_full_disk_is_freed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ def test_full_disk(ranks: Ranks, tmp_path: Path, backend: Backend, world: int) -
     """A disk that fills up in a save is one error on all ranks; its space is free again, and a smaller save fits."""
     with small_disk(tmp_path / "disk", "2m") as disk:
         found = one_error(ranks.run(world, _save_without_forecast, str(disk)))
-    assert found.kind == "StorageError"
+    assert found.kind == "NotEnoughSpaceError"
     assert any(backend.data_file(rank) in found.message for rank in range(world))
     for text in ("in 'writing shards'", "No space left on device (ENOSPC)"):
         assert text in found.message
@@ -104,7 +104,7 @@ def test_full_disk_leaves_the_previous_checkpoint(ranks: Ranks, tmp_path: Path) 
     with small_disk(tmp_path / "disk", "2m") as disk:
         results = ranks.run(2, _overwrite_on_full_disk, str(disk))
     for found, wrong in results:
-        assert (found.kind, found.left, found.wrong, wrong) == ("StorageError", ["ckpt"], [], [])
+        assert (found.kind, found.left, found.wrong, wrong) == ("NotEnoughSpaceError", ["ckpt"], [], [])
 
 
 class BrokenListener:

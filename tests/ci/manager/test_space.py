@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardckpt.errors import NotEnoughSpaceError, StorageError
+from shardckpt.errors import NotEnoughSpaceError
 from shardckpt.manager import CheckpointConfig, CheckpointManager, garbage_collection, pin_step
 from shardckpt.manager.garbage_collection import GarbageCollector
 from shardckpt.manager.marks import identify_save, mark_checkpoint
@@ -92,25 +93,32 @@ def _save_and_wait(manager: CheckpointManager, step: int) -> bool:
     return saved
 
 
-def _save_five(directory: str, mode: str) -> tuple[list[bool], list[int]]:
+def _save_five(directory: str, mode: str) -> tuple[list[bool], list[int], str]:
     """Save five times where two fit, which only the write itself finds."""
     with (
         pytest.MonkeyPatch.context() as patched,
-        _make_manager(directory, max_failed_saves=2, async_mode=mode) as manager,
+        _make_manager(directory, max_failed_saves=2, async_mode=mode, keep_latest_k=2) as manager,
     ):
         patched.setenv(SPACE_CHECK, "0")
         saved = [_save_and_wait(manager, step) for step in (1, 2, 3, 4)]
-        with pytest.raises(StorageError):
+        with pytest.raises(NotEnoughSpaceError) as caught:
             _save_and_wait(manager, 5)
-        return saved, manager.steps()
+        return saved, manager.steps(), str(caught.value)
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_ranks_go_on_without_the_same_saves(ranks: Ranks, tmp_path: Path, mode: str) -> None:
-    """With max_failed_saves=2, all ranks tolerate two failures on a full disk; the third is an error."""
+    """With max_failed_saves=2, all ranks tolerate two failures on a full disk; the third is one error on all.
+
+    It says what could go, as that of a save that is refused before it writes.
+    """
     with small_disk(tmp_path / "disk", "2700k") as disk:
         begun = mode == "async"  # then it fails later
-        assert ranks.run(2, _save_five, str(disk), mode) == [([True, True, begun, begun], [1, 2])] * 2
+        first, second = ranks.run(2, _save_five, str(disk), mode)
+    assert first[:2] == ([True, True, begun, begun], [1, 2])
+    assert first == second
+    end = r"\(ENOSPC\)\. To make space: remove step 1 \(1\.1 MB\), which .* once step 5 is complete; on_full=.*\.$"
+    assert re.search(end, first[2])
 
 
 def test_a_full_disk_does_not_cost_the_newest_sound_step(tmp_path: Path) -> None:
