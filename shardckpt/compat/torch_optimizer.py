@@ -42,8 +42,10 @@ def _create_colwise_spec(pg: dist.ProcessGroup | None = None) -> Any:
     pairs = [part.partition(":")[0] for part in str(dist.get_backend_config(pg)).split(",")]
     device_type = "cpu" if "cpu" in pairs else pairs[0]
     ranks = range(dist.get_world_size()) if pg is None else dist.get_process_group_ranks(pg)
-    placements = [f"rank:{number}/{_gen_rank_device(rank, device_type)}" for number, rank in enumerate(ranks)]
-    return ChunkShardingSpec(dim=0, placements=placements)
+    return ChunkShardingSpec(
+        dim=0,
+        placements=[f"rank:{number}/{_gen_rank_device(rank, device_type)}" for number, rank in enumerate(ranks)],
+    )
 
 
 def _is_nested_tensor(val: Any) -> bool:

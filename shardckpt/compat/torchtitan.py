@@ -313,7 +313,7 @@ def _make_group() -> bool:
     # a store of its own: that of the training, or of torchrun, has the keys of other groups
     port = int(os.environ["MASTER_PORT"]) + 2
     host = os.environ.get("MASTER_ADDR", "localhost")
-    store = dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=_TIMEOUT)  # type: ignore[attr-defined]
+    store = dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=_TIMEOUT)
     dist.init_process_group("gloo", timeout=_TIMEOUT, store=store, rank=rank, world_size=world_size)
     return True
 

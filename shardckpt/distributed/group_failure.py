@@ -431,4 +431,4 @@ def _find_store_host(store: Any) -> int | None:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process hosts it
-    return 0 if isinstance(store, dist.TCPStore) and not by_agent else None  # type: ignore[attr-defined]
+    return 0 if isinstance(store, dist.TCPStore) and not by_agent else None

@@ -86,7 +86,7 @@ def group_store(group: Any, prefix: str) -> Any:
         _, store = dist.distributed_c10d._world.pg_map[group]  # noqa: SLF001
     except KeyError:
         raise ValueError("the process group was destroyed") from None
-    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(prefix, store)
 
 
 def split_factor(placement: Any) -> int | None:

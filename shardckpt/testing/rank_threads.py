@@ -125,7 +125,7 @@ class _Job:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.store = dist.HashStore()  # type: ignore[attr-defined]
+        self.store = dist.HashStore()
         #: Why no thread waits any longer.
         self.reason = ""
         self._changed = threading.Condition()

@@ -41,8 +41,9 @@ def test_what_fails_once_is_flaky_and_named(
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # of all that is installed, it needs xdist, for -n 0
     check = runpy.run_path(str(ROOT / ".ci" / "phases.py"))["Check"](tmp_path, 0.0)
-    check.run_tests("default", "pytest -p no:shardckpt")
+    check.run_tests("default", "pytest -p xdist")
     outcomes = {name.partition("::")[2]: result.outcome for name, result in check.results.items()}
     assert outcomes.pop("test_fails_once") == again
     assert outcomes.pop("test_passes") == "passed"

@@ -40,7 +40,7 @@ def test_dies(): os._exit(0)
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     """After Ctrl-C in the second file the first is run again with --again only; a file whose process dies failed."""
     (tmp_path / "tests" / "proof").mkdir(parents=True)
-    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p no:shardckpt --import-mode=importlib\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p xdist --import-mode=importlib\n")
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "tiers.py").read_text() + CONFTEST)
     (tmp_path / "tests" / "README.md").write_text(README)
     (tmp_path / "tests" / "proof" / "test_a.py").write_text(FIRST)
@@ -49,6 +49,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     report = tmp_path / "report.md"
     command = [sys.executable, "-m", "tests.proof", "--report", str(report), "--root", str(tmp_path)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # eight runs of pytest need xdist alone, for -n 0
 
     program = subprocess.Popen(command, cwd=ROOT, env=environment)
     pipe = os.open(tmp_path / "pipe", os.O_WRONLY)  # as soon as the second file reads

@@ -23,8 +23,11 @@ _START = 60
 BUCKET = "bucket"
 #: The key that the servers take; moto takes any.
 KEY, SECRET = "someone", "a-secret"
-_MOTO = """
-import logging, sys
+#: Objects in one answer of moto to a listing, of which S3 has 1000: listings of several pages are made in a second.
+PAGE = 100
+_MOTO = f"""
+import logging, os, sys
+os.environ["MOTO_S3_DEFAULT_MAX_KEYS"] = "{PAGE}"
 from moto.server import ThreadedMotoServer
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)

@@ -13,13 +13,13 @@ from shardckpt.engine import open_folder
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.plugins import get_plugin_manager
 from tests.remote.clients import served_by
-from tests.remote.servers import BUCKET, request
+from tests.remote.servers import BUCKET, PAGE, request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: More than S3 names in one answer to a listing.
-_MANY = 1001
+#: More than the server names in one answer to a listing.
+_MANY = PAGE + 1
 
 
 @pytest.fixture(params=["obstore", "s3fs"])
@@ -75,7 +75,7 @@ def test_a_manager_lives_at_any_name(folder: str, name: str) -> None:
 
 
 def test_listings_of_several_pages_are_read_to_their_end(folder: str, s3: str) -> None:
-    """Beside a thousand objects of others, and with as many in a step, steps are found, and a removed one is not."""
+    """Beside a page of objects of others, and with as many in a step, steps are found, and a removed one is not."""
     url = f"{folder}/pages"
     with _manage(url, _Model(1), keep=1) as manager:
         assert manager.save(1)
