@@ -194,6 +194,7 @@ def check(
                     checked="digests" if has_digests(files) else "structure",
                     files=len(own),
                     faults=[file.fault if file.name in file.fault else f"{file.name}: {file.fault}" for file in bad],
+                    damaged=[file.name for file in bad],
                     dry_run=dry_run,
                 )
             except StorageError as exc:  # what was found of the bytes is true all the same
