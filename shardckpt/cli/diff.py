@@ -7,7 +7,6 @@ common state differs, or only one of the checkpoints has it.
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from shardckpt.cli.colour import paint
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output, add_verbose
 from shardckpt.cli.renames import add_rename_option, read_renames
-from shardckpt.errors import escape_text, listed
+from shardckpt.errors import escape_text, listed, name_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -240,7 +239,7 @@ def _advise_names(report: DiffReport, options: Any) -> str:
 
 def _show_call(options: Any, first: str, second: str, *more: str) -> str:
     """Return the call that compares two checkpoints with more options than those that were given."""
-    words = ["shardckpt", "diff", first, second, *more]
+    words = ["diff", first, second, *more]
     if first == options.first:
         words += [word for old, new in options.rename for word in ("--rename", f"{old}={new}")]
     for option, value in (("--rtol", options.rtol), ("--atol", options.atol), ("--html", options.html)):
@@ -248,7 +247,7 @@ def _show_call(options: Any, first: str, second: str, *more: str) -> str:
     is_narrower = options.tensors_only and not {"--prefix", "--mapping"} & {*more}  # these compare tensors alone
     for option, is_given in (("--read", options.read), ("--tensors-only", is_narrower)):
         words += [option] if is_given else []
-    return f"`{escape_text(shlex.join(words))}`"
+    return escape_text(name_call(*words))
 
 
 def _advise_rows(report: DiffReport, options: Any) -> str:

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardckpt.cli.interrupted import find_target
 from shardckpt.cli.output import say_error, show_json
-from shardckpt.errors import UNPACK_MODULE, CheckpointingException, ConfigurationError, StorageError, UnsafePickleError
+from shardckpt.errors import (
+    UNPACK_MODULE,
+    CheckpointingException,
+    ConfigurationError,
+    StorageError,
+    UnsafePickleError,
+    name_call,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -121,7 +128,10 @@ def _advise_of_damage(error: CheckpointingException, options: argparse.Namespace
     if getattr(options, "skip_damaged", not only_reads) or not is_damage(error):
         return ""
     if only_reads:  # of several, the error says which
-        return "\nIf bytes are damaged, `shardckpt convert PATH NEW --skip-damaged` writes the rest of it"
+        path = getattr(options, options.reads[0])
+        is_sure = isinstance(path, str) and len(options.reads) == 1
+        call = name_call("convert", path if is_sure else "PATH", "NEW", "--skip-damaged")
+        return f"\nIf bytes are damaged, {call} writes the rest of it"
     return "\nIf what is read is at fault, --skip-damaged writes the rest, and names what is missing"
 
 

@@ -24,7 +24,7 @@ from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
 from shardckpt.cli.failure import print_error
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import fit_table
-from shardckpt.errors import CheckpointingException, escape_text, listed, name_known
+from shardckpt.errors import CheckpointingException, escape_text, listed, name_call, name_known
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -160,7 +160,7 @@ def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: 
         where = f"in {escape_text(name)}" if name else "beside them"
         lines.append(
             f"{where} {len(left)} hidden {hidden} of saves and removals, {size}, of which {used} may be in use: "
-            f"`shardckpt prune {escape_text(place)} --dry-run` names them"
+            f"{name_call('prune', escape_text(place), '--dry-run')} names them"
         )
     return lines
 
@@ -334,7 +334,7 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary], *, recursive: bo
         inside = sum(each.inside for each in folders)
         more = f"{inside} more" if checkpoints else format_many(inside, "checkpoint")
         where = f"in {format_many(len(folders), 'folder')}, by the names of files"
-        lines.append(f"{more} {where}: `shardckpt ls -r {folder}` lists them")
+        lines.append(f"{more} {where}: {name_call('ls', '-r', folder)} lists them")
     sums: dict[str, int] = {}
     for each in found:
         sums[_name_state(each)] = sums.get(_name_state(each), 0) + each.nbytes
@@ -345,8 +345,8 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary], *, recursive: bo
         lines.append(f"on disk: {format_bytes(sum(sums.values()))}: {by_state}")
     if bad := _count_bad_steps(folder, found):
         lines.append(
-            f"{format_many(bad, 'step')} damaged, incomplete or marked as failed: `shardckpt prune {folder} --damaged "
-            "--dry-run` says which may go"
+            f"{format_many(bad, 'step')} damaged, incomplete or marked as failed: "
+            f"{name_call('prune', folder, '--damaged', '--dry-run')} says which may go"
         )
     return lines
 

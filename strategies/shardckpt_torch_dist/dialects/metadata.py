@@ -25,7 +25,7 @@ from shardckpt.chunks import Chunk, Item, StoredTensor
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.manifest import RECORD_NAME
 from shardckpt.planning import Box, Ints, cut_flat_range
-from shardckpt.storage import ParseCache, check_file_name, is_there
+from shardckpt.storage import ParseCache, check_file_name
 from shardckpt_torch_dist.dialects.index_file import parse_index
 from shardckpt_torch_dist.dialects.stored import (
     COMMON_KEY,
@@ -93,7 +93,7 @@ def _read_uncached(reader: CheckpointReader) -> StoredIndex:
     try:
         data = reader.read(INDEX_FILE)
     except StorageError:
-        if is_there(reader.place / INDEX_FILE) or not is_there(reader.place / METADATA_FILE):
+        if (reader.place / INDEX_FILE).exists() or not (reader.place / METADATA_FILE).exists():
             raise
         lost = "%s: %s is missing: %s, which has the same and is slower to read, is read in its place"
         logger.warning(lost, reader.directory, INDEX_FILE, METADATA_FILE)
