@@ -134,7 +134,7 @@ def _describe(report: DiffReport, options: Any) -> list[str]:
             rows = [*different] if options.verbose else _fold_values(report.objects)
             styles = [_find_style(row[1]) for row in rows]
             lines += fit_table(("object", "differs in", "first", "second"), rows, styles, 1)
-        summary += f"; objects and common state: {equal} equal, {format_many(len(different), 'value')} not"
+        summary += f"; objects and common state: {equal} equal, {_count_different(len(different))}"
     lines.append(paint(summary, "good" if report.are_same else "bad"))
     more = (_describe_left_out, _describe_unread, _advise_names, _advise_rows, _advise_objects)
     return [*lines, *filter(None, (describe(report, options) for describe in more))]
@@ -149,6 +149,12 @@ def _cut_alone(differences: Sequence[TensorDifference]) -> list[TensorDifference
         if seen[each.kind] <= _MOST_ALONE or not each.kind.startswith("only in"):
             shown.append(each)
     return shown
+
+
+def _count_different(count: int) -> str:
+    from shardckpt.cli.amounts import format_many
+
+    return f"{format_many(count, 'value')} {'differs' if count == 1 else 'differ'}" if count else "none differs"
 
 
 def _fold_values(report: ObjectReport) -> list[tuple[str, ...]]:

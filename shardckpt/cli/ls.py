@@ -24,7 +24,7 @@ from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
 from shardckpt.cli.failure import print_error
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import fit_table
-from shardckpt.errors import CheckpointingException, escape_text, listed, name_call, name_known
+from shardckpt.errors import CheckpointingException, NotACheckpointError, escape_text, listed, name_call, name_known
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,6 +69,7 @@ def run(options: Any) -> Output:
     for folder in dict.fromkeys(options.folders):
         try:
             listings[folder] = list_folder(folder, recursive=options.recursive)
+            _refuse_other_file(folder, listings[folder])
         except CheckpointingException as exc:  # noqa: PERF203 - the others are listed all the same
             if len(options.folders) == 1:
                 raise
@@ -132,6 +133,19 @@ def list_folder(folder: str, *, recursive: bool = False) -> list[CheckpointSumma
 
         found = list_checkpoints(folder, recursive=recursive)
     return found
+
+
+def _refuse_other_file(path: str, found: Sequence[CheckpointSummary]) -> None:
+    """Raise if a path is that of a file which is no checkpoint: in a folder it is a row, alone a wrong argument.
+
+    Raises:
+        NotACheckpointError: It is.
+    """
+    from shardckpt.engine import find_local
+
+    place = find_local(path)
+    if place is not None and place.is_file() and found[0].state == "other" and not found[0].is_refused:
+        raise NotACheckpointError(f"{path} is no checkpoint: {found[0].reason.removeprefix('is ')}")
 
 
 def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: Sequence[Path] = ()) -> list[str]:
