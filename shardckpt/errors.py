@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -237,6 +238,11 @@ def list_causes(error: BaseException, *, with_context: bool = False) -> Iterator
         yield found
         handled = found.__context__ if with_context and not found.__suppress_context__ else None
         found = found.__cause__ or handled
+
+
+def name_call(*words: object) -> str:
+    """Return a call of the command between backquotes, with its words quoted as a shell takes them."""
+    return f"`{shlex.join(['shardckpt', *map(str, words)])}`"
 
 
 def listed(texts: Collection[str], between: str = ", ", limit: int = 20) -> str:

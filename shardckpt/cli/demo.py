@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.output import say
 from shardckpt.cli.table import table
+from shardckpt.errors import name_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +47,7 @@ def run(options: Any) -> int:
     say(f"The code that ran, to copy from: {Path(demo.__file__).with_name('train.py')}")
     if options.dir is not None:
         checkpoint = Path(options.dir).absolute() / "checkpoints" / f"step-{options.steps}"
-        say(f"The checkpoint stays; check its bytes with: `shardckpt verify {checkpoint}`")
+        say(f"The checkpoint stays; check its bytes with: {name_call('verify', checkpoint)}")
     return 0
 
 

@@ -7,7 +7,6 @@ common state differs, or only one of the checkpoints has it.
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from shardckpt.cli.colour import paint
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output, add_verbose
 from shardckpt.cli.renames import add_rename_option, read_renames
-from shardckpt.errors import escape_text, listed
+from shardckpt.errors import escape_text, listed, name_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -135,7 +134,7 @@ def _describe(report: DiffReport, options: Any) -> list[str]:
             rows = [*different] if options.verbose else _fold_values(report.objects)
             styles = [_find_style(row[1]) for row in rows]
             lines += fit_table(("object", "differs in", "first", "second"), rows, styles, 1)
-        summary += f"; objects and common state: {equal} equal, {format_many(len(different), 'value')} not"
+        summary += f"; objects and common state: {equal} equal, {_count_different(len(different))}"
     lines.append(paint(summary, "good" if report.are_same else "bad"))
     more = (_describe_left_out, _describe_unread, _advise_names, _advise_rows, _advise_objects)
     return [*lines, *filter(None, (describe(report, options) for describe in more))]
@@ -150,6 +149,12 @@ def _cut_alone(differences: Sequence[TensorDifference]) -> list[TensorDifference
         if seen[each.kind] <= _MOST_ALONE or not each.kind.startswith("only in"):
             shown.append(each)
     return shown
+
+
+def _count_different(count: int) -> str:
+    from shardckpt.cli.amounts import format_many
+
+    return f"{format_many(count, 'value')} {'differs' if count == 1 else 'differ'}" if count else "none differs"
 
 
 def _fold_values(report: ObjectReport) -> list[tuple[str, ...]]:
@@ -240,7 +245,7 @@ def _advise_names(report: DiffReport, options: Any) -> str:
 
 def _show_call(options: Any, first: str, second: str, *more: str) -> str:
     """Return the call that compares two checkpoints with more options than those that were given."""
-    words = ["shardckpt", "diff", first, second, *more]
+    words = ["diff", first, second, *more]
     if first == options.first:
         words += [word for old, new in options.rename for word in ("--rename", f"{old}={new}")]
     for option, value in (("--rtol", options.rtol), ("--atol", options.atol), ("--html", options.html)):
@@ -248,7 +253,7 @@ def _show_call(options: Any, first: str, second: str, *more: str) -> str:
     is_narrower = options.tensors_only and not {"--prefix", "--mapping"} & {*more}  # these compare tensors alone
     for option, is_given in (("--read", options.read), ("--tensors-only", is_narrower)):
         words += [option] if is_given else []
-    return f"`{escape_text(shlex.join(words))}`"
+    return escape_text(name_call(*words))
 
 
 def _advise_rows(report: DiffReport, options: Any) -> str:

@@ -21,7 +21,7 @@ from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.folders import named_folders
 from shardckpt.cli.output import Output, add_verbose
 from shardckpt.cli.renames import add_rename_option
-from shardckpt.errors import ConfigurationError
+from shardckpt.errors import ConfigurationError, name_call
 
 if TYPE_CHECKING:
     from shardckpt.huggingface import Exported
@@ -98,8 +98,9 @@ def _convert_file(options: Any) -> Output:
     """
     if options.format != "safetensors":
         raise ConfigurationError(
-            f"--format {options.format} is written of a checkpoint alone: `shardckpt convert {options.checkpoint} NEW` "
-            f"makes one of the file, and `shardckpt export NEW {options.target} --format {options.format}` exports it"
+            f"--format {options.format} is written of a checkpoint alone: "
+            f"{name_call('convert', options.checkpoint, 'NEW')} makes one of the file, and "
+            f"{name_call('export', 'NEW', options.target, '--format', options.format)} exports it"
         )
     options.source, options.to, options.memory = options.checkpoint, "hf", options.memory or convert.MEMORY
     return convert.run(options)

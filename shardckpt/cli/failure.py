@@ -13,6 +13,7 @@ from shardckpt.errors import (
     ConfigurationError,
     NotEnoughSpaceError,
     UnsafePickleError,
+    name_call,
 )
 
 if TYPE_CHECKING:
@@ -124,11 +125,23 @@ def _advise_of_damage(error: CheckpointingException, options: argparse.Namespace
     from shardckpt.engine import is_damage
 
     only_reads = hasattr(options, "reads") and not hasattr(options, "writes")
-    if getattr(options, "skip_damaged", not only_reads) or not is_damage(error):
+    if getattr(options, "skip_damaged", not only_reads) or not is_damage(error) or _is_of_target(error, options):
         return ""
     if only_reads:  # of several, the error says which
-        return "\nIf bytes are damaged, `shardckpt convert PATH NEW --skip-damaged` writes the rest of it"
+        path = getattr(options, options.reads[0])
+        is_sure = isinstance(path, str) and len(options.reads) == 1
+        call = name_call("convert", path if is_sure else "PATH", "NEW", "--skip-damaged")
+        return f"\nIf bytes are damaged, {call} writes the rest of it"
     return "\nIf what is read is at fault, --skip-damaged writes the rest, and names what is missing"
+
+
+def _is_of_target(error: CheckpointingException, options: argparse.Namespace) -> bool:
+    """Return whether an error names what a verb writes, or the staging directory of it."""
+    from shardckpt.engine import find_local
+
+    target = find_target(options)
+    place = find_local(target) if target else None
+    return place is not None and any(str(path) in str(error) for path in (place, place.with_name(f".{place.name}.")))
 
 
 def name_plugin(error: Exception) -> str:

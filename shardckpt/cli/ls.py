@@ -24,7 +24,7 @@ from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
 from shardckpt.cli.failure import print_error
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import fit_table
-from shardckpt.errors import CheckpointingException, escape_text, listed, name_known
+from shardckpt.errors import CheckpointingException, NotACheckpointError, escape_text, listed, name_call, name_known
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,6 +69,7 @@ def run(options: Any) -> Output:
     for folder in dict.fromkeys(options.folders):
         try:
             listings[folder] = list_folder(folder, recursive=options.recursive)
+            _refuse_other_file(folder, listings[folder])
         except CheckpointingException as exc:  # noqa: PERF203 - the others are listed all the same
             if len(options.folders) == 1:
                 raise
@@ -134,6 +135,19 @@ def list_folder(folder: str, *, recursive: bool = False) -> list[CheckpointSumma
     return found
 
 
+def _refuse_other_file(path: str, found: Sequence[CheckpointSummary]) -> None:
+    """Raise if a path is that of a file which is no checkpoint: in a folder it is a row, alone a wrong argument.
+
+    Raises:
+        NotACheckpointError: It is.
+    """
+    from shardckpt.engine import find_local
+
+    place = find_local(path)
+    if place is not None and place.is_file() and found[0].state == "other" and not found[0].is_refused:
+        raise NotACheckpointError(f"{path} is no checkpoint: {found[0].reason.removeprefix('is ')}")
+
+
 def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: Sequence[Path] = ()) -> list[str]:
     """Return a line for a folder, and for each folder of checkpoints in it, where killed saves have left something.
 
@@ -160,7 +174,7 @@ def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: 
         where = f"in {escape_text(name)}" if name else "beside them"
         lines.append(
             f"{where} {len(left)} hidden {hidden} of saves and removals, {size}, of which {used} may be in use: "
-            f"`shardckpt prune {escape_text(place)} --dry-run` names them"
+            f"{name_call('prune', escape_text(place), '--dry-run')} names them"
         )
     return lines
 
@@ -334,7 +348,7 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary], *, recursive: bo
         inside = sum(each.inside for each in folders)
         more = f"{inside} more" if checkpoints else format_many(inside, "checkpoint")
         where = f"in {format_many(len(folders), 'folder')}, by the names of files"
-        lines.append(f"{more} {where}: `shardckpt ls -r {folder}` lists them")
+        lines.append(f"{more} {where}: {name_call('ls', '-r', folder)} lists them")
     sums: dict[str, int] = {}
     for each in found:
         sums[_name_state(each)] = sums.get(_name_state(each), 0) + each.nbytes
@@ -345,8 +359,8 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary], *, recursive: bo
         lines.append(f"on disk: {format_bytes(sum(sums.values()))}: {by_state}")
     if bad := _count_bad_steps(folder, found):
         lines.append(
-            f"{format_many(bad, 'step')} damaged, incomplete or marked as failed: `shardckpt prune {folder} --damaged "
-            "--dry-run` says which may go"
+            f"{format_many(bad, 'step')} damaged, incomplete or marked as failed: "
+            f"{name_call('prune', folder, '--damaged', '--dry-run')} says which may go"
         )
     return lines
 

@@ -127,18 +127,20 @@ def escaped_logs() -> Iterator[None]:
 
 
 @contextmanager
-def without_logs(name: str) -> Iterator[None]:
-    """Log nothing of a logger in the block: the answer of the verb says the same."""
-    logger = logging.getLogger(name)
+def without_logs(*names: str) -> Iterator[None]:
+    """Log nothing of some loggers in the block: the answer of the verb says the same."""
+    loggers = [*map(logging.getLogger, names)]
 
     def refuse(_: logging.LogRecord) -> bool:
         return False
 
-    logger.addFilter(refuse)
+    for logger in loggers:
+        logger.addFilter(refuse)
     try:
         yield
     finally:
-        logger.removeFilter(refuse)
+        for logger in loggers:
+            logger.removeFilter(refuse)
 
 
 def _make_filter() -> Callable[[logging.LogRecord], bool]:

@@ -22,8 +22,8 @@ A checkpoint that has nothing beside it is one, too: its folder was meant.
 
 With -r each folder below PATH that has steps, or only what killed saves have left, is pruned by itself, as each of
 several PATHs is. What is an error for one of them is one for all, before anything is removed; with --skip-errors that
-folder alone is left as it was, and the exit code is 2. One whose steps lack the metric of --keep-best is left, named,
-and no error where another has it. Links in PATH to folders elsewhere are not followed.
+folder alone is left as it was, and the exit code is 2. The steps of one that lack the metric of --keep-best are left,
+which is said, and no error where another has it. Links in PATH to folders elsewhere are not followed.
 Exit code: 1 if --verify has found a damaged step; 2 if something could not be removed, or a folder was skipped.
 """
 
@@ -141,6 +141,7 @@ def run(options: Any) -> Output:
     verified, steps, leftovers = (
         ([*chain.from_iterable(each)] for each in zip(*found, strict=True)) if found else ([], [], [])
     )
+    leftovers += [left for each, _ in plan.lacking for left in _prune_leftovers(each)]
     leftovers = [*{each.path: each for each in leftovers}.values()]  # what is beside a folder is in the one around it
     leftovers += _prune_spools(options)
     for path in options.paths if not steps and not leftovers else []:
@@ -152,7 +153,8 @@ def run(options: Any) -> Output:
         if _chooses_steps(options, policies)
         for path in _find_uncounted(each.path, planned)
     ]
-    answer = Pruned(options.dry_run, verified, steps, leftovers, unseen, links, plan.skipped, plan.lacking, uncounted)
+    lacking = [skipped for _, skipped in plan.lacking]
+    answer = Pruned(options.dry_run, verified, steps, leftovers, unseen, links, plan.skipped, lacking, uncounted)
     return Output(
         lambda: answer._asdict() | {"freed": answer.freed}, lambda: _describe(answer, options, policies), answer.code
     )
@@ -244,13 +246,14 @@ class Plan(NamedTuple):
         folders: The options for each.
         steps: Its steps.
         skipped: Those left with --skip-errors.
-        lacking: Those left since no step has the metric of a --keep-best, which another folder has.
+        lacking: The options for those whose steps are left, since none has the metric of a --keep-best that another
+            folder has, and why.
     """
 
     folders: list[argparse.Namespace]
     steps: list[list[StepResult]]
     skipped: list[Skipped]
-    lacking: list[Skipped]
+    lacking: list[tuple[argparse.Namespace, Skipped]]
 
 
 def _plan_all(folders: Sequence[argparse.Namespace], policies: Sequence[Any]) -> Plan:
@@ -269,7 +272,7 @@ def _plan_all(folders: Sequence[argparse.Namespace], policies: Sequence[Any]) ->
             plan.folders.append(each)
         except UnknownMetricError as exc:  # noqa: PERF203 - another folder may have it
             unknown.append(exc)
-            plan.lacking.append(Skipped(each.path, str(exc)))
+            plan.lacking.append((each, Skipped(each.path, str(exc))))
         except CheckpointingException as exc:
             if not each.skip_errors or (each is folders[-1] and not plan.folders):
                 raise
@@ -365,7 +368,7 @@ def _prune_steps(
 class Verified(NamedTuple):
     """A step that was read before others are removed: its path, and ``verified``, ``failed`` or ``no answer``.
 
-    ``marked as failed``: it was read by an earlier call.
+    ``marked as verified`` and ``marked as failed``: it was read by an earlier call.
     """
 
     checkpoint: str
@@ -428,7 +431,7 @@ class Pruned(NamedTuple):
         """The exit code: what --verify has found is a finding, what could not be removed a failure."""
         if self.skipped or any(result.error for result in self.everything):
             return FAILED
-        return FINE if all(verdict == "verified" for _, verdict in self.verified) else FOUND
+        return FINE if all(verdict.endswith("verified") for _, verdict in self.verified) else FOUND
 
 
 def _describe(found: Pruned, options: Any, policies: Sequence[Any]) -> list[str]:
@@ -465,11 +468,14 @@ def _describe_left(found: Pruned, options: Any) -> list[str]:
     if found.uncounted:
         names = [path.removeprefix(above) for path in found.uncounted]
         lines.append(f"left, since no policy counts files, and directories of other names: {listed(names, limit=6)}")
-    for why, folders in (("after an error", found.skipped), ("since no step has the metric", found.lacking)):
+    were = "it was" if len(found.skipped) == 1 else "they were"
+    for what, folders in (
+        (f"left as {were}, after an error", found.skipped),
+        ("left with all steps, since none has the metric", found.lacking),
+    ):
         if folders:
             many, names = format_many(len(folders), "folder"), [path for path, _ in folders]
-            were = "it was" if len(folders) == 1 else "they were"
-            lines.append(f"left as {were}, {why}: {many}: {listed(names, limit=6)}")
+            lines.append(f"{what}: {many}: {listed(names, limit=6)}")
     return [line for line in lines if line]
 
 
@@ -551,17 +557,17 @@ def _verify_newest(options: Any) -> tuple[list[Verified], list[str], dict[str, M
     with show_progress("verify"):
         for family in families:
             for each in family:
-                is_intact = bool(each.mark) and not each.has_failed
-                if not is_intact:
-                    path = f"{options.path.rstrip('/')}/{each.name}"
-                    verdict, mark = ("marked as failed", None) if each.has_failed else _verify(path, options)
-                    rows.append(Verified(path, verdict))
-                    if mark is not None and options.dry_run:
-                        unwritten[each.name] = mark
-                    is_intact = rows[-1].verdict == "verified"
-                    if rows[-1].verdict == "failed" and not each.writer:
-                        failed.append(each.name)
-                if is_intact and not options.damaged:
+                path, mark = f"{options.path.rstrip('/')}/{each.name}", None
+                if each.mark:
+                    verdict = "marked as failed" if each.has_failed else "marked as verified"
+                else:
+                    verdict, mark = _verify(path, options)
+                rows.append(Verified(path, verdict))
+                if mark is not None and options.dry_run:
+                    unwritten[each.name] = mark
+                if verdict == "failed" and not each.writer:
+                    failed.append(each.name)
+                if verdict.endswith("verified") and not options.damaged:
                     break
     return rows, failed, unwritten
 

@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.colour import paint
-from shardckpt.cli.exit_codes import FAILED
+from shardckpt.cli.exit_codes import FAILED, FINE
 from shardckpt.cli.failure import name_siblings, print_error
-from shardckpt.cli.output import Output
+from shardckpt.cli.output import Output, without_logs
 from shardckpt.cli.table import fit_table
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, StorageError, escape_text, listed
 
@@ -48,6 +48,12 @@ _STRUCTURE = (
 )
 
 
+#: Loggers of readers of indexes, which warn of files whose loss is a row of the answer.
+_OF_INDEXES = ("shardckpt_torch_dist.dialects.metadata", "shardckpt_safetensors.index")
+#: What follows the verdict on what nothing here reads.
+_UNREAD = " and unreadable here"
+#: Names of checkpoints in a line about several of them.
+_NAMES_SHOWN = 6
 #: What is said of a file without a fault.
 _FINE = {
     "digests": "as written",
@@ -128,7 +134,7 @@ def run(options: Any) -> Output:
         paths.update(dict.fromkeys(found.paths))
         skipped.update({each.path: each for each in found.skipped})
     threads = ThreadPoolExecutor(max(1, min(len(paths), settings.io_threads())))
-    with show_progress("verify"), own_process(), threads:
+    with show_progress("verify"), own_process(), without_logs(*_OF_INDEXES), threads:
         answers += threads.map(
             lambda path: check(path, mark=options.mark, require_digests=options.require_digests, repair=options.repair),
             paths,
@@ -181,8 +187,6 @@ def check(
         files = verify_checkpoint(path, repair=repair)
         code = get_exit_code(files, require_digests=require_digests)
         found = get_exit_code(files)  # that a file has no digest is no fault of it
-        if unmarked and found == INTACT:
-            unmarked += "; mark what `shardckpt convert` makes of it"
         if save is not None and found != NO_ANSWER:
             own = [file for file in files if not file.foreign]
             bad = [file for file in own if file.fault]
@@ -194,6 +198,7 @@ def check(
                     checked="digests" if has_digests(files) else "structure",
                     files=len(own),
                     faults=[file.fault if file.name in file.fault else f"{file.name}: {file.fault}" for file in bad],
+                    damaged=[file.name for file in bad],
                     dry_run=dry_run,
                 )
             except StorageError as exc:  # what was found of the bytes is true all the same
@@ -252,10 +257,38 @@ def _describe(answers: Sequence[Answer]) -> Iterator[str]:
             checked = f"{format_many(len(own), 'file')}, {size}" if own else "-"
             verdicts.append((answer.path, checked, explain_verdict(answer)))
         yield from fit_table(("checkpoint", "checked", "result"), verdicts, [*map(_find_style, answers)])
-        counts = Counter(map(_name_verdict, answers))
-        said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-        yield f"{format_many(len(answers), 'checkpoint')}: {said}"
-    yield from (f"not marked: {escape_text(answer.unmarked)}" for answer in answers if answer.unmarked)
+        yield f"{format_many(len(answers), 'checkpoint')}: {_count_verdicts(answers)}"
+    yield from _describe_marks(answers)
+
+
+def _count_verdicts(answers: Sequence[Answer]) -> str:
+    """Return how many checkpoints have each verdict, the good ones first; each counts once."""
+    verdicts = [_name_verdict(answer) for answer in answers]
+    intact = [verdict for verdict in verdicts if verdict.startswith("intact") and not verdict.endswith(_UNREAD)]
+    bare = sum(verdict != "intact" for verdict in intact)
+    said = [f"{len(intact)} intact" + f" ({bare} without digests)" * bool(bare)] if intact else []
+    others = Counter(f"intact{_UNREAD}" if verdict.endswith(_UNREAD) else verdict for verdict in verdicts)
+    order = (f"intact{_UNREAD}", "damaged", "incomplete", "unreadable")
+    return ", ".join([*said, *(f"{others[verdict]} {verdict}" for verdict in order if others[verdict])])
+
+
+def _describe_marks(answers: Sequence[Answer]) -> Iterator[str]:
+    """Say what was marked, and what was not, each reason once."""
+    marked = Counter(answer.mark.verdict for answer in answers if answer.mark is not None)
+    unmarked: dict[str, list[str]] = {}
+    for answer in answers:
+        if answer.unmarked:
+            reason = _shorten_text(answer.unmarked, answer.path).removeprefix("cannot be marked: ")
+            unmarked.setdefault(reason, []).append(answer.path)
+    if marked:
+        yield "marked: " + ", ".join(
+            f"{marked[verdict]} {verdict}" for verdict in ("verified", "failed") if marked[verdict]
+        )
+    for reason, paths in unmarked.items():
+        names = listed([*map(escape_text, paths)], limit=_NAMES_SHOWN)
+        yield f"not marked: {len(paths)}: {names}: {escape_text(reason)}"
+    if any(answer.unmarked and not answer.is_unwritten and answer.exit_code == FINE for answer in answers):
+        yield "what `shardckpt convert` makes of an intact one can be marked"
 
 
 def _describe_skipped(skipped: Sequence[CheckpointSummary]) -> list[str]:
@@ -272,7 +305,7 @@ def _name_verdict(answer: Answer) -> str:
 
     if answer.error is None and get_exit_code(answer.files) == INTACT:
         said = "intact" if has_digests(answer.files) else _name_checks(answer.files)
-        return f"{said} and unreadable here" if answer.unread else said
+        return f"{said}{_UNREAD}" if answer.unread else said
     if answer.exit_code == FAILED:
         return "unreadable"
     return "incomplete" if isinstance(answer.error, IncompleteCheckpointError) else "damaged"
@@ -334,10 +367,14 @@ def _shorten_fault(result: FileResult, path: str) -> str:
 
 def _shorten_error(error: CheckpointingException, path: str) -> str:
     """Return why a checkpoint has no results of files, without its path."""
-    text = str(error)
+    return _shorten_text(str(error), path).removeprefix("is ")
+
+
+def _shorten_text(text: str, path: str) -> str:
+    """Return a text about a checkpoint without its path."""
     for place in _list_places(path):
         text = text.removeprefix(f"{place}: ").removeprefix(f"{place} ").replace(f"{place}/", "")
-    return text.removeprefix("is ")
+    return text
 
 
 def _list_places(path: str) -> Iterable[str]:

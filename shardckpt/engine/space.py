@@ -9,7 +9,7 @@ from shardckpt import settings
 from shardckpt.commit import is_free, walk_folders
 from shardckpt.engine.amounts import format_bytes
 from shardckpt.engine.pruning import prune_leftovers
-from shardckpt.errors import CheckpointingException, NotEnoughSpaceError
+from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, name_call
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.mapping import ShardedTensor, is_main_replica
 from shardckpt.storage import find_url, has_local_files
@@ -193,10 +193,10 @@ def _advise_of_space(folder: Path | str) -> tuple[int, str]:
     """Return the bytes that interrupted saves have left in a folder, and the command that removes these, or others."""
     runs = _find_used_runs(folder)
     leftover = sum(_count_leftovers(place) for place in ([folder] if runs is None else runs))
-    call = f"`shardckpt prune {'' if runs is None else '-r '}{folder}"
+    call = ("prune", *["-r"] * (runs is not None), folder)
     if leftover:
-        return leftover, f"{call}` frees {format_bytes(leftover)} that interrupted saves have left"
-    return 0, f"{call} --keep-latest N --dry-run` says what old steps would free"
+        return leftover, f"{name_call(*call)} frees {format_bytes(leftover)} that interrupted saves have left"
+    return 0, f"{name_call(*call, '--keep-latest', 'N', '--dry-run')} says what old steps would free"
 
 
 def _find_used_runs(folder: Path | str) -> Sequence[Path] | None:

@@ -59,13 +59,15 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
     Args:
         file: The name of the only file; ``""`` for several.
         weight_map: The file of each tensor of the state dict that several files have.
+        lost: The tensors of other files, which are missing.
     """
 
     backend = "torch_save"
     version = 1
     reads = "files of torch.save"
 
-    def __init__(self, file: str = "", weight_map: Mapping[str, str] | None = None) -> None:
+    def __init__(self, file: str = "", weight_map: Mapping[str, str] | None = None, lost: Collection[str] = ()) -> None:
+        self.lost = lost
         self._weight_map = weight_map or {}
         self._files = sorted({*self._weight_map.values()}) or [file]
 
@@ -202,18 +204,25 @@ class _Walker:
         return target
 
 
-def find_torch_weights(place: Path, names: Collection[str]) -> TorchFileLoadStrategy | None:
+def find_torch_weights(
+    place: Path, names: Collection[str], *, skip_damaged: bool = False
+) -> TorchFileLoadStrategy | None:
     """Return what reads the model in a folder of the Hub that has it in files of ``torch.save``; None if it has none.
 
     Args:
         names: Those of the files in the folder.
+        skip_damaged: Whether files that the index names may be missing, but not all of them.
 
     Raises:
         CorruptCheckpointError: The index of several files is damaged.
     """
     (only,) = file_names(1, BIN)
     if index_name(BIN) in names:
-        return TorchFileLoadStrategy(weight_map=read_index(place, BIN)[0])
+        weight_map = read_index(place, BIN)[0]
+        left = {key: file for key, file in weight_map.items() if file in names}
+        if skip_damaged and left:
+            return TorchFileLoadStrategy(weight_map=left, lost=[key for key in weight_map if key not in left])
+        return TorchFileLoadStrategy(weight_map=weight_map)
     return TorchFileLoadStrategy(only) if only in names else None
 
 

@@ -321,6 +321,8 @@ class Conversion:
         plain_objects = self._list_plain_objects(stored)
         if self.saver is None:
             rewritten = self._write_file(operation, proof, planned, objects, common)
+            if _CONTENT in forget_structure(common):  # a file has no place for it
+                left_out.append(_CONTENT)
         else:
             rewritten = {}
             if not self.saver.supports_objects:

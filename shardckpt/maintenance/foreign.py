@@ -8,7 +8,7 @@ import re
 import zipfile
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import CheckpointingException, format_many
+from shardckpt.errors import CheckpointingException, format_many, name_call
 from shardckpt.maintenance.inside import list_inside, list_local_names
 from shardckpt.manifest import find_trainer_parts
 from shardckpt.plugins import describe_legacy_megatron
@@ -129,6 +129,6 @@ def _name_inner(folder: Path) -> str:
         return ""
     many = format_many(len(found), "checkpoint")
     return (
-        f"a folder of {many}: give one, such as {json.dumps(found[-1])}; `shardckpt ls -r {folder}` lists them, and "
-        "`shardckpt verify -r` verifies them"
+        f"a folder of {many}: give one, such as {json.dumps(found[-1])}; {name_call('ls', '-r', folder)} lists them, "
+        f"and {name_call('verify', '-r', folder)} verifies them"
     )

@@ -17,6 +17,7 @@ from shardckpt.errors import (
     UnsafePickleError,
     VersionTooNewError,
     VersionTooOldError,
+    name_call,
 )
 from shardckpt.maintenance.unmarked import hold_unmarked
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
@@ -38,12 +39,13 @@ def explain_mendable(directory: Path, plugins: PluginManager, damaged: Collectio
     """Return why a checkpoint may be mended, as where nothing but its descriptions is lost; ``""`` if it cannot be.
 
     Args:
-        damaged: Names of files that are not as written, though they may have their sizes.
+        damaged: Names of files that a verification found not to be as written, though they may have their sizes; if
+            none are given, no file was compared with its digest.
     """
     try:
         with wrap_os_errors("look at", directory):
             place, manifest = _read_best_description(directory, plugins)
-            return _find_way(directory, place, manifest, plugins, {*damaged} - _DESCRIPTIONS)
+            way = _find_way(directory, place, manifest, plugins, {*damaged} - _DESCRIPTIONS)
     except (
         UnknownBackendError,
         VersionTooNewError,
@@ -56,6 +58,12 @@ def explain_mendable(directory: Path, plugins: PluginManager, damaged: Collectio
     except CheckpointingException as exc:  # the index may be lost or damaged, too, or the store may not answer
         is_answer = not isinstance(exc, StorageError) or is_damage(exc)
         return "" if is_answer else f"what is left of it cannot be read now: {str(exc).splitlines()[0]}"
+    if way is None:
+        return ""
+    known = "as it was written" if damaged else "by the sizes of its files"
+    if manifest.record is None:
+        known += ", and no digest says whether its values are as written"
+    return f"the data is all there, {known}{way}"
 
 
 def _read_best_description(directory: Path, plugins: PluginManager) -> tuple[Path, Manifest]:
@@ -76,22 +84,22 @@ def _read_best_description(directory: Path, plugins: PluginManager) -> tuple[Pat
     return _read_best_description(open_below(directory, marker.shardckpt_generation, plugins), plugins)
 
 
-def _find_way(directory: Path, place: Path, manifest: Manifest, plugins: PluginManager, damaged: set[str]) -> str:
-    """Return that all data is there, and the call that writes what is lost anew; ``""`` if some is lost."""
+def _find_way(
+    directory: Path, place: Path, manifest: Manifest, plugins: PluginManager, damaged: set[str]
+) -> str | None:
+    """Return the call that writes what is lost anew, to follow another text; None if data is lost."""
     # a record has all files and their sizes, whichever strategy wrote them
     strategy = choose_reader(directory, manifest, plugins) if manifest.record is None else None
     with CheckpointReader(place, manifest, verify=False) as reader:
         lost = {file.name for file in find_incomplete_files(strategy, reader)} - _DESCRIPTIONS
     if not lost | damaged and manifest.record is not None:  # what is wrong with the marker says how to repair it
-        return "the data is all there"
-    if lost | damaged and (manifest.record is None or not _is_read_without(lost | damaged, place, manifest, plugins)):
         return ""
+    if lost | damaged and (manifest.record is None or not _is_read_without(lost | damaged, place, manifest, plugins)):
+        return None
     # where all files have their sizes, a conversion to the same format is refused as a copy
-    option = "" if is_there(place / MARKER_NAME) and damaged <= lost else " --skip-damaged"
-    return (
-        f"the data is all there: `shardckpt convert {directory} NEW{option}` writes the checkpoint anew, or says what "
-        "it needs; else remove it by hand"
-    )
+    options = [] if is_there(place / MARKER_NAME) and damaged <= lost else ["--skip-damaged"]
+    call = name_call("convert", directory, "NEW", *options)
+    return f": {call} writes the checkpoint anew, or says what it needs; else remove it by hand"
 
 
 def _is_read_without(lost: Collection[str], place: Path, manifest: Manifest, plugins: PluginManager) -> bool:

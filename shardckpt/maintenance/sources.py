@@ -168,7 +168,11 @@ def _hide_and_rename(opened: OpenCheckpoint, how: Reading) -> OpenCheckpoint:
     """Return what is opened without what is damaged, and under the names that it is to be read by."""
     names = how.rename or {}
     if not isinstance(opened.strategy, HuggingFaceLoadStrategy) or how.trainer is None:
-        lost = opened.strategy.folder.lost if isinstance(opened.strategy, HuggingFaceLoadStrategy) else ()
+        lost: Collection[str] = ()
+        if isinstance(opened.strategy, HuggingFaceLoadStrategy):
+            lost = opened.strategy.folder.lost
+        elif isinstance(opened.strategy, TorchFileLoadStrategy):
+            lost = opened.strategy.lost
         named = _rename(opened, names) if names else opened
         return hide_damaged(named, [rename_key(name, names) for name in lost]) if how.skip_damaged else named
     damaged = hide_damaged(opened, opened.strategy.folder.lost).damaged if how.skip_damaged else ()
@@ -557,15 +561,21 @@ def recognise_file(
     raise NotACheckpointError(f"{path} is {what}")
 
 
-def recognise_files(place: Path, names: Collection[str]) -> DeepSpeedLoadStrategy | TorchFileLoadStrategy | None:
+def recognise_files(
+    place: Path, names: Collection[str], *, skip_damaged: bool = False
+) -> DeepSpeedLoadStrategy | TorchFileLoadStrategy | None:
     """Return what reads a folder of files of ``torch.save``: DeepSpeed's, or a model of the Hub; None if it is none.
+
+    Args:
+        skip_damaged: Whether files of a model may be missing.
 
     Raises:
         CorruptCheckpointError: An index is damaged.
     """
     if (files := find_files(place, names)) is not None:
         return DeepSpeedLoadStrategy(files)
-    return find_torch_weights(place, names) if is_marked(names) else None  # or a file as the others there
+    # or a file as the others there
+    return find_torch_weights(place, names, skip_damaged=skip_damaged) if is_marked(names) else None
 
 
 def _open_folder(
@@ -579,7 +589,7 @@ def _open_folder(
         return read_all_of_folder(place, skip_damaged=skip_damaged)
     except NotACheckpointError:
         names = {*list_entries(place)}
-        if (found := recognise_files(place, names)) is not None:
+        if (found := recognise_files(place, names, skip_damaged=skip_damaged)) is not None:
             return found, place
         what = describe_folder(place, names)
         if not what:

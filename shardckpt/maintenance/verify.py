@@ -206,7 +206,7 @@ def _check_files(directory: Path, path: Path, manifest: Manifest) -> dict[str, F
                 found[result.name] = result
     damaged = [name for name, result in found.items() if result.fault]
     if damaged and manifest.record is not None and (way := explain_mendable(directory, get_plugin_manager(), damaged)):
-        found |= {name: replace(found[name], fault=f"{found[name].fault}; {way}") for name in damaged}
+        found |= {name: replace(found[name], note=way) for name in damaged}
     return found
 
 

@@ -14,7 +14,9 @@ from shardckpt.storage import list_entries
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shardckpt.manager.marks import Mark
     from shardckpt.manager.steps import StepCheckpoint, StepFolder
+    from shardckpt.plugins import PluginManager
 
 #: Hours since the last write to a step after which no save or copy to it can still run: each writes all the time.
 HOURS = 1.0
@@ -47,7 +49,7 @@ def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | No
     found = summarize_step(folder, step.step)
     if found.state not in ("damaged", "incomplete"):
         if step.is_loadable:
-            return None if step.is_sound else Damage(str(step.mark))
+            return None if step.mark is None or step.is_sound else _judge_mark(directory, step.mark, folder.plugins)
         return Damage("", (str(step.error or step.refusal).splitlines() or [""])[0])
     fault = f"{found.state}: {found.reason.removeprefix('is ')}"
     if found.state == "incomplete" and not _is_of_save(directory):
@@ -57,6 +59,12 @@ def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | No
     if step.is_sound:
         return Damage(fault, f"a load may still take it; {fault}")
     return Damage(fault, _find_writer(directory, older_than))
+
+
+def _judge_mark(directory: Path, mark: Mark, plugins: PluginManager) -> Damage:
+    """Return the damage that a verification found in a step whose files have their sizes."""
+    mendable = explain_mendable(directory, plugins, mark.damaged) if mark.damaged else ""
+    return Damage(str(mark), mendable and f"{mendable}; {mark}")
 
 
 def _is_of_save(directory: Path) -> bool:

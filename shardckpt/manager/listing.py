@@ -22,6 +22,7 @@ from shardckpt.errors import (
     UnsafePickleError,
     format_many,
     listed,
+    name_call,
 )
 from shardckpt.huggingface import (
     HuggingFaceLoadStrategy,
@@ -312,7 +313,9 @@ def _summarize_file(path: Path) -> CheckpointSummary:
     if error is None:
         return replace(summary, state="whole")
     if isinstance(error, UnsafePickleError) and error.refused and not error.runs_code:
-        rest = f"`shardckpt convert {path} NEW --leave-out NAME`, of each entry that has some, writes the rest"
+        rest = (
+            f"{name_call('convert', path, 'NEW', '--leave-out', 'NAME')}, of each entry that has some, writes the rest"
+        )
         return replace(
             summary,
             is_refused=True,

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _SUFFIX = ".json"
 _LISTED = 5  # faults that a mark names
+_NAMED = 100  # files: where more are damaged, data is among them
 
 #: What a verification found.
 Verdict = Literal["verified", "failed"]
@@ -60,6 +61,7 @@ class Mark(SmallFile):
         checked: How the files were checked: ``digests`` of all bytes, or else ``structure``.
         files: How many were checked.
         faults: What is wrong, the first few.
+        damaged: The files that are not as written, all of them; none if there are too many to name.
         time: When the check ended, in seconds since 1970.
         writer: The release that checked, such as ``shardckpt 0.1.0``.
     """
@@ -70,6 +72,7 @@ class Mark(SmallFile):
     checked: Literal["digests", "structure"]
     files: Annotated[int, Field(ge=0, lt=1 << 53)]
     faults: Annotated[tuple[str, ...], Field(strict=False)] = ()  # JSON has lists
+    damaged: Annotated[tuple[str, ...], Field(strict=False)] = ()
     time: Time
     writer: str
 
@@ -147,12 +150,15 @@ def mark_checkpoint(
     checked: Literal["digests", "structure"],
     files: int,
     faults: Collection[str] = (),
+    damaged: Collection[str] = (),
     dry_run: bool = False,
 ) -> Mark:
     """Write the verdict of a verification beside a checkpoint; it replaces an earlier one. Not collective.
 
     Args:
         save: What :func:`identify_save` returned before the verification.
+        faults: What is wrong, for people.
+        damaged: The names of the files that are not as written.
 
     Returns:
         The mark.
@@ -172,6 +178,7 @@ def mark_checkpoint(
         checked=checked,
         files=files,
         faults=tuple(faults)[:_LISTED],
+        damaged=tuple(damaged) if len(damaged) <= _NAMED else (),
         time=time.time(),
         writer=f"shardckpt {importlib.metadata.version('shardckpt')}",
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit import NAME_MAX
 from shardckpt.engine import find_local, locate
-from shardckpt.errors import CheckpointingException, NotACheckpointError, StorageError, listed, name_known
+from shardckpt.errors import CheckpointingException, NotACheckpointError, StorageError, listed, name_call, name_known
 from shardckpt.maintenance import FILE_SUFFIXES
 from shardckpt.manager.listing import list_checkpoints
 from shardckpt.manager.step_links import LATEST, LINKS, choose_best
@@ -60,7 +60,8 @@ def find_named_step(path: str) -> str:
     if not sound and (there := [each for each in named if each.is_checkpoint]):
         states = [f"{each.name}: {'failed' if each.has_failed else each.state}" for each in there]
         raise NotACheckpointError(
-            f"{folder} has no {word} step: none is whole ({listed(states, limit=6)}); `shardckpt ls {folder}` says more"
+            f"{folder} has no {word} step: none is whole ({listed(states, limit=6)}); {name_call('ls', folder)} says "
+            "more"
         )
     if not sound:
         return path  # who opens it says what is missing

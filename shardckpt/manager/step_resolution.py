@@ -15,6 +15,7 @@ from shardckpt.errors import (
     NotACheckpointError,
     StorageError,
     listed,
+    name_call,
     name_known,
 )
 from shardckpt.maintenance import explain_mendable, list_local_names
@@ -163,9 +164,9 @@ def check_step(folder: StepFolder, step: int) -> int:
         there += f"; the nearest is {min(steps, key=lambda other: abs(other - step))}"
     if found.error is not None and step in found_steps:
         path = folder.path(step)
-        removal = f"`shardckpt prune {folder} --damaged` removes such steps, and saves that did not end"
+        removal = f"{name_call('prune', folder, '--damaged')} removes such steps, and saves that did not end"
         there += (
-            f"\n`shardckpt verify {path}` says what is damaged; {explain_mendable(path, folder.plugins) or removal}"
+            f"\n{name_call('verify', path)} says what is damaged; {explain_mendable(path, folder.plugins) or removal}"
         )
     # the error of a path has the names beside it, which are the steps
     why = "it does not exist" if steps and type(error) is NotACheckpointError and step not in found_steps else error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import format_many
+from shardckpt.errors import format_many, name_call
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -21,7 +21,7 @@ def describe_legacy_megatron(directory: Path, names: Collection[str]) -> str:
     ranks = sorted(filter(_LEGACY_RANK.fullmatch, names))
     if not ranks:
         return ""
-    call = f"`shardckpt convert {directory / ranks[0] / _LEGACY_FILE} NEW`"
+    call = name_call("convert", directory / ranks[0] / _LEGACY_FILE, "NEW")
     advice = f"{call} writes a checkpoint of it, which loads"
     if len(ranks) > 1:
         advice = (

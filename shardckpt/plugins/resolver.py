@@ -36,6 +36,7 @@ from shardckpt.errors import (
     describe_invalid,
     format_many,
     listed,
+    name_call,
     natural_order,
 )
 from shardckpt.manifest import HUB_FILES, MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
@@ -229,8 +230,8 @@ def _read_manifest(directory: Path, plugins: PluginManager, *, moved: bool, unma
             raise VersionTooNewError(f"{directory}: {exc}") from exc
         except CorruptCheckpointError as exc:
             raise CorruptCheckpointError(
-                f"{exc}. Restore it from a copy, or move it away: then `shardckpt convert {directory} NEW` writes the "
-                "rest anew, without a digest to check it by"
+                f"{exc}. Restore it from a copy, or move it away: then {name_call('convert', directory, 'NEW')} writes "
+                "the rest anew, without a digest to check it by"
             ) from exc
         if (record.backend, record.version) != (marker.sharded_backend, marker.sharded_backend_version):
             raise CorruptCheckpointError(
@@ -363,7 +364,7 @@ def _advise_repair(directory: Path) -> str:
         parse_file(Record.parse, directory / RECORD_NAME, RECORD_LIMIT)
     except CheckpointingException:
         return ""
-    return f". If all other files match their digests, `shardckpt verify {directory} --repair` writes it back"
+    return f". If all other files match their digests, {name_call('verify', directory, '--repair')} writes it back"
 
 
 def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
@@ -410,14 +411,15 @@ def _unrecognised_error(directory: Path, names: Collection[str]) -> CannotLoadEr
     if hidden and all(name.startswith(".") for name in names):
         return IncompleteCheckpointError(
             f"{text}: it has nothing but what saves or removals that did not end have left ({listed(hidden, limit=3)}):"
-            f" `shardckpt prune {directory} --dry-run` says what may go; without --dry-run, it goes"
+            f" {name_call('prune', directory, '--dry-run')} says what may go; without --dry-run, it goes"
         )
     if other := describe_legacy_megatron(directory, names) or _OF_HUB * bool(HUB_FILES.intersection(names)):
         return IncompleteCheckpointError(f"{text}: it is {other}")
     return IncompleteCheckpointError(
         f"{text}, or a save to it did not end: it has no {MARKER_NAME}, nor another library's index, such as DCP's "
         f".metadata (found {listed(names, limit=3)}). If it was complete once, restore that file from a copy; where "
-        "the index of its format and all data are left, `shardckpt convert --skip-damaged` writes it anew"
+        f"the index of its format and all data are left, {name_call('convert', directory, 'NEW', '--skip-damaged')} "
+        "writes it anew"
     )
 
 
@@ -451,8 +453,8 @@ def _absent_error(directory: Path) -> CannotLoadError:
         )
     if os.path.isfile(real_path(directory)):  # noqa: PTH113 - of a text
         what = (
-            f"a file: `shardckpt convert {directory} NEW` writes a checkpoint of what torch.save or safetensors wrote, "
-            "which loads"
+            f"a file: {name_call('convert', directory, 'NEW')} writes a checkpoint of what torch.save or safetensors "
+            "wrote, which loads"
             if _has_tensors(directory)
             else "a file that neither torch.save nor safetensors wrote; give the directory of a checkpoint"
         )
@@ -554,7 +556,7 @@ def _refusal_error(
         )
     migrations = plugins.registry.migrations(manifest.backend, manifest.version)
     if migrations:
-        advice = f"Rewrite it as version {migrations[0].to_version}: `shardckpt migrate {directory} NEW`"
+        advice = f"Rewrite it as version {migrations[0].to_version}: {name_call('migrate', directory, 'NEW')}"
     else:
         first = f" ({first_reader} was the first to read it)" if first_reader else ""
         advice = f"There is no migration: read it with an older release than {readers[0].distribution}{first}"

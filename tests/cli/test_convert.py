@@ -15,6 +15,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from tests.damage import flip
+from tests.manager import folders
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -304,3 +305,34 @@ def test_a_file_is_not_written_to_a_store(tmp_path: Path, capsys: pytest.Capture
     assert main(["convert", str(tmp_path / "a.pt"), "memory://bucket/b.pt", "--to", "torch"]) == 2
     assert "memory://bucket/b.pt: a file of torch.save" in (said := capsys.readouterr().err)
     assert "convert to a path, and copy the file" in said
+
+
+def test_a_file_has_no_place_for_step_and_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What convert --to torch leaves out of a manager's step is said once."""
+    folders.save(tmp_path, 1, loss=0.5)
+    assert main(["convert", str(tmp_path / "step-1"), str(tmp_path / "a.pt"), "--to", "torch"]) == 0
+    said = "".join(capsys.readouterr())
+    assert said.count("content_metadata has the step and the metrics") == 1
+    assert "not written: content_metadata\n" in said
+
+
+def test_a_bad_destination_is_no_damage_of_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error of a place that cannot be written to gives no advice about what is read."""
+    folders.save(tmp_path, 1)
+    (tmp_path / "file").touch()
+    assert main(["convert", str(tmp_path / "step-1"), str(tmp_path / "file" / "new"), "--to", "safetensors"]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/file is not a directory" in said
+    assert "--skip-damaged" not in said
+
+
+def test_what_a_lost_file_of_several_had_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--skip-damaged of a model in several .bin files writes what is in the others, and names the rest."""
+    folder, files = tmp_path / "hub", {key: f"pytorch_model-0000{n}-of-00002.bin" for n, key in ((1, "a"), (2, "b"))}
+    folder.mkdir()
+    torch.save({"a": torch.ones(3)}, folder / files["a"])
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
+    assert main(["convert", str(folder), str(tmp_path / "new")]) == 2
+    assert main(["convert", str(folder), str(tmp_path / "new"), "--skip-damaged"]) == 1
+    assert "damaged, and left out: 1 name: b\n" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "new"), "a"]) == 0

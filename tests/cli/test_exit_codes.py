@@ -13,6 +13,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.manifest import parse_json
 from shardckpt.mapping import ShardedTensor
+from tests.manager import folders
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -130,3 +131,12 @@ def test_the_rule_is_tried_with_every_verb() -> None:
     """All verbs of ours that have an answer are in the table."""
     verbs = {*shardckpt.cli._VERBS} - {*shardckpt.cli._WITHOUT_JSON}
     assert {call.split()[0] for _, call in CODES} == verbs
+
+
+def test_ls_of_a_file_that_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is a wrong argument, and the error says what the file is; beside checkpoints in a folder it is none."""
+    folders.save(tmp_path, 1)
+    (tmp_path / "train.log").write_text("loss 1")
+    assert main(["ls", str(tmp_path / "train.log")]) == 2
+    assert f"{tmp_path}/train.log is no checkpoint: of no format that is known here" in capsys.readouterr().err
+    assert main(["ls", str(tmp_path)]) == 0

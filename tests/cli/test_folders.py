@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.mapping import ShardedTensor
 from tests.commit import owners
+from tests.damage import flip
+from tests.manager import folders
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -160,3 +163,20 @@ def test_a_bucket_is_listed_and_verified_alike(bucket: str, capsys: pytest.Captu
     out = capsys.readouterr().out
     assert "4 checkpoints: 4 intact" in out
     assert "skipped: 1: loose.pt (a file on a store" in out
+
+
+def test_the_calls_that_are_named_work_as_they_stand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What ls, verify, prune, inspect and errors name between backquotes goes into a shell as it is, with blanks."""
+    run = tmp_path / "a run's"
+    folders.save_all(run, 1, 2, 3, 4)
+    (run / "step-1" / "shardckpt-index.safetensors").unlink()
+    (run / "step-2" / "metadata.json").unlink()
+    flip(run / "step-3" / ".metadata")
+    owners.leave(run / "step-9", owners.dead())
+    for words in (["ls", run], ["verify", run], ["prune", run, "--damaged", "--dry-run"], ["inspect", run / "step-2"]):
+        main([*map(str, words)])
+    said = "".join(capsys.readouterr())
+    calls = {tuple(shlex.split(call)[1:]) for call in said.split("`") if call.startswith("shardckpt ")}
+    assert {call[0] for call in calls} == {"convert", "prune", "verify"}
+    for number, call in enumerate(sorted(calls)):
+        assert main([str(tmp_path / f"new-{number}") if word == "NEW" else word for word in call]) == 0, call

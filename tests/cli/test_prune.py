@@ -290,14 +290,19 @@ def test_prune_does_not_follow_links_out_of_its_path(
 
 
 def test_a_run_without_the_metric_stays(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is named, and blocks no other; a metric that no run has is an error that names the nearest of all runs."""
+    """Its steps stay, which blocks no other run, and what killed saves have left in it goes.
+
+    A metric that no run has is an error that names the nearest of all runs.
+    """
     assert main(["prune", "-r", str(runs), "--keep-best", "los"]) == 2
     assert "no step has a value of the metric 'los'" in (said := capsys.readouterr().err)
     assert "(did you mean loss? metrics: acc, loss)" in said
     assert main(["prune", "-r", str(runs), "--keep-best", "loss", "--json", "--dry-run"]) == 0
     assert [each["path"] for each in json.loads(capsys.readouterr().out)["lacking"]] == [f"{runs}/old/b"]
+    left = owners.leave(runs / "old" / "b" / "step-9", owners.dead())
     assert main(["prune", "-r", str(runs), "--keep-best", "loss"]) == 0
-    assert f"left as it was, since no step has the metric: 1 folder: {runs}/old/b" in capsys.readouterr().out
+    assert f"left with all steps, since none has the metric: 1 folder: {runs}/old/b" in capsys.readouterr().out
+    assert not left.exists()
     assert (_steps(runs / "a"), _steps(runs / "old" / "b")) == ([1, 3], [1, 2, 3])
     assert main(["prune", "-r", str(runs / "old"), "--keep-best", "loss"]) == 2
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +18,7 @@ from shardckpt.maintenance import mending
 from shardckpt.manager import garbage_collection, lease_step, prune_steps
 from tests.cli.checkpoints import damage
 from tests.commit import owners
+from tests.damage import flip
 from tests.manager import folders
 from tests.tables import table
 
@@ -97,7 +100,7 @@ def test_verify_finds_flipped_bits_in_all_steps(tmp_path: Path, capsys: pytest.C
     assert _prune(capsys, tmp_path, "--verify", code=1) == dry
     assert folders.names_in(tmp_path) == {"step-2", ".shardckpt-marks"}
     assert main(["prune", str(tmp_path), "--damaged", "--verify"]) == 0
-    assert "verification" not in capsys.readouterr().out
+    assert f"{tmp_path}/step-2  marked as verified" in capsys.readouterr().out
 
 
 def test_what_is_held_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,7 +160,10 @@ def test_what_can_be_mended_stays(tmp_path: Path, lost: str, capsys: pytest.Capt
     kept = _prune(capsys, tmp_path, "--older-than", 0)["step-1"]
     way = f"`shardckpt convert {tmp_path}/step-1 NEW` writes the checkpoint anew, or says what it needs"
     way += "; else remove it by hand"
-    assert kept.startswith(f"the data is all there{f': {way}' * (name == 'shardckpt.json')}; damaged: ")
+    known = "by the sizes of its files" + (
+        f", and no digest says whether its values are as written: {way}" * (name == "shardckpt.json")
+    )
+    assert kept.startswith(f"the data is all there, {known}; damaged: ")
     assert (f"`shardckpt verify {tmp_path}/step-1 --repair` writes it back" in kept) == (name == "metadata.json")
     assert name in kept
     damage(tmp_path / "step-1" / "__0_0.distcp", "cut to a half")
@@ -165,7 +171,10 @@ def test_what_can_be_mended_stays(tmp_path: Path, lost: str, capsys: pytest.Capt
     assert folders.names_in(tmp_path) == {"step-2"}
 
 
-@table("lost", [".metadata", "tensors.fingerprints", ".metadata cut", ".metadata metadata.json"])
+@table(
+    "lost",
+    [".metadata", "tensors.fingerprints", ".metadata cut", ".metadata metadata.json", "shardckpt-index.safetensors"],
+)
 def test_what_is_read_without_a_file_stays(tmp_path: Path, lost: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A step that lacks only what no load reads is kept, and the call that the row names writes it anew, whole."""
     folders.save_all(tmp_path, 0, 2)
@@ -178,12 +187,36 @@ def test_what_is_read_without_a_file_stays(tmp_path: Path, lost: str, capsys: py
     capsys.readouterr()
     kept = _prune(capsys, tmp_path, "--older-than", 0)["step-1"]
     option = " --skip-damaged" if "metadata.json" in names else ""
-    assert f"the data is all there: `shardckpt convert {step} NEW{option}` writes the checkpoint anew" in kept
+    assert "the data is all there, by the sizes of its files: " in kept
+    assert f": `shardckpt convert {step} NEW{option}` writes the checkpoint anew" in kept
     assert main(["convert", str(step), str(new), *option.split()]) == 0
     assert main(["diff", str(tmp_path / "step-0"), str(new)]) == 0
     damage(step / "common.pt", "cut to a half")
     capsys.readouterr()
     assert _prune(capsys, tmp_path, "--older-than", 0)["step-1"].startswith("damaged: ")
+
+
+def test_a_mark_hides_no_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step that is marked for a file that no load reads stays, and the call of its row, with blanks, writes it anew.
+
+    One that is marked for its data goes.
+    """
+    run, new = tmp_path / "a run", tmp_path / "new"
+    folders.save_all(run, 1, 2, 3)
+    source = shutil.copytree(run / "step-1", tmp_path / "source")
+    flip(run / "step-1" / ".metadata")
+    flip(run / "step-2" / "__0_0.distcp")
+    assert main(["verify", str(run), "--mark"]) == 1
+    capsys.readouterr()
+    found = _prune(capsys, run, "--older-than", 0)
+    call = f"`shardckpt convert '{run}/step-1' NEW --skip-damaged`"
+    assert found["step-1"].startswith(f"the data is all there, as it was written: {call} writes the checkpoint anew")
+    assert found["step-2"].startswith("marked failed on ")
+    assert folders.names_in(run) >= {"step-1", "step-3"}
+    assert not (run / "step-2").exists()
+    (words,) = [shlex.split(part) for part in found["step-1"].split("`") if part.startswith("shardckpt ")]
+    assert main([str(new) if word == "NEW" else word for word in words[1:]]) == 0
+    assert main(["diff", str(source), str(new)]) == 0
 
 
 @table("lost", ["", "index.safetensors", "common.safetensors", "rank_0_0.safetensors cut"])
@@ -205,7 +238,8 @@ def test_a_step_without_its_json_files_stays(tmp_path: Path, lost: str, capsys: 
     if lost:
         assert kept.startswith("incomplete: ")
         return
-    assert kept.startswith(f"the data is all there: `shardckpt convert {step} NEW --skip-damaged` writes")
+    assert kept.startswith("the data is all there, by the sizes of its files, and no digest says whether its values")
+    assert f": `shardckpt convert {step} NEW --skip-damaged` writes" in kept
     assert main(["convert", str(step), new, "--skip-damaged"]) == 0
     assert main(["diff", str(source), new]) == 0
 
@@ -326,7 +360,7 @@ def test_damaged_overwrites_of_a_store_go(tmp_path: Path, capsys: pytest.Capture
         folders.save(url, step, overwrite=True)
     (generation,) = (path for path in (tmp_path / "run" / "step-1").iterdir() if path.is_dir())
     (generation / "shardckpt.json").unlink()
-    assert _prune(capsys, url, "--older-than", 0)["step-1"].startswith("the data is all there: ")
+    assert _prune(capsys, url, "--older-than", 0)["step-1"].startswith("the data is all there, by the sizes")
     damage(generation / "__0_0.distcp", "missing")
     assert _prune(capsys, url, "--older-than", 0)["step-1"].startswith("damaged: ")
     assert not [path for path in (tmp_path / "run").rglob("step-1/**/*") if path.is_file()]

@@ -74,7 +74,8 @@ def test_verify_says_how_to_mend_what_has_lost_no_data(
     for repair in ([], ["--repair"]):
         assert main(["verify", str(checkpoint), *repair, "--json"]) == 1
         (result,) = [file for file in json.loads(capsys.readouterr().out)[0]["files"] if file["name"] == ".metadata"]
-        assert f"the data is all there: `shardckpt convert {checkpoint} NEW{option}` writes" in result["fault"]
+        way = f"the data is all there, as it was written: `shardckpt convert {checkpoint} NEW{option}` writes"
+        assert result["note"].startswith(way)
     assert main(["convert", str(checkpoint), str(new), *option.split()]) == 0
     assert main(["verify", str(new)]) == 0
     flip(checkpoint / "__0_0.distcp")
@@ -325,7 +326,7 @@ def test_verify_of_many(tmp_path: Path, checkpoint: Path, capsys: pytest.Capture
     (tmp_path / "logs").mkdir()
     assert main(["verify", str(tmp_path), str(checkpoint)]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
-        "2 checkpoints: 1 intact, 1 intact by CRC-32 and structure without digests",
+        "2 checkpoints: 2 intact (1 without digests)",
         "skipped: 1: logs (an empty directory)",
     ]
     damage(checkpoint / "common.pt", "zeros")
@@ -463,10 +464,37 @@ def test_what_cannot_be_marked_is_verified(tmp_path: Path, capsys: pytest.Captur
         said = capsys.readouterr().out
         assert "intact by " in said
         assert "not marked" in said
-        assert "mark what `shardckpt convert` makes of it" in said
+        assert "what `shardckpt convert` makes of an intact one can be marked" in said
     folders.save(tmp_path / "steps", 1)
     assert main(["verify", str(tmp_path / "w.pt"), str(tmp_path / "steps" / "step-1"), "--mark"]) == 0
     assert main(["verify", str(tmp_path / "none"), "--mark"]) == 2
+
+
+def test_the_last_lines_count_verdicts_and_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Intact ones are counted first, each checkpoint once; a reason for no mark is said once, with all names."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    folders.damage(tmp_path / "step-1")
+    folders.lose_marker(tmp_path / "step-2")
+    for name in "ab":
+        save_plain_dcp(tmp_path / name)
+    assert main(["verify", "-r", str(tmp_path), "--mark"]) == 1
+    counts, marked, unmarked, advice = capsys.readouterr().out.splitlines()[-4:]
+    assert counts == "5 checkpoints: 3 intact (2 without digests), 1 damaged, 1 incomplete"
+    assert marked == "marked: 1 verified, 1 failed"
+    names = ", ".join(str(next((tmp_path / name).iterdir())) for name in "ab")
+    assert unmarked.startswith(f"not marked: 2: {names}: it has no record of a save of ours (")
+    assert advice == "what `shardckpt convert` makes of an intact one can be marked"
+
+
+def test_a_lost_record_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The row of the file has it; standard error is empty."""
+    folders.save(tmp_path, 1)
+    (tmp_path / "step-1" / "shardckpt.json").unlink()
+    assert main(["verify", str(tmp_path / "step-1")]) == 1
+    assert "shardckpt.json, which has the digests, is missing" in capsys.readouterr().out
+    assert caplog.text == ""
 
 
 def test_ls_says_the_fault_of_a_failed_step_once(

@@ -22,7 +22,7 @@ import torch
 
 from shardckpt.archive import describe, load_metadata
 from shardckpt.chunks import Chunk, Item, StoredTensor
-from shardckpt.errors import CorruptCheckpointError
+from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.manifest import RECORD_NAME
 from shardckpt.planning import Box, Ints, cut_flat_range
 from shardckpt.storage import ParseCache, check_file_name
@@ -89,7 +89,15 @@ def _read_uncached(reader: CheckpointReader) -> StoredIndex:
     record = reader.manifest.record
     if record is None or not has_own_index(reader):
         return read_metadata(reader)[1]
-    data, source = reader.read(INDEX_FILE), f"{reader.directory}/{INDEX_FILE}"
+    source = f"{reader.directory}/{INDEX_FILE}"
+    try:
+        data = reader.read(INDEX_FILE)
+    except StorageError:
+        if (reader.place / INDEX_FILE).exists() or not (reader.place / METADATA_FILE).exists():
+            raise
+        lost = "%s: %s is missing: %s, which has the same and is slower to read, is read in its place"
+        logger.warning(lost, reader.directory, INDEX_FILE, METADATA_FILE)
+        return read_metadata(reader)[1]
     return _own_indexes.get(data, (source, record.self_digest), lambda: _parse_own_index(data, source, record))
 
 
