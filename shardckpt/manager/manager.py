@@ -122,7 +122,7 @@ class CheckpointManager:
             return
         comm = Comm(process_group)
         self._rank, self._world_size = comm.rank, comm.world_size
-        with report_failure("load" if config.load_only else "save", self._place, self._rank):
+        with report_failure("setup", self._place, self._rank):
             self._begin(config, states, comm, parse_globals(allow_globals), fault_tolerance)
 
     def _begin(
@@ -261,7 +261,7 @@ class CheckpointManager:
             # most of what is made until the tensors are copied is gone then: the collector would visit it before
             with pause_gc() if in_background else nullcontext():
                 self._save(writer, step, metrics, last_step=last_step)
-        except StorageError as error:
+        except Exception as error:  # noqa: BLE001 - each is reported with its step
             self._tolerate(error, step, started, is_final=last_step or self._preempted)
             return False
         finally:
@@ -528,20 +528,20 @@ class CheckpointManager:
                 part.advance(blocking=blocking)
             except BaseException as error:  # noqa: PERF203 - parts are few
                 failed, self._last = self._last, None
-                if not isinstance(error, StorageError):
+                if not isinstance(error, Exception):
                     raise
                 self._tolerate(error, failed, started)
 
-    def _tolerate(self, error: StorageError, step: int | None, started: float, *, is_final: bool = False) -> None:
+    def _tolerate(self, error: Exception, step: int | None, started: float, *, is_final: bool = False) -> None:
         """Report a save that failed; raise its error if no later one makes up for it, or too many failed in a row.
 
         Every rank has the same error, and so decides alike.
         """
-        self._failed += 1
         most, place = self.config.max_failed_saves, self._place if step is None else self._folder.path(step)
-        if is_final or error.shared_by is None or not most:
-            raise error
         note_failure("save", place, self._rank, error, started)
+        if is_final or not most or not isinstance(error, StorageError) or error.shared_by is None:
+            raise error
+        self._failed += 1
         if self._rank == 0:
             then = "the training goes on" if self._failed <= most else "the error is raised"
             logger.warning(
