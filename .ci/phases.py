@@ -118,7 +118,7 @@ def main() -> int:
     """Run all phases, stop after lint if it is red, and return the exit status."""
     check = Check(Path(os.environ["TMPDIR"]), float(sys.argv[1]))
     readme = Path("README.md")
-    check.run("lint", "ruff check .", "ruff format --check .", "mypy -n 2", "pytest -q -n 0 tests/test_architecture.py")
+    check.run("lint", "ruff check .", "ruff format --check .", "mypy", "pytest -q -n 0 tests/test_architecture.py")
     if not check.is_red:
         check.run("demo", read_command(readme, "demo"))
         check.run_tests("default", read_command(readme, "test"))

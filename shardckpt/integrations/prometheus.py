@@ -28,7 +28,7 @@ from shardckpt.engine import locate, measure
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import list_checkpoints
 from shardckpt.plugins import get_plugin_manager, hookimpl
-from shardckpt.storage import find_url, has_local_files, quiet_attempts
+from shardckpt.storage import find_url, has_local_files, parse_size, quiet_attempts
 
 if TYPE_CHECKING:
     import os
@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds: from a small local file to an hour of a slow store.
-_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
+#: Seconds: from a small local file to an hour of a slow store. Few: each is a time series for each phase and rank. The
+#: alert SlowSaves takes one at its 10 minutes.
+_BUCKETS = (0.1, 1.0, 10.0, 60.0, 300.0, 600.0, 3600.0)
 
 
 def _find_free(place: Path) -> float | None:
@@ -54,16 +55,21 @@ def _find_free(place: Path) -> float | None:
         return None
 
 
-def _count_damaged(place: Path) -> int:
-    """Return how many checkpoints of a folder are damaged, or marked as failed; of one that no save has made yet 0."""
-    if has_local_files(place) and not place.exists():
-        return 0
-    return sum(each.state == "damaged" or each.has_failed for each in list_checkpoints(find_url(place)))
+def _measure_checkpoints(place: Path) -> dict[str, float]:
+    """Return the gauges of a folder's checkpoints; there are none before a save has made it."""
+    found = [] if has_local_files(place) and not place.exists() else list_checkpoints(find_url(place))
+    sizes = [each.nbytes for each in found if each.state == "whole" and each.step is not None]
+    return {
+        "shardckpt_damaged_checkpoints": sum(each.state == "damaged" or each.has_failed for each in found),
+        **({_STEP: sizes[-1]} if sizes else {}),
+    }
 
 
-#: The gauges of a folder that take a listing, for the log, and the one that takes none.
-_LISTED = "shardckpt_folder_bytes and shardckpt_damaged_checkpoints"
+#: The gauges of a folder that take a listing, for the log, and those that take none.
+_LISTED = "shardckpt_folder_bytes, shardckpt_newest_step_bytes and shardckpt_damaged_checkpoints"
+_STEP = "shardckpt_newest_step_bytes"
 _FREE = "shardckpt_free_bytes"
+_QUOTA = "shardckpt_quota_bytes"
 
 
 class _FolderCollector:
@@ -74,18 +80,22 @@ class _FolderCollector:
 
     Args:
         place: The folder.
+        quota: Bytes that it may hold; None for no such limit.
     """
 
     _TEXTS: ClassVar = {
         "shardckpt_folder_bytes": "Bytes in a folder of checkpoints",
+        _STEP: "Bytes of the newest step of a folder that is whole",
         "shardckpt_damaged_checkpoints": (
             "Checkpoints in a folder that are damaged, or that a verification has marked as failed"
         ),
         _FREE: "Bytes that the file system of a folder of checkpoints has free",
+        _QUOTA: "Bytes that a folder of checkpoints may hold",
     }
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, quota: int | None) -> None:
         self._place = place
+        self._quota = quota
         self._listed: dict[str, float] = {}
         self._is_failing = False
         self._lock = threading.Lock()
@@ -93,7 +103,8 @@ class _FolderCollector:
 
     def describe(self) -> list[GaugeMetricFamily]:
         """Return the metrics without values: to register them takes no measurement."""
-        names = [name for name in self._TEXTS if name != _FREE or has_local_files(self._place)]
+        absent = {_QUOTA: self._quota is None, _FREE: not has_local_files(self._place)}
+        names = [name for name in self._TEXTS if not absent.get(name)]
         return [GaugeMetricFamily(name, self._TEXTS[name], labels=["folder"]) for name in names]
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
@@ -106,6 +117,8 @@ class _FolderCollector:
                 self._thread.start()
         for family in self.describe():
             value = _find_free(self._place) if family.name == _FREE else values.get(family.name)
+            if family.name == _QUOTA:
+                value = self._quota
             if value is not None:
                 family.add_metric([str(self._place)], value)
             yield family
@@ -115,7 +128,7 @@ class _FolderCollector:
             with quiet_attempts():
                 self._listed = {
                     "shardckpt_folder_bytes": measure(self._place),
-                    "shardckpt_damaged_checkpoints": _count_damaged(self._place),
+                    **_measure_checkpoints(self._place),
                 }
         except Exception as exc:  # noqa: BLE001 - of any store
             if not threading.main_thread().is_alive():  # the program ends, and no thread pool takes anything
@@ -161,17 +174,33 @@ class PrometheusListener:
       gives what the scrape before has had measured, and is absent at the first, and while the folder cannot be listed.
     - ``shardckpt_damaged_checkpoints{folder}``: the checkpoints in it that are damaged as ``shardckpt ls`` sees it, or
       that ``shardckpt verify --mark`` has marked as failed; measured with its size.
+    - ``shardckpt_newest_step_bytes{folder}``: the size of its newest whole step, as the next one may have; measured
+      with its size.
     - ``shardckpt_free_bytes{folder}``: what its file system has free at the scrape; not of a URL.
+    - ``shardckpt_quota_bytes{folder}``: what it may hold, where ``quota`` says so: ``shardckpt_folder_bytes`` of it are
+      used.
+
+    ``operation`` is ``setup`` where a manager could not be made: a wrong setting is no failed save.
 
     Args:
         registry: Has the metrics; by default that of the process.
         folder: A directory or URL of checkpoints, which the main rank may give; by default none.
+        quota: That of the manager's configuration, ``config.quota``, for the metric alone; None for none.
 
     Raises:
-        CheckpointingException: The registry has the metrics of another listener.
+        CheckpointingException: The registry has the metrics of another listener, or the quota is no size.
     """
 
-    def __init__(self, registry: CollectorRegistry = REGISTRY, *, folder: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry = REGISTRY,
+        *,
+        folder: str | os.PathLike[str] | None = None,
+        quota: int | str | None = None,
+    ) -> None:
+        limit = None if quota is None else parse_size(quota, "quota")
+        if limit is not None and folder is None:
+            raise CheckpointingException("PrometheusListener: a quota is that of a folder: give folder=config.folder")
         try:
             self._seconds = Histogram(
                 "shardckpt_operation_seconds",
@@ -254,7 +283,7 @@ class PrometheusListener:
             self._failures.labels(operation)
             self._show_in_flight(operation)
         if folder is not None:
-            registry.register(_FolderCollector(locate(folder, get_plugin_manager())))
+            registry.register(_FolderCollector(locate(folder, get_plugin_manager()), limit))
 
     @hookimpl
     def shardckpt_event(self, event: Event) -> None:

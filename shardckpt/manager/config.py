@@ -67,15 +67,19 @@ if TYPE_CHECKING:
 
 _Count = Annotated[int, Field(ge=0)]
 
-#: What other libraries call settings: Orbax, torchtitan, Lightning, transformers; None if we have no such setting.
+#: What other libraries call settings: Orbax, torchtitan, Lightning, transformers, Megatron. A value may have several of
+#: ours, with " or " between them, and after "=" the value to give.
 _OTHERS_NAMES = {
     "max_to_keep": "keep_latest_k",
     "save_total_limit": "keep_latest_k",
     "keep_period": "keep_every_n_steps",
+    "save_retain_interval": "keep_every_n_steps",
     "save_interval_steps": "interval",
     "save_steps": "interval",
     "every_n_train_steps": "interval",
     "save_interval": "interval",
+    "save_strategy": "interval or save_when",
+    "train_time_interval": "save_when=SaveAfter(seconds)",
     "save_interval_policy": "save_when",
     "save_decision_policy": "save_when",
     "save_on_steps": "save_when=SaveAt([...])",
@@ -87,19 +91,27 @@ _OTHERS_NAMES = {
     "mode": "best_mode",
     "greater_is_better": "best_mode",
     "enable": "enable_checkpoint",
+    "read_only": "load_only",
     "enable_async_checkpointing": "async_mode",
     "async_save": "async_mode",
     "directory": "folder",
     "dirpath": "folder",
     "output_dir": "folder",
+    "default_root_dir": "folder",
     "save": "folder",
     "checkpoint_folder": "folder",
     "load": "initial_load_path",
     "pretrained_checkpoint": "initial_load_path",
     "save_weights_only": "last_save_model_only",
+    "save_only_model": "last_save_model_only",
+    "model_weights_only": "last_save_model_only",
     "resume_from_checkpoint": "load_step",
     "ckpt_step": "load_step",
-    "save_last": "latest_pointer",
+    "ckpt_path": "load_step or initial_load_path",
+    "save_last": "links or latest_pointer",
+    "enable_jit_checkpoint": "save_on_sigterm",
+    "exit_signal_handler": "save_on_sigterm",
+    "ckpt_format": "strategy",
     "strict": "on_unused",
 }
 
@@ -112,11 +124,25 @@ _TIMEOUT = (
 )
 
 
-def _find_hint(name: str) -> str:
-    """Return what to say of a setting that other libraries have under this name; ``""`` if nothing is known of it."""
+def _find_hint(given: Collection[str], name: str) -> tuple[str, str | None]:
+    """Return what to say of a setting that other libraries have under this name, and our name for it, if any.
+
+    Args:
+        given: The names of all settings that are given: two may be names of one.
+    """
     if "timeout" in name:
-        return _TIMEOUT
-    return f"it is {_OTHERS_NAMES[name]} here" if name in _OTHERS_NAMES else ""
+        return _TIMEOUT, None
+    if name not in _OTHERS_NAMES:
+        return "", None
+    ours = _OTHERS_NAMES[name]
+    others = [each for each in given if each != name and _OTHERS_NAMES.get(each, each) == ours]
+    also = f", and so is {', '.join(others)}, which is given, too: give {ours} once" if others else ""
+    return f"it is {ours} here{also}", ours
+
+
+def _list_ours(name: str) -> list[str]:
+    """Return our names for a setting that is given by ours or another library's."""
+    return [each.partition("=")[0] for each in _OTHERS_NAMES.get(name, name).split(" or ")]
 
 
 class AsyncMode(str, Enum):
@@ -300,7 +326,7 @@ class CheckpointConfig(BaseModel):
             raise ConfigurationError(
                 f"{type(self).__name__}: settings do not change, since a manager may use them: make another one, {new}"
                 if known
-                else describe_unknown(name, [*type(self).model_fields], _find_hint)
+                else describe_unknown(name, [*type(self).model_fields], partial(_find_hint, ())).message
             )
 
     def __hash__(self) -> int:
@@ -366,9 +392,9 @@ class CheckpointConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _seed_names(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "model_weights_only" in given:
+        if isinstance(given, dict) and "model_weights_only" in given and "last_save_model_only" not in given:
             given = dict(given)
-            given.setdefault("last_save_model_only", given.pop("model_weights_only"))
+            given["last_save_model_only"] = given.pop("model_weights_only")
         return given
 
     @field_validator("folder", "initial_load_path", "hf_assets_path", mode="before")
@@ -566,7 +592,10 @@ class CheckpointConfig(BaseModel):
         contradictions = {  # each says what to do after its last colon
             # Checked, though the newest complete checkpoint always stays: with one more, a damaged newest is no loss.
             "keep_latest_k=1 with an async_mode leaves none to fall back on: keep 2 or more, or 0 for all": (
-                is_async and (self.keep_latest_k == 1 or KeepLatest(1) in self.retention)
+                is_async and self.keep_latest_k == 1
+            ),
+            "retention: KeepLatest(1) with an async_mode leaves none to fall back on: keep 2 or more": (
+                is_async and KeepLatest(1) in self.retention
             ),
             f"latest_pointer: {self.latest_pointer!r} is the name of a step's directory: choose another": (
                 self.latest_pointer and parse_step(self.latest_pointer) is not None
@@ -635,7 +664,7 @@ def _list_all_faults(
     kind: type[CheckpointConfig], given: Mapping[str, Any], error: ValidationError
 ) -> list[SettingFault]:
     """Return what pydantic found wrong, and what it then has not looked for: how the other settings contradict."""
-    faults = list_faults(error, given, [*kind.model_fields], _find_hint)
+    faults = list_faults(error, given, [*kind.model_fields], partial(_find_hint, given))
     wrong = _name_wrong(error)
     others: list[SettingFault] = []
     if wrong:
@@ -678,7 +707,8 @@ def _find_step_saver(
             saves in the foreground alone, and ``is_async`` says otherwise, or no load would accept them.
     """
     saver = find_saver(strategy, get_plugin_manager())
-    kind = f"{type(saver).__name__}, the strategy {strategy!r},"
+    named = f"the default strategy {saver.backend!r}" if strategy is None else f"the strategy {strategy!r}"
+    kind = f"{type(saver).__name__}, {named},"
     faults = [
         SettingFault(
             source,
@@ -821,10 +851,10 @@ def list_settings(names: Sequence[str] = ()) -> list[Setting]:
         ConfigurationError: There is no such setting.
     """
     fields, texts = CheckpointConfig.model_fields, _read_texts(inspect.getdoc(CheckpointConfig) or "")
-    wanted = [_OTHERS_NAMES.get(name, name).partition("=")[0] for name in names] or [*fields]
+    wanted = [ours for name in names for ours in _list_ours(name)] or [*fields]
     for name in wanted:
         if name not in fields:
-            hint = _find_hint(name)
+            hint, _ = _find_hint((), name)
             known = f": {hint}" if hint else f" {name_known(name, fields, 'settings', also=_OTHERS_NAMES)}"
             raise ConfigurationError(f"there is no setting {name!r}{known}")
     defaults = CheckpointConfig().model_dump(mode="json")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Callable
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
@@ -13,7 +15,7 @@ from shardckpt.errors import ConfigurationError, SettingFault, ask_nearest, show
 from shardckpt.storage import mask_password
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 _C = TypeVar("_C", bound=type[Any])
 
@@ -46,22 +48,25 @@ _EXPECTED_OF = {
 }
 
 
-#: How a text names what is right: validators and nested errors have it in no other form.
-_RIGHT = re.compile(r"did you mean (.+?)\?|: it is (\S+) here$")
+#: How a text of :func:`ask_nearest` names what is right: nested errors, of plugins too, have it in no other form.
+_NEAREST = re.compile(r"did you mean (.+?)\?")
+
+#: Returns what is known of a setting that there is not, ``""`` if nothing is, and its right name, if any.
+Hint = Callable[[str], tuple[str, str | None]]
 
 
 def list_faults(
     error: ValidationError,
     given: Mapping[str, Any],
     names: Sequence[str],
-    find_hint: Callable[[str], str] = lambda _: "",
+    find_hint: Hint = lambda _: ("", None),
 ) -> list[SettingFault]:
     """Return what pydantic found wrong.
 
     Args:
         given: The settings by name.
         names: The names of all settings, in the order in which a call may give them without.
-        find_hint: Says of a setting that there is not what to use; ``""`` if nothing is known of it.
+        find_hint: Says of a setting that there is not what to use.
     """
     found = [fault for each in error.errors() for fault in _describe_fault(each, given, names, find_hint)]
     return [*{fault.message: fault for fault in found}.values()]
@@ -69,34 +74,37 @@ def list_faults(
 
 def make_fault(given: Mapping[str, Any], setting: str, message: str, suggestion: str | None = None) -> SettingFault:
     """Return a fault with what was given, without a URL's password, and the suggestion that its text has."""
-    value, named = given.get(setting), _RIGHT.search(message)
+    value, nearest = given.get(setting), _NEAREST.search(message)
     shown = mask_password(value) if isinstance(value, str) else value
-    return SettingFault(setting, shown, message, suggestion or (named and (named[1] or named[2])))
+    return SettingFault(setting, shown, message, suggestion or (nearest and nearest[1]))
 
 
-def describe_unknown(name: str, names: Sequence[str], find_hint: Callable[[str], str]) -> str:
-    """Return the text about a setting that there is not; the arguments are those of :func:`list_faults`."""
-    hint = find_hint(name) or ask_nearest(name, names).rstrip()
-    return f"there is no setting {name!r}" + f": {hint}" * bool(hint)
+def describe_unknown(
+    name: str, names: Sequence[str], find_hint: Hint, given: Mapping[str, Any] = MappingProxyType({})
+) -> SettingFault:
+    """Return the fault of a setting that there is not; the arguments are those of :func:`list_faults`."""
+    hint, ours = find_hint(name)
+    hint = hint or ask_nearest(name, names).rstrip()
+    return make_fault(given, name, f"there is no setting {name!r}" + f": {hint}" * bool(hint), ours)
 
 
 def _describe_fault(
-    fault: Mapping[str, Any], given: Mapping[str, Any], names: Sequence[str], find_hint: Callable[[str], str]
+    fault: Mapping[str, Any], given: Mapping[str, Any], names: Sequence[str], find_hint: Hint
 ) -> Sequence[SettingFault]:
     if not fault["loc"] and isinstance(error := fault.get("ctx", {}).get("error"), ConfigurationError):
         return error.faults  # of several settings, which contradict each other
     name = str((*fault["loc"], "")[0])
+    if fault["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return [describe_unknown(name, names, find_hint, given)]
     if fault["type"] != "value_error":
-        return [make_fault(given, name, _describe_value(fault, names, find_hint))]
+        return [make_fault(given, name, _describe_value(fault, names))]
     texts = str(fault["msg"]).removeprefix("Value error, ").split("\n")
     return [make_fault(given, name, text if text.startswith(name) else f"{name}: {text}") for text in texts]
 
 
-def _describe_value(fault: Mapping[str, Any], names: Sequence[str], find_hint: Callable[[str], str]) -> str:
+def _describe_value(fault: Mapping[str, Any], names: Sequence[str]) -> str:
     name, *inner = fault["loc"] or ("",)  # of a union, what follows is one of its types, of a list a place
     kind, given = str(fault["type"]), fault["input"]
-    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return describe_unknown(str(name), names, find_hint)
     if kind == "unexpected_positional_argument":
         return f"{show_given(given)} is one argument too many: it takes {', '.join(names)}"
     if kind == "missing":

@@ -123,7 +123,7 @@ class CheckpointManager:
             return
         comm = Comm(process_group)
         self._rank, self._world_size = comm.rank, comm.world_size
-        with report_failure("load" if config.load_only else "save", self._place, self._rank):
+        with report_failure("setup", self._place, self._rank):
             self._begin(config, states, comm, parse_globals(allow_globals), fault_tolerance)
 
     def _begin(
@@ -263,7 +263,7 @@ class CheckpointManager:
             # most of what is made until the tensors are copied is gone then: the collector would visit it before
             with pause_gc() if in_background else nullcontext():
                 self._save(writer, step, metrics, last_step=last_step)
-        except StorageError as error:
+        except Exception as error:  # noqa: BLE001 - each is reported with its step
             self._tolerate(error, step, started, is_final=last_step or self._preempted)
             return False
         finally:
@@ -530,23 +530,23 @@ class CheckpointManager:
                 part.advance(blocking=blocking)
             except BaseException as error:  # noqa: PERF203 - parts are few
                 failed, self._last = self._last, None
-                if not isinstance(error, StorageError):
+                if not isinstance(error, Exception):
                     raise
                 self._tolerate(error, failed, started)
 
-    def _tolerate(self, error: StorageError, step: int | None, started: float, *, is_final: bool = False) -> None:
+    def _tolerate(self, error: Exception, step: int | None, started: float, *, is_final: bool = False) -> None:
         """Collective: report a save that failed; raise its error if no later one makes up for it, or too many failed.
 
         Every rank has the same error, and so decides alike.
         """
-        explained = self._explain_full(error, step)
-        self._failed += 1
+        explained, was_logged = self._explain_full(error, step), getattr(error, "is_logged", False)
         most, place = self.config.max_failed_saves, self._place if step is None else self._folder.path(step)
-        if is_final or error.shared_by is None or not most:
-            raise explained from explained.__cause__
-        # the error of a save in the background was logged without it
-        advice = getattr(explained, "advice", "") if error.is_logged else ""
         note_failure("save", place, self._rank, explained, started)
+        if is_final or not most or not isinstance(error, StorageError) or error.shared_by is None:
+            raise explained
+        self._failed += 1
+        # the error of a save in the background was logged without it
+        advice = getattr(explained, "advice", "") if was_logged else ""
         if self._rank == 0:
             then = "the training goes on" if self._failed <= most else "the error is raised"
             logger.warning(
@@ -555,7 +555,7 @@ class CheckpointManager:
                 *(step, then, self._failed, most, advice and f"; to make space: {advice}"),
             )
         if self._failed > most:
-            raise explained from explained.__cause__
+            raise explained
 
     def _check_open(self, action: str) -> None:
         if self._closed:
@@ -649,7 +649,7 @@ class CheckpointManager:
                 listed(removed),
             )
 
-    def _explain_full(self, error: StorageError, step: int | None) -> CheckpointingException:
+    def _explain_full(self, error: Exception, step: int | None) -> Exception:
         """Collective: return the error of a step that found no space with what could go; others as they are."""
         if not isinstance(error, NotEnoughSpaceError) or error.shared_by is None or step is None:
             return error

@@ -47,7 +47,7 @@ class Event:
 
     Attributes:
         operation: ``save``, ``load``, ``migrate``, ``convert``, ``remove``, ``export``, ``verify``, ``diff``,
-            ``inspect`` or ``prune``.
+            ``inspect`` or ``prune``; or ``setup``, of a manager that could not be made.
         phase: Name of the phase; ``""`` for the operation from start to end.
         state: ``start``, ``end`` or ``failure``; or ``progress``, at most ten times a second, of a verification, which
             has no other events; to plugins that have the attribute ``wants_progress = True`` also of saves,

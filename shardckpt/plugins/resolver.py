@@ -418,8 +418,7 @@ def _unrecognised_error(directory: Path, names: Collection[str]) -> CannotLoadEr
     return IncompleteCheckpointError(
         f"{text}, or a save to it did not end: it has no {MARKER_NAME}, nor another library's index, such as DCP's "
         f".metadata (found {listed(names, limit=3)}). If it was complete once, restore that file from a copy; where "
-        f"the index of its format and all data are left, {name_call('convert', directory, 'NEW', '--skip-damaged')} "
-        "writes it anew"
+        "the index of its format and all data are left, `shardckpt convert --skip-damaged` writes it anew"
     )
 
 

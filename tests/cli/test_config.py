@@ -42,6 +42,8 @@ def test_a_setting_by_another_librarys_name(capsys: pytest.CaptureFixture[str]) 
     """The whole text of ours is shown; a name that nobody knows is an error with the nearest."""
     assert main(["config", "max_to_keep"]) == 0
     assert capsys.readouterr().out.startswith("keep_latest_k = 10\n    How many of the newest checkpoints to keep")
+    assert main(["config", "save_strategy"]) == 0
+    assert re.findall(r"^(\w+) = ", capsys.readouterr().out, re.MULTILINE) == ["interval", "save_when"]
     assert main(["config", "intervl"]) == 2
     assert "there is no setting 'intervl' (did you mean interval? settings: " in capsys.readouterr().err
     assert main(["config", "timeout"]) == 2

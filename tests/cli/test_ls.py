@@ -259,8 +259,7 @@ def test_ls_says_why_a_checkpoint_cannot_be_used(tmp_path: Path, capsys: pytest.
     assert [each["state"] for each in found.values()] == ["unreadable", "damaged", "incomplete"]
     assert "no installed plugin reads that backend" in found["step-1"]["reason"]
     assert "metadata.json is damaged" in found["step-2"]["reason"]
-    outside_calls = ["".join(each["reason"].split("`")[::2]) for each in found.values()]
-    assert all(str(tmp_path) not in said for said in outside_calls)
+    assert all(str(tmp_path) not in each["reason"] for each in found.values())
     main(["ls", str(tmp_path)])
     rule = capsys.readouterr().out.splitlines()[1]
     assert len(rule.split()[-1]) <= 40 < max(len(each["reason"]) for each in found.values())  # a terminal's width

@@ -359,9 +359,9 @@ def _fail_to_begin(path: Path, **settings: Any) -> None:
 @table(
     ("operation", "fail", "phase"),
     [
-        ("save", lambda path, _: _fail_to_begin(path), "beginning to save checkpoints"),
-        ("save", lambda path, _: _fail_to_begin(path, strategy="nothing"), "looking at the configuration"),
-        ("load", lambda path, _: _fail_to_begin(path, hf_mapping="x", load_only=True), "looking at the configuration"),
+        ("setup", lambda path, _: _fail_to_begin(path), "beginning to save checkpoints"),
+        ("setup", lambda path, _: _fail_to_begin(path, strategy="nothing"), "looking at the configuration"),
+        ("setup", lambda path, _: _fail_to_begin(path, hf_mapping="x", load_only=True), "looking at the configuration"),
         ("save", lambda path, patch: _fail_to_list(path, patch, "save"), "looking at the folder"),
         ("load", lambda path, patch: _fail_to_list(path, patch, "load"), "choosing the step"),
         ("save", lambda *_: dc.save({}, "nobody://serves/this"), "reading the arguments"),
@@ -392,16 +392,36 @@ def test_each_failure_is_one_event_one_count_and_one_line(
         with pytest.raises(CheckpointingException) as caught:
             fail(tmp_path, monkeypatch)
     assert _count_failures(operation, registry) == 1
+    # a manager that cannot be made has saved and loaded nothing
+    assert _count_failures("save", registry) + _count_failures("load", registry) == (operation != "setup")
     (failed,) = recorder.find("failure")
     assert (failed.operation, failed.failed_phase) == (operation, phase)
     assert {event.phase for event in recorder.events if event.state == "failure"} <= {"", phase}
     assert failed.error_type == type(caught.value).__name__
     labels = {"operation": operation, "phase": phase, "error": failed.error_type}
     assert registry.get_sample_value("shardckpt_last_failure_timestamp_seconds", labels) > 1e9
-    assert registry.get_sample_value("shardckpt_in_flight", {"operation": operation}) == 0
+    assert not registry.get_sample_value("shardckpt_in_flight", {"operation": operation})
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert re.match(rf"{operation} of .* failed in '{phase}' after .* s: {failed.error_type}: ", line)
     assert "\n" not in line
+
+
+@table("error", [StorageError("the disk is gone"), CheckpointingException("a shard is lost")])
+def test_a_failed_save_of_a_manager_names_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: CheckpointingException
+) -> None:
+    """The ERROR line has the step's path, of the last save, too, whatever the error is."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("shardckpt.engine.transaction.Transaction.commit", refuse)
+    config = CheckpointConfig(folder=str(tmp_path), max_failed_saves=3)
+    caplog.clear()
+    with CheckpointManager(config, {"model": torch.nn.Linear(2, 2)}) as manager, pytest.raises(type(error)):
+        manager.save(7, last_step=True)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert line.startswith(f"save of {tmp_path}/step-7 failed ")
 
 
 @pytest.mark.parametrize("is_ring", [False, True], ids=["another", "ring"])
@@ -499,7 +519,8 @@ def _meet_each_alert(folder: Path) -> None:
     """Save, load, and fail in the ways that the alerts of the README are about."""
     _save_twice(folder / "step-1")
     wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(1000))}
-    dc.save(wanted, folder / "step-2")
+    for name in ("step-2", "step-3"):
+        dc.save(wanted, folder / name)
     _set_version(folder / "step-2", 99)
     _damage(folder / "step-1")
     for name in ("step-1", "step-2"):
@@ -513,14 +534,16 @@ def test_the_alerts_ask_for_what_is_exported(tmp_path: Path) -> None:
     from shardckpt.integrations.prometheus import PrometheusListener
 
     registry = prometheus_client.CollectorRegistry()
-    with registered(PrometheusListener(registry, folder=tmp_path)) as listener:
+    with registered(PrometheusListener(registry, folder=tmp_path, quota="1GB")) as listener:
         _meet_each_alert(tmp_path)
     listener.shardckpt_event(Event("save", "", "start", str(tmp_path), 0, number=-1))  # which hangs
     _measure(registry)
     samples = [sample for metric in registry.collect() for sample in metric.samples]
     text = READMES["shardckpt/integrations/README.md"]
-    rules = re.findall(r"^  - {alert: \w+, expr: '([^']*shardckpt_[^']*[<>] [\d.]+)'}$", text, re.MULTILINE)
-    assert len(rules) == 12
+    rules = re.findall(
+        r"^  - {alert: \w+, (?:for: \w+, )?expr: '([^']*shardckpt_[^']*[<>] [\d.]+)'}$", text, re.MULTILINE
+    )
+    assert len(rules) == 13
     for rule in rules:
         assert rule.count("(") == rule.count(")")
         for name, matchers in re.findall(r"(shardckpt_\w+)(?:{([^}]*)})?", rule):
@@ -681,7 +704,7 @@ def test_what_is_measured_of_a_folder(tmp_path: Path, monkeypatch: pytest.Monkey
 
     registry = prometheus_client.CollectorRegistry()
     monkeypatch.chdir(tmp_path)
-    PrometheusListener(registry, folder="runs")
+    PrometheusListener(registry, folder="runs", quota="1GB")
 
     def measure(name: str) -> Any:
         _measure(registry)
@@ -690,10 +713,12 @@ def test_what_is_measured_of_a_folder(tmp_path: Path, monkeypatch: pytest.Monkey
         return value
 
     assert measure("free_bytes") > 0
+    assert measure("quota_bytes") == 1e9
+    assert measure("newest_step_bytes") is None
     assert measure("damaged_checkpoints") == 0
     for step in (1, 2):
         dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}, f"runs/step-{step}")
-    assert measure("folder_bytes") >= 8000
+    assert measure("folder_bytes") > measure("newest_step_bytes") >= 4000
     assert measure("damaged_checkpoints") == 0
     _damage(tmp_path / "runs" / "step-2")
     assert measure("damaged_checkpoints") == 1
@@ -702,6 +727,24 @@ def test_what_is_measured_of_a_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     assert measure("free_bytes") > 0
     monkeypatch.setattr("shardckpt.integrations.prometheus.shutil.disk_usage", _fail_to_look)
     assert measure("free_bytes") is None
+
+
+def test_a_phase_has_few_time_series(tmp_path: Path) -> None:
+    """Each bucket is one for each phase and rank; the alert about slow saves has one at its limit."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    registry = prometheus_client.CollectorRegistry()
+    with registered(PrometheusListener(registry)):
+        dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(10))}, tmp_path / "c")
+    limits = {
+        sample.labels["le"]
+        for metric in registry.collect()
+        for sample in metric.samples
+        if sample.name == "shardckpt_phase_seconds_bucket"
+    }
+    assert len(limits) <= 8
+    assert limits >= {"0.1", "600.0", "3600.0"}
 
 
 class _Gated(Folder):

@@ -219,9 +219,48 @@ def test_a_wrong_step_is_refused_before_anything_is_done(tmp_path: Path, call: C
 
 def test_every_name_of_another_library_is_one_of_ours() -> None:
     """What an error advises exists."""
-    ours = {name.partition("=")[0] for name in config._OTHERS_NAMES.values()}
+    ours = {ours for name in config._OTHERS_NAMES for ours in config._list_ours(name)}
     assert ours <= CheckpointConfig.model_fields.keys()
     assert not config._OTHERS_NAMES.keys() & CheckpointConfig.model_fields.keys()
+
+
+@table(
+    ("given", "ours"),
+    [
+        ({"max_to_keep": 3, "save_total_limit": 4}, "keep_latest_k"),
+        ({"save_steps": 3, "interval": 4}, "interval"),
+        ({"model_weights_only": True, "last_save_model_only": False}, "last_save_model_only"),
+    ],
+)
+def test_two_names_of_one_setting_are_refused(given: dict[str, Any], ours: str) -> None:
+    """The error names both, and neither value is taken in silence."""
+    faults = find_faults(given)
+    one, other = given
+    assert f"it is {ours} here, and so is {other}, which is given, too: give {ours} once" in faults[0].message
+    assert (faults[0].setting, faults[0].suggestion) == (one, ours)
+    with pytest.raises(ConfigurationError, match=f"{one}.*{other}"):
+        CheckpointConfig(**given)
+
+
+@table(
+    ("settings", "said"),
+    [
+        (
+            {"retention": [KeepLatest(1)], "async_mode": "async"},
+            "retention: KeepLatest(1) with an async_mode leaves none to fall back on: keep 2 or more",
+        ),
+        (
+            {"steps_in_hf": True},
+            (
+                "steps_in_hf: TorchDistSaveShardedStrategy, the default strategy 'torch_dist', does not store "
+                "Hugging Face folders: choose strategy='safetensors', or last_save_in_hf, which exports the last step"
+            ),
+        ),
+    ],
+)
+def test_a_fault_names_what_is_given(settings: dict[str, Any], said: str) -> None:
+    """Not the setting that it stands for, nor None for the default."""
+    assert [fault.message for fault in find_faults(settings)] == [said]
 
 
 def test_equal_configurations_have_one_hash() -> None:
