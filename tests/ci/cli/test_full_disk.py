@@ -110,4 +110,4 @@ def test_a_verdict_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest
         assert main(["verify", str(step), "--mark"]) == 2
     said = capsys.readouterr().out
     assert "intact" in said
-    assert "not marked: 1: step-1: cannot " in said
+    assert re.search(r"not marked: .*cannot write .*ENOSPC", said)
