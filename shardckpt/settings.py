@@ -215,7 +215,8 @@ _VARIABLES: dict[str, tuple[str, Callable[[], object]]] = {
     SPACE_CHECK: (
         (
             "1 refuses a save of more bytes than the file system has free (the default), 0 does not: for those "
-            "that report too little, as with thin volumes, or compress"
+            "that report too little, as with thin volumes, or compress. With 0, on_full='prune' makes room only "
+            "for what a quota refuses"
         ),
         space_check,
     ),

@@ -34,7 +34,7 @@ _OPENING: tuple[str, str, tuple[str, ...]] = ("shardckpt.dist_checkpointing", "o
 def show_failure(error: BaseException, message: str, code: int, options: argparse.Namespace) -> int:
     """With ``--json``, print to standard output that a verb has no answer, and why not; return its exit code."""
     if options.as_json:
-        faults = {"faults": error.faults} if isinstance(error, ConfigurationError) and error.faults else {}
+        faults = {"faults": error.faults} if isinstance(error, ConfigurationError) else {}
         show_json({"error": {"type": type(error).__name__, "message": message, **faults}, "exit_code": code})
     return code
 
@@ -126,6 +126,8 @@ def _advise_of_damage(error: CheckpointingException, options: argparse.Namespace
 
     only_reads = hasattr(options, "reads") and not hasattr(options, "writes")
     if getattr(options, "skip_damaged", not only_reads) or not is_damage(error) or _is_of_target(error, options):
+        return ""
+    if "`shardckpt " in str(error):  # it says what to do
         return ""
     if only_reads:  # of several, the error says which
         path = getattr(options, options.reads[0])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.engine import is_damage
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, NotACheckpointError, listed
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, NotACheckpointError, listed, name_call
 from shardckpt.huggingface.header import FileTensor, parse_head
 from shardckpt.huggingface.names import (
     ADAPTER,
@@ -20,8 +20,9 @@ from shardckpt.huggingface.names import (
     file_names,
     has_numbered_files,
     index_name,
+    list_numbered_files,
 )
-from shardckpt.manifest import HUB_CONFIG, Rescue, lacks_weights
+from shardckpt.manifest import HUB_CONFIG, HUB_WEIGHTS, Rescue, lacks_weights
 from shardckpt.storage import (
     HEADER_LIMIT,
     LENGTH_BYTES,
@@ -179,7 +180,8 @@ def _read_folder(folder: Path, lost: dict[str, tuple[str, int | None]] | None) -
     """Read it; where ``lost`` is a dict, the tensors that are missing or cut are added to it."""
     faults: dict[str, str] = {}
     weight_map, origin = read_index(folder)
-    files = sorted(set(weight_map.values())) or [find_only_file(folder)]
+    files = sorted(set(weight_map.values())) or (_find_unlisted(folder) if lost is not None else [])
+    files = files or [find_only_file(folder)]
     if lost is None:
         heads = {file: read_head(resolve_link(folder, file)) for file in files}
     else:
@@ -261,6 +263,11 @@ def read_index(folder: Path, file_format: str = SAFETENSORS) -> tuple[dict[str, 
     return found, _find_origin(content.get("metadata"))
 
 
+def _find_unlisted(folder: Path) -> list[str]:
+    """Return the files of several whose index has been lost, if none of them has."""
+    return list_numbered_files(list_entries(folder)) if folder.is_dir() and not is_there(folder / HUB_WEIGHTS) else []
+
+
 def find_only_file(folder: Path) -> str:
     """Return the name of the one file of weights, or of an adapter's.
 
@@ -274,9 +281,12 @@ def find_only_file(folder: Path) -> str:
             return ADAPTER_WEIGHTS
         names = sorted(list_entries(folder)) if folder.is_dir() else []
         if has_numbered_files(names):
+            rest = "nothing says whether a file is missing: copy it from where the folder came from, or export again"
+            if list_numbered_files(names):
+                call = name_call("convert", folder, "NEW", "--to", "hf", "--skip-damaged")
+                rest = f"no file is missing, as their names count them: {call} writes the folder with a new one"
             raise CorruptCheckpointError(
-                f"{folder} has lost {index_name(SAFETENSORS)}, without which transformers does not load it, and "
-                "nothing says whether a file is missing: copy it from where the folder came from, or export again"
+                f"{folder} has lost {index_name(SAFETENSORS)}, without which transformers does not load it, and {rest}"
             )
         if lacks_weights(names):
             raise CorruptCheckpointError(

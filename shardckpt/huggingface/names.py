@@ -56,6 +56,12 @@ def has_numbered_files(names: Collection[str]) -> bool:
     return any(map(_NUMBERED.fullmatch, names))
 
 
+def list_numbered_files(names: Collection[str]) -> list[str]:
+    """Return the files of several, in order, if all that their names count are there; else none."""
+    numbered = sorted(filter(_NUMBERED.fullmatch, names))
+    return numbered if numbered == list(file_names(len(numbered), SAFETENSORS)) else []
+
+
 def assign_files(sizes: Mapping[str, int], limit: int, file_format: str = SAFETENSORS) -> dict[str, list[str]]:
     """Assign tensors to files in their order; a tensor above the limit gets its own file.
 

@@ -279,7 +279,7 @@ class PrometheusListener:
         #: When the operations in flight began, by their numbers, oldest first: one that began before this listener was
         #: there does not count.
         self._open: dict[str, dict[int, float]] = {}
-        for operation in ("save", "load", "prune"):
+        for operation in ("setup", "save", "load", "prune"):
             self._failures.labels(operation)
             self._show_in_flight(operation)
         if folder is not None:

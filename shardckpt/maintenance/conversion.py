@@ -24,6 +24,7 @@ from shardckpt.engine import (
     Transaction,
     find_incomplete_files,
     is_below,
+    is_damage,
     refuse_objects,
 )
 from shardckpt.errors import (
@@ -224,8 +225,12 @@ class Conversion:
                 plain_objects=len(written.plain_objects),
                 unmatched=tuple(written.unmatched),
                 assets=tuple(map(str, self.options.assets)),
-                damaged=tuple(stored.damaged),
+                damaged=(*stored.damaged, *(written.plain_objects if self._writes_plain_objects else ())),
             )
+
+    @property
+    def _writes_plain_objects(self) -> bool:
+        return self.saver is not None and self.saver.stores_plain_objects and not self.options.prefix
 
     def _make_journal(self, stored: SummedCheckpoint, written: object) -> Journal | None:
         """Return the journal of what is written; None if no other process could go on with it."""
@@ -318,7 +323,7 @@ class Conversion:
         kept = {part.key for tensor in tensors for part in tensor.parts} | {shard.unique_key for shard in objects}
         left_out = [stored_key(shard) for shard in index if stored_key(shard) not in kept]
         left_out += [key for key in stored.common() if key not in common]
-        plain_objects = self._list_plain_objects(stored)
+        plain_objects = self._list_plain_objects(stored, objects)
         if self.saver is None:
             rewritten = self._write_file(operation, proof, planned, objects, common)
             if _CONTENT in forget_structure(common):  # a file has no place for it
@@ -344,14 +349,28 @@ class Conversion:
         common = {key: value for key, value in stored.common().items() if key not in leave_out}
         if self._is_changed or stored.names or stored.damaged:
             common = forget_structure(common)
-        if self.saver is not None and self.saver.stores_plain_objects:
+        if self._writes_plain_objects:
             if isinstance(stored.strategy, ReadsPlainObjects):
-                with stored.operation.local_phase("reading plain objects"):
-                    plain = stored.strategy.read_plain_objects(stored.context)
-                objects += [shard for shard in plain if not is_below(shard.key, leave_out)]
-            if self.kind == DCP:
+                plain = self._read_plain_objects(stored.strategy, stored)
+                objects += [shard for shard in plain or () if not is_below(shard.key, leave_out)]
+            else:
+                plain = []
+            if self.kind == DCP or plain is None:
                 objects += self._describe_common(stored, objects, common)
         return objects, common
+
+    def _read_plain_objects(self, strategy: ReadsPlainObjects, stored: OpenCheckpoint) -> list[PlainObject] | None:
+        """Return the objects for stock DCP with their values; None if some are damaged, and damage is to be skipped."""
+        with stored.operation.local_phase("reading plain objects"):
+            try:
+                return strategy.read_plain_objects(stored.context)
+            except CheckpointingException as exc:
+                if not (self.skip_damaged and is_damage(exc)):
+                    raise
+                logger.warning(
+                    "of objects for other libraries alone, only what the common state has is written: %s", exc
+                )
+                return None
 
     def _describe_common(
         self, stored: OpenCheckpoint, objects: Sequence[ShardedObject], common: StateDict
@@ -432,7 +451,9 @@ class Conversion:
         ).run()
         kept = {part.key for tensor in tensors for part in tensor.parts}
         left_out = [stored_key(shard) for shard in stored.index() if stored_key(shard) not in kept]
-        return _Written(tensors, 0, [*left_out, *stored.common()], self._list_plain_objects(stored), {}, plan.unmatched)
+        return _Written(
+            tensors, 0, [*left_out, *stored.common()], self._list_plain_objects(stored, ()), {}, plan.unmatched
+        )
 
     def _write_file(
         self,
@@ -472,13 +493,15 @@ class Conversion:
             )
         return file.rewritten
 
-    def _list_plain_objects(self, stored: OpenCheckpoint) -> list[str]:
-        """Return the keys of the PlainObjects if they are not written."""
-        is_written = self.saver is not None and self.saver.stores_plain_objects and not self.options.prefix
-        if is_written or not isinstance(stored.strategy, ReadsPlainObjects):
+    def _list_plain_objects(self, stored: OpenCheckpoint, written: Sequence[ShardedObject]) -> list[str]:
+        """Return the keys of the PlainObjects that are not written, but for those that are left out by name."""
+        if not isinstance(stored.strategy, ReadsPlainObjects):
             return []
+        kept = {key for shard in written if isinstance(shard, PlainObject) for key in (shard.key, *(shard.keys or ()))}
         with stored.operation.local_phase("reading plain objects"):
-            return stored.strategy.list_plain_objects(stored.context)
+            keys = stored.strategy.list_plain_objects(stored.context)
+        asked = self.options.leave_out if self._writes_plain_objects else ()
+        return [key for key in keys if key not in kept and not is_below(key, asked)]
 
     def _warn_of_plain_objects(self, keys: Sequence[str]) -> None:
         if keys:

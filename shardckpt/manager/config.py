@@ -136,8 +136,10 @@ def _find_hint(given: Collection[str], name: str) -> tuple[str, str | None]:
         return "", None
     ours = _OTHERS_NAMES[name]
     others = [each for each in given if each != name and _OTHERS_NAMES.get(each, each) == ours]
-    also = f", and so is {', '.join(others)}, which is given, too: give {ours} once" if others else ""
-    return f"it is {ours} here{also}", ours
+    if not others:
+        return f"it is {ours} here", ours
+    more = "" if others == [ours] else f", and so is {', '.join(others)}"
+    return f"it is {ours} here{more}, which is given, too: give {ours} once", ours
 
 
 def _list_ours(name: str) -> list[str]:
@@ -159,20 +161,12 @@ class AsyncMode(str, Enum):
         return next((mode for mode in cls if mode.value == name), None)
 
 
-def _name_signal(given: Any) -> str:
-    """Return the name of a signal that is given by name or number.
-
-    Raises:
-        ValueError: There is none, or no process can handle it.
-    """
+def _find_signal(given: Any) -> str:
+    """Return the name of a signal that is given by name or number; ``""`` if there is none."""
     try:
-        name = (signal.Signals[given] if isinstance(given, str) else signal.Signals(given)).name
+        return (signal.Signals[given] if isinstance(given, str) else signal.Signals(given)).name
     except (KeyError, ValueError):
-        near = ask_nearest(given, signal.Signals.__members__)
-        raise ValueError(f"save_on_signals: {given!r} is no signal of this system; {near}SIGUSR1 is one") from None
-    if name in ("SIGKILL", "SIGSTOP"):
-        raise ValueError(f"save_on_signals: no process can handle {name}; choose SIGTERM or SIGUSR1")
-    return name
+        return ""
 
 
 class CheckpointConfig(BaseModel):
@@ -210,6 +204,7 @@ class CheckpointConfig(BaseModel):
             the step.
         on_full: What ``save`` does where the file system has no space for the step: ``error``, or ``prune``: it first
             removes the steps that the policies will not keep once it is complete, but never the newest that is there.
+            It is for a step that is refused before a byte is written; where a write finds no space, it is an error.
         on_other_job: What ``save`` does where another job that is alive saves to ``folder``, too: ``warn`` once, or
             ``error``: it saves nothing there, and a manager is not made beside it.
         max_failed_saves: How many saves in a row may fail for the file system or the store (:class:`StorageError`)
@@ -433,7 +428,20 @@ class CheckpointConfig(BaseModel):
     @classmethod
     def _as_signal_names(cls, given: Any) -> Any:
         listed = given if isinstance(given, (list, tuple, set, frozenset)) else [given]
-        return None if given is None else tuple(map(_name_signal, listed))
+        names = [] if given is None else [*map(_find_signal, listed)]
+        faults = [
+            f"save_on_signals: {each!r} is no signal of this system; SIGUSR1 and SIGTERM are"
+            for each, name in zip(listed, names, strict=False)
+            if not name
+        ]
+        faults += [
+            f"save_on_signals: no process can handle {name}; choose SIGTERM or SIGUSR1"
+            for name in names
+            if name in ("SIGKILL", "SIGSTOP")
+        ]
+        if faults:
+            raise ValueError("\n".join(faults))
+        return None if given is None else tuple(names)
 
     @field_validator("retention", mode="before")
     @classmethod

@@ -542,17 +542,18 @@ class CheckpointManager:
         explained, was_logged = self._explain_full(error, step), getattr(error, "is_logged", False)
         most, place = self.config.max_failed_saves, self._place if step is None else self._folder.path(step)
         note_failure("save", place, self._rank, explained, started)
+        advice = getattr(explained, "advice", "")
+        if was_logged and advice and self._rank == 0:  # that of a save in the background, which was logged without it
+            logger.warning("%s has no space for step %s. To make space: %s", self._folder, step, advice)
         if is_final or not most or not isinstance(error, StorageError) or error.shared_by is None:
             raise explained
         self._failed += 1
-        # the error of a save in the background was logged without it
-        advice = getattr(explained, "advice", "") if was_logged else ""
         if self._rank == 0:
             then = "the training goes on" if self._failed <= most else "the error is raised"
             logger.warning(
                 "step %s has no checkpoint, and %s: failed save %d in a row (max_failed_saves=%d); "
-                "older checkpoints stay%s",
-                *(step, then, self._failed, most, advice and f"; to make space: {advice}"),
+                "older checkpoints stay",
+                *(step, then, self._failed, most),
             )
         if self._failed > most:
             raise explained
@@ -673,7 +674,10 @@ class CheckpointManager:
         if not found:
             return str(explained), explained.advice
         if was_tried:
-            advice = f"on_full='prune' was tried, and may remove none of what is left: {listed(found, limit=6)}"
+            advice = (
+                f"on_full='prune' was tried, and may remove none of what is left: {listed(found, limit=6)}. Let the "
+                "retention keep fewer, end pins and leases, or give it more space"
+            )
         else:
             advice = (
                 f"remove {listed(found)}, which the retention policies will no longer keep once step {step} is complete"

@@ -85,7 +85,7 @@ class OtherJobs(ManagerPart):
     def _warn(self, name: str, job: Hold) -> None:
         last = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime((job.until or _SECONDS) - _SECONDS))
         text = (
-            f"another job saves to {self._folder}, too: {escape_text(job.holder)}, last at {last}. Each takes the "
+            f"another job saves to {self._folder}, too: {escape_text(job.holder)}, last seen at {last}. Each takes the "
             "other's steps for its own: it replaces, loads and removes them. Give each job a folder of its own, or end "
             "one of them"
         )

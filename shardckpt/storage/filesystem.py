@@ -84,6 +84,10 @@ def make_folders(directory: Path, name: str) -> None:
                     raise
 
 
+#: What an error of the system does not say.
+_ADVICE = {errno.EFBIG: ": `ulimit -f` says how large a file of the process may be; else the file system has no larger"}
+
+
 class wrap_os_errors:  # noqa: N801 - used as a function; no generator, since each opening of a file has one
     """A context manager that turns an OSError into a :class:`StorageError` with the action and the path.
 
@@ -106,7 +110,8 @@ class wrap_os_errors:  # noqa: N801 - used as a function; no generator, since ea
         if isinstance(error, OSError):
             code = errno.errorcode.get(error.errno or 0, "OSError")
             kind = NotEnoughSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
-            raise kind(f"cannot {self._action} {self._path}: {error.strerror or error} ({code})") from error
+            advice = _ADVICE.get(error.errno or 0, "")
+            raise kind(f"cannot {self._action} {self._path}: {error.strerror or error} ({code}){advice}") from error
 
 
 def open_new(path: Path, *, shared: bool = False) -> int:

@@ -233,6 +233,9 @@ def test_faults_are_records_of_json(
         "folder": ("ftp2://user:***@host/run", None),
         "SHARDCKPT_IO_TREADS": ("3", "SHARDCKPT_IO_THREADS"),
     }
+    (tmp_path / "a.json").write_text("{")
+    assert main(["config", "--check", str(tmp_path / "a.json"), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["faults"] == []  # a list, too
 
 
 def test_a_file_that_settings_name_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import re
+import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from safetensors.torch import save_file
 from shardckpt import __version__
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
+from shardckpt.cli.exit_codes import FAILED
 from shardckpt.huggingface import export_to_huggingface, own_process, save_state_dict
 from shardckpt.maintenance import (
     DAMAGED,
@@ -154,6 +157,27 @@ def test_a_folder_of_several_files_that_has_lost_its_index_is_not_called_intact(
     assert said in capsys.readouterr().out
     assert main(["ls", str(tmp_path)]) == DAMAGED
     assert said in capsys.readouterr().out
+
+
+def test_the_index_of_a_folder_that_has_all_its_files_is_written_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the call that the error names; where the names of the files count one that is gone, no call is named."""
+    monkeypatch.chdir(tmp_path)
+    folder = _folder(tmp_path / "hf", size=100)
+    (index := folder / "model.safetensors.index.json").rename(tmp_path / "index.json")
+    assert main(["convert", str(folder), "new", "--to", "hf"]) == FAILED
+    (call,) = re.findall("`(shardckpt convert .*)`", capsys.readouterr().err)
+    assert main(shlex.split(call.replace("NEW", "new"))[1:]) == INTACT
+    (tmp_path / "index.json").rename(index)
+    assert main(["diff", str(folder), "new"]) == INTACT
+    index.unlink()
+    next(folder.glob("model-00001-*")).unlink()
+    capsys.readouterr()
+    assert main(["convert", str(folder), "other", "--to", "hf", "--skip-damaged"]) == FAILED
+    said = capsys.readouterr().err
+    assert "nothing says whether a file is missing" in said
+    assert "skip-damaged" not in said
 
 
 @table(

@@ -7,9 +7,11 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.cli import main
 from shardckpt.engine import display
 from shardckpt.manifest import CONTENT_KEY, Rescue
@@ -38,6 +40,25 @@ def _flip_value(path: Path, value: float) -> None:
     raw = torch.full((64,), value).numpy().tobytes()
     (file,) = [file for file in path.rglob("*") if file.is_file() and raw in file.read_bytes()]
     flip(file, file.read_bytes().index(raw) + 32)
+
+
+def test_damage_of_objects_for_other_libraries_costs_no_tensor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What stock DCP alone looks for is left out, and said; tensors, groups and common state are as they were."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    dc.save(to_sharded_state_dict(model, optimizer), tmp_path / "a")
+    stored = dcp.FileSystemReader(tmp_path / "a").read_metadata().storage_data
+    (place,) = [place for key, place in stored.items() if key.fqn == "optimizer.param_groups.0.maximize"]
+    flip(tmp_path / "a" / place.relative_path, place.offset + place.length // 2)
+    call = ["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--skip-damaged"]
+    assert main(call) == 1
+    assert "damaged, and left out: 34 names: optimizer.param_groups.0." in capsys.readouterr().out
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    dc.load(to_sharded_state_dict(model, optimizer), tmp_path / "b")
 
 
 @table("verb, backend", [("convert", "torch_dist"), ("export", "torch_dist"), ("merge", "safetensors")])

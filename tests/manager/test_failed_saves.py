@@ -112,6 +112,7 @@ def test_a_write_that_finds_no_space_says_what_could_go(
         assert len(re.findall(advice.format(3), caplog.text)) == 1
         with pytest.raises(NotEnoughSpaceError, match=text):
             save(4)
+        assert len(re.findall(advice.format(4), caplog.text)) == 1
     manager.close()
 
 

@@ -59,7 +59,7 @@ def test_two_jobs_are_told_of_each_other(
         manager.save(2)
         manager.save(3)
         (text,) = _warnings(caplog)
-        assert re.search(rf"process {ALIVE.pid} on there, last at 20.* UTC\. .* a folder of its own", text)
+        assert re.search(rf"process {ALIVE.pid} on there, last seen at 20.* UTC\. .* a folder of its own", text)
         _write(folder, ELSEWHERE, 7200.0)
         manager.save(4)
         manager.save(5)

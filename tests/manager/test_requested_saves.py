@@ -121,7 +121,15 @@ def test_a_request_that_nobody_would_hear_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [("SIGUSER1", "'SIGUSER1' is no signal"), (0, "0 is no signal"), (signal.SIGKILL, "no process can handle SIGKILL")],
+    [
+        ("SIGUSER1", "'SIGUSER1' is no signal"),
+        (0, "0 is no signal"),
+        (signal.SIGKILL, "no process can handle SIGKILL"),
+        (
+            ["SIGKILL", "SIGFOO"],
+            "SIGUSR1 and SIGTERM are; save_on_signals: no process can",
+        ),
+    ],
 )
 def test_what_is_no_signal_is_refused(given: Any, said: str) -> None:
     """A name that matches no signal, or one that cannot be handled, is an error of the configuration."""
