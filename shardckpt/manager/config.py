@@ -430,7 +430,8 @@ class CheckpointConfig(BaseModel):
         listed = given if isinstance(given, (list, tuple, set, frozenset)) else [given]
         names = [] if given is None else [*map(_find_signal, listed)]
         faults = [
-            f"save_on_signals: {each!r} is no signal of this system; SIGUSR1 and SIGTERM are"
+            f"save_on_signals: {each!r} is no signal of this system; "
+            f"{ask_nearest(each, signal.Signals.__members__)}SIGUSR1 and SIGTERM are"
             for each, name in zip(listed, names, strict=False)
             if not name
         ]
