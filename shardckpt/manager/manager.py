@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from shardckpt import settings
 from shardckpt.distributed import Comm, replace_text
-from shardckpt.engine import Room, explain_full, measure, note_failure, pause_gc, report_event, report_failure
+from shardckpt.engine import (
+    UNLIMITED,
+    Room,
+    explain_full,
+    measure,
+    note_failure,
+    pause_gc,
+    report_event,
+    report_failure,
+)
 from shardckpt.errors import (
     CheckpointingException,
     NotEnoughSpaceError,
@@ -624,7 +633,9 @@ class CheckpointManager:
                 self._make_room(step, comm)
 
         quota = 0 if config.quota is None else parse_size(config.quota, "quota")
-        room = Room(make_room, quota, lambda: measure(self._folder.place), self._sizes.find_earlier)
+        # a whole step has much beside its tensors that the model alone has not
+        find_earlier = UNLIMITED.find_earlier if model_only else self._sizes.find_earlier
+        room = Room(make_room, quota, lambda: measure(self._folder.place), find_earlier)
         writer.write(
             state,
             target,

@@ -67,6 +67,27 @@ def test_a_step_counts_with_all_that_it_has_beside_its_tensors(tmp_path: Path, k
     assert 100_000 - 1.1 * measure(place / "step-1") < measure(place) <= 100_000
 
 
+class _Numbers:
+    """A state of many bytes that is no tensor."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": "x" * 300_000}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take nothing."""
+
+
+def test_the_model_alone_is_not_forecast_by_what_whole_steps_have(tmp_path: Path) -> None:
+    """The last save has its place where no whole step would have any."""
+    config = CheckpointConfig(folder=str(tmp_path / "run"), interval=1, quota=1_500_000)
+    with CheckpointManager(config, {"model": torch.nn.Linear(8, 8), "data": _Numbers()}) as manager:
+        assert manager.save(1)
+        assert manager.save(2)
+        with pytest.raises(NotEnoughSpaceError):
+            manager.save(3)
+        assert manager.save(4, last_step=True)
+
+
 def test_a_full_folder_is_said_once_and_what_to_do_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The steps that the retention will not keep take the place of general advice; a traceback has the text once."""
     run = tmp_path / "run"
