@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 MAPPING_HELP = "names of megatron or of a model (qwen3_moe) to the Hub's, or by rules: FILE.json, FILE.py:MAPPING"
 
 
-#: What a manager keeps of a step.
-_CONTENT = "content_metadata"
 #: What --memory is by default.
 MEMORY = "256MiB"
 #: Names that are listed of what was not written; --json has all.
@@ -206,11 +204,12 @@ def _describe_left_out(report: ConversionReport) -> list[str]:
     """
     from shardckpt.cli.amounts import format_many
     from shardckpt.errors import listed
+    from shardckpt.manifest import CONTENT
 
     lost = report.left_out[: len(report.left_out) - report.plain_objects]
     lines = [f"not written: {listed(lost, limit=_NAMES_SHOWN)}"] if lost else []
-    if _CONTENT in lost:
-        lines.append(f"{_CONTENT} has the step and the metrics of a manager: this format has no place for them")
+    if CONTENT in lost:
+        lines.append(f"{CONTENT} has the step and the metrics of a manager: this format has no place for them")
     if report.plain_objects:
         lines.append(f"not written: {format_many(report.plain_objects, 'object')} for readers of other libraries alone")
     return lines

@@ -89,6 +89,7 @@ from shardckpt.engine.space import UNLIMITED as UNLIMITED
 from shardckpt.engine.space import EarlierSave as EarlierSave
 from shardckpt.engine.space import Forecast as Forecast
 from shardckpt.engine.space import Room as Room
+from shardckpt.engine.space import count_stored_bytes as count_stored_bytes
 from shardckpt.engine.space import explain_full as explain_full
 from shardckpt.engine.space import refuse_full as refuse_full
 from shardckpt.engine.streaming import STREAM_BYTES as STREAM_BYTES

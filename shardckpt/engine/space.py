@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -97,6 +98,12 @@ def count_least_bytes(shards: Iterable[ShardedBase]) -> int:
     Objects, common state and indices are left out: their bytes are not known before they are encoded.
     """
     return sum(nbytes for _, nbytes in set(_measure(shards)))
+
+
+def count_stored_bytes(index: Iterable[ShardedBase]) -> int:
+    """Return the bytes of the tensors that an index describes, whole ones without data."""
+    tensors = (shard for shard in index if isinstance(shard, ShardedTensor))
+    return sum(math.prod(tensor.global_shape) * tensor.dtype.itemsize for tensor in tensors)
 
 
 def find_free_bytes(directory: Path) -> int:

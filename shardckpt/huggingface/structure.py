@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardckpt.manifest import CONTENT
 from shardckpt.mapping import ShardedObject
 from shardckpt.strategy import NestsState
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from shardckpt.engine import OpenCheckpoint
     from shardckpt.mapping import ShardedBase, StateDict
 
-_CONTENT = "content_metadata"
 #: Entries of content_metadata, and so part of the format: the converted state dict with keys in place of tensors.
 _STRUCTURE, _TENSOR = "form of the state dict", "key of the tensor"
 
@@ -36,7 +36,7 @@ def make_state_dict(common: StateDict, values: StateDict) -> StateDict:
     Returns:
         For a checkpoint with the structure of a state dict, that one with its tensors; else all by name.
     """
-    structure = (common.get(_CONTENT) or {}).get(_STRUCTURE)
+    structure = (common.get(CONTENT) or {}).get(_STRUCTURE)
     return _insert_tensors(structure, values) if structure is not None else {**common, **values}
 
 
@@ -59,12 +59,12 @@ def nest_stored(checkpoint: OpenCheckpoint, common: StateDict, values: StateDict
 
 def forget_structure(common: StateDict) -> StateDict:
     """Return the common state without the structure of a state dict, whose tensors get other names."""
-    content = common.get(_CONTENT)
+    content = common.get(CONTENT)
     if not isinstance(content, dict) or _STRUCTURE not in content:
         return common
     rest = {key: value for key, value in content.items() if key != _STRUCTURE}
-    others = {key: value for key, value in common.items() if key != _CONTENT}
-    return {**others, _CONTENT: rest} if rest else others
+    others = {key: value for key, value in common.items() if key != CONTENT}
+    return {**others, CONTENT: rest} if rest else others
 
 
 def plain_name(shard: ShardedBase) -> str:

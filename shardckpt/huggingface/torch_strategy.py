@@ -22,6 +22,7 @@ from shardckpt.huggingface.folder import read_index
 from shardckpt.huggingface.names import BIN, file_names, index_name
 from shardckpt.huggingface.structure import make_structure
 from shardckpt.huggingface.torch_file import is_archive, read_torch_file
+from shardckpt.manifest import CONTENT
 from shardckpt.mapping import PlainObject
 from shardckpt.planning import Box
 from shardckpt.state_dict import extract_matching_values
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 #: Values that a pickle of n bytes may have: some, and some a byte. It can name one list any number of times.
 _FREE, _VALUES = 1 << 16, 8
-_CONTENT = "content_metadata"
 _MAGIC = 8  # bytes that say whether a file is an archive
 
 
@@ -90,7 +90,7 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
         """Return all that is no tensor, and as ``content_metadata`` the structure by which the dict is restored."""
         state_dict = self._state_dict(context)
         _, rest = extract_matching_values(state_dict, lambda value: isinstance(value, torch.Tensor))
-        return {**rest, _CONTENT: make_structure(state_dict)}
+        return {**rest, CONTENT: make_structure(state_dict)}
 
     def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
         """Return the values that are no tensors as stock ``dcp.load`` asks for them: by their paths."""

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.manifest import CONTENT_KEY
+from shardckpt.manifest import CONTENT, CONTENT_KEY
 
 if TYPE_CHECKING:
     from shardckpt.manifest import Rescue
     from shardckpt.mapping import StateDict
 
-_CONTENT = "content_metadata"
-
 
 def forget_metrics(common: StateDict) -> StateDict:
-    """Return the common state without the metrics that a manager has noted: nobody has measured what is written."""
-    content = common.get(_CONTENT)
+    """Return the common state without the metrics that a manager has noted: they are not those of what is written."""
+    content = common.get(CONTENT)
     if not isinstance(content, dict) or not isinstance(managed := content.get(CONTENT_KEY), dict):
         return common
     rest = {key: value for key, value in managed.items() if key != "metrics"}
-    return {**common, _CONTENT: {**content, CONTENT_KEY: rest}}
+    return {**common, CONTENT: {**content, CONTENT_KEY: rest}}
 
 
 def note_rescue(common: StateDict, rescue: Rescue) -> StateDict:
     """Return the common state of a rescue: it says which keys are left out, and has no metrics."""
-    content = common.get(_CONTENT, {})
+    content = common.get(CONTENT, {})
     if not rescue.total or not isinstance(content, dict):  # another library's may be anything
         return common
-    return forget_metrics({**common, _CONTENT: {**content, **rescue.to_content()}})
+    return forget_metrics({**common, CONTENT: {**content, **rescue.to_content()}})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import logging
-import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +21,7 @@ from shardckpt.engine import (
     Operation,
     TensorSums,
     Transaction,
+    count_stored_bytes,
     find_incomplete_files,
     is_below,
     is_damage,
@@ -52,6 +52,7 @@ from shardckpt.maintenance.content import note_rescue
 from shardckpt.maintenance.proof import StagedProof, SummedCheckpoint, TensorProof, list_fingerprints
 from shardckpt.maintenance.sources import Reading, warn_of_unread_files
 from shardckpt.maintenance.tensor_boxes import DeferredBoxes, cut_tensors
+from shardckpt.manifest import CONTENT
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.plugins import Identity
 from shardckpt.storage import Journal, digest_vote, has_local_files
@@ -77,7 +78,6 @@ logger = logging.getLogger(__name__)
 FOLDER: str = "hf"
 FILE: str = "torch"
 DCP: str = "dcp"
-_CONTENT = "content_metadata"
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,6 @@ class _Written(NamedTuple):
     plain_objects: Collection[str]
     rewritten: dict[str, str]
     unmatched: Sequence[str]
-
-
-def _count_bytes(index: Sequence[ShardedBase]) -> int:
-    tensors = (shard for shard in index if isinstance(shard, ShardedTensor))
-    return sum(math.prod(tensor.global_shape) * tensor.dtype.itemsize for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -203,7 +198,7 @@ class Conversion:
                 index = stored.index()
                 # what is read, and read again from where it is written: the operation's writer would count it once more
                 reads = Operation("convert", self.target, Comm(alone=True), self.plugins)
-                reads.start_progress(lambda: 2 * _count_bytes(index))
+                reads.start_progress(lambda: 2 * count_stored_bytes(index))
                 reads.share_progress(opened.operation)
                 # a file has the tensors of the common state and of objects in the same dict
                 proof = StagedProof(
@@ -326,8 +321,8 @@ class Conversion:
         plain_objects = self._list_plain_objects(stored, objects)
         if self.saver is None:
             rewritten = self._write_file(operation, proof, planned, objects, common)
-            if _CONTENT in forget_structure(common):  # a file has no place for it
-                left_out.append(_CONTENT)
+            if CONTENT in forget_structure(common):  # a file has no place for it
+                left_out.append(CONTENT)
         else:
             rewritten = {}
             if not self.saver.supports_objects:
@@ -378,7 +373,7 @@ class Conversion:
         """Return the common state by its paths, where stock DCP looks for it; what is there already is left out."""
         own = [key for shard in objects for key in ((getattr(shard, "keys", None) or ()), (shard.key,))]
         taken = {key for keys in own for key in keys} | {shard.key for shard in stored.index()}
-        values = {key: value for key, value in common.items() if key != _CONTENT}
+        values = {key: value for key, value in common.items() if key != CONTENT}
         return [PlainObject(key, value) for key, value in list_values(values) if key not in taken]
 
     def _write_checkpoint(
@@ -430,7 +425,7 @@ class Conversion:
             check=partial(self._prove, proof, tensors),
             forecast=Forecast(sum(tensor.nbytes for tensor in tensors)) if saver.stores_all_bytes else NO_FORECAST,
             memory_budget=self.buffers[1],
-        ).run(write, common.get(_CONTENT))
+        ).run(write, common.get(CONTENT))
 
     def _write_folder(self, operation: Operation, proof: StagedProof) -> _Written:
         stored = proof.stored

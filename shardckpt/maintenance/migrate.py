@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from shardckpt.distributed import Comm
@@ -11,6 +10,7 @@ from shardckpt.engine import (
     Forecast,
     Operation,
     Transaction,
+    count_stored_bytes,
     is_same_place,
     locate,
     refuse_damage,
@@ -119,7 +119,7 @@ def _migrate(
             refuse_damage(source, reader, plugins)  # what is written anew has digests
             index = _read_index(source, reader, plugins)
             before = _describe(index)
-            needed = sum(t.dtype.itemsize * math.prod(t.global_shape) for t in index if isinstance(t, ShardedTensor))
+            needed = count_stored_bytes(index)
             if not index and record is not None:  # the share of tensors is unknown: it is about all
                 needed = sum(record.list_files().values())
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shardckpt.distributed import Comm
-from shardckpt.engine import EarlierSave
+from shardckpt.engine import EarlierSave, count_stored_bytes
 from shardckpt.errors import CheckpointingException
-from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import choose_reader, hold_checkpoint
 from shardckpt.storage import CheckpointReader
 from shardckpt.strategy import LoadContext
@@ -50,6 +48,4 @@ class StepSizes:
         with CheckpointReader(place, manifest, verify=False) as reader:
             context = LoadContext(reader, Comm(alone=True))
             index = choose_reader(directory, manifest, plugins).load_index(context)
-        tensors = [shard for shard in index if isinstance(shard, ShardedTensor)]
-        nbytes = sum(each.dtype.itemsize * math.prod(each.global_shape) for each in tensors)
-        self._known = EarlierSave(self._nbytes, nbytes)
+        self._known = EarlierSave(self._nbytes, count_stored_bytes(index))

@@ -18,6 +18,7 @@ from shardckpt.manifest.models import Manifest as Manifest
 from shardckpt.manifest.models import Marker as Marker
 from shardckpt.manifest.models import Record as Record
 from shardckpt.manifest.models import SaveTimings as SaveTimings
+from shardckpt.manifest.names import CONTENT as CONTENT
 from shardckpt.manifest.names import CONTENT_KEY as CONTENT_KEY
 from shardckpt.manifest.names import FINGERPRINTS_NAME as FINGERPRINTS_NAME
 from shardckpt.manifest.names import GENERATION as GENERATION

@@ -15,6 +15,8 @@ INTEGRITY_NAME = "integrity.json"
 FINGERPRINTS_NAME = "tensors.fingerprints"
 #: The key in ``content_metadata`` of what a CheckpointManager notes of a step.
 CONTENT_KEY = "shardckpt_manager"
+#: The key of the common state under which a save stores what its caller has given beside it.
+CONTENT = "content_metadata"
 #: The key in ``content_metadata`` of how many keys a rescue (``convert --skip-damaged``) has left out.
 _RESCUED = "shardckpt_rescued"
 #: The key there of the first of them.
