@@ -10,14 +10,17 @@ from shardckpt.manager.steps import StepCheckpoint, StepFolder
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+    from pathlib import Path
 
 
 class AnySteps(StepFolder):
     """A folder of steps, of which those that ``ls`` calls whole are complete: of the Hub's format, and DeepSpeed's."""
 
-    def inspect_step(self, step: int, marks: Collection[str] | None = None) -> StepCheckpoint:
+    def inspect_step(
+        self, step: int, marks: Collection[str] | None = None, directory: Path | None = None
+    ) -> StepCheckpoint:
         """Inspect a step's directory; one that no manager loads, as ``ls`` does."""
-        found = super().inspect_step(step, marks)
+        found = super().inspect_step(step, marks, directory)
         if found.manifest is not None or not isinstance(found.error, CannotLoadError):
             return found
         summary = summarize_step(self, step)

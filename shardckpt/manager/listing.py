@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt import settings
 from shardckpt.commit import is_under_way
@@ -68,14 +68,14 @@ from shardckpt.manifest import (
 from shardckpt.plugins import ABSENT, choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import (
     CheckpointReader,
-    HasFolders,
+    attach_listing,
     combine_fingerprints,
-    find_ability,
     find_url,
     has_local_files,
     is_there,
     lacks_directory,
     list_below,
+    list_each_below,
     list_entries,
     name_siblings,
     on_store,
@@ -92,7 +92,6 @@ if TYPE_CHECKING:
 
     from shardckpt.manager.summaries import State
     from shardckpt.plugins import PluginManager
-    from shardckpt.storage import RemotePath
 
 
 def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False) -> list[CheckpointSummary]:
@@ -130,8 +129,8 @@ def _list(
 ) -> list[CheckpointSummary]:
     """Return the summaries of a folder that is there; ``above`` are the real paths of those that led to it."""
     # of a store, one listing for all: 1,000 folders would take thousands of requests
-    listings = _list_below(place)
-    own = _summarize(_attach_listing(place, listings), plugins)
+    listings = list_each_below(place)
+    own = _summarize(attach_listing(place, listings), plugins)
     # what looks like another library's format may have checkpoints beside what it is known by
     is_foreign = own.state == "unreadable" and not own.strategy and not is_there(place / MARKER_NAME)
     if own.state != "other" and not is_foreign and not own.inside:
@@ -210,40 +209,16 @@ def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
     return FoundCheckpoints([f"{above}{each.name}" for each in list_once(found)], skipped)
 
 
-def _list_below(place: Path) -> dict[str, dict[str, int]] | None:
-    """Return the sizes of objects by path, of each folder directly below a URL, and, as ``""``, of the URL itself.
-
-    None for a local directory, and where a plugin cannot list a tree.
-    """
-    if find_ability(place, HasFolders) is None:
-        return None
-    found = {"": dict(list_below(place) or {})}
-    for path, size in found[""].items():
-        name, separator, inner = path.partition("/")
-        if separator:
-            found.setdefault(name, {})[inner] = size
-    return found
-
-
-def _attach_listing(place: Path, listings: Mapping[str, dict[str, int]] | None, name: str = "") -> Path:
-    """Return a folder of a store with its listing, so that looking at it takes no request for one."""
-    if listings is None:
-        return place
-    path = cast("RemotePath", place).use_listing(listings.get(name, {}))  # only a store has listings
-    path.listing = listings.get(name, {})
-    return path
-
-
 def _summarize_all(
     inside: StepFolder, names: Sequence[str], listings: Mapping[str, dict[str, int]] | None, plugins: PluginManager
 ) -> list[CheckpointSummary]:
     """Return the summaries of the directories in a folder; on a store, several are looked at at a time."""
     if has_local_files(inside.place):
         return [replace(_summarize(inside.find(name), plugins), name=name) for name in names]
-    marks = _attach_listing(inside.find(MARKS_NAME), listings, MARKS_NAME)
+    marks = attach_listing(inside.find(MARKS_NAME), listings, MARKS_NAME)
 
     def summarize(name: str) -> CheckpointSummary:
-        found = _summarize(_attach_listing(inside.find(name), listings, name), plugins, marks)
+        found = _summarize(attach_listing(inside.find(name), listings, name), plugins, marks)
         # it may have been replaced or removed since the listing: then what was listed is not what was read
         is_sure = listings is None or found.state not in ("damaged", "unreadable")
         return found if is_sure else _summarize(inside.find(name), plugins, marks)

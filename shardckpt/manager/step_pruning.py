@@ -111,7 +111,7 @@ def prune_steps(
     folders = AnySteps(folder, get_plugin_manager()).list_namings(names)
     for one in folders:
         one.unwritten = unwritten or {}
-    found = [(steps, each) for steps in folders if (each := {n: steps.inspect_step(n) for n in steps.steps()})]
+    found = [(steps, each) for steps in folders if (each := steps.inspect_steps()[0])]
     if not found:
         return []
     existing = {step for _, each in found for step in each}
@@ -159,7 +159,7 @@ def remove_step(folder: str | os.PathLike[str], step: int | str) -> StepResult:
     def keep_others(checkpoints: StepMetrics) -> list[int]:
         return [each for each in checkpoints if each != step]
 
-    found = {each: steps.inspect_step(each) for each in steps.steps()}
+    found, _ = steps.inspect_steps()
     return next(each for each in _prune(steps, found, [keep_others], (), dry_run=False) if each.step == step)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import settings
@@ -28,10 +27,12 @@ from shardckpt.manifest import CONTENT_KEY, RECORD_NAME
 from shardckpt.plugins import choose_reader, hold_checkpoint
 from shardckpt.storage import (
     CheckpointReader,
+    attach_listing,
     detect_replacement,
     file_size,
     find_url,
     has_local_files,
+    list_each_below,
     list_folders,
     retry_if_replaced,
     wrap_os_errors,
@@ -224,8 +225,22 @@ class StepFolder:
         marks = set(SmallFiles(self.find(MARKS_NAME)).names())
         known = {step for step in steps if step in self._known and name_mark(self.names.name(step)) not in marks}
         fresh = [step for step in steps if step not in known]
+        # where most are new, one listing of the whole folder takes no more requests than one of each
+        listings = list_each_below(self.place) if len(fresh) > max(1, len(known)) else None
+
+        def inspect(step: int) -> StepCheckpoint:
+            if listings is not None:  # it may have been replaced or removed since: what is no whole step is listed anew
+                directory = attach_listing(self.path(step), listings, self.names.name(step))
+                try:
+                    if (found := self.inspect_step(step, marks, directory)).is_loadable:
+                        return found
+                except StorageError as exc:
+                    if not isinstance(exc.__cause__, FileNotFoundError):
+                        raise
+            return self.inspect_step(step, marks)
+
         with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-steps") as threads:
-            looked_at = dict(zip(fresh, threads.map(partial(self.inspect_step, marks=marks), fresh), strict=True))
+            looked_at = dict(zip(fresh, threads.map(inspect, fresh), strict=True))
         found = {step: self._known[step] if step in known else looked_at[step] for step in steps}
         self._known = {step: each for step, each in found.items() if each.is_loadable}
         return found, known
@@ -243,13 +258,16 @@ class StepFolder:
             return True
         return found.error is None and not found.has_failed and step not in self.damaged
 
-    def inspect_step(self, step: int, marks: Collection[str] | None = None) -> StepCheckpoint:
+    def inspect_step(
+        self, step: int, marks: Collection[str] | None = None, directory: Path | None = None
+    ) -> StepCheckpoint:
         """Inspect a step's directory: its JSON files, and that the other files exist with the right sizes.
 
         Another library's checkpoint has no record of its files: there its index says which they are.
 
         Args:
             marks: The names of the marks that there are, if they are known.
+            directory: The step's, if it comes with a listing.
 
         Returns:
             What was found; an error of the checkpoint is stored there, not raised.
@@ -258,7 +276,7 @@ class StepFolder:
             StorageError: the store does not answer, or other saves replace the checkpoint repeatedly. Neither says
                 whether the checkpoint is good, so it must not be skipped as a damaged one.
         """
-        directory = self.path(step)
+        directory = directory or self.path(step)
         manifest: Manifest | None = None
         has_lost_record = False
 

@@ -70,9 +70,11 @@ from shardckpt.storage.object_stream import ObjectStream as ObjectStream
 from shardckpt.storage.open_path import OpenPath as OpenPath
 from shardckpt.storage.packed_shards import PackedShards as PackedShards
 from shardckpt.storage.parse_cache import ParseCache as ParseCache
+from shardckpt.storage.places import attach_listing as attach_listing
 from shardckpt.storage.places import find_bucket as find_bucket
 from shardckpt.storage.places import find_url as find_url
 from shardckpt.storage.places import list_below as list_below
+from shardckpt.storage.places import list_each_below as list_each_below
 from shardckpt.storage.places import list_entries as list_entries
 from shardckpt.storage.places import list_folders as list_folders
 from shardckpt.storage.places import list_names as list_names

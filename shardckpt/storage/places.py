@@ -7,10 +7,10 @@ import os
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import StorageError
-from shardckpt.storage.abilities import on_store
+from shardckpt.storage.abilities import find_ability, on_store
 from shardckpt.storage.filesystem import wrap_os_errors
 from shardckpt.storage.open_path import OpenPath
-from shardckpt.storage.remote import ListsFolders, attempt, list_objects, skip_impossible
+from shardckpt.storage.remote import HasFolders, ListsFolders, attempt, list_objects, skip_impossible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -71,6 +71,30 @@ def list_below(place: Path) -> Mapping[str, int] | None:
     if (remote := on_store(place)) is None:
         return None
     return list_objects(remote.folder) if remote.listing is None else remote.listing
+
+
+def list_each_below(place: Path) -> dict[str, dict[str, int]] | None:
+    """Return the sizes of objects by path, of each folder directly below a URL, and, as ``""``, of the URL itself.
+
+    None for a local directory, and where a plugin cannot list a tree.
+    """
+    if find_ability(place, HasFolders) is None:
+        return None
+    found = {"": dict(list_below(place) or {})}
+    for path, size in found[""].items():
+        name, separator, inner = path.partition("/")
+        if separator:
+            found.setdefault(name, {})[inner] = size
+    return found
+
+
+def attach_listing(place: Path, listings: Mapping[str, dict[str, int]] | None, name: str = "") -> Path:
+    """Return a folder of a store with its listing, so that looking at it takes no request for one."""
+    if listings is None or (remote := on_store(place)) is None:
+        return place
+    path = remote.use_listing(listings.get(name, {}))
+    path.listing = listings.get(name, {})
+    return path
 
 
 def remove_file(path: Path) -> None:

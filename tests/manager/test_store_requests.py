@@ -59,7 +59,10 @@ def _managing(keep: int = 4, **settings: Any) -> Iterator[CheckpointManager]:
 
 
 def test_what_a_manager_knows_is_not_asked_again(sent: Counter[str]) -> None:
-    """A save costs as many requests with 2 steps as with 20; a step that is whole is looked at once, by three."""
+    """A save costs as many requests with 2 steps as with 20; a step that is whole is looked at once.
+
+    A manager that knows none of them sends two requests a step, and three for all.
+    """
     costs = []
     with _managing(keep=20) as manager:
         for step in range(1, 21):
@@ -68,14 +71,42 @@ def test_what_a_manager_knows_is_not_asked_again(sent: Counter[str]) -> None:
             manager.wait()
             costs.append(sent.total())
         assert set(costs[1:]) == {costs[1]}
-        assert costs[1] <= 24  # of which six are the files of the step, and five ask whose the place is
+        assert costs[1] <= 24  # the step has six files; five ask whose the place is
         sent.clear()
         assert manager.steps() == list(range(1, 21))
         assert sent == {"folders": 1, "files": 1}
     with _managing(keep=20) as manager:
         sent.clear()
         assert len(manager.steps()) == 20
-        assert sent == {"folders": 1, "files": 21, "read_into": 40}
+        assert sent == {"folders": 1, "files": 1, "tree": 1, "read_into": 40}
+
+
+def test_steps_that_change_after_they_are_listed_are_looked_at_again(
+    sent: Counter[str], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that is removed or written anew between the listing and the look at it is what it is by then."""
+    with _managing(keep=4) as manager:
+        for step in (1, 2, 3):
+            manager.save(step)
+        manager.wait()
+    tree = ObstoreFolder.tree
+
+    def list_and_change(folder: ObstoreFolder) -> dict[str, int]:
+        found = tree(folder)
+        if "step-2/metadata.json" in found:
+            for name in found:
+                if name.startswith("step-1/"):
+                    store.delete(f"bucket/run/{name}")
+            monkeypatch.setattr(ObstoreFolder, "tree", tree)
+            model = torch.nn.Linear(16, 16)
+            with CheckpointManager(CheckpointConfig(folder=FOLDER, interval=1), {"model": model}) as other:
+                other.save(2)
+        return found
+
+    with _managing(keep=4) as manager:
+        monkeypatch.setattr(ObstoreFolder, "tree", list_and_change)
+        assert manager.steps() == [2, 3]
+    assert sent["tree"]
 
 
 def test_a_removal_costs_the_same_whatever_stays(sent: Counter[str]) -> None:
