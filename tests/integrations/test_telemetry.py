@@ -558,6 +558,35 @@ def _meet_each_alert(folder: Path) -> None:
             dc.load(wanted, folder / name)
 
 
+def test_one_failure_is_one_alert() -> None:
+    """The rules about failures divide them by operation and error: each meets one of them, and no failure none."""
+    rules = re.findall(
+        r"{alert: (\w+), expr: '([^']*failure\w*{.*?}.*?)'}", READMES["shardckpt/integrations/README.md"]
+    )
+    for kind, error, expected in (
+        ("save", "StorageError", "SaveFailed"),
+        ("setup", "ConfigurationError", "SaveFailed"),
+        ("load", "KeyMismatchError", "CheckpointFailure"),
+        ("export", "StorageError", "CheckpointFailure"),
+        ("load", "CorruptCheckpointError", "LoadMetDamage"),
+        ("convert", "CorruptCheckpointError", "LoadMetDamage"),
+        ("load", "VersionTooNewError", "NoReaderOfVersion"),
+        ("convert", "PluginError", "NoReaderOfVersion"),
+        ("save", "UnknownBackendError", "NoReaderOfVersion"),
+        ("prune", "StorageError", "CleanUpFailed"),
+    ):
+        labels = {"operation": kind, "error": error}
+        found = []
+        for name, rule in rules:
+            matchers = re.findall(r'(\w+)(!?)=?(~?)"([^"]*)"', re.findall("{(.*)}", rule)[0])
+            if all(
+                bool(re.fullmatch(value if sign else re.escape(value), labels[key])) is not bool(negated)
+                for key, negated, sign, value in matchers
+            ):
+                found.append(name)
+        assert found == [expected], labels
+
+
 def test_the_alerts_ask_for_what_is_exported(tmp_path: Path) -> None:
     """Each selector of each rule finds samples after what it is about; the README has all metrics, and no others."""
     prometheus_client = pytest.importorskip("prometheus_client")
