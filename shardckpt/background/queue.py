@@ -255,19 +255,27 @@ def _fail(request: AsyncRequest, error: BaseException) -> None:
 def _is_written(call: _Call, comm: Comm, blocking: bool, deadline: float | None) -> bool:
     """Collective: whether all ranks have written their first request, or one of them has failed to."""
     number, future = call.request.call_idx, call.future
+    waiting = None
     # All ranks leave the loop in the same round, because each decides on the maximum over all ranks.
-    while True:
-        over = not blocking or (deadline is not None and time.monotonic() >= deadline)
-        done = future.done()
-        broken = done and future.exception() is not None
-        newest, oldest, writing, failed, end = comm.largest(number, -number, not done, broken, over)
-        if newest != -oldest:
-            raise CheckpointingException(
-                f"ranks are at different background saves, number {-oldest} and number {newest}: all ranks must "
-                "schedule the same requests in the same order"
-            )
-        if failed or not writing:
-            return True
-        if end:
-            return False
-        wait([future], _ROUND if deadline is None else max(0.0, min(_ROUND, deadline - time.monotonic())))
+    try:
+        while True:
+            over = not blocking or (deadline is not None and time.monotonic() >= deadline)
+            done = future.done()
+            broken = done and future.exception() is not None
+            newest, oldest, writing, failed, end = comm.largest(number, -number, not done, broken, over)
+            if newest != -oldest:
+                raise CheckpointingException(
+                    f"ranks are at different background saves, number {-oldest} and number {newest}: all ranks must "
+                    "schedule the same requests in the same order"
+                )
+            if failed or not writing:
+                return True
+            if end:
+                return False
+            waiting = waiting or comm.begin_wait(f"its part of {call.request.name} is written", time.monotonic())
+            if done:  # else what this rank writes is what is reported
+                waiting.report_once(time.monotonic())
+            wait([future], _ROUND if deadline is None else max(0.0, min(_ROUND, deadline - time.monotonic())))
+    finally:
+        if waiting is not None:
+            waiting.end()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.distributed import Comm
-    from shardckpt.engine import CachedPlan, SaveOptions
+    from shardckpt.engine import CachedPlan, LongPhase, SaveOptions
     from shardckpt.mapping import ShardedBase, ShardedStateDict
     from shardckpt.plugins import PluginManager
     from shardckpt.strategy import PreparedSave
@@ -85,8 +85,8 @@ class _BackgroundSave:
     memory_budget: int | None = None
     staged: StagedWork | None = None
     result: _Result | None = None
-    #: When the writing began, which is after the copy.
-    started: float | None = None
+    #: The phase of the writing, which begins after the copy.
+    writing: LongPhase | None = None
 
     def __post_init__(self) -> None:
         #: Ends the save if its request is dropped, or the program ends, before it is finalized.
@@ -124,11 +124,12 @@ class _BackgroundSave:
         if self.staged is not None:
             raise CheckpointingException(f"the request to save {self.transaction.target} has been scheduled before")
         cached, operation = self.cached, self.transaction.operation
-        with operation.blocking(), self.transaction.timeline.staging():
-            self.staged = stage(self.prepared.work, None if cached is None else cached.layout, self.memory_budget)
-        if cached is not None:
-            cached.layout = self.staged.layout
-        self.started = operation.start_phase("writing")
+        with operation.blocking("staging"):
+            with self.transaction.timeline.staging():
+                self.staged = stage(self.prepared.work, None if cached is None else cached.layout, self.memory_budget)
+            if cached is not None:
+                cached.layout = self.staged.layout
+            self.writing = operation.start_phase("writing")
         return self.staged
 
     def written(self, future: Future[_Result]) -> None:
@@ -139,8 +140,8 @@ class _BackgroundSave:
         if error is None:
             self.result = future.result()
         nbytes = 0 if self.result is None else sum(file.size for file in self.result.written.files)
-        if self.started is not None:
-            self.transaction.operation.end_phase("writing", self.started, error, nbytes=nbytes)
+        if self.writing is not None:
+            self.transaction.operation.end_phase(self.writing, error, nbytes=nbytes)
 
     def finish(self) -> None:
         """Collective: write the files that name those of all ranks, and commit."""

@@ -1,6 +1,8 @@
 from shardckpt.distributed.comm import Comm as Comm
 from shardckpt.distributed.error_report import ErrorReport as ErrorReport
 from shardckpt.distributed.error_report import replace_text as replace_text
+from shardckpt.distributed.long_wait import is_news as is_news
+from shardckpt.distributed.long_wait import is_waiting as is_waiting
 from shardckpt.distributed.pickling import PicklingError as PicklingError
 from shardckpt.distributed.pickling import SharedPickle as SharedPickle
 from shardckpt.distributed.pickling import can_be_pickled as can_be_pickled

@@ -245,7 +245,7 @@ class Comm:
         :class:`ErrorReport`.
         """
         where = f"rank {self.rank}, in {self._phase!r}"
-        report = None if error is None else ErrorReport.of(error, where + self._name_origin(error), self._known_phase)
+        report = None if error is None else ErrorReport.of(error, where + self._name_origin(error), self.phase)
         everyone: list[ErrorReport | None] = self._all_gather_bytes(pickle_value(report))
         reports = [report for report in everyone if report is not None]
         shared = reports[0].rebuild(join_messages(reports))
@@ -621,25 +621,36 @@ class Comm:
         _last_works.append(work)
         started = self._clock()
         failure = waiting = None
-        while True:
-            try:
-                if not self._by_gloo:
-                    work.wait()
-                    return
-                if wait_for(work, POLL_INTERVAL):
-                    return
-                failure = failure or self._make_failure()
-                if failure.is_announced():
-                    raise RuntimeError("it failed on another rank")
-                if waiting is None:
-                    members, phase = self.members, self._known_phase
-                    waiting = LongWait(started, members[self.rank], members, phase)
-                with suppress(Exception):  # of a logging handler: it must not fail a collective, least of all one rank
+        try:
+            while True:
+                try:
+                    if not self._by_gloo:
+                        work.wait()
+                        return
+                    if wait_for(work, POLL_INTERVAL):
+                        return
+                    failure = failure or self._make_failure()
+                    if failure.is_announced():
+                        raise RuntimeError("it failed on another rank")
+                    waiting = waiting or self.begin_wait(self.phase, started)
                     waiting.report_once(self._clock())
-            except BaseException as exc:  # noqa: PERF203 - an interrupt may come anywhere in the loop
-                if isinstance(exc, Exception) or not self._depth:
-                    raise
-                self._interrupt = exc  # keep waiting: the other ranks take part in this message
+                except BaseException as exc:  # noqa: PERF203 - an interrupt may come anywhere in the loop
+                    if isinstance(exc, Exception) or not self._depth:
+                        raise
+                    self._interrupt = exc  # keep waiting: the other ranks take part in this message
+        finally:
+            if waiting is not None:
+                waiting.end()
+
+    def begin_wait(self, phase: str, started: float) -> LongWait:
+        """Begin a wait of this rank for the others, which is reported once it is long.
+
+        Args:
+            phase: What this rank is doing; "" if no phase has begun.
+            started: When it began, in seconds of the clock by which it is reported.
+        """
+        members = self.members
+        return LongWait(started, members[self.rank], members, phase)
 
     def _make_failure(self) -> GroupFailure:
         return GroupFailure(GroupView(self._group))
@@ -679,11 +690,12 @@ class Comm:
             shared.__cause__ = error
         if shared.shared_by is None:
             shared.shared_by = self._number
-        shared.phase = shared.phase or self._known_phase
+        shared.phase = shared.phase or self.phase
         return shared  # type: ignore[no-any-return]
 
     @property
-    def _known_phase(self) -> str:
+    def phase(self) -> str:
+        """What this rank is doing, as errors name it; "" if no phase has begun."""
         return "" if self._phase == _NO_PHASE else self._phase
 
     def _name_origin(self, error: BaseException) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,13 +24,15 @@ NOTICE_AFTER = 10.0
 _NAMED_RANKS = 8
 #: Rooms that call the library as a program does: the ranks of tests, and the demo.
 _PROGRAMS = ("shardckpt.testing.", "shardckpt.demo.")
-#: Seconds after which a public call is next reported, by its name. Twice as many after each report: ranks that write
-#: unequal parts wait at every save, which is no news, and a wait that is much longer than usual is.
+#: Seconds after which a public call, or a phase, is next reported, by its name. Twice as many after each report: ranks
+#: that write unequal parts wait at every save, which is no news, and a wait that is much longer than usual is.
 _next_notice: dict[str, float] = {}
+#: The waits of this process that have not ended; a wait may be within another.
+_waits: list[LongWait] = []
 
 
 class LongWait:
-    """A wait of this rank in a collective, from its start.
+    """A wait of this rank in a collective, from its start to :meth:`end`.
 
     Args:
         started: When it began, in seconds of the clock by which it is reported.
@@ -43,21 +47,30 @@ class LongWait:
         self._members = members
         self._phase = phase
         self._said = False
+        self.thread = threading.get_ident()
+        _waits.append(self)
+
+    def end(self) -> None:
+        """End the wait, as the thread that began it."""
+        _waits.remove(self)
 
     def report_once(self, now: float) -> None:
         """Log a warning if the wait has become long, once; a thread that waits calls it now and then.
 
-        Without a logging configuration Python prints warnings on stderr.
+        Without a logging configuration Python prints warnings on stderr. No error of a logging handler is raised: it
+        must not fail a collective, least of all on one rank.
         """
+        with suppress(Exception):
+            self._report_once(now, sys._getframe(1))  # noqa: SLF001 - CPython's way to walk the stack
+
+    def _report_once(self, now: float, frame: FrameType) -> None:
         waited = now - self._started
         if self._said or waited < NOTICE_AFTER:
             return
-        call, caller = _find_public_call(sys._getframe(1))  # noqa: SLF001 - CPython's way to walk the stack
-        after = _next_notice.get(call, NOTICE_AFTER)
-        if waited < after:
+        call, caller = _find_public_call(frame)
+        if not is_news(call, waited, NOTICE_AFTER):
             return
         self._said = True
-        _next_notice[call] = 2 * after
         others = [str(other) for other in self._members if other != self._rank]
         if len(others) == 1:
             missing = f"rank {others[0]}, which has not called it, or is still busy in it"
@@ -74,6 +87,26 @@ class LongWait:
             f" ({self._phase})" if self._phase else "",
             missing,
         )
+
+
+def is_waiting(thread: int) -> bool:
+    """Return whether a thread waits for other ranks, and says so itself if that takes long."""
+    return any(wait.thread == thread for wait in [*_waits])
+
+
+def is_news(name: str, seconds: float, first: float) -> bool:
+    """Return whether something has taken long enough to be reported; the next report of it is after twice as long.
+
+    Args:
+        name: What it is.
+        seconds: How long it has taken.
+        first: Seconds after which it is reported for the first time.
+    """
+    after = _next_notice.get(name, first)
+    if seconds < after:
+        return False
+    _next_notice[name] = 2 * after
+    return True
 
 
 def _find_public_call(frame: FrameType | None) -> tuple[str, str]:

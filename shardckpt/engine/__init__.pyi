@@ -45,6 +45,7 @@ from shardckpt.engine.locations import measure as measure
 from shardckpt.engine.locations import measure_freed as measure_freed
 from shardckpt.engine.locations import name_library as name_library
 from shardckpt.engine.locations import refuse_overlap as refuse_overlap
+from shardckpt.engine.long_phase import LongPhase as LongPhase
 from shardckpt.engine.operation import Operation as Operation
 from shardckpt.engine.operation import note_failure as note_failure
 from shardckpt.engine.operation import report_event as report_event

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine.amounts import format_bytes
 from shardckpt.engine.gc_pause import pause_gc
+from shardckpt.engine.long_phase import LongPhase
 from shardckpt.engine.progress import Progress, wants_progress
 from shardckpt.errors import CorruptCheckpointError, list_causes
 from shardckpt.plugins import Event, describe_origin, get_plugin_manager
@@ -122,16 +123,20 @@ class Operation:
 
         Errors reach the other ranks as from :meth:`Comm.local_phase`.
         """
-        self._started = self.start_phase("")
+        self._started = time.perf_counter()
         try:
-            with self.blocking(), pause_gc(), self.comm.local_phase(self.kind):
-                yield
+            with self.blocking():
+                self._report_start("")
+                with pause_gc(), self.comm.local_phase(self.kind):
+                    yield
         except BaseException as exc:  # of an interrupt, too: else it would count as in flight for ever
             self.close_span(exc)
             raise
 
     def close_span(self, error: BaseException | None = None) -> None:
         """Report the end of an operation that :meth:`open_span` has started, or its failure."""
+        with self.blocking():
+            self._report_end("", self._started, error, blocked=self._blocked)
         if error is None and self.comm.is_main and logger.isEnabledFor(logging.INFO):
             logger.info(
                 "%s of %s: %s on this rank in %.2f s, of which the program waited %.2f s",
@@ -141,15 +146,19 @@ class Operation:
                 time.perf_counter() - self._started,
                 self._blocked,
             )
-        self.end_phase("", self._started, error, blocked=self._blocked)
 
     @contextmanager
-    def blocking(self) -> Iterator[None]:
-        """Count the block as time that the caller waits for; a background save has several such."""
-        started = time.perf_counter()
+    def blocking(self, phase: str = "") -> Iterator[None]:
+        """Count the block as time that the caller waits for; a background save has several such.
+
+        Args:
+            phase: What it does outside of all phases that are reported; ``""`` for what the Comm says.
+        """
+        started, watched = time.perf_counter(), LongPhase(self, phase)
         try:
             yield
         finally:
+            watched.end()
             self._blocked += time.perf_counter() - started
 
     def local_phase(self, name: str) -> AbstractContextManager[None]:
@@ -162,15 +171,32 @@ class Operation:
         """
         return _Phase(self, name)
 
-    def start_phase(self, phase: str) -> float:
-        """Report the start of a phase that no block has (``""``: of the operation), and return when it was."""
-        started = time.perf_counter()
+    def start_phase(self, name: str, *, background: bool = True) -> LongPhase:
+        """Report the start of a phase; :meth:`end_phase` ends it.
+
+        Args:
+            name: What the phase does.
+            background: Whether it goes on behind the thread that starts it, and may end in another.
+        """
+        self._report_start(name)
+        return LongPhase(self, name, background=background)
+
+    def end_phase(self, phase: LongPhase, error: BaseException | None = None, **fields: Any) -> None:
+        """Report the end of a phase that :meth:`start_phase` has started, or its failure, with more fields of it."""
+        phase.end()
+        self._report_end(phase.name, phase.started, error, **fields)
+
+    @property
+    def last_progress(self) -> float:
+        """When bytes of this operation were last done, by ``time.perf_counter``; 0.0 if nothing watches them."""
+        return 0.0 if self._progress is None else self._progress.last_added
+
+    def _report_start(self, phase: str) -> None:
         if self._is_observed():
             self._emit(phase=phase, state="start", nbytes=0)
-        return started
 
-    def end_phase(self, phase: str, started: float, error: BaseException | None = None, **fields: Any) -> None:
-        """Report the end of a phase that :meth:`start_phase` has started, or its failure, with more fields of it."""
+    def _report_end(self, phase: str, started: float, error: BaseException | None, **fields: Any) -> None:
+        """Report the end or failure of a phase, or of the operation (``""``)."""
         if error is not None and not phase:
             vars(error)["is_reported"] = True
         if self._is_observed():
@@ -189,7 +215,11 @@ class Operation:
             return True
 
     def _emit(self, **changes: Any) -> None:
-        self.plugins.report(Event(**self._fields | changes))
+        listening = LongPhase(self, "the shardckpt_event of plugins")
+        try:
+            self.plugins.report(Event(**self._fields | changes))
+        finally:
+            listening.end()
 
 
 #: Whether a call of this thread reports the failures of the calls that it makes.
@@ -288,31 +318,34 @@ def _has_mark(error: BaseException, name: str) -> bool:
 class _Phase:
     """The block of :meth:`Operation.local_phase`; no generator: a load has a dozen, one of a slice few milliseconds."""
 
-    __slots__ = ("_inner", "_name", "_operation", "_pause", "_started")
+    __slots__ = ("_inner", "_name", "_operation", "_pause", "_phase")
 
     def __init__(self, operation: Operation, name: str) -> None:
         self._operation = operation
         self._name = name
         self._pause = pause_gc()
         self._inner = operation.comm.local_phase(name)
-        self._started = 0.0
+        self._phase: LongPhase | None = None
 
     def __enter__(self) -> None:
-        self._started = self._operation.start_phase(self._name)
+        self._phase = self._operation.start_phase(self._name, background=False)
         self._pause.__enter__()
         self._inner.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
+        phase: LongPhase = self._phase  # type: ignore[assignment]  # it was entered
         try:
             try:
                 self._inner.__exit__(kind, error, traceback)
             finally:
                 self._pause.__exit__(kind, error, traceback)
         except Exception as exc:
-            self._operation.end_phase(self._name, self._started, exc)
+            self._operation.end_phase(phase, exc)
             raise
+        finally:
+            phase.end()
         if error is None or isinstance(error, Exception):  # an interrupt is reported by nobody
-            self._operation.end_phase(self._name, self._started, error)
+            self._operation.end_phase(phase, error)
         return None

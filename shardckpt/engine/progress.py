@@ -34,6 +34,8 @@ class Progress:
         self._done = 0
         self._started = time.perf_counter()
         self._reported = 0.0
+        #: When the last bytes were counted, by ``time.perf_counter``.
+        self.last_added = self._started
         self._lock = threading.Lock()
         self.add(0)
 
@@ -43,7 +45,7 @@ class Progress:
             was_whole = bool(self._reported) and self._done == self._total
             # more is done than was forecast where headers are written, or what a new version takes is not known before
             self._done = min(self._done + nbytes, self._total)
-            now = time.perf_counter()
+            self.last_added = now = time.perf_counter()
             if was_whole or (now - self._reported < _INTERVAL and self._done < self._total):
                 return
             self._reported = now

@@ -66,6 +66,7 @@ class Event:
         total: Of ``progress``: bytes that are to be done, of saves and migrations a forecast, which ``nbytes`` never
             exceed; else 0.
         blocked: Seconds that the caller waited, at the end of an operation: of a background save without ``writing``.
+            The plugins that are told of its events are waited for, too, but for what they take of this one.
         number: The operation's number in this process, from 1, by which its events belong together: several operations
             may be about one directory. 0 of what belongs to no operation.
 

@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
+from shardckpt.background import queue as queues
+from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException
 from tests.background import jobs
+from tests.distributed.long_wait import nothing_said_before
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+__all__ = ["nothing_said_before"]  # fixtures
 
 
 @pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.ci)])
@@ -75,3 +81,31 @@ def test_an_interrupted_schedule_leaves_nothing(tmp_path: Path) -> None:
 
 def _interrupted() -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["others write", "all write"])
+def test_a_wait_for_what_other_ranks_write_is_reported(
+    own: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank that has written, and waits for the others, says so once; where it writes itself, that is reported."""
+    clock = SimpleNamespace(now=0.0)
+
+    class Others(Comm):
+        members = (0, 1)
+
+        def largest(self, *values: int) -> list[int]:
+            number, oldest, _, broken, over = values
+            return [number, oldest, clock.now < 60, broken, over]
+
+    def wait(_: Any, seconds: float) -> None:
+        clock.now += seconds
+
+    monkeypatch.setattr(queues, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(queues, "wait", wait)
+    call = queues._Call(AsyncRequest(None, (), [], name="runs/step_100"), queues.Future())
+    if own:
+        call.future.set_result(None)
+    assert queues._is_written(call, Others(alone=True), blocking=True, deadline=None)
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" in ")[0] for text in said] == ["shardckpt: rank 0 has waited for 10 s"] * own
+    assert all("(its part of runs/step_100 is written), for rank 1, which" in text for text in said)

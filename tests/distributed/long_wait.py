@@ -11,3 +11,4 @@ from shardckpt.distributed import long_wait
 def nothing_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget what has been said, before and after each test."""
     monkeypatch.setattr(long_wait, "_next_notice", {})
+    monkeypatch.setattr(long_wait, "_waits", [])

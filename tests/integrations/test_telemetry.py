@@ -6,6 +6,7 @@ import gc
 import json
 import re
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +17,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.background import saving
 from shardckpt.background.saving import wait_for_dropped
-from shardckpt.engine import report_event
+from shardckpt.engine import long_phase, operation, report_event
 from shardckpt.errors import CheckpointingException, StorageError, VersionTooNewError
 from shardckpt.maintenance import convert_checkpoint
 from shardckpt.manager import CheckpointConfig, CheckpointManager
@@ -148,6 +149,34 @@ def test_a_background_save_says_when_it_writes_and_what_the_training_waited(tmp_
     assert registry.get_sample_value("shardckpt_in_flight", {"operation": "save"}) == 0
     assert registry.get_sample_value("shardckpt_blocked_seconds_count", {"operation": "save"}) == 1
     assert registry.get_sample_value("shardckpt_written_bytes_per_second", {"operation": "save"}) > 0
+
+
+def test_the_training_waits_for_slow_listeners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a listener takes in the program's thread is waited for: of the last event the log has it alone."""
+    clock = SimpleNamespace(now=1000.0, perf_counter=lambda: clock.now)
+
+    class Slow(Recorder):
+        @hookimpl
+        def shardckpt_event(self, event: Event) -> None:
+            super().shardckpt_event(event)
+            clock.now += 8
+
+    monkeypatch.setattr(operation, "time", clock)
+    monkeypatch.setattr(long_phase, "_clock", clock.perf_counter)
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}
+    for background in (False, True):
+        caplog.clear()
+        with registered(Slow()) as listener, caplog.at_level("INFO"):
+            request = dc.save(state, tmp_path / str(background), async_sharded_save=background)
+            if request is not None:
+                request.execute_sync()
+        (whole,) = listener.find("end")
+        # the end of what is written in the background is told by the thread that writes
+        waited = 8 * (len(listener.events) - 1 - background)
+        assert whole.blocked == waited
+        assert f"of which the program waited {waited + 8:.2f} s" in caplog.messages[-1]
 
 
 def test_a_release_of_prometheus_that_removes_no_absent_label_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,6 +556,35 @@ def _meet_each_alert(folder: Path) -> None:
     for name in ("step-1", "step-2"):
         with pytest.raises(CheckpointingException):
             dc.load(wanted, folder / name)
+
+
+def test_one_failure_is_one_alert() -> None:
+    """The rules about failures divide them by operation and error: each meets one of them, and no failure none."""
+    rules = re.findall(
+        r"{alert: (\w+), expr: '([^']*failure\w*{.*?}.*?)'}", READMES["shardckpt/integrations/README.md"]
+    )
+    for kind, error, expected in (
+        ("save", "StorageError", "SaveFailed"),
+        ("setup", "ConfigurationError", "SaveFailed"),
+        ("load", "KeyMismatchError", "CheckpointFailure"),
+        ("export", "StorageError", "CheckpointFailure"),
+        ("load", "CorruptCheckpointError", "LoadMetDamage"),
+        ("convert", "CorruptCheckpointError", "LoadMetDamage"),
+        ("load", "VersionTooNewError", "NoReaderOfVersion"),
+        ("convert", "PluginError", "NoReaderOfVersion"),
+        ("save", "UnknownBackendError", "NoReaderOfVersion"),
+        ("prune", "StorageError", "CleanUpFailed"),
+    ):
+        labels = {"operation": kind, "error": error}
+        found = []
+        for name, rule in rules:
+            matchers = re.findall(r'(\w+)(!?)=?(~?)"([^"]*)"', re.findall("{(.*)}", rule)[0])
+            if all(
+                bool(re.fullmatch(value if sign else re.escape(value), labels[key])) is not bool(negated)
+                for key, negated, sign, value in matchers
+            ):
+                found.append(name)
+        assert found == [expected], labels
 
 
 def test_the_alerts_ask_for_what_is_exported(tmp_path: Path) -> None:

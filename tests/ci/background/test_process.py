@@ -3,22 +3,26 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
 from shardckpt.background.callers import PersistentAsyncCaller
 from shardckpt.background.process import WorkerProcess, WorkerTraceback
+from shardckpt.engine import long_phase
 from shardckpt.errors import CheckpointingException, RankFailedError, StorageError
-from tests.background import calls
+from tests.background import calls, jobs
 from tests.background.process import run_program, worker
+from tests.distributed.long_wait import nothing_said_before
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["worker"]  # fixtures
+__all__ = ["nothing_said_before", "worker"]  # fixtures
 
 
 @pytest.fixture(scope="module")
@@ -169,3 +173,23 @@ def test_a_fork_has_a_process_of_its_own() -> None:
     """
     done = run_program(program)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_process_that_hangs_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While the process that writes stands still, the training's log says in which phase the save is."""
+    monkeypatch.setattr(long_phase, "NOTICE_AFTER", 0.5)
+    monkeypatch.setattr(long_phase, "_ROUND", 0.1)
+    with AsyncCallsQueue(persistent=True) as queue:
+        queue.schedule_async_request(dc.save(jobs.state(1.0), tmp_path / "a", async_sharded_save=True))
+        queue.maybe_finalize_async_calls(blocking=True)
+        process = queue._caller._worker.pid  # type: ignore[attr-defined]
+        os.kill(process, signal.SIGSTOP)
+        try:
+            queue.schedule_async_request(dc.save(jobs.state(1.0), tmp_path / "b", async_sharded_save=True))
+            while f"save of {tmp_path / 'b'} has been in 'writing'" not in caplog.text:
+                time.sleep(0.01)
+        finally:
+            os.kill(process, signal.SIGCONT)
+    jobs.check(str(tmp_path / "b"), 1.0)
