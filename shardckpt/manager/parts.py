@@ -157,7 +157,12 @@ class Retention(ManagerPart):
         def choose(metrics: StepMetrics) -> list[int]:
             return [each for each in self._choose(metrics, step) if each not in find_needed_steps(metrics)]
 
-        return remove_steps(self._folder, choose).removed
+        self._gc.wait()
+        try:
+            return remove_steps(self._folder, choose).removed
+        except Exception:  # as above
+            logger.warning("cannot remove steps of %s to make space", self._folder, exc_info=True)
+            return []
 
     def _choose(self, metrics: StepMetrics, step: int) -> list[int]:
         """Return which steps the policies will not keep once another is durable, whose metrics they do not get."""
