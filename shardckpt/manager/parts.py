@@ -103,8 +103,8 @@ class Retention(ManagerPart):
             # A collection that is under way may have chosen to remove the old checkpoint of this step: it would remove
             # the new one.
             self._gc.wait()
-            self._folder.forget(step)
             free_step(self._folder, step)
+            self._folder.forget(step)
         later = next((each for each in reversed(existing) if each > step and self._folder.is_taken(each)), None)
         if later is not None and not self._has_warned_of_later:  # once: each save is another step
             self._has_warned_of_later = True
