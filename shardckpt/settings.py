@@ -215,8 +215,8 @@ _VARIABLES: dict[str, tuple[str, Callable[[], object]]] = {
     SPACE_CHECK: (
         (
             "1 refuses a save of more bytes than the file system has free (the default), 0 does not: for those "
-            "that report too little, as with thin volumes, or compress. With 0, on_full='prune' makes room only "
-            "for what a quota refuses"
+            "that report too little, as with thin volumes, or compress. With 0, on_full='prune' makes room once "
+            "a write has found none, or a quota refuses the save"
         ),
         space_check,
     ),

@@ -45,7 +45,7 @@ class AsyncRequest(NamedTuple):
         written_fn: Called with the finished Future of ``async_fn``, in any thread, before the request counts as
             written.
         failed_fn: Called with the error, in the training process, instead of the finalize functions, if any rank
-            failed.
+            failed; returns the error to raise.
         name: The checkpoint's path, for messages.
     """
 
@@ -57,7 +57,7 @@ class AsyncRequest(NamedTuple):
     is_frozen: bool = False
     call_idx: int = 0
     written_fn: Callable[[Future[Any]], None] | None = None
-    failed_fn: Callable[[BaseException], None] | None = None
+    failed_fn: Callable[[BaseException], BaseException] | None = None
     name: str = "a request"
 
     @classmethod
@@ -152,7 +152,7 @@ class AsyncRequest(NamedTuple):
         """
         is_committed = False
         try:
-            with comm.collective_phase("saving in the background"):
+            with comm.collective_phase(_find_phase(future)):
                 if future.done():  # not done: another rank has failed, and what this one writes is not needed
                     future.result()
             (most,) = comm.largest(len(self.finalize_fns))
@@ -162,9 +162,16 @@ class AsyncRequest(NamedTuple):
                         fn()
                 is_committed = self.failed_fn is not None  # the first function of our own requests commits
         except BaseException as exc:
-            if self.failed_fn is not None:
-                self.failed_fn(exc)
-            if is_committed and isinstance(exc, CheckpointingException):
-                text = f"{exc}; the checkpoint {self.name} is committed: a finalize function that came after it failed"
-                raise replace_text(exc, text) from exc.__cause__
+            error = exc if self.failed_fn is None else self.failed_fn(exc)
+            if is_committed and isinstance(error, CheckpointingException):
+                after = f"the checkpoint {self.name} is committed: a finalize function that came after it failed"
+                error = replace_text(error, f"{error}; {after}")
+            if error is not exc:
+                raise error from exc.__cause__
             raise
+
+
+def _find_phase(future: Future[Any]) -> str:
+    """Return the phase in which this rank's part failed; where it did not, or not in one, that it was behind."""
+    error = future.exception() if future.done() and not future.cancelled() else None
+    return getattr(error, "phase", "") or "saving in the background"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,12 +25,13 @@ from shardckpt.engine import (
     saved_plans,
     wants_progress,
 )
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, NotEnoughSpaceError
 from shardckpt.plugins import get_plugin_manager, name_origin
 from shardckpt.storage import CheckpointWriter, PackedShards, WriteTimes, limit_uploads, show_budget, show_mib
 from shardckpt.strategy import AsyncSaveStrategy, PlanContext, SaveContext
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -124,8 +125,8 @@ class _BackgroundSave:
         if self.staged is not None:
             raise CheckpointingException(f"the request to save {self.transaction.target} has been scheduled before")
         cached, operation = self.cached, self.transaction.operation
-        with operation.blocking("staging"):
-            with self.transaction.timeline.staging():
+        with operation.blocking("copying the tensors"):
+            with self.transaction.timeline.staging(), _name_phase("copying the tensors"):
                 self.staged = stage(self.prepared.work, None if cached is None else cached.layout, self.memory_budget)
             if cached is not None:
                 cached.layout = self.staged.layout
@@ -162,13 +163,16 @@ class _BackgroundSave:
         operation.close_span()
         self._unfinished.detach()
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, error: BaseException) -> BaseException:
         """Remove the save's files, unless it has ended and only a later finalize function failed."""
         if self._unfinished.detach() is None:
-            return
+            return error
         self.transaction.abort(() if self.result is None else self.result.written.streamed)
+        if isinstance(error, NotEnoughSpaceError):  # a finalization has raised it: all ranks are here
+            error = self.transaction.room.explain(error)
         self.transaction.operation.close_span(error)
         self.transaction.operation.log_failure(error)
+        return error
 
 
 #: Threads that end dropped saves; the garbage collector may run within a put, which a SimpleQueue allows.
@@ -281,6 +285,17 @@ def release_memory() -> None:
     saved_plans.clear()
 
 
+@contextmanager
+def _name_phase(name: str) -> Iterator[None]:
+    """Note the phase in an error: no Comm does it where a rank writes alone."""
+    try:
+        yield
+    except Exception as exc:
+        vars(exc).setdefault("phase", name)
+        raise
+
+
+@_name_phase("writing shards")
 def _write(job: _Job, staged: StagedWork) -> _Result:
     """Write a rank's files; runs in a background thread or the worker process."""
     plugins = get_plugin_manager()  # that of the worker process has a plugin that reports to the trainer's
@@ -309,7 +324,9 @@ def _write(job: _Job, staged: StagedWork) -> _Result:
             result = work.write(writer)
         files = writer.recorded_files()
         if folder is not None:
-            upload_files(folder, job.staging, [file.name for file in files if file.name not in streamed], job.save_id)
+            unsent = [file.name for file in files if file.name not in streamed]
+            with _name_phase("uploading"):
+                upload_files(folder, job.staging, unsent, job.save_id)
         shards = [shard if isinstance(shard, PackedShards) else shard.without_data() for shard in writer.shards]
         written = WrittenFiles(
             files, writer.sha256, tuple(writer.parts), tuple(writer.sums), streamed=tuple(writer.streamed)

@@ -92,6 +92,7 @@ from shardckpt.engine.space import Forecast as Forecast
 from shardckpt.engine.space import Room as Room
 from shardckpt.engine.space import count_stored_bytes as count_stored_bytes
 from shardckpt.engine.space import explain_full as explain_full
+from shardckpt.engine.space import is_of_write as is_of_write
 from shardckpt.engine.space import refuse_full as refuse_full
 from shardckpt.engine.streaming import STREAM_BYTES as STREAM_BYTES
 from shardckpt.engine.streaming import TensorBox as TensorBox

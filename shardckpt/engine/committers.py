@@ -198,7 +198,7 @@ class DirectoryCommitter(Committer):
             self._journal.end()
         # a file that no writer recorded has no digest: it would be in the checkpoint without ever being checked
         refuse_unrecorded(staging, {*list_files(files), *(file.name for file in writer.files)})
-        owned = partial(owned_files, self._target, self._plugins)
+        owned = partial(owned_files, self._target, self._plugins, staging)
         commit_staging(staging, self._target, owned, overwrite=self._overwrite)
 
     def abort(self, streamed: Iterable[str], *, is_main: bool) -> None:  # noqa: ARG002 - as the interface

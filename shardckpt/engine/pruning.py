@@ -35,7 +35,7 @@ from shardckpt.commit import (
 )
 from shardckpt.engine.locations import locate, locate_local
 from shardckpt.engine.progress import Progress
-from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.errors import CheckpointingException, StorageError, listed
 from shardckpt.manifest import GENERATION, INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, find_generation
 from shardckpt.plugins import ABSENT, choose_reader, get_plugin_manager, open_below, read_manifest
 from shardckpt.storage import (
@@ -308,7 +308,7 @@ def make_superseded_check(plugins: PluginManager) -> IsSuperseded:
             files, place = list_recorded_files(target, manifest), target / manifest.folder
             if not files or any(size not in (None, file_size(place / name)) for name, size in files.items()):
                 return False
-            foreign = find_foreign(aside, owned_files(aside, plugins, moved=True))
+            foreign = find_foreign(aside, owned_files(aside, plugins, target, moved=True))
         except (CheckpointingException, OSError):
             return False
         return all(os.path.lexists(target / name) for name in foreign)
@@ -316,12 +316,13 @@ def make_superseded_check(plugins: PluginManager) -> IsSuperseded:
     return is_superseded
 
 
-def owned_files(directory: Path, plugins: PluginManager, *, moved: bool = False) -> set[str]:
+def owned_files(directory: Path, plugins: PluginManager, new: Path, *, moved: bool = False) -> set[str]:
     """Return the paths of what belongs to the checkpoint in a directory: an overwrite keeps all other files.
 
     Args:
         directory: The checkpoint.
         plugins: The plugin manager.
+        new: The directory of the checkpoint that takes its place.
         moved: Whether an overwrite has moved it aside.
     """
     owned = {MARKER_NAME, RECORD_NAME, INTEGRITY_NAME}
@@ -333,7 +334,14 @@ def owned_files(directory: Path, plugins: PluginManager, *, moved: bool = False)
             return owned | manifest.record.list_files().keys()
         reader = choose_reader(directory, manifest, plugins)
     except CheckpointingException as exc:
-        logger.warning("%s is no readable checkpoint: all its files are kept (%s)", directory, exc)
+        with wrap_os_errors("list the files of", directory):
+            kept = [name for name in find_foreign(directory, owned) if not os.path.lexists(new / name)]
+        if kept:
+            logger.warning(
+                "%s is no readable checkpoint (%s), and nothing says which files are its own: those that the new one "
+                "does not have stay: %s",
+                *(directory, exc, listed(kept, limit=6)),
+            )
         return owned
     return owned | (reader.owned_files(directory) if isinstance(reader, OwnsFiles) else set())
 

@@ -15,6 +15,7 @@ from shardckpt.engine.space import NO_FORECAST, UNLIMITED, Forecast, Room, count
 from shardckpt.engine.transaction import CheckpointHeader, Transaction
 from shardckpt.errors import (
     CheckpointingException,
+    NotEnoughSpaceError,
     ShardingError,
     UnknownBackendError,
     ask_nearest,
@@ -132,9 +133,8 @@ def save_checkpoint(
 ) -> None:
     """Collective: save a state dict, and commit it; see :func:`shardckpt.dist_checkpointing.save`."""
     operation = Operation("save", target, comm, plugins)
-    with operation.collective_span():
+    with operation.open_span():
         state = check_state(sharded_state_dict, strategy, operation, options)
-        operation.start_progress(lambda: state.nbytes)
 
         def write(writer: CheckpointWriter, save_id: str) -> None:
             context = SaveContext(
@@ -149,7 +149,18 @@ def save_checkpoint(
             state.saver.save(state.shards, state.common, context)
             state.given.compare(writer.shards, comm)
 
-        state.begin(operation, target, options).run(write, options.content_metadata)
+        for is_first in (True, False):
+            operation.start_progress(lambda: state.nbytes)
+            try:
+                with comm.collective_phase(operation.kind):  # whether it is tried once more, all ranks decide alike
+                    state.begin(operation, target, options).run(write, options.content_metadata)
+                break
+            except NotEnoughSpaceError as error:
+                if not (is_first and options.room.make_after(error, target)):
+                    raise
+                if comm.is_main:
+                    logger.warning("the save to %s begins anew, now that there is more space: %s", target, error)
+    operation.close_span()
 
 
 def check_state(

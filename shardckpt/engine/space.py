@@ -61,21 +61,28 @@ class Room(NamedTuple):
     """The caller's settings for the space of a save. Only the main rank calls ``find_used`` and ``find_earlier``.
 
     Attributes:
-        make: Collective: called before a save is refused, which may fit after it; None if nothing makes room.
+        make: Collective: called before a save is refused, which may fit after it, and when a write has found no space;
+            returns whether it removed anything. None if nothing makes room.
         quota: Bytes that the folder of the save may hold; 0: as many as its file system.
         find_used: Returns those that it holds; called only where there is a quota.
         find_earlier: Returns what an earlier save took, by which the forecast knows of more than the tensors; gets the
             free bytes.
+        explain: Collective: returns the error of a background save that found no space with what could go.
     """
 
-    make: Callable[[], None] | None = None
+    make: Callable[[], bool] | None = None
     quota: int = 0
     find_used: Callable[[], int] = lambda: 0
     find_earlier: Callable[[int], EarlierSave] = lambda _free: EarlierSave()
+    explain: Callable[[NotEnoughSpaceError], Exception] = lambda error: error
 
     def limit(self, free: int) -> int:
         """Return the free bytes of a place, or what the quota leaves, where that is less."""
         return min(free, max(0, self.quota - self.find_used())) if self.quota else free
+
+    def make_after(self, error: NotEnoughSpaceError, target: Path) -> bool:
+        """Collective: make room if a write has found no space; return whether the save can be tried once more."""
+        return self.make is not None and is_of_write(error, target) and self.make()
 
     def find_rest(self, free: int, forecast: Forecast) -> int:
         """Return the bytes that a save takes beside those of its forecast, so far as an earlier one tells."""
@@ -177,13 +184,21 @@ def _is_taken(target: Path) -> bool:
     return not is_free(target) if has_local_files(target) else (target / MARKER_NAME).is_file()
 
 
+def is_of_write(error: NotEnoughSpaceError, target: Path) -> bool:
+    """Return whether a write found no space where the target is.
+
+    Else a forecast has refused the save, or the folder of temporary files before a store is full.
+    """
+    return not error.advice and has_local_files(target)
+
+
 def explain_full(error: NotEnoughSpaceError, target: Path) -> NotEnoughSpaceError:
     """Return the error of a write that found no space with what is free, and could go; that of a refusal as it is.
 
     Args:
         target: What was to be written.
     """
-    if error.advice or not has_local_files(target):
+    if not is_of_write(error, target):
         return error
     folder, free = target.parent, find_free_bytes(target.parent)
     leftover, advice = _advise_of_space(folder)

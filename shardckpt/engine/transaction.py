@@ -155,7 +155,7 @@ class Transaction:
         self.timeline = Timeline(operation.created)
         self._journal = journal
         self._check = check
-        self._room = room
+        self.room = room
         self._writer: CheckpointWriter | None = None
         self._committer = make_committer(
             target,
@@ -324,7 +324,7 @@ class Transaction:
         self._committer.abort({*streamed, *written}, is_main=self.operation.comm.is_main)
 
     def _find_free(self) -> int:
-        return self._room.limit(self._committer.find_free())
+        return self.room.limit(self._committer.find_free())
 
     def _announce(self, begun: Begun, forecast: Forecast, free: int, rest: int) -> None:
         """Collective: announce the save's name, negotiate the digest, and refuse the save if it cannot fit.
@@ -355,12 +355,12 @@ class Transaction:
         with comm.local_phase("counting tied tensors once"):
             least = forecast.count_least()
         needed, free, rest = comm.total(least, free, rest)  # only the main rank knows what is free, and the rest
-        if needed + rest > free and self._room.make is not None:
-            self._room.make()
+        if needed + rest > free and self.room.make is not None:
+            self.room.make()
             free = self._find_free() if comm.is_main else 0
         with self.operation.local_phase("forecasting the space"):
             if comm.is_main:
-                refuse_full(self.target, needed, f"{self.operation.kind} to", free, self._room, rest)
+                refuse_full(self.target, needed, f"{self.operation.kind} to", free, self.room, rest)
         comm.sync_errors()
 
     def _write_markers(

@@ -204,7 +204,8 @@ class CheckpointConfig(BaseModel):
             the step.
         on_full: What ``save`` does where the file system has no space for the step: ``error``, or ``prune``: it first
             removes the steps that the policies will not keep once it is complete, but never the newest that is there.
-            It is for a step that is refused before a byte is written; where a write finds no space, it is an error.
+            Where a write finds no space, too: then the step is written anew, once. One that fails in the background is
+            not: there the next save has the space.
         on_other_job: What ``save`` does where another job that is alive saves to ``folder``, too: ``warn`` once, or
             ``error``: it saves nothing there, and a manager is not made beside it.
         max_failed_saves: How many saves in a row may fail for the file system or the store (:class:`StorageError`)

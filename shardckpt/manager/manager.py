@@ -16,6 +16,7 @@ from shardckpt.engine import (
     UNLIMITED,
     Room,
     explain_full,
+    is_of_write,
     measure,
     note_failure,
     pause_gc,
@@ -548,12 +549,10 @@ class CheckpointManager:
 
         Every rank has the same error, and so decides alike.
         """
-        explained, was_logged = self._explain_full(error, step), getattr(error, "is_logged", False)
+        was_logged = getattr(error, "is_logged", False)  # that of a save in the background, with what could go
+        explained = error if was_logged else self._explain_full(error, step)
         most, place = self.config.max_failed_saves, self._place if step is None else self._folder.path(step)
         note_failure("save", place, self._rank, explained, started)
-        advice = getattr(explained, "advice", "")
-        if was_logged and advice and self._rank == 0:  # that of a save in the background, which was logged without it
-            logger.warning("%s has no space for step %s. To make space: %s", self._folder, step, advice)
         if is_final or not most or not isinstance(error, StorageError) or error.shared_by is None:
             raise explained
         self._failed += 1
@@ -626,16 +625,16 @@ class CheckpointManager:
 
         target, lineage = self._folder.location(step), Lineage(self._reader.restored_id, step)
 
-        def make_room() -> None:
+        def make_room() -> bool:
             # the main rank may be removing old steps: then the save may fit
             self.wait()
-            if config.on_full == "prune":
-                self._make_room(step, comm)
+            return bool(self._make_room(step, "before it"))
 
         quota = 0 if config.quota is None else parse_size(config.quota, "quota")
         # a whole step has much beside its tensors that the model alone has not
         find_earlier = UNLIMITED.find_earlier if model_only else self._sizes.find_earlier
-        room = Room(make_room, quota, lambda: measure(self._folder.place), find_earlier)
+        explain = partial(self._explain_full, step=step)
+        room = Room(make_room, quota, lambda: measure(self._folder.place), find_earlier, explain)
         writer.write(
             state,
             target,
@@ -648,24 +647,31 @@ class CheckpointManager:
         )
         self._last = step
 
-    def _make_room(self, step: int, comm: Comm) -> None:
-        """Collective: remove what may go already, and say it."""
+    def _make_room(self, step: int, when: str) -> list[str]:
+        """Collective: remove what may go already, if on_full says so; say it, and return it."""
+        if self.config.on_full != "prune":
+            return []
+        comm = Comm(self._group)
         removed = comm.main_runs(
-            "removing what may go", lambda: [str(each) for part in self._parts for each in part.make_room(step)]
+            "removing what may go", lambda: [f"step {each}" for part in self._parts for each in part.make_room(step)]
         )
         if removed and comm.is_main:
             logger.warning(
-                "%s has no space for step %d: removed before it, as on_full='prune' says: %s",
-                self._folder,
-                step,
-                listed(removed),
+                "%s has no space for step %d: removed %s, as on_full='prune' says: %s",
+                *(self._folder, step, when, listed(removed)),
             )
+        return removed
 
     def _explain_full(self, error: Exception, step: int | None) -> Exception:
-        """Collective: return the error of a step that found no space with what could go; others as they are."""
+        """Collective: return the error of a step that found no space with what could go; others as they are.
+
+        Where a write found none, on_full="prune" makes it for the next save.
+        """
         if not isinstance(error, NotEnoughSpaceError) or error.shared_by is None or step is None:
             return error
-        advise = partial(self._advise_of_space, error, step)
+        is_late = is_of_write(error, self._folder.place)
+        removed = self._make_room(step, "for the next save") if is_late else []
+        advise = partial(self._advise_of_space, error, step, removed)
         text, advice = Comm(self._group).main_runs("choosing what could go", advise)
         advised = replace_text(error, text)
         vars(advised)["advice"] = advice
@@ -673,18 +679,23 @@ class CheckpointManager:
         advised.__cause__ = error.__cause__
         return advised
 
-    def _advise_of_space(self, error: NotEnoughSpaceError, step: int) -> tuple[str, str]:
-        """Return an error's text with the steps that the retention would free, or cannot, and this advice alone."""
+    def _advise_of_space(self, error: NotEnoughSpaceError, step: int, removed: list[str]) -> tuple[str, str]:
+        """Return an error's text with the steps that the retention would free, or cannot, and this advice alone.
+
+        Args:
+            removed: What was removed for the next save.
+        """
         explained = explain_full(error, self._folder.path(step))
         if not explained.advice:  # what is full is the folder of temporary files before a store
             return str(error), ""
         prunes = self.config.on_full == "prune"
-        was_tried = prunes and bool(error.advice)
-        lists = [part.list_kept if was_tried else partial(part.list_removable, step) for part in self._parts]
-        found = [text for each in lists for text in each()]
+        lists = [part.list_kept if prunes else partial(part.list_removable, step) for part in self._parts]
+        found = removed or [text for each in lists for text in each()]
         if not found:
             return str(explained), explained.advice
-        if was_tried:
+        if removed:
+            advice = f"on_full='prune' has removed {listed(removed)} for the next save"
+        elif prunes:
             advice = (
                 f"on_full='prune' was tried, and may remove none of what is left: {listed(found, limit=6)}. Let the "
                 "retention keep fewer, end pins and leases, or give it more space"
@@ -692,9 +703,8 @@ class CheckpointManager:
         else:
             advice = (
                 f"remove {listed(found)}, which the retention policies will no longer keep once step {step} is complete"
+                "; on_full='prune' removes all such but the newest"
             )
-            if not prunes:
-                advice += "; on_full='prune' removes all such but the newest"
         if explained.leftover:
             advice = f"{explained.advice}; {advice}"
         return str(explained).replace(explained.advice, advice), advice

@@ -51,7 +51,10 @@ class ManagerPart:
         return []
 
     def make_room(self, step: int) -> list[int]:  # noqa: ARG002 - parts that override it use it
-        """Remove what may go already, when there is no space for a step; return it. Called on the main rank."""
+        """Remove what may go already, when there is no space for a step; return it. Called on the main rank.
+
+        It raises nothing: that there is no space is the error.
+        """
         return []
 
     def after_save(self, step: int, *, last_step: bool) -> None:

@@ -103,8 +103,8 @@ class Retention(ManagerPart):
             # A collection that is under way may have chosen to remove the old checkpoint of this step: it would remove
             # the new one.
             self._gc.wait()
-            self._folder.forget(step)
             free_step(self._folder, step)
+            self._folder.forget(step)
         later = next((each for each in reversed(existing) if each > step and self._folder.is_taken(each)), None)
         if later is not None and not self._has_warned_of_later:  # once: each save is another step
             self._has_warned_of_later = True
@@ -157,7 +157,12 @@ class Retention(ManagerPart):
         def choose(metrics: StepMetrics) -> list[int]:
             return [each for each in self._choose(metrics, step) if each not in find_needed_steps(metrics)]
 
-        return remove_steps(self._folder, choose).removed
+        self._gc.wait()
+        try:
+            return remove_steps(self._folder, choose).removed
+        except Exception:  # as above
+            logger.warning("cannot remove steps of %s to make space", self._folder, exc_info=True)
+            return []
 
     def _choose(self, metrics: StepMetrics, step: int) -> list[int]:
         """Return which steps the policies will not keep once another is durable, whose metrics they do not get."""

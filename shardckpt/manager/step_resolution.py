@@ -61,7 +61,7 @@ def read_step(
             if comm.is_main:
                 logger.warning("step %d in %s is skipped, damaged: %s", found, folder, exc)
             damaged.append(found)
-            folder.damaged.add(found)
+            folder.damaged[found] = str(exc)
         except MissingStatesError as exc:
             older = comm.main_runs("looking for the missing states", partial(_advise_of_older, folder, reader, found))
             raise (replace_text(exc, f"{exc}{older}") if older else exc) from exc.__cause__

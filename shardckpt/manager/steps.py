@@ -14,6 +14,7 @@ from shardckpt.errors import (
     CheckpointingException,
     CheckpointReplacedError,
     CorruptCheckpointError,
+    NotACheckpointError,
     StorageError,
     UnsafePickleError,
     format_many,
@@ -175,8 +176,8 @@ class StepFolder:
         self.plugins = plugins
         #: Whole steps of a store that this object has looked at: to look at one takes several requests.
         self._known: dict[int, StepCheckpoint] = {}
-        #: Steps that proved damaged when they were read, though their files have the right sizes.
-        self.damaged: set[int] = set()
+        #: Steps that proved damaged when they were read, though their files have the right sizes, each with the error.
+        self.damaged: dict[int, str] = {}
         #: Marks by the names of directories that a dry run has not written, and that count as if it had.
         self.unwritten: Mapping[str, Mark] = {}
 
@@ -248,7 +249,7 @@ class StepFolder:
     def forget(self, step: int | None = None) -> None:
         """Look at a step again, which was saved anew; by default, at all."""
         self._known = {each: found for each, found in self._known.items() if step not in (None, each)}
-        self.damaged = {each for each in self.damaged if step not in (None, each)}
+        self.damaged = {each: error for each, error in self.damaged.items() if step not in (None, each)}
 
     def is_taken(self, step: int) -> bool:
         """Return whether a load of the newest step would not skip this one, as far as is known."""
@@ -257,6 +258,20 @@ class StepFolder:
         except CheckpointingException:  # it is being replaced, or the store does not answer
             return True
         return found.error is None and not found.has_failed and step not in self.damaged
+
+    def find_fault(self, step: int) -> str:
+        """Return what is wrong with a step that a save replaces; ``""`` if nothing is, or no save was ever there."""
+        try:
+            found = self.inspect_step(step)
+        except (CheckpointReplacedError, StorageError):  # the save itself will say it
+            return ""
+        except CheckpointingException as exc:
+            found = StepCheckpoint(step, error=exc)
+        why = self.damaged.get(step) or (found.mark if found.has_failed else found.error or found.refusal)
+        if why is None or isinstance(why, NotACheckpointError):
+            return ""
+        state = "no readable checkpoint" if isinstance(why, CannotLoadError) else "damaged"
+        return f"{state} ({str(why).splitlines()[0]})"
 
     def inspect_step(
         self, step: int, marks: Collection[str] | None = None, directory: Path | None = None

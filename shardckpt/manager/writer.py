@@ -139,24 +139,29 @@ def _without_content(common: dict[str, Any]) -> dict[str, Any]:
 
 
 def free_step(folder: StepFolder, step: int) -> None:
-    """Refuse to replace a held step; at a URL, delete one that no save can replace: no record says which files it has.
+    """Refuse to replace a held step, and say which one is damaged.
+
+    At a URL, delete one that no save can replace: no record says which files it has.
 
     Raises:
         CheckpointingException: A lease or a pin holds the step.
     """
-    if has_local_files(folder.place):
+    path, is_local = folder.path(step), has_local_files(folder.place)
+    if is_local:
         check_target(folder.place / folder.names.name(step), overwrite=True)  # it may be a link, with the holds beside
+    elif not (path / MARKER_NAME).is_file():
         return
-    path = folder.path(step)
-    if not (path / MARKER_NAME).is_file():
+    if fault := folder.find_fault(step):
+        logger.warning("step %d is %s, and is replaced by this save", step, fault)
+    if is_local:
         return
     try:
         if read_manifest(path, get_plugin_manager()).record is not None:
             return
     except (CheckpointReplacedError, StorageError):  # it is being written, or the store does not answer
         raise
-    except CheckpointingException as exc:
-        logger.warning("%s cannot be read: %s", path, exc)
+    except CheckpointingException:  # said above
+        pass
     with hold_place(path, functools.partial(open_folder, plugins=get_plugin_manager())):
         logger.warning("%s is saved a second time: the checkpoint without a record there is deleted first", path)
         remove_checkpoint(path)

@@ -62,8 +62,13 @@ def _broken(*_: Any) -> None:
 def test_an_error_in_the_callback_is_raised() -> None:
     """A written_fn that fails makes the save fail: it is not only logged."""
     failures: list[BaseException] = []
+
+    def note(error: BaseException) -> BaseException:
+        failures.append(error)
+        return error
+
     queue = AsyncCallsQueue()
-    request = AsyncRequest(None, (), [], written_fn=lambda _: 1 / 0, failed_fn=failures.append)  # type: ignore[arg-type, return-value]
+    request = AsyncRequest(None, (), [], written_fn=lambda _: 1 / 0, failed_fn=note)  # type: ignore[arg-type, return-value]
     queue.schedule_async_request(request)
     with pytest.raises(CheckpointingException, match="ZeroDivisionError"):
         queue.close()

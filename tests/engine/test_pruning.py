@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from shardckpt.engine.pruning import prune_leftovers, prune_spools
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, StorageError
 from shardckpt.huggingface import dcp_to_torch_save, export_to_huggingface
 from shardckpt.maintenance.migrate import migrate_checkpoint
+from shardckpt.manifest import MARKER_NAME
 from tests import backends
 from tests.commit import owners
 from tests.engine.pruning import NEW, OLD, list_names, save_version
@@ -121,6 +123,25 @@ def test_the_only_copy_is_never_removed(tmp_path: Path, monkeypatch: pytest.Monk
     assert list_names(tmp_path) == ["ckpt"]
     assert samples.differences(samples.load(target), NEW) == []
     assert {name: samples.listing(target)[name] for name in foreign} == foreign
+
+
+@table("name, is_said", [("data.distcp", True), (MARKER_NAME, False)])
+def test_an_overwrite_says_which_files_of_an_unreadable_checkpoint_stay(
+    tmp_path: Path, name: str, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing tells them from the user's own; where the new checkpoint has a file of each name, none stays."""
+    caplog.clear()  # of the row before
+    target = tmp_path / "ckpt"
+    save_version(target, OLD)
+    for each in (MARKER_NAME, name):
+        (target / each).write_text("{")
+    save_version(target)
+    assert samples.differences(samples.load(target), NEW) == []
+    said = [each.getMessage() for each in caplog.records if "readable" in each.getMessage()]
+    assert len(said) == is_said
+    for line in said:
+        assert re.match(f"{target} is no readable checkpoint \\(.*: those that the new one does .* stay: {name}$", line)
+    assert (target / "data.distcp").exists() == is_said
 
 
 @pytest.mark.usefixtures("no_pauses")

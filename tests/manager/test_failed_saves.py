@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 
 from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, StorageError
 from shardckpt.manager import CheckpointConfig, CheckpointManager, SaveAfter
+from shardckpt.settings import SPACE_CHECK
 from tests.plugins.manager import Recorder, recorder
 from tests.tables import table
 
@@ -94,7 +96,7 @@ def test_a_failure_in_the_background_is_tolerated_where_it_surfaces(
 def test_a_write_that_finds_no_space_says_what_could_go(
     tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once in the log, whether the training waited for the save or not; and in the error, once that is raised."""
+    """In the ERROR line, whether the training waited for the save or not, with the phase; and in the error."""
     caplog.clear()  # of the row before
     manager = _make_manager(tmp_path / mode, async_mode=mode, keep_latest_k=2, max_failed_saves=1)
 
@@ -109,11 +111,89 @@ def test_a_write_that_finds_no_space_says_what_could_go(
     with monkeypatch.context() as disk:
         disk.setattr("os.pwritev", _refuse_space)
         save(3)
-        assert len(re.findall(advice.format(3), caplog.text)) == 1
         with pytest.raises(NotEnoughSpaceError, match=text):
             save(4)
-        assert len(re.findall(advice.format(4), caplog.text)) == 1
     manager.close()
+    errors = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert len(errors) == 2
+    for step, error in enumerate(errors, 3):
+        assert re.search(f"step-{step} failed in 'writing shards' after .*{advice.format(step)}", error)
+        assert len(re.findall(advice.format(step), caplog.text)) == 1
+
+
+class _FullDisk:
+    """Lets writes find no space while a folder has two steps."""
+
+    def __init__(self, folder: Path, patched: pytest.MonkeyPatch) -> None:
+        self._folder, self._write = folder, os.pwritev
+        self.refused = 0
+        patched.setattr("os.pwritev", self._write_if_free)
+
+    def _write_if_free(self, *arguments: Any) -> int:
+        if len([*self._folder.glob("step-*")]) < 2:
+            return self._write(*arguments)
+        self.refused += 1
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture
+def _unforecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the write itself finds that there is no space."""
+    monkeypatch.setenv(SPACE_CHECK, "0")
+
+
+@pytest.mark.usefixtures("_unforecast")
+def test_a_save_whose_write_found_no_space_is_pruned_for_and_written_anew(
+    tmp_path: Path, recorder: Recorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With on_full="prune" it is no failed save; the log says what was removed, and why."""
+    disk = _FullDisk(tmp_path / "run", monkeypatch)
+    with _make_manager(tmp_path, on_full="prune", keep_latest_k=2, max_failed_saves=0) as manager:
+        assert [manager.save(step) for step in (1, 2, 3)] == [True] * 3
+        assert manager.steps() == [2, 3]
+    assert disk.refused == 1
+    assert not recorder.find("failure")
+    run = tmp_path / "run"
+    removed, anew = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert removed == f"{run} has no space for step 3: removed before it, as on_full='prune' says: step 1"
+    assert re.match(rf"the save to {run}/step-3 begins anew, now that there is more space: .* \(ENOSPC\)$", anew)
+
+
+@pytest.mark.usefixtures("_unforecast")
+def test_a_background_save_that_found_no_space_makes_it_for_the_next(
+    tmp_path: Path, recorder: Recorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With on_full="prune" it has failed, and its ERROR says that the next one has the space."""
+    _FullDisk(tmp_path / "run", monkeypatch)
+    with _make_manager(tmp_path, on_full="prune", keep_latest_k=2, async_mode="async") as manager:
+        for step in (1, 2, 3):
+            assert manager.save(step)
+            manager.wait()
+        assert manager.steps() == [2]
+        assert manager.save(4)
+        manager.wait()
+        assert manager.steps() == [2, 4]
+    assert [event.failed_phase for event in recorder.find("failure")] == ["writing shards"]
+    (error,) = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert "To make space: on_full='prune' has removed step 1 for the next save." in error
+    assert "has no space for step 3: removed for the next save, as on_full='prune' says: step 1" in caplog.text
+
+
+@pytest.mark.usefixtures("_unforecast")
+@table("mode", ["disabled", "async"])
+def test_a_write_that_found_no_space_is_not_repeated_where_nothing_may_go(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says what keeps each step; a close raises the same."""
+    with monkeypatch.context() as patched:
+        disk = _FullDisk(tmp_path / mode / "run", patched)
+        manager = _make_manager(tmp_path / mode, on_full="prune", keep_latest_k=3, async_mode=mode, max_failed_saves=0)
+        manager.save(1)
+        manager.save(2)
+        with pytest.raises(NotEnoughSpaceError, match=r"'prune' was tried, and may remove none .*: step 2 .*step 1 "):
+            manager.save(3) and manager.close()
+        assert disk.refused == 1
+        manager.close()
 
 
 def test_what_no_later_save_makes_up_for_is_an_error(tmp_path: Path) -> None:

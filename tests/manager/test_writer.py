@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager, find_holds, lease_step, pin_step, unpin_step
+from shardckpt.manager.marks import identify_save, mark_checkpoint
 from tests import backends
+from tests.damage import flip
 from tests.manager import folders
 from tests.manager.training import Progress
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,6 +103,55 @@ def test_all_ranks_learn_what_holds_a_step(ranks: Ranks, tmp_path: Path, place: 
     assert "step-2 is pinned as 'paper'" in text
     assert other == [kind, text, history]
     assert folders.names_in(tmp_path / "run" / "step-2") == before
+
+
+def _mark(step: Path) -> None:
+    mark_checkpoint(step, identify_save(step), "failed", checked="digests", files=1, faults=["a bit is flipped"])
+
+
+def _lose_bytes(step: Path) -> None:
+    os.truncate(step / "metadata.json", 1)
+
+
+def _flip(step: Path) -> None:
+    flip(step / backends.data_file(0), 100)
+
+
+@folders.PLACES
+@table(
+    "harm, text",
+    [
+        (folders.damage, rf"damaged \(\S+/step-2: .*{backends.data_file(0)} has \d+ bytes"),
+        (_lose_bytes, r"damaged \(\S+/step-2/metadata.json is damaged: "),
+        (_flip, r"damaged \(\S.* are not those that were written"),
+        (_mark, r"damaged \(marked failed on \S+ by digests: a bit is flipped"),
+        (partial(folders.say_backend, backend="nobodys", version=1), r"no readable checkpoint \(.*reads that backend"),
+    ],
+)
+def test_a_damaged_step_is_not_replaced_in_silence(
+    tmp_path: Path, place: str, harm: Callable[[Path], None], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line says what was wrong, whether a load has met it or not; of a whole step there is none."""
+    said = []
+    for is_loaded in (True, False):
+        run = tmp_path / f"run-{is_loaded}"
+        config = CheckpointConfig(folder=place.format(run), interval=1, keep_latest_k=0, save_rng=False)
+        with CheckpointManager(config, {"train_state": Progress()}) as manager:
+            manager.save(1)
+            manager.save(2)
+        harm(run / "step-2")
+        with CheckpointManager(config, {"train_state": Progress()}) as manager:
+            if is_loaded and "readable" not in text:  # it would be an error
+                assert manager.load()
+                assert manager.loaded_step == 1
+            caplog.clear()
+            assert manager.save(2)
+            assert manager.save(2, last_step=True)
+        said += [each.getMessage() for each in caplog.records if "and is replaced by this save" in each.getMessage()]
+        assert "are kept" not in caplog.text
+    assert len(said) == (1 if harm is _flip else 2)
+    for line in said:
+        assert re.match(f"step 2 is {text}.*\\), and is replaced by this save$", line)
 
 
 def test_another_librarys_step_on_a_store_is_not_deleted_while_it_is_held(tmp_path: Path) -> None:

@@ -121,6 +121,26 @@ def test_ranks_go_on_without_the_same_saves(ranks: Ranks, tmp_path: Path, mode: 
     assert re.search(end, first[2])
 
 
+def _save_where_writes_find_no_space(directory: str, mode: str) -> tuple[list[bool], list[int], list[str]]:
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        registered(Recorder()) as recorder,
+        _make_manager(directory, max_failed_saves=1, async_mode=mode, keep_latest_k=2, on_full="prune") as manager,
+    ):
+        patched.setenv(SPACE_CHECK, "0")
+        saved = [_save_and_wait(manager, step) for step in (1, 2, 3, 4)]
+        return saved, manager.steps(), [event.failed_phase for event in recorder.find("failure")]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+def test_ranks_make_room_after_a_write_that_found_none(ranks: Ranks, tmp_path: Path, mode: str) -> None:
+    """With on_full="prune", all ranks write the step anew; behind the training the next one has the space."""
+    with small_disk(tmp_path / "disk", "2700k") as disk:
+        first, second = ranks.run(2, _save_where_writes_find_no_space, str(disk), mode)
+    assert first == second
+    assert first == ([True] * 4, *(([3, 4], []) if mode == "disabled" else ([2, 4], ["writing shards"])))
+
+
 def test_a_full_disk_does_not_cost_the_newest_sound_step(tmp_path: Path) -> None:
     """With on_full="prune", the step before a newest one that is marked as failed stays until there is another."""
     with small_disk(tmp_path / "disk", "2700k") as disk:
