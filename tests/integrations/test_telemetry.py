@@ -519,6 +519,7 @@ def _set_version(checkpoint: Path, version: int) -> None:
 def _meet_each_alert(folder: Path) -> None:
     """Save, load, and fail in the ways that the alerts of the README are about."""
     _save_twice(folder / "step-1")
+    report_event("save", "other_job", folder, 0)
     wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(1000))}
     for name in ("step-2", "step-3"):
         dc.save(wanted, folder / name)
@@ -640,8 +641,8 @@ def test_a_look_at_a_folder_that_hangs_is_seen(tmp_path: Path, monkeypatch: pyte
     assert read("shardckpt_blocked_seconds_sum") == pytest.approx(sum(each.blocked for each in ends))
 
 
-def test_skipped_saves_and_other_jobs_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that a busy manager leaves out is an event and counts; it is no operation, nor a phase of one."""
+def test_skipped_saves_count_and_other_jobs_have_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that a busy manager leaves out, and a job that it meets, are events, and no operations nor phases."""
     prometheus_client = pytest.importorskip("prometheus_client")
     pytest.importorskip("opentelemetry.sdk")
     from opentelemetry.sdk.metrics import MeterProvider
@@ -669,7 +670,8 @@ def test_skipped_saves_and_other_jobs_count(tmp_path: Path, monkeypatch: pytest.
     for phase in {event.phase for event in recorder.events} - {""}:
         assert recorder.states(phase) == ["start", "end"]
     assert registry.get_sample_value("shardckpt_skipped_saves_total") == 2
-    assert registry.get_sample_value("shardckpt_other_jobs_total") == 1
+    other_job = registry.get_sample_value("shardckpt_last_other_job_timestamp_seconds", {"folder": str(tmp_path)})
+    assert other_job > registry.get_sample_value("shardckpt_start_timestamp_seconds")
     points = _read_points(metrics)["shardckpt.incidents"]
     assert {point.attributes["incident"]: point.value for point in points} == {"skipped": 2, "other_job": 1}
     assert registry.get_sample_value("shardckpt_operation_seconds_count", {"operation": "save", "result": "end"}) == 1
