@@ -223,16 +223,15 @@ def note_failure(kind: str, directory: object, rank: int, error: Exception, star
     log_failure(kind, directory, rank, error, started)
 
 
-def report_failed(kind: str, directory: object, error: Exception) -> None:
-    """Report an operation that failed, and that its caller does without, by an event: the caller logs it."""
+def report_failed(kind: str, directory: object, error: Exception, phase: str) -> None:
+    """Report an operation that failed in a phase, and that its caller does without, by an event: the caller logs it."""
+    vars(error)["phase"] = phase
     _report_unbegun(kind, mask_password(str(directory)), 0, error, 0.0)
 
 
 def report_skipped(directory: object, why: str) -> None:
     """Report a damaged checkpoint that a load does without: as a load of it that failed when it was chosen."""
-    error = CorruptCheckpointError(why)
-    error.phase = "choosing the step"
-    report_failed("load", directory, error)
+    report_failed("load", directory, CorruptCheckpointError(why), "choosing the step")
 
 
 def report_event(kind: str, state: str, directory: object, rank: int) -> None:

@@ -141,7 +141,7 @@ class Retention(ManagerPart):
 
     def list_kept(self) -> list[str]:
         """Return the steps that are there, the newest first, each with what keeps it."""
-        protected = {*self._protected} & {*self._folder.steps()}
+        protected = dict.fromkeys({*self._protected} & {*self._folder.steps()}, "this job has loaded or saved it")
         try:
             found = prune_steps(find_url(self._folder.place), self._policies, protected, names="step-", dry_run=True)
             held = self._folder.holds.find()
