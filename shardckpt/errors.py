@@ -217,6 +217,12 @@ def escape_text(text: str, keep: str = "") -> str:
     )
 
 
+def join_lines(text: str) -> str:
+    """Return a text of several lines as one line, for logs and tables."""
+    lines = filter(None, map(str.strip, text.splitlines()))
+    return "; ".join(lines).replace(":; ", ": ")  # of a line that announces others
+
+
 def show_given(value: object) -> str:
     """Return a value that a caller gave as an error shows it: text and numbers as Python writes them, else the type."""
     if value is None or isinstance(value, str | bytes | bool | int | float):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.engine.amounts import format_bytes
 from shardckpt.engine.gc_pause import pause_gc
 from shardckpt.engine.progress import Progress, wants_progress
-from shardckpt.errors import CorruptCheckpointError, list_causes
+from shardckpt.errors import CorruptCheckpointError, join_lines, list_causes
 from shardckpt.plugins import Event, describe_origin, get_plugin_manager
 from shardckpt.storage import mask_password
 
@@ -244,7 +244,7 @@ def log_failure(kind: str, directory: object, rank: int, error: BaseException, s
     if not _has_mark(error, "is_logged"):
         vars(error)["is_logged"] = True
         if rank == 0:
-            phase, text = _find_phase(kind, error), "; ".join((str(error) or type(error).__name__).splitlines())
+            phase, text = _find_phase(kind, error), join_lines(str(error) or type(error).__name__)
             logger.error(
                 "%s of %s failed%s after %.2f s: %s: %s",
                 kind,

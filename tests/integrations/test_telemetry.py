@@ -583,7 +583,7 @@ def test_an_alert_about_readers_is_not_of_loads_alone(tmp_path: Path) -> None:
 
 
 def test_the_runbook_has_each_alert_and_its_log_line() -> None:
-    """Each alert is a row; each line of the log is one that the sources have, and each error is a class of ours."""
+    """Each alert is a row; each line of the log is one that the sources have; each class of error is in a row."""
     text = READMES["shardckpt/integrations/README.md"]
     alerts, errors = text.partition("### Runbook")[2].split("### Errors that end a job")
     rows = [line.split(" | ") for line in alerts.splitlines() if line.startswith("| ")][1:]
@@ -594,8 +594,8 @@ def test_the_runbook_has_each_alert_and_its_log_line() -> None:
     assert len(parts) >= 8
     assert [part for part in parts if part not in sources] == []
     names = [name for line in errors.splitlines() for name in re.findall(r"`(\w+Error|\w+Exception)`", line)]
-    assert len(names) == 17
-    assert all(issubclass(getattr(shardckpt.errors, name), CheckpointingException) for name in names)
+    classes = [each for each in vars(shardckpt.errors).values() if isinstance(each, type)]
+    assert sorted(names) == sorted(each.__name__ for each in classes if issubclass(each, CheckpointingException))
 
 
 def _measure(registry: Any) -> None:
