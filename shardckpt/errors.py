@@ -44,13 +44,15 @@ class SettingFault(NamedTuple):
         setting: Its name; ``""`` where the whole is no configuration.
         value: What was given for it, None if nothing was.
         message: What is wrong, with the suggestion.
-        suggestion: The right name or value, or what to do; None if nothing is known.
+        suggestion: The right name or value, and no other words; None if none is known.
+        file: The file that it is in; ``""`` where it is in none.
     """
 
     setting: str
     value: Any
     message: str
     suggestion: str | None = None
+    file: str = ""
 
 
 class ConfigurationError(CheckpointingException, ValueError):
