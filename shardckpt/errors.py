@@ -44,13 +44,15 @@ class SettingFault(NamedTuple):
         setting: Its name; ``""`` where the whole is no configuration.
         value: What was given for it, None if nothing was.
         message: What is wrong, with the suggestion.
-        suggestion: The right name or value, or what to do; None if nothing is known.
+        suggestion: The right name or value, and no other words; None if none is known.
+        file: The file that it is in; ``""`` where it is in none.
     """
 
     setting: str
     value: Any
     message: str
     suggestion: str | None = None
+    file: str = ""
 
 
 class ConfigurationError(CheckpointingException, ValueError):
@@ -215,6 +217,12 @@ def escape_text(text: str, keep: str = "") -> str:
     return "".join(
         char if char.isprintable() or char in keep else char.encode("unicode_escape").decode() for char in text
     )
+
+
+def join_lines(text: str) -> str:
+    """Return a text of several lines as one line, for logs and tables."""
+    lines = filter(None, map(str.strip, text.splitlines()))
+    return "; ".join(lines).replace(":; ", ": ")  # of a line that announces others
 
 
 def show_given(value: object) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardckpt.errors import ask_nearest, name_known
+from shardckpt.errors import ask_nearest, join_lines, name_known
 from tests.tables import table
 
 
@@ -28,3 +28,9 @@ def test_the_nearest_name_is_asked_about(wanted: str, known: list[str], nearest:
 def test_names_are_listed_in_natural_order() -> None:
     """Step 9 stands before step 10."""
     assert name_known("x", ["step-10", "step-9"], "steps") == "(steps: step-9, step-10)"
+
+
+def test_an_error_of_several_lines_is_one_line_of_the_log() -> None:
+    """A list that a colon announces follows it, and its items are apart."""
+    assert join_lines("2 faults:\n  a\n\n  b: c") == "2 faults: a; b: c"
+    assert join_lines("one") == "one"

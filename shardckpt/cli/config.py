@@ -1,20 +1,20 @@
 """List the settings of a CheckpointManager with their defaults, and the variables of the environment with their values.
 
 With names, all that is said of these. A variable that is almost one of shardckpt's is listed, too: nothing reads it.
-With --json, --check has its faults and notes as objects of setting, value, message and suggestion.
+With --json, --check has its faults and notes as objects of setting, value, message, suggestion and file.
 Exit code 1 if a variable is such, or has a wrong value; 2 if a file that --check names has a wrong setting.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from shardckpt.errors import SettingFault
     from shardckpt.manager import Setting
@@ -31,10 +31,13 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument(
         "--check",
+        nargs="+",
         metavar="FILE",
-        help="check the settings in a file instead: JSON, TOML, or YAML where PyYAML is there",
+        help="check the settings in files instead: JSON, TOML, or YAML where PyYAML is there",
     )
-    parser.add_argument("--section", metavar="NAME", help="the table of FILE that has them, as 'checkpoint' or 'a.b'")
+    parser.add_argument(
+        "--section", metavar="NAME", help="the table of each FILE that has them, as 'checkpoint' or 'a.b'"
+    )
     parser.set_defaults(run=run)
 
 
@@ -87,36 +90,97 @@ def _look_further(variable: Variable) -> Variable:
     return variable._replace(text="; ".join(faults), is_wrong=True) if faults else variable
 
 
-def _check(file: str, section: str) -> Output:
-    """Return a line about a file whose settings are right.
+class _Checked(NamedTuple):
+    """A file whose settings are right."""
+
+    file: str
+    settings: dict[str, Any]
+    notes: list[SettingFault]
+
+
+def _check(files: Sequence[str], section: str) -> Output:
+    """Return a line about each file, where the settings of all are right.
+
+    Raises:
+        ConfigurationError: Some cannot be read, or have a wrong setting: says each.
+    """
+    from shardckpt.errors import ConfigurationError, SettingFault, format_many
+    from shardckpt.settings import list_variables
+
+    checked, texts, faults = [], [], []
+    for file in files:
+        try:
+            checked.append(_check_file(file, section))
+        except ConfigurationError as exc:  # noqa: PERF203 - there are few
+            texts.append(str(exc))
+            faults += [each._replace(file=file) for each in exc.faults or [SettingFault("", None, str(exc))]]
+    variables = [_describe_variable(each) for each in map(_look_further, list_variables()) if each.is_wrong]
+    said = [each.message for each in variables]
+    if said:
+        said = [f"the environment: {format_many(len(said), 'wrong variable')}", *(f"  {each}" for each in said)]
+    if faults:
+        error = ConfigurationError("\n".join([*texts, *said]))
+        error.faults = [*faults, *variables]
+        raise error
+    return Output(
+        lambda: {"files": checked, "variables": variables},
+        lambda: [*(line for each in checked for line in _describe_checked(each)), *said],
+        FOUND if variables else FINE,
+    )
+
+
+def _check_file(file: str, section: str) -> _Checked:
+    """Return what a file has, where its settings are right.
 
     Raises:
         ConfigurationError: It cannot be read, or has a wrong setting: says each.
     """
-    from shardckpt.errors import ConfigurationError, format_many, name_known
-    from shardckpt.manager import find_faults
-    from shardckpt.settings import list_variables
+    from shardckpt.errors import ConfigurationError, SettingFault, format_many, name_known
+    from shardckpt.manager import find_faults, make_fault
 
     given = _read(file)
     for name in filter(None, section.split(".")):
         items = given.items() if isinstance(given, dict) else ()
         tables = {key: value for key, value in items if isinstance(value, dict)}
         if name not in tables:
-            raise ConfigurationError(f"{file} has no section {name!r} {name_known(name, tables, 'sections')}")
+            text = f"{file} has no section {name!r} {name_known(name, tables, 'sections')}"
+            raise ConfigurationError.list_all("", [make_fault({}, "", text)])
         given = tables[name]
-    wrong = [each for each in map(_look_further, list_variables()) if each.is_wrong]
-    if faults := [*find_faults(given), *map(_describe_variable, wrong)]:
-        has_tables = isinstance(given, dict) and any(isinstance(value, dict) for value in given.values())
-        hint = " (where the settings are a table of the file: --section NAME)" if has_tables and not section else ""
-        head = f"{file}: {format_many(len(faults), 'wrong setting')} of a CheckpointConfig{hint}"
+    if given is None:
+        raise ConfigurationError(f"{file} is empty: expected settings by name, as 'interval: 500'")
+    if inner := _find_section(given):
+        option = f"--section {section}.{inner}" if section else f"--section {inner}"
+        text = f"{file}: the settings of a CheckpointConfig are in the table {inner!r}: {option}"
+        raise ConfigurationError.list_all("", [SettingFault("", None, text, option.partition(" ")[2])])
+    if faults := find_faults(given):
+        head = f"{file}: {format_many(len(faults), 'wrong setting')} of a CheckpointConfig"
         raise ConfigurationError.list_all(f"{head}\n  ", faults, "\n  ")
-    notes = _find_notes(given)
+    return _Checked(file, given, [each._replace(file=file) for each in _find_notes(given)])
+
+
+def _describe_checked(checked: _Checked) -> list[str]:
+    from shardckpt.errors import format_many
+
+    file, given, notes = checked
     noted = f", with {format_many(len(notes), 'note')}" if notes else ""
     text = f"{file}: a CheckpointConfig, {format_many(len(given), 'setting')}: all right{noted}"
-    return Output(
-        lambda: {"file": file, "settings": given, "notes": notes},
-        lambda: [text, *(note.message for note in notes)],
-    )
+    return [text, *(note.message for note in notes)]
+
+
+def _find_section(given: Any) -> str:
+    """Return the name of the table that has most settings; ``""`` where none in it has more than the whole."""
+    from shardckpt.manager import list_settings
+
+    known = {each.name for each in list_settings()}
+
+    def count(table: dict[Any, Any], path: tuple[str, ...]) -> Iterator[tuple[int, tuple[str, ...]]]:
+        yield len(known & table.keys()), path
+        for name, value in table.items():
+            if isinstance(value, dict) and name not in known:
+                yield from count(value, (*path, str(name)))
+
+    found = [*count(given, ())] if isinstance(given, dict) else []
+    return ".".join(max(found, key=lambda each: each[0], default=(0, ()))[1])
 
 
 def _describe_variable(variable: Variable) -> SettingFault:

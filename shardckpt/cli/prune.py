@@ -355,7 +355,7 @@ def _prune_steps(
     return prune_steps(
         options.path,
         policies,
-        options.keep_step,
+        dict.fromkeys(options.keep_step, "--keep-step names it"),
         names=options.names,
         damaged=options.damaged,
         older_than=options.older_than,

@@ -34,7 +34,14 @@ from shardckpt.cli.exit_codes import FAILED, FINE
 from shardckpt.cli.failure import name_siblings, print_error
 from shardckpt.cli.output import Output, without_logs
 from shardckpt.cli.table import fit_table
-from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, StorageError, escape_text, listed
+from shardckpt.errors import (
+    CheckpointingException,
+    IncompleteCheckpointError,
+    StorageError,
+    escape_text,
+    join_lines,
+    listed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -362,7 +369,7 @@ def _shorten_fault(result: FileResult, path: str) -> str:
         own = place if os.path.basename(place) == result.name else f"{place}/{result.name}"  # noqa: PTH119 - or a URL
         text = text.replace(own, result.name).replace(f"{place}/", "")
     text = text.removeprefix(f"{result.name}: ").removeprefix(f"{result.name} ")
-    return "; ".join(line.strip() for line in text.splitlines())
+    return join_lines(text)
 
 
 def _shorten_error(error: CheckpointingException, path: str) -> str:

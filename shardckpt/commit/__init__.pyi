@@ -43,6 +43,7 @@ from shardckpt.commit.small_files import SmallFiles as SmallFiles
 from shardckpt.commit.small_files import Time as Time
 from shardckpt.commit.staging_names import HOLDS_NAME as HOLDS_NAME
 from shardckpt.commit.staging_names import NAME_MAX as NAME_MAX
+from shardckpt.commit.staging_names import REMOVED as REMOVED
 from shardckpt.commit.staging_names import STAGING as STAGING
 from shardckpt.commit.staging_names import Leftover as Leftover
 from shardckpt.commit.staging_names import get_save_id as get_save_id

@@ -158,13 +158,13 @@ def remove_tree(path: Path) -> None:
 def remove_free(
     leftovers: Iterable[Leftover],
     why_kept: Callable[[Leftover], str] = why_kept,
-    report: Callable[[Exception], None] = lambda _: None,
+    report: Callable[[Leftover, Exception], None] = lambda _, error: logger.warning("%s", error),
 ) -> list[tuple[Leftover, str]]:
-    """Remove the leftovers that may be removed; log a warning for each whose removal fails.
+    """Remove the leftovers that may be removed.
 
     Args:
         why_kept: Returns why one must stay; ``""`` if it may be removed.
-        report: Called with the error of each whose removal fails.
+        report: Called with each whose removal fails, and the error; by default it logs a warning.
 
     Returns:
         The leftovers that must stay, each with the reason.
@@ -182,8 +182,7 @@ def remove_free(
             else:
                 logger.info("removed %s, which an interrupted save or removal had left", leftover.path)
         except (CheckpointingException, OSError) as exc:
-            logger.warning("%s", exc)
-            report(exc)
+            report(leftover, exc)
     return kept
 
 

@@ -15,7 +15,7 @@ from shardckpt.engine.amounts import format_bytes
 from shardckpt.engine.gc_pause import pause_gc
 from shardckpt.engine.long_phase import LongPhase
 from shardckpt.engine.progress import Progress, wants_progress
-from shardckpt.errors import CorruptCheckpointError, list_causes
+from shardckpt.errors import CorruptCheckpointError, join_lines, list_causes
 from shardckpt.plugins import Event, describe_origin, get_plugin_manager
 from shardckpt.storage import mask_password
 
@@ -253,16 +253,15 @@ def note_failure(kind: str, directory: object, rank: int, error: Exception, star
     log_failure(kind, directory, rank, error, started)
 
 
-def report_failed(kind: str, directory: object, error: Exception) -> None:
-    """Report an operation that failed, and that its caller does without, by an event: the caller logs it."""
+def report_failed(kind: str, directory: object, error: Exception, phase: str) -> None:
+    """Report an operation that failed in a phase, and that its caller does without, by an event: the caller logs it."""
+    vars(error)["phase"] = phase
     _report_unbegun(kind, mask_password(str(directory)), 0, error, 0.0)
 
 
 def report_skipped(directory: object, why: str) -> None:
     """Report a damaged checkpoint that a load does without: as a load of it that failed when it was chosen."""
-    error = CorruptCheckpointError(why)
-    error.phase = "choosing the step"
-    report_failed("load", directory, error)
+    report_failed("load", directory, CorruptCheckpointError(why), "choosing the step")
 
 
 def report_event(kind: str, state: str, directory: object, rank: int) -> None:
@@ -275,7 +274,7 @@ def log_failure(kind: str, directory: object, rank: int, error: BaseException, s
     if not _has_mark(error, "is_logged"):
         vars(error)["is_logged"] = True
         if rank == 0:
-            phase, text = _find_phase(kind, error), "; ".join((str(error) or type(error).__name__).splitlines())
+            phase, text = _find_phase(kind, error), join_lines(str(error) or type(error).__name__)
             logger.error(
                 "%s of %s failed%s after %.2f s: %s: %s",
                 kind,

@@ -41,7 +41,8 @@ class OpenTelemetryListener:
     where. The metrics are the histogram ``shardckpt.duration`` (s) with ``operation``, ``phase`` and ``result``,
     the histogram ``shardckpt.blocked`` (s), what the training waited for, the counter ``shardckpt.bytes`` (By),
     written or loaded, ``shardckpt.in_flight``, the number of those that have not ended, with ``operation``, and the
-    counter ``shardckpt.incidents`` with ``operation`` and ``incident``: ``skipped`` or ``other_job``.
+    counter ``shardckpt.incidents`` with ``operation`` and ``incident``: ``skipped`` or, at each save that finds one,
+    ``other_job``.
 
     Args:
         tracer_provider: Gets the spans; by default that of the process.
@@ -66,7 +67,7 @@ class OpenTelemetryListener:
             "shardckpt.in_flight", description="Operations that have begun and not ended"
         )
         self._incidents = meter.create_counter(
-            "shardckpt.incidents", description="Steps that were skipped, and other jobs that were met in the folder"
+            "shardckpt.incidents", description="Steps that were skipped, and saves that found another job in the folder"
         )
         #: The open spans by the operations' numbers. An operation may begin in one thread and end in another.
         self._open: dict[int, Span] = {}

@@ -161,8 +161,8 @@ class PrometheusListener:
       cannot list its folder, and a manager's load of a damaged step that it did without; of ``prune``, old steps that a
       manager could not remove; 0 of these three from the start, so that ``increase`` sees the first.
     - ``shardckpt_skipped_saves_total``: steps that ``on_busy="skip"`` left out, since a save was under way.
-    - ``shardckpt_other_jobs_total``: how often this job has met another that saves to its folder, once each, or with
-      ``on_other_job="error"`` at each save.
+    - ``shardckpt_last_other_job_timestamp_seconds{folder}``: when a save of this job last found that another job saves
+      to its folder, too; absent until one has. Each save looks, on a store at most once a minute.
     - ``shardckpt_last_failure_timestamp_seconds{operation, phase, error}``: when one last failed, in which phase
       (``""`` for none), and with which class of error, ``StorageError``.
     - ``shardckpt_in_flight{operation}``: operations that have begun and not ended, saves in the background among them.
@@ -237,17 +237,15 @@ class PrometheusListener:
         self._failures = Counter(
             "shardckpt_failures", "Operations on checkpoints that failed", ("operation",), registry=registry
         )
-        #: By the state of the events that they count.
-        self._incidents = {
-            "skipped": Counter(
-                "shardckpt_skipped_saves",
-                "Steps that were due, and left out while another was saved",
-                registry=registry,
-            ),
-            "other_job": Counter(
-                "shardckpt_other_jobs", "Other jobs that were met in the folder of this one's saves", registry=registry
-            ),
-        }
+        self._skipped = Counter(
+            "shardckpt_skipped_saves", "Steps that were due, and left out while another was saved", registry=registry
+        )
+        self._other_job = Gauge(
+            "shardckpt_last_other_job_timestamp_seconds",
+            "When another job was last seen to save to the folder of this one's saves",
+            ("folder",),
+            registry=registry,
+        )
         self._failure = Gauge(
             "shardckpt_last_failure_timestamp_seconds",
             "When an operation last failed, where, and with which error",
@@ -291,8 +289,10 @@ class PrometheusListener:
         if event.state == "start" and not event.phase:
             self._open.setdefault(event.operation, {})[event.number] = time.time()
             self._show_in_flight(event.operation)
-        if event.state in self._incidents:
-            self._incidents[event.state].inc()
+        if event.state == "skipped":
+            self._skipped.inc()
+        if event.state == "other_job":
+            self._other_job.labels(event.directory).set_to_current_time()
         if event.state not in ("end", "failure"):
             return
         if event.phase == "writing" and event.nbytes and event.seconds:

@@ -125,7 +125,7 @@ _TIMEOUT = (
 
 
 def _find_hint(given: Collection[str], name: str) -> tuple[str, str | None]:
-    """Return what to say of a setting that other libraries have under this name, and our name for it, if any.
+    """Return what to say of a setting that other libraries have under this name, and our name to give, if it is one.
 
     Args:
         given: The names of all settings that are given: two may be names of one.
@@ -137,9 +137,10 @@ def _find_hint(given: Collection[str], name: str) -> tuple[str, str | None]:
     ours = _OTHERS_NAMES[name]
     others = [each for each in given if each != name and _OTHERS_NAMES.get(each, each) == ours]
     if not others:
-        return f"it is {ours} here", ours
+        names = _list_ours(name)
+        return f"it is {ours} here", names[0] if len(names) == 1 and names[0] not in given else None
     more = "" if others == [ours] else f", and so is {', '.join(others)}"
-    return f"it is {ours} here{more}, which is given, too: give {ours} once", ours
+    return f"it is {ours} here{more}, which is given, too: give {ours} once", None if ours in given else ours
 
 
 def _list_ours(name: str) -> list[str]:
@@ -651,8 +652,8 @@ class CheckpointConfig(BaseModel):
 
 
 def _make_contradiction(given: Mapping[str, Any], text: str) -> SettingFault:
-    """Return the fault of a text that begins with a setting, and says what to do after its last colon."""
-    return make_fault(given, re.split(r"\W", text)[0], text, text.rpartition(": ")[2])
+    """Return the fault of a text that begins with a setting."""
+    return make_fault(given, re.split(r"\W", text)[0], text)
 
 
 def _find_replaced(given: Mapping[str, Any]) -> list[str]:
@@ -725,19 +726,19 @@ def _find_step_saver(
             given,
             f"steps would be saved as {saver.backend}@{saver.version}, which {source} does not allow: the job could "
             "not go on from them; add it, or choose another strategy",
-            f"add {saver.backend}@{saver.version}, or choose another strategy",
         )
         for source, given in accepts
         if not is_accepted(saver.backend, saver.version, given)
     ]
     if is_async and not isinstance(saver, AsyncSaveStrategy):
-        advice = "choose async_mode='disabled', or another strategy"
-        text = f"async_mode: {kind} saves in the foreground only: {advice}"
-        faults.append(SettingFault("async_mode", None, text, advice))
+        text = f"async_mode: {kind} saves in the foreground only: choose async_mode='disabled', or another strategy"
+        faults.append(SettingFault("async_mode", None, text))
     if in_hf and not isinstance(saver, StoresHubFolders):
-        advice = "choose strategy='safetensors', or last_save_in_hf, which exports the last step"
-        text = f"steps_in_hf: {kind} does not store Hugging Face folders: {advice}"
-        faults.append(SettingFault("steps_in_hf", True, text, advice))
+        text = (
+            f"steps_in_hf: {kind} does not store Hugging Face folders: choose strategy='safetensors', or "
+            "last_save_in_hf, which exports the last step"
+        )
+        faults.append(SettingFault("steps_in_hf", True, text))
     if faults:
         raise ConfigurationError.list_all("", faults)
     return saver
@@ -795,14 +796,18 @@ def find_faults(given: Any) -> list[SettingFault]:
         except CheckpointingException as exc:  # noqa: PERF203 - there are few
             found = exc.faults if isinstance(exc, ConfigurationError) else ()
             wrong.add(name)
-            faults += [each._replace(value=given.get(each.setting, each.value)) for each in found] or [
-                make_fault(given, name, f"{name}: {exc}")
-            ]
+            faults += found or [make_fault(given, name, f"{name}: {exc}")]
     if "accept" not in wrong:
         unknown = list_unknown_accepted(right.get("accept"), get_plugin_manager())
         faults += [make_fault(given, "accept", f"accept: {text}") for text in unknown]
     lacking = "" if wrong & {"hf_mapping", "hf_assets_path"} else _find_lacking_assets(right)
-    return [*faults, make_fault(given, "hf_assets_path", lacking)] if lacking else faults
+    if lacking:
+        faults.append(make_fault(given, "hf_assets_path", lacking))
+    # with what the file has, where a validator has made a policy of it
+    return [
+        make_fault(given, each.setting, each.message, each.suggestion) if each.setting in given else each
+        for each in faults
+    ]
 
 
 def _find_lacking_assets(given: Mapping[str, Any]) -> str:

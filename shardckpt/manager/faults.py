@@ -84,7 +84,7 @@ def describe_unknown(
 ) -> SettingFault:
     """Return the fault of a setting that there is not; the arguments are those of :func:`list_faults`."""
     hint, ours = find_hint(name)
-    hint = hint or ask_nearest(name, names).rstrip()
+    hint = hint or ask_nearest(name, [each for each in names if each not in given]).rstrip()
     return make_fault(given, name, f"there is no setting {name!r}" + f": {hint}" * bool(hint), ours)
 
 

@@ -15,11 +15,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.commit import (
+    REMOVED,
     find_leftovers,
     find_unfinished,
     is_half_deleted,
     remove_checkpoint,
     remove_free,
+    stem,
     why_unfinished_kept,
 )
 from shardckpt.engine import (
@@ -38,7 +40,9 @@ from shardckpt.storage import ListsFolders, find_ability, has_local_files
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
+    from pathlib import Path
 
+    from shardckpt.commit import Leftover
     from shardckpt.manager.damage import Damage
     from shardckpt.manager.marks import StepState
     from shardckpt.manager.retention import Metrics, RetentionPolicy, StepMetrics
@@ -49,6 +53,8 @@ logger = logging.getLogger(__name__)
 #: What is known of a step's bytes, the worst first.
 _RANKS: tuple[StepState, ...] = ("failed", "candidate", "verified")
 
+#: What this process has said of checkpoints and leftovers that it could not remove.
+_warned: set[str] = set()
 #: Seconds after which :meth:`GarbageCollector.wait` says in a warning what it waits for, and that
 #: :func:`discard_steps_after` waits for the removals of another process.
 _PATIENCE = 5.0
@@ -181,7 +187,7 @@ def remove_steps(
         update_links(folder, [each for step, each in choice.found.items() if step not in chosen])
     if chosen and has_local_files(folder.place):
         # What a killed overwrite has moved aside is known to be old while the step is there, and else kept for ever.
-        _remove_leftovers(folder)
+        _remove_local(folder, [leftover for leftover in _find_local(folder) if leftover.is_replaced])
     removed, kept, count_step = [], {}, begin(chosen)
     for step in chosen:
         if against := held.get(folder.names.name(step)):  # no mark need be written for it
@@ -196,7 +202,10 @@ def remove_steps(
         count_step(step)
     if own_links and len(removed) < len(chosen):
         update_links(folder, [each for step, each in choice.found.items() if step not in removed])
-    _clear_remains(folder, choice, judge, removed)
+    left = _clear_remains(folder, choice, judge, removed)
+    for step in removed:
+        if stem(folder.names.name(step)) not in left:  # else a warning says that its files take space still
+            logger.info("removed step %d from %s", step, folder)
     return Removals(removed, kept, choice)
 
 
@@ -328,7 +337,7 @@ class GarbageCollector:
                 text = f"{type(exc).__qualname__}: {exc}"
                 if text != self._failure:  # a policy that raises does so after each save
                     logger.warning("cannot remove old checkpoints from %s: %s", self._folder, exc, exc_info=True)
-                report_failed("prune", self._folder, exc)
+                report_failed("prune", self._folder, exc, "removing old steps")
                 self._failure = text
             else:
                 self._failure = ""
@@ -343,8 +352,20 @@ class GarbageCollector:
             logger.warning("cannot look for uploads to %s that have not ended", self._folder, exc_info=True)
 
 
-def _clear_remains(folder: StepFolder, choice: Choice, judge: Judge, removed: Collection[int]) -> None:
-    """Remove what killed saves and removals have left, and the holds and marks that have ended."""
+def _report_kept(path: Path, error: Exception, phase: str, text: str) -> None:
+    """Report what cannot be removed: each time as an event, and once in the log, as each collection tries again."""
+    if text not in _warned:
+        _warned.add(text)
+        logger.warning("%s", text)
+    report_failed("prune", path, error, phase)
+
+
+def _clear_remains(folder: StepFolder, choice: Choice, judge: Judge, removed: Collection[int]) -> set[str]:
+    """Remove what killed saves and removals have left, and the holds and marks that have ended.
+
+    Returns:
+        As :func:`_remove_leftovers`.
+    """
     for each in choice.found.values():
         # A removal that was killed on a store without rename leaves a checkpoint without some of its objects.
         if each.error is not None and is_half_deleted(folder.path(each.step)):
@@ -352,36 +373,55 @@ def _clear_remains(folder: StepFolder, choice: Choice, judge: Judge, removed: Co
     if removed or not choice.known:  # what others leave goes with the next that goes
         folder.holds.drop_ended()
         drop_marks(folder.find(MARKS_NAME), folder.directories)
-    _remove_leftovers(folder, [step for step in choice.found if step not in choice.known])
+    return _remove_leftovers(folder, [step for step in choice.found if step not in choice.known])
 
 
-def _remove_leftovers(folder: StepFolder, steps: Collection[int] | None = None) -> None:
+def _remove_leftovers(folder: StepFolder, steps: Collection[int] | None = None) -> set[str]:
     """Remove tombstones, staging directories and objects of killed saves; leave those whose process may live.
 
     On a store, those in the places of some steps, if given: what is in the place of a step that was whole before is
     left to the next manager.
+
+    Returns:
+        The stems of the names of removed steps whose tombstones could not be deleted.
     """
     place = folder.place
-    if not has_local_files(place):
-        names = [folder.names.name(step) for step in (folder.steps() if steps is None else steps)]
-        for result in clear_unfinished(place, names, folder.plugins, dry_run=False):
-            if result.error:
-                logger.warning("%s", result.error)
-                report_failed("prune", place, StorageError(result.error))
-            elif result.is_removed:
-                logger.info("removed the objects at %s, which an interrupted save or removal had left", result.path)
-        return
+    if has_local_files(place):
+        return _remove_local(folder, _find_local(folder))
+    names = [folder.names.name(step) for step in (folder.steps() if steps is None else steps)]
+    for result in clear_unfinished(place, names, folder.plugins, dry_run=False):
+        if result.error:
+            _report_kept(place, StorageError(result.error), "removing leftovers", result.error)
+        elif result.is_removed:
+            logger.info("removed the objects at %s, which an interrupted save or removal had left", result.path)
+    return set()
+
+
+def _find_local(folder: StepFolder) -> list[Leftover]:
+    """Return the tombstones and staging directories of steps in a directory."""
 
     def is_step(stem: str) -> bool:
         # Older releases made tombstones of staging directories, too: their stem is `.step-1.shardckpt-...`.
         return folder.names.parse(stem.removeprefix(".").partition(".shardckpt-")[0]) is not None
 
-    is_superseded = make_superseded_check(folder.plugins)
+    return find_leftovers(folder.place, is_step)
+
+
+def _remove_local(folder: StepFolder, leftovers: Iterable[Leftover]) -> set[str]:
+    """Remove those of some leftovers that may go; return as :func:`_remove_leftovers`."""
+    is_superseded, left = make_superseded_check(folder.plugins), set[str]()
+
+    def report(leftover: Leftover, error: Exception) -> None:
+        if leftover.kind == REMOVED:
+            left.add(leftover.stem)
+        _report_kept(folder.place, error, "removing leftovers", str(error))
+
     remove_free(
-        find_leftovers(place, is_step),
-        lambda leftover: explain_kept_leftover(leftover, place / leftover.stem, is_superseded),
-        lambda error: report_failed("prune", place, error),
+        leftovers,
+        lambda leftover: explain_kept_leftover(leftover, folder.place / leftover.stem, is_superseded),
+        report,
     )
+    return left
 
 
 def _try_to_remove(
@@ -413,10 +453,9 @@ def _try_to_remove(
             if (store := find_ability(folder.place, ListsFolders)) is not None:  # its folders outlive their objects
                 store.remove_folder(name)
     except (StorageError, CheckpointReplacedError) as exc:
-        logger.warning("step %d in %s is to be removed, and stays for now: %s", chosen.step, folder, exc)
-        report_failed("prune", path, exc)
+        text = f"step {chosen.step} in {folder} is to be removed, and stays for now: {exc}"
+        _report_kept(path, exc, "removing a step", text)
         return None
-    logger.info("removed step %d from %s", chosen.step, folder)
     return ""
 
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit import Owner, describe_process, make_hold
 from shardckpt.engine import report_event
-from shardckpt.errors import CheckpointingException, StorageError, escape_text
+from shardckpt.errors import CheckpointingException, StorageError, escape_text, listed
 from shardckpt.manager.part import ManagerPart
 from shardckpt.storage import has_local_files, limit_attempts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from shardckpt.commit import Hold
     from shardckpt.manager.steps import StepFolder
@@ -40,16 +40,18 @@ class OtherJobs(ManagerPart):
         self._name, _ = make_hold("folder", "job", describe_process(), _SECONDS)
         self._looked_at = self._written_at = -_INTERVAL
         self._is_written = False
-        #: Until when the file of each other job counted when it was seen first.
+        #: Until when the file of each other job counted when it was last seen.
         self._seen: dict[str, float | None] = {}
         self._warned: set[str] = set()
+        #: The steps that were there at the last save, and its own; None before the first.
+        self._known: set[int] | None = None
 
     def before_save(self, step: int, metrics: Mapping[str, float | None]) -> None:  # noqa: ARG002 - every part has it
         """Look for other jobs; see :meth:`look`."""
         self.look()
 
     def look(self) -> None:
-        """Look for files of others; warn of those whose process is alive here, or that were written since.
+        """Look for files of others; warn of those whose process is alive here, or that were written since the last.
 
         Raises:
             CheckpointingException: There is such a job, and this one is to save to no folder of another.
@@ -58,11 +60,30 @@ class OtherJobs(ManagerPart):
             return
         self._looked_at = time.monotonic()
         for name, job in self._folder.holds.find_jobs().items():
-            first, owner = self._seen.setdefault(name, job.until), Owner.from_text(job.owner)
+            before, owner = self._seen.setdefault(name, job.until), Owner.from_text(job.owner)
             if not job.is_current:
                 self._drop(name)
-            elif owner != Owner.current() and name not in self._warned and (owner.is_alive() or job.until != first):
-                self._warn(name, job)
+            elif owner != Owner.current() and (owner.is_alive() or job.until != before):
+                self._report(name, job)
+                self._seen[name] = job.until  # not of one beside which no save is allowed: it is refused again
+
+    def find_unknown(self, step: int, existing: Collection[int]) -> None:
+        """Warn of steps that another job has saved since the last save, though it may have ended, and left no file.
+
+        Args:
+            step: The step that is saved now.
+            existing: The steps that are there.
+        """
+        unknown = [] if self._known is None else sorted({*existing} - self._known)
+        self._known = {*existing, step}
+        if unknown:
+            report_event("save", "other_job", self._folder, 0)
+            logger.warning(
+                "%s has steps that were not there at the last save of this job, and that it has not saved: %s. Another "
+                "job saves there, or has: give each job a folder of its own",
+                self._folder,
+                listed([*map(str, unknown)]),
+            )
 
     def after_commit(self, step: int) -> None:  # noqa: ARG002 - every part has it
         """Say that this job saves there."""
@@ -82,7 +103,8 @@ class OtherJobs(ManagerPart):
             with limit_attempts(0):
                 self._drop(self._name)
 
-    def _warn(self, name: str, job: Hold) -> None:
+    def _report(self, name: str, job: Hold) -> None:
+        """Report a job each time that it is seen, and warn of it once; or raise, if this one is not to save then."""
         last = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime((job.until or _SECONDS) - _SECONDS))
         text = (
             f"another job saves to {self._folder}, too: {escape_text(job.holder)}, last seen at {last}. Each takes the "
@@ -93,8 +115,9 @@ class OtherJobs(ManagerPart):
         if self._refuses:
             self._looked_at = -math.inf  # the next save looks again
             raise CheckpointingException(f"{text}: nothing was saved, as on_other_job='error' says")
-        self._warned.add(name)
-        logger.warning("%s", text)
+        if name not in self._warned:
+            self._warned.add(name)
+            logger.warning("%s", text)
 
     def _drop(self, name: str) -> None:
         try:

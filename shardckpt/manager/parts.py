@@ -64,11 +64,12 @@ def make_parts(
                 parts.append(LatestPointer(folder, config.latest_pointer))
             if config.links:
                 begin_links(folder)
+            others = None
             if fault_tolerance is None:  # replicas share a folder
                 others = OtherJobs(folder, refuses=config.on_other_job == "error")
                 others.look()  # before a load takes a step of theirs
                 parts.append(others)
-            parts.append(Retention(folder, config.retention_policies, links=config.links))
+            parts.append(Retention(folder, config.retention_policies, others, links=config.links))
             if config.show_progress:
                 parts.append(SaveProgress())
         if config.saves_on_request:
@@ -83,9 +84,12 @@ def make_parts(
 class Retention(ManagerPart):
     """Removes the checkpoints that no policy keeps, and moves the folder's links; a part of the main rank alone."""
 
-    def __init__(self, folder: StepFolder, policies: Collection[RetentionPolicy], *, links: bool) -> None:
+    def __init__(
+        self, folder: StepFolder, policies: Collection[RetentionPolicy], others: OtherJobs | None, *, links: bool
+    ) -> None:
         self._folder = folder
         self._policies = policies
+        self._others = others
         self._gc = GarbageCollector(folder, policies, links=links)
         self._metrics = [policy.metric for policy in policies if isinstance(policy, KeepBest)]
         #: How many of this run's newest steps are kept whatever the policies return. After a load of an earlier step,
@@ -99,6 +103,8 @@ class Retention(ManagerPart):
     def before_save(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Wait until the step is not being removed, and free its place; warn of later steps and of missing metrics."""
         existing = self._folder.steps()
+        if self._others is not None:  # here, where the folder is listed
+            self._others.find_unknown(step, existing)
         if step in existing:
             # A collection that is under way may have chosen to remove the old checkpoint of this step: it would remove
             # the new one.
@@ -135,7 +141,7 @@ class Retention(ManagerPart):
 
     def list_kept(self) -> list[str]:
         """Return the steps that are there, the newest first, each with what keeps it."""
-        protected = {*self._protected} & {*self._folder.steps()}
+        protected = dict.fromkeys({*self._protected} & {*self._folder.steps()}, "this job has loaded or saved it")
         try:
             found = prune_steps(find_url(self._folder.place), self._policies, protected, names="step-", dry_run=True)
             held = self._folder.holds.find()

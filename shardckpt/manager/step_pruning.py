@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from shardckpt.plugins import get_plugin_manager
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection
 
     from shardckpt.manager.garbage_collection import Choice, Judge, Removals
     from shardckpt.manager.marks import Mark
@@ -66,7 +67,7 @@ class StepResult:
 def prune_steps(
     folder: str | os.PathLike[str],
     policies: Collection[RetentionPolicy],
-    protected: Collection[int] = (),
+    protected: Collection[int] | Mapping[int, str] = (),
     *,
     names: str | None = None,
     damaged: bool = False,
@@ -90,7 +91,7 @@ def prune_steps(
     Args:
         folder: The directory or URL that has the steps' directories.
         policies: Choose the steps to keep; at least one, or with ``damaged`` none, which keeps all that are not.
-        protected: Steps that are kept whatever the policies say.
+        protected: Steps that are kept whatever the policies say; or what is said of each, by step.
         names: What the steps' names have before the number, such as ``model-``; by default any text that ends with a
             word that trainers use (step, iter, epoch, ckpt, checkpoint, ...).
         damaged: Whether to remove damaged steps, and saves that did not end.
@@ -115,6 +116,7 @@ def prune_steps(
     if not found:
         return []
     existing = {step for _, each in found for step in each}
+    reasons = protected if isinstance(protected, Mapping) else dict.fromkeys(protected, "the caller protects it")
     if absent := sorted({*protected} - existing):
         known = name_known(str(absent[0]), [*map(str, sorted(existing))], "steps")
         raise CheckpointingException(
@@ -127,12 +129,12 @@ def prune_steps(
             fault: Damage | None = Damage(_FAILED, _UNASKED * (not damaged))
         else:
             fault = find_damage(steps, step, older_than) if damaged else None
-        return fault._replace(kept="it is protected") if fault is not None and step.step in protected else fault
+        return fault._replace(kept=reasons[step.step]) if fault is not None and step.step in reasons else fault
 
     return [
         result
         for steps, each in found
-        for result in _prune(steps, each, policies, protected, partial(judge, steps), dry_run=dry_run)
+        for result in _prune(steps, each, policies, reasons, partial(judge, steps), dry_run=dry_run)
     ]
 
 
@@ -160,14 +162,14 @@ def remove_step(folder: str | os.PathLike[str], step: int | str) -> StepResult:
         return [each for each in checkpoints if each != step]
 
     found, _ = steps.inspect_steps()
-    return next(each for each in _prune(steps, found, [keep_others], (), dry_run=False) if each.step == step)
+    return next(each for each in _prune(steps, found, [keep_others], {}, dry_run=False) if each.step == step)
 
 
 def _prune(
     folder: StepFolder,
     found: Mapping[int, StepCheckpoint],
     policies: Collection[RetentionPolicy],
-    protected: Collection[int],
+    protected: Mapping[int, str],
     judge: Judge = lambda _: None,
     *,
     dry_run: bool,
@@ -218,7 +220,7 @@ def _remove(
 
 
 def _explain_kept(
-    found: StepCheckpoint, choice: Choice, policies: Collection[RetentionPolicy], protected: Collection[int]
+    found: StepCheckpoint, choice: Choice, policies: Collection[RetentionPolicy], protected: Mapping[int, str]
 ) -> str:
     """Return what keeps a step that was not chosen, of all that does."""
     step, counted = found.step, choice.counted
@@ -232,7 +234,7 @@ def _explain_kept(
         return str(found.mark or "it has all its files, by their sizes")
     needed = find_needed_steps(counted)
     reasons = [needed[step]] if step in needed else []
-    reasons += ["it is protected"] if step in protected else []
+    reasons += [protected[step]] if step in protected else []
     for policy in policies:
         if step in find_kept(policy, counted):
             reasons.append(explain_policy(policy))

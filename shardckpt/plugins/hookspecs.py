@@ -53,7 +53,7 @@ class Event:
             has no other events; to plugins that have the attribute ``wants_progress = True`` also of saves,
             conversions, exports and migrations. Threads report it, too, and the end of a background save's
             ``writing``. Two are of a manager's saves, and of no operation: ``skipped``, a step that ``on_busy="skip"``
-            left out, and ``other_job``, which saves to the manager's folder, too.
+            left out, and ``other_job``, which saves to the manager's folder, too: at each save that finds it.
         directory: The checkpoint's path or URL.
         rank: The rank that reports.
         seconds: Seconds since the start of the phase; 0 at its start.

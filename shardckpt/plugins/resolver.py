@@ -531,7 +531,6 @@ def _refusal_error(
     if faults:
         return BrokenPluginError(f"{what}; its plugin is installed and does not work: {'; '.join(faults)}{tail}")
     first_reader = manifest.record.reader if manifest.record else ""
-    suggestion = f": {first_reader} or newer reads it" if first_reader else ""
     readers = [entry for entry in entries if entry.backend == manifest.backend]
     if not readers and manifest.backend in _RETIRED:
         return UnknownBackendError(f"{what}; no plugin reads that backend any more: {_RETIRED[manifest.backend]}{tail}")
@@ -550,8 +549,10 @@ def _refusal_error(
     if manifest.version in versions:
         return CannotLoadError(f"{what}, which the installed readers of that version refuse{tail}")
     if manifest.version > max(versions):
+        owner = next(entry.distribution for entry in readers if entry.version == max(versions))
+        advice = f": {first_reader} or newer reads it" if first_reader else f" {owner}: nothing in it names the release"
         return VersionTooNewError(
-            f"{what}, newer than what is installed (version {max(versions)}). Upgrade{suggestion}{tail}"
+            f"{what}, newer than what is installed (version {max(versions)}). Upgrade{advice}{tail}"
         )
     migrations = plugins.registry.migrations(manifest.backend, manifest.version)
     if migrations:

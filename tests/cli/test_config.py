@@ -106,7 +106,9 @@ def test_a_file_of_settings_is_checked_without_a_training(tmp_path: Path, capsys
     assert main(["config", "--check", str(tmp_path / "wrong.toml"), "--section", "train.checkpint"]) == 2
     assert "no section 'checkpint' (did you mean checkpoint?" in capsys.readouterr().err
     assert main(["config", "--check", str(tmp_path / "wrong.toml")]) == 2
-    assert "--section NAME" in capsys.readouterr().err
+    assert "are in the table 'train.checkpoint': --section train.checkpoint" in capsys.readouterr().err
+    assert main(["config", "--check", str(tmp_path / "wrong.toml"), "--section", "train"]) == 2
+    assert "are in the table 'checkpoint': --section train.checkpoint" in capsys.readouterr().err
     right = {"folder": "runs", "retention": [{"policy": "KeepLatest", "count": 3}], "strategy": "torch_dist"}
     (tmp_path / "right.json").write_text(json.dumps(right))
     assert main(["config", "--check", str(tmp_path / "right.json")]) == 0
@@ -224,18 +226,60 @@ def test_faults_are_records_of_json(
     found = {each.pop("setting"): each for each in error["faults"]}
     assert all(each["message"] in error["message"] for each in found.values())
     assert {name: (each["value"], each["suggestion"]) for name, each in found.items()} == {
-        "intervall": (3, "interval"),
+        "intervall": (3, None),  # interval is given already
         "max_to_keep": (5, "keep_latest_k"),
         "async_mode": ("asyn", "async"),
         "interval": (0, None),
         "strategy": ("safetensor", "safetensors"),
-        "keep_best_k": (2, "name one, as 'loss'"),
+        "keep_best_k": (2, None),
         "folder": ("ftp2://user:***@host/run", None),
         "SHARDCKPT_IO_TREADS": ("3", "SHARDCKPT_IO_THREADS"),
     }
-    (tmp_path / "a.json").write_text("{")
-    assert main(["config", "--check", str(tmp_path / "a.json"), "--json"]) == 2
-    assert json.loads(capsys.readouterr().out)["error"]["faults"] == []  # a list, too
+    assert {name: each["file"] for name, each in found.items()} == {
+        name: "" if name == "SHARDCKPT_IO_TREADS" else str(tmp_path / "a.json") for name in found
+    }
+
+
+def test_each_fault_of_several_files_says_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of one that cannot be read; a variable of this machine is a fault of none, and of right files the code 1."""
+    pytest.importorskip("yaml")
+    for name, text in {
+        "cut.json": "{",
+        "empty.yaml": "",
+        "right.json": '{"interval": 3}',
+        "noted.json": '{"enable_checkpoint": false}',
+        "wrong.json": json.dumps(
+            {"retention": [{"policy": "KeepLatest", "count": 2}], "keep_best_k": 2, "interval": 5, "intervall": 3}
+        ),
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert main(["config", "--check", "cut.json", "right.json", "empty.yaml", "wrong.json", "--json"]) == 2
+    faults = json.loads(capsys.readouterr().out)["error"]["faults"]
+    assert [(each["file"], each["setting"]) for each in faults] == [
+        ("cut.json", ""),
+        ("empty.yaml", ""),
+        ("wrong.json", "intervall"),
+        ("wrong.json", "retention"),
+        ("wrong.json", "keep_best_k"),
+    ]
+    assert faults[0]["message"].startswith("cut.json cannot be read: JSONDecodeError")
+    assert faults[1]["message"] == "empty.yaml is empty: expected settings by name, as 'interval: 500'"
+    assert faults[2]["suggestion"] is None  # interval is given already
+    assert faults[3]["value"] == [{"policy": "KeepLatest", "count": 2}]
+    monkeypatch.setenv("SHARDCKPT_IO_TREADS", "3")
+    assert main(["config", "--check", "wrong.json", "cut.json"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith("wrong.json: 3 wrong settings of a CheckpointConfig")
+    assert lines[4].strip().startswith("cut.json cannot be read")
+    assert lines[5].strip() == "the environment: 1 wrong variable"
+    assert main(["config", "--check", "right.json", "noted.json", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [each["file"] for each in found["files"]] == ["right.json", "noted.json"]
+    assert [each["file"] for each in found["files"][1]["notes"]] == ["noted.json"]
+    assert [each["setting"] for each in found["variables"]] == ["SHARDCKPT_IO_TREADS"]
 
 
 def test_a_file_that_settings_name_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,7 +291,7 @@ def test_a_file_that_settings_name_is_not_run(tmp_path: Path, capsys: pytest.Cap
     assert not ran.exists()
     assert f"hf_mapping: {tmp_path}/rules.py is code, and was not run" in capsys.readouterr().out
     assert main(["config", "--check", str(tmp_path / "a.json"), "--json"]) == 0
-    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    (note,) = json.loads(capsys.readouterr().out)["files"][0]["notes"]
     assert (note["setting"], note["value"]) == ("hf_mapping", f"{tmp_path}/rules.py:MAPPING")
     for name, words in (("rule.py:MAPPING", "there is no file"), ("rules.py:a-b", "FILE.py:MAPPING")):
         (tmp_path / "a.json").write_text(json.dumps({"hf_mapping": f"{tmp_path}/{name}"}))

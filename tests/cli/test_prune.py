@@ -50,7 +50,7 @@ def test_prune_keeps_what_a_policy_keeps(backend: Backend, folder: Path, capsys:
     assert _steps(folder) == [1, 2, 3, 4, 5]
     rows = {line.split()[0]: line.split("kB  ")[1] for line in said.splitlines()[2:7]}
     assert rows == {
-        "step-1": "kept: it is protected",
+        "step-1": "kept: --keep-step names it",
         "step-2": "kept: among the best 1 by loss (min)",
         "step-3": "would be removed",
         "step-4": "would be removed",

@@ -83,7 +83,7 @@ def test_policies_do_not_count_what_is_damaged(tmp_path: Path, capsys: pytest.Ca
     """Together both apply: of the sound ones the latest stays, and --keep-step keeps a damaged one, too."""
     _make(tmp_path)
     found = _prune(capsys, tmp_path, "--keep-latest", 1, "--keep-step", 2, "--older-than", 0)
-    assert found["step-2"] == "it is protected"
+    assert found["step-2"] == "--keep-step names it"
     assert folders.names_in(tmp_path) == {"step-2", "step-4"}
 
 

@@ -17,6 +17,7 @@ from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, 
 from shardckpt.manager import garbage_collection, prune_steps
 from shardckpt.manager.garbage_collection import GarbageCollector, discard_steps_after
 from shardckpt.manager.marks import identify_save, mark_checkpoint
+from shardckpt.manager.parts import Retention
 from shardckpt.manager.retention import KeepLatest
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import read_manifest
@@ -27,6 +28,7 @@ from tests.manager import folders
 from tests.manager.garbage_collection import LATEST, collect
 from tests.plugged import registered
 from tests.plugins.manager import Recorder
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,6 +64,49 @@ def test_a_removal_of_ones_own_is_no_interrupted_one(tmp_path: Path, caplog: pyt
         assert collect(tmp_path, [KeepLatest(1)]) == [1]
     assert "removed step 1 from" in caplog.text
     assert "interrupted" not in caplog.text
+
+
+def test_what_protects_a_step_is_said(tmp_path: Path) -> None:
+    """A caller's list, or what it says of each; where there is no space, a manager names the steps of its own run."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    for protected, why in (([1], "the caller protects it"), ({1: "the paper has it"}, "the paper has it")):
+        found = {each.step: each.kept for each in prune_steps(tmp_path, [KeepLatest(1)], protected, dry_run=True)}
+        assert (found[1], found[2]) == (why, "")
+    retention = Retention(folders.steps_of(tmp_path), [KeepLatest(1)], None, links=False)
+    retention.after_load(1)
+    assert [text.partition(": ")[2] for text in retention.list_kept()][2:] == ["this job has loaded or saved it)"]
+
+
+def _refuse(*_: Any, ignore_errors: bool = False) -> None:
+    if not ignore_errors:
+        raise PermissionError(1, "Operation not permitted")
+
+
+@table(
+    "failing, phase, said",
+    [
+        ((shutil, "rmtree"), "removing leftovers", "cannot remove {}/.step-{}."),
+        ((os, "rename"), "removing a step", "step {1} in {0} is to be removed, and stays for now: "),
+    ],
+)
+def test_what_cannot_be_removed_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, failing: tuple[Any, str], phase: str, said: str
+) -> None:
+    """Each collection tries again, and is an event with a phase; the log has a line a step, and none says removed."""
+    caplog.clear()
+    folders.save_all(tmp_path, 1, 2, 3, 4)
+    collector = GarbageCollector(folders.steps_of(tmp_path), [KeepLatest(1)])
+    with pytest.MonkeyPatch.context() as patched, registered(Recorder()) as recorder:
+        patched.setattr(*failing, _refuse)
+        with caplog.at_level(logging.INFO, "shardckpt"):
+            for _ in range(3):
+                collector.submit()
+            collector.close()
+    lines = [text for text in caplog.messages if str(tmp_path) in text]
+    assert [text[: len(said.format(tmp_path, step))] for step, text in zip((1, 2, 3), lines, strict=True)] == [
+        said.format(tmp_path, step) for step in (1, 2, 3)
+    ]
+    assert [event.failed_phase for event in recorder.find("failure")] == [phase] * 9
 
 
 def test_foreign_names_are_never_touched(tmp_path: Path) -> None:

@@ -68,6 +68,48 @@ def test_two_jobs_are_told_of_each_other(
     assert _list_owners(folder) == {ALIVE.text, ELSEWHERE.text}
 
 
+def test_each_save_that_finds_another_job_is_an_event(tmp_path: Path) -> None:
+    """So that an alert goes on while the other is there, and ends after: of another host's, when it has saved again."""
+    folder = str(tmp_path / "run")
+    config, states = CheckpointConfig(folder=folder, interval=1), {"progress": Progress()}
+    with registered(Recorder()) as recorder, CheckpointManager(config, states) as manager:
+        manager.save(1)
+        counts = []
+        for step, owner, seconds in (
+            (2, ELSEWHERE, 3600.0),
+            (3, None, 0.0),
+            (4, ELSEWHERE, 7200.0),
+            (5, None, 0.0),
+            (6, ALIVE, 3600.0),
+            (7, None, 0.0),
+            (8, ALIVE, -1.0),
+        ):
+            if owner is not None:
+                _write(folder, owner, seconds)
+            manager.save(step)
+            counts.append(len(recorder.find("other_job")))
+    assert counts == [0, 0, 1, 1, 2, 3, 3]
+
+
+@folders.PLACES
+def test_steps_of_a_job_that_has_ended_are_told(
+    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that saved once and closed has left no file: its step shows it, at the next save, once."""
+    folder = place.format(tmp_path / "run")
+    folders.save(folder, 1)
+    config, states = CheckpointConfig(folder=folder, interval=1, keep_latest_k=0), {"progress": Progress()}
+    with registered(Recorder()) as recorder, CheckpointManager(config, states) as manager:
+        manager.save(2)
+        manager.save(3)
+        folders.save(folder, 9)
+        manager.save(4)
+        manager.save(5)
+    (text,) = [text for text in caplog.messages if "were not there at the last save of this job" in text]
+    assert "that it has not saved: 9. Another job saves there" in text
+    assert len(recorder.find("other_job")) == 1
+
+
 @folders.PLACES
 def test_a_save_beside_another_job_is_refused_if_asked(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch

@@ -423,10 +423,14 @@ def test_a_newer_version_names_the_release_that_reads_it(tmp_path: Path) -> None
     assert "_Load of this process: reads version 1" in text
 
 
-def test_a_newer_version_without_a_hint_still_says_upgrade(tmp_path: Path) -> None:
-    """A strategy that names no release leaves the sentence whole."""
-    text = _refusal(VersionTooNewError, _saved(tmp_path / "checkpoint", _Save3), _host(_Load, _Load2))
-    assert "newer than what is installed (version 2). Upgrade\n" in text
+@table("has_record", [True, False])
+def test_a_newer_version_without_a_hint_says_what_to_upgrade(tmp_path: Path, has_record: bool) -> None:
+    """Where a strategy names no release, or the record is lost, what has the newest reader is named."""
+    path = _saved(tmp_path / "checkpoint", _Save3)
+    if not has_record:
+        (path / "shardckpt.json").unlink()
+    text = _refusal(VersionTooNewError, path, _host(_Load, _Load2))
+    assert "newer than what is installed (version 2). Upgrade this process: nothing in it names the release\n" in text
     assert "_Load of this process: reads version 1" in text
     assert "_Load2 of this process: reads version 2" in text
 
