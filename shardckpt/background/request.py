@@ -172,6 +172,6 @@ class AsyncRequest(NamedTuple):
 
 
 def _find_phase(future: Future[Any]) -> str:
-    """Return the phase in which this rank's part failed; where it did not, or not in one, that it was behind."""
+    """Return the phase in which this rank's part failed; one name for all phases if that is not known."""
     error = future.exception() if future.done() and not future.cancelled() else None
     return getattr(error, "phase", "") or "saving in the background"

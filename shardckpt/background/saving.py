@@ -287,7 +287,7 @@ def release_memory() -> None:
 
 @contextmanager
 def _name_phase(name: str) -> Iterator[None]:
-    """Note the phase in an error: no Comm does it where a rank writes alone."""
+    """Note the phase in an error of this rank: behind the training no Comm does."""
     try:
         yield
     except Exception as exc:

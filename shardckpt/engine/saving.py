@@ -152,7 +152,7 @@ def save_checkpoint(
         for is_first in (True, False):
             operation.start_progress(lambda: state.nbytes)
             try:
-                with comm.collective_phase(operation.kind):  # whether it is tried once more, all ranks decide alike
+                with comm.collective_phase(operation.kind):  # every rank gets the error, and tries once more or not
                     state.begin(operation, target, options).run(write, options.content_metadata)
                 break
             except NotEnoughSpaceError as error:
