@@ -133,6 +133,31 @@ def test_dir_has_names_before_their_first_use(tmp_path: Path, monkeypatch: pytes
         _ = package.never
 
 
+def test_a_public_name_that_is_elsewhere_says_where() -> None:
+    """Asked of shardckpt itself, by an import or an attribute: the line that imports it, and no name spelt like it."""
+    package = importlib.import_module("shardckpt")
+    names = {
+        name
+        for module, shown in PUBLIC.items()
+        if re.fullmatch(r"shardckpt\.\w+", module) and module != "shardckpt.cli"
+        for name in shown.split()
+    } - {*package.__all__}
+    assert "CheckpointManager" in names
+    for name in sorted(names):
+        with pytest.raises(AttributeError) as attribute:
+            getattr(package, name)
+        with pytest.raises(ImportError) as imported:
+            exec(f"from shardckpt import {name}", {})
+        assert str(attribute.value) == str(imported.value)
+        line = str(attribute.value).partition(": ")[2]
+        exec(line, {})
+        assert line == f"from {line.split()[1]} import {name}"
+        assert attribute.value.name is None
+        assert not hasattr(package, name)
+    with pytest.raises(AttributeError, match=r"has no attribute 'no_such_name'$"):
+        _ = package.no_such_name
+
+
 def _ours(value: Any) -> bool:
     return (getattr(value, "__module__", None) or "").startswith("shardckpt")
 
