@@ -14,19 +14,9 @@ if TYPE_CHECKING:
 #: The modules of shardckpt that users import from, in the order in which a name is looked for in them.
 _PUBLIC = (
     *("dist_checkpointing", "manager", "adapters", "huggingface", "maintenance", "local", "async_save", "parallel"),
-    *(
-        "mapping",
-        "strategy",
-        "plugins",
-        "storage",
-        "errors",
-        "manifest",
-        "chunks",
-        "planning",
-        "archive",
-        "distributed",
-    ),
-    *("testing", "optimizer", "optimizer_state", "quantized", "state_dict", "stubs", "tensors", "settings"),
+    *("mapping", "strategy", "plugins", "storage", "errors", "manifest", "chunks", "planning", "archive"),
+    *("distributed", "testing", "optimizer", "optimizer_state", "quantized", "state_dict", "stubs", "tensors"),
+    "settings",
 )
 
 
@@ -77,8 +67,8 @@ def _refuse(package: str, name: str, *, is_import: bool) -> NoReturn:
         is_import: Whether ``from PACKAGE import NAME`` asks, which gives an AttributeError a text of its own.
     """
     text = f"module {package!r} has no attribute {name!r}"
-    is_module = name.startswith("_") or importlib.util.find_spec(f"{package}.{name}") is not None
-    if is_module or not (home := _find_home(name)):
+    is_private, is_module = name.startswith("_"), importlib.util.find_spec(f"{package}.{name}") is not None
+    if is_private or is_module or not (home := _find_home(name)):
         raise AttributeError(text)
     text += f": from {home} import {name}"
     if is_import:
