@@ -7,6 +7,7 @@ Exit code 1 if a variable is such, or has a wrong value; 2 if a file that --chec
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -114,6 +115,7 @@ def _check(files: Sequence[str], section: str) -> Output:
         except ConfigurationError as exc:  # noqa: PERF203 - there are few
             texts.append(str(exc))
             faults += [each._replace(file=file) for each in exc.faults or [SettingFault("", None, str(exc))]]
+    _note_shared_folders(checked)
     variables = [_describe_variable(each) for each in map(_look_further, list_variables()) if each.is_wrong]
     said = [each.message for each in variables]
     if said:
@@ -156,6 +158,21 @@ def _check_file(file: str, section: str) -> _Checked:
         head = f"{file}: {format_many(len(faults), 'wrong setting')} of a CheckpointConfig"
         raise ConfigurationError.list_all(f"{head}\n  ", faults, "\n  ")
     return _Checked(file, given, [each._replace(file=file) for each in _find_notes(given)])
+
+
+def _note_shared_folders(checked: Sequence[_Checked]) -> None:
+    """Add a note to each file whose folder an earlier one has, too."""
+    import os
+
+    from shardckpt.manager import make_fault
+
+    owners: dict[str, str] = {}
+    for file, given, notes in checked:
+        if isinstance(folder := given.get("folder"), str):
+            path = folder.rstrip("/") if "://" in folder else os.path.realpath(os.path.expanduser(folder))  # noqa: PTH111
+            if (owner := owners.setdefault(path, file)) != file:
+                text = f"{owner} has it, too: two jobs in one folder replace, load and remove each other's steps"
+                notes.append(make_fault(given, "folder", f"folder: {text}")._replace(file=file))
 
 
 def _describe_checked(checked: _Checked) -> list[str]:
@@ -206,6 +223,9 @@ def _find_notes(given: dict[str, Any]) -> list[SettingFault]:
         notes["enable_checkpoint"] = "the manager saves and loads nothing"
     if given.get("on_busy") == "skip" and given.get("async_mode", "disabled") == "disabled":
         notes["on_busy"] = "no step is skipped, since each save has ended before the next: async_mode is disabled"
+    for name, value in given.items():
+        if isinstance(value, str) and (variable := re.search(r"\$(\w+|\{\w+\})", value)):
+            notes[name] = f"{variable[0]} is a part of the name: no variable is expanded in it"
     return [make_fault(given, name, f"{name}: {text}") for name, text in notes.items()]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.commit import Owner
 from shardckpt.distributed import Comm
 from shardckpt.engine import format_bytes, measure_freed, show_progress
-from shardckpt.errors import CheckpointingException, escape_text
+from shardckpt.errors import CheckpointingException, ask_nearest, escape_text
 from shardckpt.huggingface import export_to_huggingface
 from shardckpt.manager.garbage_collection import GarbageCollector, remove_steps
 from shardckpt.manager.other_jobs import OtherJobs
@@ -117,10 +117,10 @@ class Retention(ManagerPart):
             self._warn_of_later(step, later)
         for metric in self._metrics:
             if metric not in metrics:
-                given = ", ".join(map(repr, metrics)) or "none"
+                given, question = ", ".join(map(repr, metrics)) or "none", ask_nearest(metric, metrics)
                 self._warn_once(
                     f"the best checkpoints are kept by the metric {metric!r}, which is not among those that save was "
-                    f"given ({given})"
+                    f"given ({question}given: {given})"
                 )
 
     def list_removable(self, step: int) -> list[str]:

@@ -144,7 +144,8 @@ class KeepRecent:
 class KeepBest:
     """Keeps the steps with the best values of a metric; of equal values, the newer step.
 
-    A step without the metric, or whose metric is not a finite number, is never one of the best.
+    A step without the metric, or whose metric is not a finite number, is never one of the best. While no step has the
+    metric, whose name may be misspelt, no policy removes any.
 
     Attributes:
         metric: A name among the ``metrics`` that ``CheckpointManager.save`` is given.
@@ -260,13 +261,16 @@ def steps_to_remove(
 
     Raises:
         CheckpointingException: a policy returned something other than steps.
+        UnknownMetricError: some would go, and a policy asks for a metric that no step has.
     """
     if not policies or not checkpoints:
         return []
     kept = {*find_needed_steps(checkpoints), *protected}
     for policy in policies:
         kept |= find_kept(policy, checkpoints)
-    return sorted(checkpoints.keys() - kept)
+    if chosen := sorted(checkpoints.keys() - kept):
+        refuse_unknown_metrics(policies, checkpoints.values())
+    return chosen
 
 
 def find_kept(policy: RetentionPolicy, checkpoints: StepMetrics) -> set[int]:

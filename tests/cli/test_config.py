@@ -498,3 +498,22 @@ def test_check_looks_at_what_a_training_meets_later(
     assert main(["config", "--check", str(file)]) == 2
     said = capsys.readouterr().err
     assert all(name in said for name in ("SHARDCKPT_IO_THREADS", "SHARDCKPT_ACEPT"))
+
+
+def test_check_notes_what_two_files_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that two jobs would save to is a note about the second; a variable in a path is one, too."""
+    monkeypatch.chdir(tmp_path)
+    folders = {"a": "runs/x", "b": f"{tmp_path}/runs/../runs/x/", "c": "s3://b/${RUN}", "d": "s3://b/r"}
+    for name, folder in folders.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"folder": folder}))
+    assert main(["config", "--check", "a.json", "b.json", "c.json", "d.json"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "a.json: a CheckpointConfig, 1 setting: all right",
+        "b.json: a CheckpointConfig, 1 setting: all right, with 1 note",
+        "folder: a.json has it, too: two jobs in one folder replace, load and remove each other's steps",
+        "c.json: a CheckpointConfig, 1 setting: all right, with 1 note",
+        "folder: ${RUN} is a part of the name: no variable is expanded in it",
+        "d.json: a CheckpointConfig, 1 setting: all right",
+    ]

@@ -59,11 +59,16 @@ def test_a_wrong_metric_on_one_rank(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_a_metric_that_is_never_given_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Else a wrong name would keep no best checkpoint, and say nothing."""
-    config = CheckpointConfig(folder=tmp_path, keep_best_k=1, best_metric="los")
+    """A wrong name would keep no best checkpoint: no step is removed by any policy while none has the metric."""
+    config = CheckpointConfig(folder=tmp_path, keep_best_k=1, best_metric="los", keep_latest_k=1)
     with CheckpointManager(config, {"train_state": Progress()}) as manager:
         for step in (1, 2, 3):
             manager.save(step, force=True, metrics={"loss": 1.0})
+        manager.wait()
+        assert manager.steps() == [1, 2, 3]
         with pytest.raises(CheckpointingException, match="give them by name"):
             manager.save(4, force=True, metrics=1.0)  # type: ignore[arg-type]
-    assert caplog.text.count("by the metric 'los', which is not among those that save was given ('loss')") == 1
+    assert (
+        caplog.text.count("by the metric 'los', which is not among those that save was given (did you mean loss?") == 1
+    )
+    assert caplog.text.count("no step has a value of the metric 'los'") >= 1
