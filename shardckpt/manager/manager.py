@@ -682,8 +682,7 @@ class CheckpointManager:
     def _advise_of_space(self, error: NotEnoughSpaceError, step: int, removed: list[str]) -> tuple[str, str]:
         """Return an error's text with the steps that the retention would free, or cannot, and this advice alone.
 
-        Args:
-            removed: What was removed for the next save.
+        ``removed`` is what was removed for the next save.
         """
         explained = explain_full(error, self._folder.path(step))
         if not explained.advice:  # what is full is the folder of temporary files before a store

@@ -103,15 +103,10 @@ def list_plain(
 ) -> list[CheckpointSummary] | None:
     """Do what :func:`shardckpt.manager.list_checkpoints` does, without torch: for sound checkpoints of this library.
 
-    Args:
-        folder: A directory with checkpoints in it; or one checkpoint.
-        own: The formats of this distribution that are read, by backend and version, as its plugins register them.
-        recursive: Whether to look into the folders in it, too.
-
-    Returns:
-        The same summaries. None if anything needs a look by a reader: a URL, a checkpoint that is damaged or that
-        another library wrote, a save that did not end, a file or a folder that may be one of these, a plugin of another
-        distribution; and where nothing is a checkpoint.
+    ``own`` has the formats of this distribution that are read, by backend and version, as its plugins register them. It
+    returns None if anything needs a look by a reader: a URL, a checkpoint that is damaged or that another library
+    wrote, a save that did not end, a file or a folder that may be one of these, a plugin of another distribution; and
+    where nothing is a checkpoint.
     """
     formats = find_own_formats(own)
     if formats is None:
@@ -312,8 +307,7 @@ def list_once(found: Iterable[CheckpointSummary]) -> list[CheckpointSummary]:
 def is_listed_elsewhere(found: CheckpointSummary, above: tuple[str, ...]) -> bool:
     """Return whether a recursive listing has a folder by another path: one that is around it, or that a link leads to.
 
-    Args:
-        above: The real paths of those that it is in, from the one that is listed on.
+    ``above`` has the real paths of those that it is in, from the one that is listed on.
     """
     is_link = found.path != f"{above[-1]}/{found.name}"
     return found.path in above or (is_link and is_visible_in(found.path, above[0]))
