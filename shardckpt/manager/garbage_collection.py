@@ -82,13 +82,9 @@ def collect_garbage(
 class Choice(NamedTuple):
     """The steps of a folder, and which of them are to be removed.
 
-    Attributes:
-        found: All steps.
-        counted: The metrics of those that policies choose from, in ascending order.
-        chosen: Those of these that are to go.
-        damage: What is wrong with others, and why some of these stay.
-        needed: Those for whose sake the others can go: a load takes one of them then.
-        known: Those that were not looked at again.
+    Policies choose from the steps in ``counted``, in ascending order; ``chosen`` are those of them that are to go.
+    ``damage`` is what is wrong with others, and why some of these stay. The others can go for the sake of ``needed``: a
+    load takes one of them then. ``known`` are those that were not looked at again.
     """
 
     found: dict[int, StepCheckpoint]
@@ -145,11 +141,12 @@ def remove_steps(
     """Remove the checkpoints that a function chooses, and the remains of killed saves and removals; return the outcome.
 
     ``choose`` takes the metrics by step of complete checkpoints that can be loaded here, and returns the steps to
-    remove. Only those are removed, and those in which ``judge`` finds damage, if nothing in it says why they stay: no
-    save under way, no symbolic link, none that a lease or a pin holds; and with ``keeps_linked`` none that a symbolic
-    link in the folder leads to. By default ``judge`` looks at none. The remains of a save are left while its process
-    lives. A warning names what cannot be removed; the next call tries it once more. ``begin`` is called with the chosen
-    steps, and returns what is called with each when it is removed, or stays.
+    remove. Only those are removed, and those in which ``judge`` finds damage, if nothing in it says why they stay; the
+    damaged are not given to ``choose``. By default ``judge`` looks at none. No save under way is removed, no symbolic
+    link, none that a lease or a pin holds; and with ``keeps_linked`` none that a symbolic link in the folder leads to.
+    The remains of a save are left while its process lives. A warning names what cannot be removed; the next call tries
+    it once more. ``begin`` is called with the chosen steps, and returns what is called with each when it is removed, or
+    stays.
 
     Other processes may save and remove meanwhile. So each step is looked at again under the mark of its removal: it
     stays if it is another save by then, or if a checkpoint for whose sake it could go is gone, or going.

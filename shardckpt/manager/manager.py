@@ -547,7 +547,7 @@ class CheckpointManager:
     def _tolerate(self, error: Exception, step: int | None, started: float, *, is_final: bool = False) -> None:
         """Collective: report a save that failed; raise its error if no later one makes up for it, or too many failed.
 
-        Every rank has the same error, and so decides alike.
+        Every rank has the same error, and so decides in the same way.
         """
         was_logged = getattr(error, "is_logged", False)  # that of a save in the background, with what could go
         explained = error if was_logged else self._explain_full(error, step)

@@ -80,8 +80,8 @@ class StepWriter(ManagerPart):
         The caller may change the tensors as soon as this returns. An existing checkpoint at ``target``, a directory or
         URL, is replaced in one step; if this fails, also because a lease or a pin holds the step, it is unchanged. The
         main rank's ``content`` is stored as ``content_metadata``; others may differ (in their metrics). ``lineage``
-        names the checkpoint from which the training was resumed, and the step. ``on_commit`` is called on every rank
-        when the checkpoint is durable, ``before`` first, in phases of the operation that it gets.
+        names the checkpoint from which the training was resumed, and the step. ``before`` is what each rank does first,
+        in phases of the operation that it gets. ``on_commit`` is called on every rank when the checkpoint is durable.
         """
         comm = Comm(self._group)
         with comm.local_phase("finding the target"):
