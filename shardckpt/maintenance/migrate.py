@@ -41,8 +41,8 @@ def migrate_checkpoint(
 
     Return the backend, the old version, and the new version; ``to`` is by default the newest to which there is a
     migration. A checkpoint that is to replace itself, and has the newest version that is installed, stays as it is;
-    with another place, that is a CannotLoadError. Nothing is committed that no installed strategy reads, or that lacks
-    what the old checkpoint lists, where a strategy that reads the old version is still installed: that is a
+    where ``new`` is another place, that is a CannotLoadError. Nothing is committed that no installed strategy reads, or
+    that lacks what the old checkpoint lists, where a strategy that reads the old version is still installed: that is a
     PluginError. Fingerprints that the old checkpoint has stored stand in the new one, too: the values are the same.
 
     ``new`` must be absent or empty. With ``overwrite`` the checkpoint there is replaced: in one step, when the new one

@@ -25,7 +25,7 @@ class EqualStates:
         self._states = states
 
     def state_dict(self) -> Any:
-        """Return the state of each; that they are not equal is an error."""
+        """Return the state that all of them have; states that are not equal are an error."""
         first, *others = (state.state_dict() for state in self._states)
         if not all(are_equal(first, other) for other in others):
             raise CheckpointingException(

@@ -34,8 +34,9 @@ def read_metrics(content: Any) -> dict[str, float | None]:
 class StoredSettings(NamedTuple):
     """The configuration of the manager that saved a step, as its content has it.
 
-    ``ranking`` is the metric by which it chooses the best step, and ``min`` or ``max``, whichever value is the best;
-    None if it names none. ``links`` says whether it keeps the links ``latest`` and ``best``.
+    ``ranking`` is the metric by which it chooses the best step, and whether the smallest (``min``) or the largest
+    (``max``) value is the best; None if it names none. ``links`` says whether it keeps the links ``latest`` and
+    ``best``.
     """
 
     ranking: tuple[str, str] | None
