@@ -77,13 +77,16 @@ class TensorDifference:
 class DiffReport:
     """The differences of two checkpoints.
 
-    ``equal`` is the number of tensors that are equal in both, ``by_fingerprint`` how many of these were compared by
-    stored fingerprints alone, and ``of_other_dtype`` how many have another dtype in the second, with ``ignore_dtype``.
-    ``differences`` are sorted by key. ``objects`` is None if objects and common state were not compared. ``left_out``
-    has keys of the optimizer's state of the first checkpoint, which the other side of a mapping has not.
-    ``unread_files`` has files of ``torch.save`` in either folder that were not read, such as those of transformers'
-    Trainer with its optimizer, by name, with what is wrong with them. ``different_files`` has those of them that both
-    folders have, with other bytes; none of a comparison of tensors only.
+    Attributes:
+        equal: Number of tensors that are equal in both.
+        by_fingerprint: How many of these were compared by stored fingerprints alone.
+        differences: The tensors that differ, sorted by key.
+        objects: None if objects and common state were not compared.
+        left_out: Keys of the optimizer's state of the first checkpoint, which the other side of a mapping has not.
+        of_other_dtype: How many of ``equal`` have another dtype in the second, with ``ignore_dtype``.
+        unread_files: Files of ``torch.save`` in either folder that were not read, such as those of transformers'
+            Trainer with its optimizer, by name, with what is wrong with them.
+        different_files: Those of them that both folders have, with other bytes; none of a comparison of tensors only.
     """
 
     equal: int

@@ -102,15 +102,17 @@ class Checked(NamedTuple):
 class Reading(NamedTuple):
     """Options for reading a source.
 
-    ``allow_globals`` are classes and functions that pickles may name, besides those that every load accepts.
-    ``kept_bytes`` is as for :class:`~shardckpt.storage.CheckpointReader`, ``check`` as for
-    :func:`shardckpt.engine.open_checkpoint`. ``memory_budget`` is the bytes that reading may hold next to the tensors;
-    None: as many as are fast. ``unmarked`` is as for :func:`~shardckpt.maintenance.unmarked.hold_unmarked`; a Hugging
-    Face folder may lack files, whose tensors are not listed then, but with the files. So it is with ``skip_damaged``:
-    tensors and objects that cannot be read are left out, and no error; all are read first. ``rename`` has what its keys
-    and the paths of its common state begin with, and what is read in its place. ``trainer`` maps a trainer's names to
-    the Hub's: a Hugging Face folder is read by the trainer's. ``dtype`` is as for
-    :func:`shardckpt.huggingface.name_for_trainer`.
+    Attributes:
+        allow_globals: Classes and functions that pickles may name, besides those that every load accepts.
+        kept_bytes: As for :class:`~shardckpt.storage.CheckpointReader`.
+        memory_budget: Bytes that reading may hold next to the tensors; None: as many as are fast.
+        check: As for :func:`shardckpt.engine.open_checkpoint`.
+        unmarked: As for :func:`~shardckpt.maintenance.unmarked.hold_unmarked`; a Hugging Face folder may lack files,
+            whose tensors are not listed then, but with the files. So it is with ``skip_damaged``.
+        rename: What its keys and the paths of its common state begin with, and what is read in its place.
+        skip_damaged: Whether tensors and objects that cannot be read are left out, and no error; all are read first.
+        trainer: Maps a trainer's names to the Hub's: a Hugging Face folder is read by the trainer's.
+        dtype: As for :func:`shardckpt.huggingface.name_for_trainer`.
     """
 
     allow_globals: tuple[Any, ...] = ()

@@ -89,12 +89,17 @@ def _advise_of_state(value: Any) -> str:
 class TrainingStates:
     """The states by name, sorted by kind.
 
-    They are modules (or lists of the stages that this rank has), optimizers (under the name ``optimizer``, one or a
-    list, of the modules under ``model``), :class:`PerRank` states, objects with ``sharded_state_dict()`` and
-    ``load_state_dict``, and objects with ``state_dict`` and ``load_state_dict`` that are the same on all ranks
-    (``plain``), or lists of those whose states are equal. ``names`` has all, in the order in which they were given.
     With ``check_replicas`` a save compares values that several ranks hold. ``keep_options`` are the options of the
     optimizers that keep their live values, as for CheckpointConfig.
+
+    Attributes:
+        names: The names of all states, in the order in which they were given.
+        modules: Modules, or lists of the stages that this rank has.
+        optimizers: One or a list, given under the name ``optimizer``, of the modules under ``model``.
+        sharded: Objects with ``sharded_state_dict()`` and ``load_state_dict``.
+        per_rank: The :class:`PerRank` states.
+        plain: Objects with ``state_dict`` and ``load_state_dict`` that are the same on all ranks, or lists of those
+            whose states are equal.
     """
 
     def __init__(

@@ -42,11 +42,16 @@ _UNASKED = f"{_FAILED}: --damaged removes it"
 class StepResult:
     """A step's checkpoint, and whether it was removed.
 
-    ``path`` masks a password. ``nbytes`` are the bytes on disk that its removal frees. ``kept`` says why it is kept;
-    ``""`` if it was removed, or with ``dry_run`` would be. ``error`` says why it could not be removed. ``fault`` says
-    what is wrong with it, if it is removed for that, or could not be. ``is_sound`` says that nothing is wrong with it
-    that ``damaged`` looks for. ``moves`` has the words and links ``latest`` and ``best`` that stood for it, each with
-    the name of the step that it stands for without it, ``""`` for none.
+    Attributes:
+        path: Its path or URL; a password is masked.
+        step: The step.
+        nbytes: Bytes on disk that its removal frees.
+        kept: Why it is kept; ``""`` if it was removed, or with ``dry_run`` would be.
+        error: Why it could not be removed.
+        fault: What is wrong with it, if it is removed for that, or could not be.
+        is_sound: Whether nothing is wrong with it that ``damaged`` looks for.
+        moves: The words and links ``latest`` and ``best`` that stood for it, each with the name of the step that it
+            stands for without it, ``""`` for none.
     """
 
     path: str

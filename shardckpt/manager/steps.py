@@ -69,12 +69,16 @@ class MissingStatesError(CannotLoadError):
 class StepCheckpoint:
     """The state of a step's directory, as known from its JSON files and the sizes of the others.
 
-    ``manifest`` is None if it cannot be read. ``error`` says why it is not a complete checkpoint: it was never
-    committed, or is damaged. ``refusal`` says why no installed strategy can read a complete one. ``changed_at`` is when
-    its last file was written, in seconds since 1970; None if it is not complete, or on a store. ``mark`` is the verdict
-    of a verification of this save. ``has_lost_record``: its files say that it had a ``shardckpt.json``, which is gone:
-    a load takes it, without digests, and it takes no whole step's place. ``foreign_metrics`` are those that another
-    library has noted for the step.
+    Attributes:
+        step: The step.
+        manifest: None if it cannot be read.
+        error: Why it is not a complete checkpoint: it was never committed, or is damaged.
+        refusal: Why no installed strategy can read a complete one.
+        changed_at: When its last file was written, in seconds since 1970; None if it is not complete, or on a store.
+        mark: The verdict of a verification of this save.
+        has_lost_record: Whether its files say that it had a ``shardckpt.json``, which is gone: a load takes it, without
+            digests, and it takes no whole step's place.
+        foreign_metrics: Those that another library has noted for the step.
     """
 
     step: int
