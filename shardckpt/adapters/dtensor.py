@@ -31,23 +31,15 @@ def describe_dtensor(
     alike: AlikeTensors | None = None,
     detached: bool = False,
 ) -> InPlaceFactory | LocalNonpersistentObject:
-    """Describe a DTensor as shards that a load fills in place.
+    """Return a factory of a DTensor's shards, which a load fills in place, and which it resolves to the DTensor itself.
 
     Any number of mesh dimensions may shard, evenly or not, or replicate. The coordinates on those that replicate become
     the replica id. If the mesh does not span all ranks of the job, other ranks may hold a DTensor of the same key on a
-    mesh of their own. These are copies, and the lowest rank's is the main one.
+    mesh of their own. These are copies, which ``replicated`` is about, and the lowest rank's is the main one. A rank
+    outside the mesh stores nothing of it, and a load returns it unchanged there: it gets a local object.
 
-    Placements that cannot be described raise when the tensor is saved or loaded, not here: only then do all ranks
-    raise the same error.
-
-    Args:
-        dtensor: The tensor. A rank outside its mesh stores nothing of it; a load returns it unchanged there.
-        replicated: ``replicated`` of ShardedTensor, for the copies on other meshes.
-        alike: What the tensors that are described together have in common.
-        detached: Whether a load returns it detached.
-
-    Returns:
-        A factory of the shards, which a load resolves to ``dtensor`` itself; outside the mesh, a local object.
+    Placements that cannot be described raise when the tensor is saved or loaded, not here: only then do all ranks raise
+    the same error. With ``detached`` a load returns the DTensor detached.
     """
     common = (alike or AlikeTensors()).find(dtensor)
     if common is None:
@@ -58,20 +50,12 @@ def describe_dtensor(
 
 
 def sharded_tensor_from_dtensor(key: str, dtensor: DTensor) -> ShardedTensor:
-    """Describe a DTensor whose local tensor is one box of the global tensor.
+    """Return the shard of a DTensor whose local tensor is one box of the global one; it becomes ``data``, not a copy.
 
     Where copies of the whole mesh exist (a tensor-parallel mesh in every data-parallel rank), the caller must set
-    another ``replica_id`` on all but one of them; :func:`to_sharded_state_dict` sees to that.
-
-    Args:
-        dtensor: The tensor; its local tensor becomes ``data`` without a copy.
-
-    Returns:
-        The shard of this rank, of the local tensor's dtype.
-
-    Raises:
-        ShardingError: a placement is not Shard, _StridedShard or Replicate; this rank is outside the mesh; the local
-            tensor's shape is not that of the placements; or the local tensor is several boxes of the global one.
+    another ``replica_id`` on all but one of them; :func:`to_sharded_state_dict` sees to that. It is a ShardingError if
+    a placement is not Shard, _StridedShard or Replicate, this rank is outside the mesh, or the local tensor has another
+    shape than the placements say, or is several boxes of the global one.
     """
     replica_id = get_replica_coordinates(dtensor) or 0
     found = _shards(key, dtensor, get_local_tensor(dtensor), replica_id, replicated=False)
@@ -84,13 +68,10 @@ def sharded_tensor_from_dtensor(key: str, dtensor: DTensor) -> ShardedTensor:
 
 
 def get_dtensor_splits(key: str, dtensor: DTensor) -> list[Split]:
-    """Return the splits that cut this rank's part out of the global tensor, in mesh order.
+    """Return the splits that cut this rank's part out of the global tensor: one for each mesh dimension that shards.
 
-    Returns:
-        One split for each mesh dimension that shards; the next one cuts what the one before it left.
-
-    Raises:
-        ShardingError: a placement is not Shard, _StridedShard or Replicate, or this rank is outside the mesh.
+    They are in mesh order: the next one cuts what the one before it left. A placement that is not Shard, _StridedShard
+    or Replicate, and a rank outside the mesh, are a ShardingError.
     """
     coordinate = dtensor.device_mesh.get_coordinate()
     if coordinate is None:
@@ -114,8 +95,7 @@ def get_dtensor_splits(key: str, dtensor: DTensor) -> list[Split]:
 def get_element_range(dtensor: DTensor) -> range | None:
     """Return which elements of the global tensor, in its order, this rank has; None if they do not follow each other.
 
-    Raises:
-        ShardingError: As from :func:`get_dtensor_splits`.
+    It raises as :func:`get_dtensor_splits` does.
     """
     shape = tuple(dtensor.shape)
     cut = _cut(shape, tuple(get_dtensor_splits("", dtensor)))
@@ -160,14 +140,10 @@ def make_shards(
     grid: Ints | None = None,
     replicated: Replicated = False,
 ) -> list[ShardedTensor]:
-    """Describe a local tensor by the boxes of a global tensor that it consists of.
+    """Return one shard for each box of a global tensor that a local tensor consists of; their data are views of it.
 
-    Args:
-        pieces: Its boxes, each with its place in the local tensor.
-        grid: Number of equal parts along every axis of the global tensor; None if it is not cut into equal parts.
-
-    Returns:
-        One shard for each box, of the local tensor's dtype; its data is a view of the local tensor.
+    ``pieces`` has the boxes, each with its place in the local tensor. ``grid`` is the number of equal parts along every
+    axis of the global tensor; None if it is not cut into equal parts.
     """
     full, shards = Box((0,) * local.dim(), tuple(local.shape)), []
     for box, place in pieces:
@@ -226,10 +202,9 @@ def _shards(
 class _Cut(NamedTuple):
     """A rank's part of tensors of one shape, cut by the same splits.
 
-    Attributes:
-        extent: The shape of the local tensor.
-        held: The boxes of the global tensor that it consists of; an empty one if it is empty.
-        grid: Number of equal parts along every axis; None if the tensor is not cut into a grid of equal parts.
+    ``extent`` is the shape of the local tensor. ``held`` has the boxes of the global tensor that it consists of; an
+    empty one if it is empty. ``grid`` is the number of equal parts along every axis; None if the tensor is not cut into
+    a grid of these.
     """
 
     extent: Ints
@@ -245,10 +220,9 @@ class _Cut(NamedTuple):
 class _Common(NamedTuple):
     """The common layout of DTensors of one mesh, placements and shape on this rank.
 
-    Attributes:
-        replica_id: This rank's coordinates on the mesh dimensions that replicate; 0 if none does.
-        is_everywhere: Whether the mesh spans all ranks.
-        cut: What this rank holds; None if the placements are to be refused when the shards are built.
+    ``replica_id`` has this rank's coordinates on the mesh dimensions that replicate; 0 if none does. ``is_everywhere``
+    says whether the mesh spans all ranks. ``cut`` is None if the placements are to be refused when the shards are
+    built.
     """
 
     replica_id: ReplicaId
@@ -260,9 +234,6 @@ class AlikeTensors:
     """Finds what tensors that are described together have in common, once for all that are alike.
 
     To be used within one call: the DTensors keep their meshes alive, whose ids are remembered.
-
-    Attributes:
-        rank: This rank.
     """
 
     def __init__(self) -> None:

@@ -26,10 +26,8 @@ def describe_groups(
     """Describe the groups as stock ``dcp.load`` asks for them, in both forms of torch's ``get_optimizer_state_dict``.
 
     Nested: ``<key>.0.lr``, and the names of the parameters, ``<key>.0.params``. Flattened: ``<key>.<name>.lr`` for each
-    parameter. An option is stored once, and listed under all these keys.
-
-    Returns:
-        The descriptions, by their own keys. Ranks with the same parameters in a group have the same.
+    parameter. An option is stored once, under its own key, and listed under all these keys. Ranks with the same
+    parameters in a group have the same descriptions.
     """
     # the groups of each option and value; of few groups each keeps its own objects, so that a later save has as many as
     # the last
@@ -70,8 +68,7 @@ class GroupKeys:
     def find(self, option: str, numbers: list[int], *, by_name: bool) -> tuple[str, tuple[str, ...]]:
         """Return the own key of an option that several groups have alike, and those to find it by.
 
-        Args:
-            by_name: Whether it is listed under the names of parameters; tensors are there already.
+        With ``by_name`` it is listed under the names of parameters; tensors are there already.
         """
         place = option, (*numbers,), by_name
         self._found[place] = self._last.get(place) or self._make(option, numbers, by_name=by_name)
@@ -91,9 +88,8 @@ class GroupKeys:
 def describe_numbers(states: Mapping[str, Any], key: str) -> dict[str, PlainObject]:
     """Describe the optimizer's state that is not tensors (a step that is a number) as stock ``dcp.load`` asks for it.
 
-    Returns:
-        The descriptions, by their own keys: one for each name of a value and each value, listed for all parameters that
-        have it.
+    There is one description for each name of a value and each value, by its own key, listed for all parameters that
+    have it.
     """
     names: dict[tuple[str, type[Any], Any], list[str]] = {}
     for name, state in states.items():

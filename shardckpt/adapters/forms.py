@@ -84,8 +84,7 @@ def _rebuild_sequence(parts: Mapping[str, Any]) -> Any:
 def is_self_describing(state: Any, layout: Layout | None) -> bool:
     """Return whether keys alone say what a state was: nested dicts with names as keys, and values that are no lists.
 
-    Args:
-        layout: That of the parameter if it is a DTensor. Then state is one, too, but for single numbers.
+    ``layout`` is that of the parameter if it is a DTensor. Then state is one, too, but for single numbers.
     """
     if type(state) is not dict or not state:
         return False
@@ -110,11 +109,8 @@ def is_self_describing(state: Any, layout: Layout | None) -> bool:
 def make_form(state: Any, *, is_distributed: bool = False) -> Any:
     """Return a state with a placeholder for each tensor.
 
-    Args:
-        is_distributed: Whether plain tensors are told apart from DTensors.
-
-    Raises:
-        ShardingError: a value looks like a placeholder: it would come back as a tensor.
+    With ``is_distributed`` plain tensors are told apart from DTensors. A value that looks like a placeholder is a
+    ShardingError: it would come back as a tensor.
     """
 
     def replace(leaf: Any) -> Any:
@@ -139,8 +135,7 @@ def is_placeholder(leaf: Any) -> bool:
 def list_tensors(state: Any) -> dict[str, torch.Tensor | InnerShard]:
     """Return the tensors of a state by their dotted paths.
 
-    Raises:
-        ShardingError: two have the same path, as for the keys 1 and ``"1"`` of a dict, or that of the form.
+    It is a ShardingError if two have the same path, as for the keys 1 and ``"1"`` of a dict, or one that of the form.
     """
     found: dict[str, torch.Tensor | InnerShard] = {}
     for path, leaf in nested_items(state):
@@ -196,8 +191,7 @@ def _list_axes(tensors: Mapping[str, Any], param: Layout) -> dict[str, list[int]
 def find_axes(slots: Iterable[str]) -> dict[str, list[int]]:
     """Return the sharded axes by path that :func:`describe_nested` has put into the name of one of a state's objects.
 
-    Raises:
-        CorruptCheckpointError: it has put no such name there.
+    An object's name of this kind that does not say them is a CorruptCheckpointError.
     """
     slot = next((slot for slot in slots if slot.startswith(_SHARDED)), None)
     if slot is None:
@@ -248,14 +242,9 @@ def fill_form(
 ) -> Any:
     """Collective over the meshes of the DTensors, if there are any: return the state that was saved.
 
-    A tensor that each rank had whole when it was saved, and that was loaded as a DTensor, is gathered.
-
-    Args:
-        find: Returns the tensor at a dotted path, or None if it was not loaded.
-        param: The parameter whose state it is, if it is one's.
-
-    Raises:
-        CheckpointingException: a tensor is missing, or a wrapper tensor cannot be put together.
+    A tensor that each rank had whole when it was saved, and that was loaded as a DTensor, is gathered. ``find`` returns
+    the tensor at a dotted path, or None if it was not loaded, which is an error, as is a wrapper tensor that cannot be
+    put together. ``param`` is given if the state is a parameter's.
     """
     if isinstance(form, dict):
         filled: Any = of_type(form, {key: fill_form(each, find, param, (*path, key)) for key, each in form.items()})

@@ -109,10 +109,8 @@ def request_options(names: Iterable[str], stored: StoredNames, key: str) -> dict
     """Return what a load asks for of the options: all groups that are stored, whose parameters only their objects name.
 
     Options that are tensors are stored by parameter, as stock ``dcp.load`` asks for them. Older checkpoints, and those
-    of other libraries, have an object for each parameter, too.
-
-    Args:
-        key: What the keys of options begin with, without the last dot.
+    of other libraries, have an object for each parameter, too. ``key`` is what the keys of options begin with, without
+    the last dot.
     """
     rests = (each[len(key) + 1 :] for each in stored.objects if each.startswith(f"{key}."))
     groups = list(filter(is_group, rests))
@@ -129,8 +127,7 @@ def request_options(names: Iterable[str], stored: StoredNames, key: str) -> dict
 def spread_options(loaded: Mapping[str, Any], live: Collection[str] = ()) -> dict[str, dict[str, Any]]:
     """Return the options of each parameter; those of a group are one dict, if no tensor is among them.
 
-    Args:
-        live: The names of groups, by :func:`name_group`, that count where others have the same parameter.
+    ``live`` has the names of groups, by :func:`name_group`, that count where others have the same parameter.
     """
     found: dict[str, dict[str, Any]] = {}
     objects = [parts["values"] for name, parts in loaded.items() if is_group(name)]

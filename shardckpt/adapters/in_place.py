@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 class InPlaceFactory(ShardedTensorFactory):
     """A factory whose shards are views of ``data``; a load fills them, and returns ``data`` itself.
 
-    Args:
-        detached: Whether a load returns ``data`` detached: it is a parameter, which torch's state dicts have so.
+    With ``detached`` it returns ``data`` detached: it is a parameter, which torch's state dicts have so.
     """
 
     builds_anew: ClassVar[bool] = True

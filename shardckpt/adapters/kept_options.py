@@ -29,11 +29,7 @@ def list_option_names(optimizers: Iterable[Optimizer]) -> list[str]:
 def choose_options(keep: Collection[str] | str, names: Collection[str]) -> list[str]:
     """Return the names of the options that keep their live values.
 
-    Args:
-        keep: Their names, one name, or ``"all"``.
-
-    Raises:
-        CheckpointingException: one of them is no option of any group.
+    ``keep`` has their names, or is one name or ``"all"``; a name that no group has is an error.
     """
     wanted = [keep] if isinstance(keep, str) else list(keep)
     unknown = [name for name in wanted if name not in names and (name != _ALL or not names)]
@@ -49,8 +45,7 @@ def choose_options(keep: Collection[str] | str, names: Collection[str]) -> list[
 def replace_inner_options(saved: Any, live: Any, kept: Collection[str]) -> Any:
     """Return a state dict of a wrapper's own structure, with the kept options in the groups of optimizers inside.
 
-    Args:
-        live: What the wrapper has now; groups are those at the same place.
+    ``live`` is what the wrapper has now; groups are those at the same place.
     """
     if isinstance(saved, dict) and isinstance(live, dict):
         found = {name: replace_inner_options(value, live.get(name), kept) for name, value in saved.items()}
@@ -83,8 +78,7 @@ def set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> N
 def log_kept(kept: Sequence[str], pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
     """Log the kept options, and the saved values that differ.
 
-    Args:
-        pairs: The options of each group, and what was saved for it.
+    ``pairs`` has the options of each group, and what was saved for it.
     """
     texts: dict[str, None] = {}
     for group, saved in pairs:

@@ -28,15 +28,10 @@ _KNOWN = frozenset((*ORDINARY, DTensor))
 class _Form(NamedTuple):
     """All that the shards of leaves depend on, but for their values.
 
-    Attributes:
-        names: The names of the leaves.
-        specs: The mesh, the placements, the shape and the dtype of each DTensor, as DTensors have them: an object
-            that torch replaces, and does not change. None for other leaves. It has no values. The shape and dtype of
-            the local tensor follow from it: where they do not, the save refuses the shard, whose data is not what it
-            says.
-        shapes: The shape of each leaf that is no DTensor.
-        dtypes: Its dtype.
-        options: What else they depend on.
+    ``specs`` has the mesh, the placements, the shape and the dtype of each DTensor, as DTensors have them: an object
+    that torch replaces, and does not change. It has no values. The shape and dtype of the local tensor follow from it:
+    where they do not, the save refuses the shard, whose data is not what it says. Other leaves have None there, and are
+    in ``shapes`` and ``dtypes``. ``options`` is what else the shards depend on.
     """
 
     names: list[str]
@@ -75,16 +70,10 @@ class LeafShards:
     def describe(
         self, leaves: Mapping[str, Any], prefix: str, replicated: Replicated, unchecked: AbstractSet[str] = frozenset()
     ) -> dict[str, Any]:
-        """Describe leaves, each by :func:`describe_leaf`, with factories built.
+        """Return the shards of leaves by name, each as :func:`describe_leaf` makes it, with factories built.
 
-        Args:
-            leaves: The leaves by name. Their shards have their memory.
-
-        Returns:
-            The shards by name, until :meth:`release` those of this object. Of a leaf that is several boxes a list.
-
-        Raises:
-            ShardingError: A DTensor cannot be described.
+        They have the memory of the leaves, and are this object's until :meth:`release`. A leaf that is several boxes
+        has a list.
         """
         options = (prefix, replicated, unchecked)
         found = self.find(list(leaves), list(leaves.values()), *options)

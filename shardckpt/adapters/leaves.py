@@ -39,17 +39,9 @@ def describe_leaf(
 ) -> Any:
     """Describe a leaf: a tensor of any kind as its shards, anything else as a replicated object.
 
-    Args:
-        replicated: ``replicated`` of ShardedTensor, for a leaf that is not sharded, or for copies on other meshes.
-        alike: What the tensors that are described together have in common.
-        detached: Whether a load returns a DTensor detached, as it returns any other tensor.
-
-    Returns:
-        A ShardedTensor, a factory of several, or a ShardedObject; for a sharded tensor of which this rank holds no
-        part, a LocalNonpersistentObject.
-
-    Raises:
-        ShardingError: A tensor is nested, or a DTensor cannot be described.
+    If this rank holds no part of a sharded tensor, it is a LocalNonpersistentObject; if a tensor has several shards, a
+    factory. ``replicated`` is about a leaf that is not sharded, or about copies on other meshes. With ``detached`` a
+    load returns a DTensor detached, as it returns any other tensor. A nested tensor is a ShardingError.
     """
     if isinstance(value, DTensor):
         return describe_dtensor(key, value, replicated, alike=alike, detached=detached)

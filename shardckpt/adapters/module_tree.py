@@ -38,20 +38,13 @@ class _UnusualError(Exception):
 class _Tree:
     """The tensors of a tree of modules in the order of its state dict, in lists: a model may have 20,000.
 
-    Args:
-        only_parameters: Whether to leave out the persistent buffers; what classes and hooks add to the state dict of a
-            module is no parameter, so only what renames parameters matters then.
+    With ``only_parameters`` persistent buffers are left out; what classes and hooks add to the state dict of a module
+    is no parameter, so only what renames parameters matters then. An _UnusualError says that torch must be asked.
 
-    Attributes:
-        names: Their full names.
-        owners: The modules' own dicts, live, in which they are: a hook may put others there.
-        keys: Their keys in these.
-        buffers: The numbers of those that are buffers.
-        versions: The versions of modules by name, of classes that have one: see :func:`has_version`.
-        hooks: What is to run before they are read; modules that FSDP2 shards together have one.
-
-    Raises:
-        _UnusualError: torch must be asked.
+    ``owners`` has the modules' own dicts, live, in which the tensors are under ``keys``: a hook may put others there.
+    ``buffers`` has the numbers of those that are buffers; ``versions`` the versions of modules by name, of classes that
+    have one: see :func:`has_version`. ``hooks`` are to run before the tensors are read; modules that FSDP2 shards
+    together have one.
     """
 
     def __init__(self, root: Module, *, only_parameters: bool) -> None:
@@ -122,11 +115,9 @@ class _Tree:
 class StateColumns(NamedTuple):
     """The content of a module's state dict, in lists: a model may have 20,000 tensors.
 
-    Attributes:
-        names: The full names of parameters and persistent buffers, without those of wrappers.
-        tensors: These themselves, not detached.
-        buffers: The numbers of those that are buffers.
-        versions: The versions of modules by name, of classes that have one: see :func:`has_version`.
+    ``names`` are the full names of parameters and persistent buffers, without those of wrappers; ``tensors`` are these
+    themselves, not detached. ``buffers`` has the numbers of those that are buffers; ``versions`` the versions of
+    modules by name, of classes that have one: see :func:`has_version`.
     """
 
     names: list[str]
@@ -154,14 +145,10 @@ def list_state_tensors(module: Module) -> dict[str, torch.Tensor] | None:
 
 
 def list_state_columns(module: Module) -> StateColumns | None:
-    """Return the full names of parameters and persistent buffers of a module, and these.
+    """Return what torch's ``get_model_state_dict`` returns, but the parameters and buffers themselves, not detached.
 
-    Args:
-        module: Parameters of FSDP2 that are not sharded at this time become so, as by ``state_dict()``.
-
-    Returns:
-        What torch's ``get_model_state_dict`` returns, but the parameters and buffers themselves, not detached. None if
-        that may do more than list them: a class or a hook changes the state dict, FSDP1, TorchScript.
+    Parameters of FSDP2 that are not sharded at this time become so, as by ``state_dict()``. The result is None if that
+    may do more than list them: a class or a hook changes the state dict, FSDP1, TorchScript.
     """
     try:
         tree = _Tree(module, only_parameters=False)
@@ -183,12 +170,10 @@ def name_parameters(module: Module) -> dict[int, str] | None:
 
 
 class ReadState(NamedTuple):
-    """A module's own state dict.
+    """A module's own state dict: values by names without those of wrappers.
 
-    Attributes:
-        values: The values by names without those of wrappers.
-        keys: For each name the key that ``load_state_dict`` takes.
-        metadata: What classes and hooks say of each module, by its path, beside the values.
+    ``keys`` has for each name the key that ``load_state_dict`` takes. ``metadata`` is what classes and hooks say of
+    each module, by its path, apart from the values.
     """
 
     values: dict[str, Any]
@@ -197,16 +182,10 @@ class ReadState(NamedTuple):
 
 
 def read_state_dict(module: Module) -> ReadState | None:
-    """Return a module's own state dict.
+    """Return a module's own state dict; None if torch must be asked: FSDP1, and classes that rename.
 
-    Args:
-        module: Its classes and hooks decide what is there: extra state, more tensors or others than it has.
-
-    Returns:
-        The state; None if torch must be asked: FSDP1, and classes that rename.
-
-    Raises:
-        ShardingError: two values have one name.
+    Its classes and hooks decide what is there: extra state, more tensors or others than it has. That two values have
+    one name is a ShardingError.
     """
     try:
         prefixes = _list_prefixes(module)
@@ -247,8 +226,7 @@ def only_copies(module: Module) -> bool:
 def has_load_hook(module: Module, *, but_torchs: tuple[str, ...] = ()) -> bool:
     """Return whether a hook may change what a module is given to load.
 
-    Args:
-        but_torchs: What the names begin with of torch's modules whose hooks do not count.
+    Hooks of torch's modules whose names begin with one of ``but_torchs`` do not count.
     """
     if not (found := module.__dict__["_load_state_dict_pre_hooks"]):
         return False

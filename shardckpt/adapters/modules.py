@@ -31,14 +31,10 @@ def as_parts(model: Any) -> list[Module]:
 
 
 def get_model_tensors(parts: Sequence[Module]) -> dict[str, Any]:
-    """Return the parameters and buffers of all modules by full name, without the prefixes of wrappers.
+    """Return the parameters and buffers of all modules by full name, detached, without the prefixes of wrappers.
 
-    Returns:
-        Tensors by name, detached: DTensors and ShardedTensors as FSDP has them, plain tensors else. They share the
-        modules' memory.
-
-    Raises:
-        ShardingError: two modules have different tensors of the same name.
+    They share the modules' memory: DTensors and ShardedTensors as FSDP has them, plain tensors else. That two modules
+    have different tensors of the same name is a ShardingError.
     """
     with torch.no_grad():
         values = read_model_tensors(parts).items()
@@ -60,8 +56,7 @@ def read_model(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return what :func:`read_model_tensors` returns, and of each module the versions by name.
 
-    Args:
-        columns: What :func:`list_state_columns` has returned for each, if it was called.
+    ``columns`` is what :func:`list_state_columns` has returned for each, if it was called.
     """
     found = list(map(_read_part, parts, map(list_state_columns, parts) if columns is None else columns))
     return merge_sources("model part", (values for values, _ in found)), [versions for _, versions in found]

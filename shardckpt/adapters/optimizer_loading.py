@@ -196,8 +196,7 @@ def _load(
 def _find_values(key: str, stored: StoredNames, common: StateDict) -> StateDict:
     """Return what the common state has of an optimizer.
 
-    Raises:
-        KeyMismatchError: neither that nor a stored key is the optimizer's.
+    It is a KeyMismatchError if neither that nor a stored key is the optimizer's.
     """
     found: Any = common
     for part in key.split("."):
@@ -247,8 +246,7 @@ def _count_groups(values: StateDict) -> int:
 def _has_place(name: str, params: Mapping[str, torch.Tensor], objects: Collection[str], *, numbered: bool) -> bool:
     """Return whether a name is that of a value of a parameter, or of an object with all options of one.
 
-    Args:
-        numbered: Whether groups are stored by number: then no options are read by parameter.
+    If groups are stored by number (``numbered``), no options are read by parameter.
     """
     kind, _, rest = name.partition(".")
     owner = find_name(rest, params)
@@ -318,14 +316,10 @@ def _assemble(loaded: StateDict, params: Mapping[str, torch.Tensor]) -> StateDic
 
 
 def _group_options(options: dict[str, dict[str, Any]], *, apart: bool) -> list[dict[str, Any]]:
-    """Group parameters whose options were stored by parameter.
+    """Return groups of parameters whose options were stored by parameter, with the names under ``params``.
 
-    Args:
-        apart: Whether each parameter gets its own group, from which torch's ``set_optimizer_state_dict`` can fill any
-            grouping; else parameters with equal options share a group.
-
-    Returns:
-        The groups, with parameter names under ``params``.
+    With ``apart`` each parameter gets its own group, from which torch's ``set_optimizer_state_dict`` can fill any
+    grouping; else parameters with equal options share a group.
     """
     groups: list[dict[str, Any]] = []
     for name, values in options.items():

@@ -38,13 +38,9 @@ def request_optimizer(
 ) -> dict[str, Any]:
     """Return what a load without an optimizer asks for: all that is stored below its key, in new memory.
 
-    Args:
-        key: What the keys begin with, without the last dot.
-        groups: How many groups there are, if they are stored by number; 0 if options are stored by parameter.
-        shard_factored: As for :func:`empty_state_tensor`.
-
-    Returns:
-        The state and options by parameter, or the options of each group, and what belongs to no parameter by its path.
+    It is the state and options by parameter, or the options of each group, and what belongs to no parameter by its
+    path. ``key`` is what the keys begin with, without the last dot. ``groups`` is how many groups are stored by number;
+    0 if options are stored by parameter. ``shard_factored`` is as for :func:`empty_state_tensor`.
     """
     rests = [each[len(key) + 1 :] for each in stored.list_below(key)]
     rests = [rest for rest in rests if rest.partition(".")[0] not in (STATE, GROUPS, OTHERS)]
@@ -77,13 +73,9 @@ def request_states(
 ) -> dict[str, Any]:
     """Return what a load asks for: all that is stored of each parameter's state, in the live tensors where they fit.
 
-    Args:
-        described: What describes it; what the caller has changed there is heeded.
-        key: What the keys of states begin with, without the last dot.
-        shard_factored: As for :func:`empty_state_tensor`.
-
-    Returns:
-        The descriptions by parameter. One without stored state has its live ones, or none.
+    A parameter without stored state has its live descriptions, or none. What the caller has changed in ``described`` is
+    heeded. ``key`` is what the keys of states begin with, without the last dot. ``shard_factored`` is as for
+    :func:`empty_state_tensor`.
     """
     # memory that several live tensors have is loaded into once
     taken = {data_address(param) for param in live.params.values()} - {0}
@@ -102,15 +94,10 @@ def request_states(
 
 @dataclass(frozen=True)
 class _SavedState:
-    """The stored state of a parameter.
+    """The stored state of a parameter, whose keys are ``key``, a dot, and one of ``slots``.
 
-    Attributes:
-        key: What the keys begin with, without the last dot.
-        slots: The rest of each key.
-        param: The live parameter.
-        param_shape: The shape of the parameter in the checkpoint, if it is there.
-        stored: All that the checkpoint has.
-        shard_factored: As for :func:`empty_state_tensor`.
+    ``param`` is the live parameter, ``param_shape`` its shape in the checkpoint, if it is there; ``stored`` is all that
+    the checkpoint has. ``shard_factored`` is as for :func:`empty_state_tensor`.
     """
 
     key: str
@@ -156,10 +143,8 @@ class _SavedState:
 def _request_state(saved: _SavedState, state: Any, described: dict[str, Any] | None, taken: set[int]) -> Any:
     """Return what a load asks for of one parameter's state.
 
-    Args:
-        described: What describes it, if anything does: a leaf that fits is loaded as it is described, one that the
-            caller has removed is not asked for.
-        taken: The addresses of memory that is loaded into; those of leaves are added.
+    A leaf of ``described`` that fits is loaded as it is described; one that the caller has removed is not asked for.
+    ``taken`` has the addresses of memory that is loaded into; those of leaves are added.
     """
     if FORM in saved.slots:
         return {slot: saved.describe(slot) for slot in saved.slots}
@@ -213,9 +198,8 @@ def find_fresh(values: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
 def request_numbered(groups: Iterable[Mapping[str, Any]], stored: StoredNames, key: str) -> dict[Any, Any]:
     """Return what a load asks for of the state of an optimizer's own state dict that has none yet: all that is stored.
 
-    Args:
-        groups: Its groups; what they have under ``params`` are the keys of the state.
-        key: What the keys of the state begin with, without the last dot.
+    What the groups have under ``params`` are the keys of the state; ``key`` is what its stored keys begin with, without
+    the last dot.
     """
     # by names of parameters: the optimizer itself was described; other values of plain DCP are common state elsewhere
     by_names = [f"{key.removesuffix(STATE)}{GROUPS}.{name}" for name in (GROUP_NAME, GROUPS_NAME)]
@@ -234,8 +218,7 @@ def request_numbered(groups: Iterable[Mapping[str, Any]], stored: StoredNames, k
 def request_others(live: OptimizerState, described: Mapping[str, Any], stored: StoredNames, key: str) -> dict[str, Any]:
     """Return what a load asks for of what belongs to no parameter.
 
-    Args:
-        key: What the keys begin with, without the last dot.
+    ``key`` is what the keys begin with, without the last dot.
     """
     found: dict[str, Any] = {}
     each = {one.digest: one for one in live.each}

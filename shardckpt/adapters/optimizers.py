@@ -54,7 +54,7 @@ class NamedState(NamedTuple):
         params: The parameters; none of FSDP1's.
         state: The state of each parameter; one without state (no step was made, or it had no gradient) is not there.
         groups: The groups, with names under ``params``.
-        others: What belongs to no parameter: under ``entries`` what the state dict has beside state and groups, under
+        others: What belongs to no parameter: under ``entries`` what the state dict has besides state and groups, under
             ``state`` what has other keys than parameters, under ``empty groups`` their options by number. Without
             those that are empty.
         number: The position of the optimizer.
@@ -82,14 +82,7 @@ class NamedState(NamedTuple):
 
 
 class OptimizerState(NamedTuple):
-    """The state of all optimizers.
-
-    Attributes:
-        each: That of each optimizer.
-        names: The names of all parameters.
-        params: The parameters of all by name, but for those of FSDP1.
-        states: The state of each parameter.
-    """
+    """The state of all optimizers together; ``params`` has no parameters of FSDP1."""
 
     each: list[NamedState]
     names: list[str]
@@ -107,8 +100,7 @@ def get_optimizer_state(
 ) -> OptimizerState:
     """Return the state of all optimizers.
 
-    Raises:
-        ShardingError: two optimizers have the same parameter, or one has those of several parts.
+    It is a ShardingError if two optimizers have the same parameter, or one has those of several parts.
     """
     named = name_parts(parts, columns) if optimizers else []
     each = [read_optimizer(named, optimizer, number) for number, optimizer in enumerate(optimizers)]
@@ -129,13 +121,9 @@ def get_optimizer_state(
 
 
 def get_param_groups(parts: Sequence[Module], optimizer: Optimizer, number: int) -> list[dict[str, Any]]:
-    """Return the parameter groups of an optimizer, with the full names of the parameters under ``params``.
+    """Return the parameter groups of an optimizer, as torch's ``get_optimizer_state_dict`` gives them.
 
-    Returns:
-        Its groups, as torch's ``get_optimizer_state_dict`` gives them.
-
-    Raises:
-        ShardingError: no single module has all parameters of the optimizer.
+    The full names of the parameters are under ``params``. It is a ShardingError if no single module has all of them.
     """
     return read_optimizer(name_parts(parts), optimizer, number).groups
 
@@ -143,10 +131,7 @@ def get_param_groups(parts: Sequence[Module], optimizer: Optimizer, number: int)
 class NamedPart(NamedTuple):
     """A module, and its parameters, which are looked for once for all optimizers.
 
-    Attributes:
-        module: The module.
-        params: The ids of its parameters.
-        names: Their names by id; None if torch must be asked.
+    ``params`` are their ids; ``names`` are their names by id, None if torch must be asked.
     """
 
     module: Module
@@ -157,8 +142,7 @@ class NamedPart(NamedTuple):
 def name_parts(parts: Iterable[Module], columns: Iterable[StateColumns | None] = ()) -> list[NamedPart]:
     """Return the modules with their parameters as they are now.
 
-    Args:
-        columns: What the tensors of each are listed as, if they are: then modules are not looked at again.
+    If the tensors of each are listed (``columns``), modules are not looked at again.
     """
     found = []
     for part, listed in zip_longest(parts, columns):
@@ -221,8 +205,7 @@ def describe_state(
 ) -> dict[str, Any]:
     """Describe the state of a parameter below a key: tensors and other values one by one, or with its form.
 
-    Args:
-        layout: That of the parameter, if it is a DTensor.
+    ``layout`` is that of the parameter, if it is a DTensor.
     """
     if is_self_describing(values, layout):
         return describe_tree(values, key, replicated, objects=True, alike=alike)  # type: ignore[no-any-return]

@@ -33,14 +33,10 @@ if TYPE_CHECKING:
 
 
 class ReaderCheckpoint:
-    """Collective: what a reader reads, below one key.
+    """Collective: what a reader reads, below one key; each method of the reader is called as ``dcp.load`` calls it.
 
-    Args:
-        reader: Any reader; each method is called as ``dcp.load`` calls it.
-        allow_globals: Classes and functions that objects may name besides the plain ones.
-
-    Raises:
-        CheckpointingException: the same on every rank: the metadata cannot be read, or differs from rank to rank.
+    ``allow_globals`` are classes and functions that objects may name besides the plain ones. It is an error if the
+    metadata cannot be read, or differs from rank to rank.
     """
 
     def __init__(self, reader: StorageReader, key: str, comm: Comm, allow_globals: Collection[Any]) -> None:
@@ -121,11 +117,7 @@ class ReaderCheckpoint:
 
 
 class _Planner(LoadPlanner):
-    """Reads given items into given tensors; objects by the allow-list.
-
-    Attributes:
-        objects: The objects that were read, by key.
-    """
+    """Reads given items into given tensors, and objects, by the allow-list, into ``objects``."""
 
     def __init__(
         self, items: list[ReadItem], tensors: dict[Place, torch.Tensor], allow_globals: Collection[Any]

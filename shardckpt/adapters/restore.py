@@ -155,12 +155,9 @@ def _hand_over_tensors(part: Module, values: Mapping[str, Any]) -> None:
 
 
 def _check_casts(values: Mapping[str, Any], live: Mapping[str, Any], parts: Sequence[Module]) -> None:
-    """Raise if values that a caller gives in another dtype than the live tensors' would be changed.
+    """Raise if values that a caller gives in another dtype than the live tensors' would be changed, or cut.
 
     What modules load by code of their own may have any dtype, but for buffers.
-
-    Raises:
-        DtypeMismatchError: a tensor has such values, or a dtype whose values would be cut.
     """
     cast = [
         (name, values[name], tensor)
@@ -195,13 +192,10 @@ def _hand_over(
     others: Mapping[str, Any],
     kept: Collection[str],
 ) -> None:
-    """Give an optimizer its state and the options of its groups.
+    """Give an optimizer its state and the options of its groups, which have the full names of the parameters.
 
-    Args:
-        groups: Its groups, with the full names of the parameters under ``params``.
-        states: The loaded state of each parameter by its full name; one that is absent has none.
-        others: What was loaded of what belongs to no parameter.
-        kept: The parameters that keep the state that they have.
+    A parameter that is absent from ``states`` has none; those in ``kept`` keep the state that they have. ``others`` is
+    what was loaded of what belongs to no parameter.
     """
     # load_state_dict casts the state that stands under the number of a parameter to the parameter's dtype, and takes
     # any other entry as it is: state that stands under the parameter itself keeps its bits. A class that overrides it
@@ -286,9 +280,8 @@ def _apply_options(
 ) -> dict[str, Any]:
     """Return a group with the options that its parameters were saved with; its own if none of them was saved.
 
-    Args:
-        of_empty: Those of the group of its number, if that had no parameters.
-        kept: Names of options whose values in the group stay.
+    ``of_empty`` are those of the group of its number, if that had no parameters. Options named in ``kept`` keep their
+    values.
     """
     own = select(group, kept)
     if not group[PARAMS]:

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 class _Columns(NamedTuple):
     """The inputs of the keys of tensors' states, and whether they are stored by these alone.
 
-    Attributes:
-        params: The names of the parameters.
-        layouts: The layout of each that is a DTensor.
-        names: The names of its values.
+    ``layouts`` has the layout of each parameter that is a DTensor, ``names`` the names of its values.
     """
 
     params: list[str]
@@ -43,14 +40,10 @@ class SavedStates:
         self._slots: list[str] = []
 
     def describe(self, live: OptimizerState, key: str, replicated: Replicated) -> dict[str, Any]:
-        """Describe the states.
+        """Return the shards of the states by the names of parameters and dotted paths.
 
-        Args:
-            key: What the keys begin with, without the last dot.
-
-        Returns:
-            The shards by the names of parameters and dotted paths, until :meth:`release`; nested ones of states that
-            have a form.
+        Those of states that have a form are nested. They are this object's until :meth:`release`. ``key`` is what the
+        keys begin with, without the last dot.
         """
         states = list(live.states.values())
         columns = _Columns(list(live.states), [get_layout(live.params.get(name)) for name in live.states], [])

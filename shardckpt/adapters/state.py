@@ -147,11 +147,8 @@ class SavedModules:
     ) -> ShardedStateDict:
         """Describe modules and optimizers for a save; a load needs :func:`to_sharded_state_dict`.
 
-        Returns:
-            A dict for ``dist_checkpointing.save``, until :meth:`release`.
-
-        Raises:
-            ShardingError: As from that function; or a DTensor cannot be described.
+        The result is for ``dist_checkpointing.save``, until :meth:`release`. It raises as that function does, and if a
+        DTensor cannot be described.
         """
         parts = modules.as_parts(model)
         if len(parts) == 1 and not optimizers and self._replicated is True:

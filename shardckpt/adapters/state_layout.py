@@ -46,13 +46,9 @@ def empty_state_tensor(
     matches in two ways that differ in placements, it is replicated. All other state is a plain tensor of the global
     shape.
 
-    Args:
-        slot: Its name, such as ``"exp_avg"``.
-        param_shape: The global shape of the parameter in the same checkpoint, if it is there.
-
-    Raises:
-        ShapeMismatchError: the state is that of a parameter of another shape.
-        ShardingError: the parameter is on the meta device, or has placements that cannot be stored.
+    ``slot`` is the name of the state, such as ``"exp_avg"``; ``param_shape`` the global shape of the parameter in the
+    same checkpoint, if it is there. State of a parameter of another shape is a ShapeMismatchError; a parameter on the
+    meta device, or with placements that cannot be stored, is a ShardingError.
     """
     own = tuple(param.size())
     if math.prod(shape) == 1 and (shape != own or slot == "step"):
@@ -75,13 +71,9 @@ def empty_state_tensor(
 
 
 def resize_like(key: str, shape: Ints, old: Ints, new: Ints) -> Ints:
-    """Return the shape of state whose parameter has had another shape when it was saved.
+    """Return the shape of state whose parameter had another shape (``old``) when it was saved than now (``new``).
 
-    Args:
-        new: That of the parameter now.
-
-    Raises:
-        ShapeMismatchError: The state has sizes of the parameter in an order that is not known: it is factored.
+    State that has sizes of the parameter in an order that is not known is a ShapeMismatchError: it is factored.
     """
     if len(shape) == len(old) == len(new):
         return tuple(wide if size == narrow else size for size, narrow, wide in zip(shape, old, new, strict=True))

@@ -39,11 +39,7 @@ def find_name(key: str, names: Collection[str]) -> str | None:
 def allocate(stored: StoredNames, key: str, live: Any = None, param: torch.Tensor | None = None) -> torch.Tensor:
     """Return memory for a stored tensor of no parameter: laid out as a tensor of its shape, else whole on the CPU.
 
-    Args:
-        stored: What the checkpoint has.
-        key: The tensor's key.
-        live: The tensor that the optimizer has there now.
-        param: The parameter that it was sharded as.
+    ``live`` is the tensor that the optimizer has there now, ``param`` the parameter that it was sharded as.
     """
     dtype, shape = stored.tensors[key]
     for like in (live, param):

@@ -28,17 +28,11 @@ _Part: TypeAlias = "tuple[Ints, torch.Tensor]"
 def describe_torch_sharded(
     key: str, value: Any, replicated: Replicated = True
 ) -> InPlaceFactory | LocalNonpersistentObject:
-    """Describe torch's ShardedTensor as shards that a load fills in place.
+    """Return a factory of the shards of torch's ShardedTensor, which a load fills in place and resolves to ``value``.
 
     Local shards may be ShardedTensors themselves, in their own coordinates (FSDP1 over tensor parallelism). With hybrid
-    sharding, the ranks of other groups hold copies; the lowest rank's is the main one.
-
-    Args:
-        value: torch's ShardedTensor. A rank without local shards stores nothing of it; a load returns it unchanged.
-        replicated: ``replicated`` of our ShardedTensor, for the copies in other groups.
-
-    Returns:
-        A factory of the shards, which a load resolves to ``value`` itself; without local shards, a local object.
+    sharding, the ranks of other groups hold copies, which ``replicated`` is about; the lowest rank's is the main one. A
+    rank without local shards stores nothing, and a load returns the tensor unchanged there: it gets a local object.
     """
     if not any(True for _ in _parts(key, value)):
         return LocalNonpersistentObject(value)

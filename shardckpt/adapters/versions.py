@@ -32,9 +32,8 @@ def has_version(kind: type[Any]) -> bool:
 def list_versions(root: Module, metadata: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the versions of modules by full name, without the names of wrappers; see :func:`has_version`.
 
-    Args:
-        metadata: What its state dict says of each module, by path. Where hooks have put more than the version there,
-            all of it is in the version's place.
+    ``metadata`` is what the state dict says of each module, by path. Where hooks have put more than the version there,
+    all of it is in the version's place.
     """
     found: dict[str, Any] = {}
     for module, path, _, name in walk_modules(root):
@@ -67,10 +66,8 @@ def _warn_of_metadata(name: str, keys: tuple[str, ...]) -> None:
 def add_versions(root: Module, state: dict[str, Any], stored: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a state dict for ``load_state_dict`` with the versions that a checkpoint has, or as it is if it has none.
 
-    Args:
-        root: The module that is to be loaded.
-        stored: Versions by name. Where they differ, as of stages of a pipeline that begin with other classes, the live
-            one is taken if it is there, else none, as of a checkpoint without versions.
+    ``stored`` has versions by name. Where they differ, as of stages of a pipeline that begin with other classes, the
+    live one is taken if it is there, else none, as of a checkpoint without versions.
     """
     found: dict[str, list[Any]] = {}
     for versions in stored:
@@ -96,11 +93,9 @@ def _choose(stored: list[Any], live: Any) -> Any:
 class NamedModule(NamedTuple):
     """A module inside another one.
 
-    Attributes:
-        module: The module.
-        path: Its path by the names of children, those of wrappers among them.
-        key: The prefix of its keys in a state dict, without the last dot: its path without names that hooks leave out.
-        name: The same without the names of all wrappers.
+    ``path`` has the names of children, those of wrappers among them. ``key`` is the prefix of its keys in a state dict,
+    without the last dot: its path without names that hooks leave out. ``name`` is the same without the names of all
+    wrappers.
     """
 
     module: Module

@@ -37,11 +37,9 @@ def find_wrapper_params(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def describe_wrapper_param(
     key: str, tensor: torch.Tensor, replicated: Replicated, alike: AlikeTensors
 ) -> ShardedTensorFactory:
-    """Describe a module's tensor by the tensors inside it, which a load fills.
+    """Return a factory of a module's tensor, by the tensors inside it, which a load fills; it resolves to ``tensor``.
 
-    Returns:
-        A factory, which a load resolves to ``tensor``. The load raises ShardingError if the stored one is of another
-        class, or its bits mean something else.
+    The load raises ShardingError if the stored one is of another class, or its bits mean something else.
     """
 
     def build(key: str, data: Any, _: ReplicaId, __: slice | None) -> dict[str, Any]:

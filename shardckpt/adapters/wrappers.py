@@ -58,11 +58,8 @@ _OLD_SHARED = frozenset({"qmap"})
 class InnerShard:
     """A rank's blocks of a flattened tensor that is inside the shards of a DTensor.
 
-    Attributes:
-        tensor: The blocks.
-        size: The number of elements on all ranks.
-        offset: Of those before the blocks.
-        replica_id: As for ShardedTensor.
+    ``size`` is the number of elements on all ranks, ``offset`` of those before the blocks. ``replica_id`` is as for
+    ShardedTensor.
     """
 
     tensor: torch.Tensor
@@ -179,12 +176,8 @@ def request_inner(
 ) -> torch.Tensor | InnerShard | None:
     """Return memory for a stored tensor that was inside another: for this rank's blocks, or for all.
 
-    Args:
-        slot: The dotted path of the tensor in the state, for which :func:`is_inner` is True.
-        shapes: The shapes of all stored tensors of the state.
-
-    Returns:
-        The memory; None where the tensor is to be loaded as any other.
+    It is None where the tensor is to be loaded as any other. ``slot`` is the dotted path of the tensor in the state,
+    for which :func:`is_inner` is True; ``shapes`` has the shapes of all stored tensors of the state.
     """
     path, _, name = slot.rpartition(".")
     others = {each[len(path) + 1 :]: shape for each, shape in shapes.items() if each.startswith(f"{path}.")}
@@ -217,14 +210,10 @@ def _cuts_blocks(param: DTensor, size: int) -> bool:
 def rebuild_wrapper(parts: Mapping[str, Any], form: Mapping[str, Any], param: torch.Tensor | None) -> Any:
     """Return the wrapper tensor of a dict that :func:`flatten_wrappers` has made.
 
-    Args:
-        parts: The dict, with what was loaded for the tensors inside: whole, or this rank's part.
-        form: The same with placeholders, which have the shapes of whole ones.
-        param: The parameter whose state it is. That of a DTensor's shape is a DTensor.
-
-    Raises:
-        CheckpointingException: its class is not imported: a checkpoint must not decide what is.
-        ShardingError: this rank's part of the parameter cuts blocks, or is no part of their order.
+    ``parts`` is the dict, with what was loaded for the tensors inside: whole, or this rank's part. ``form`` is the same
+    with placeholders, which have the shapes of whole ones. ``param`` is the parameter whose state it is; that of a
+    DTensor's shape is a DTensor. A class that is not imported is an error: a checkpoint must not decide what is. So is
+    a part of the parameter that cuts blocks, or is no part of their order.
     """
     cls = _find_class(parts[CLASS])
     inner, shared = _split_parts(parts)

@@ -60,19 +60,11 @@ _Run = tuple[int, int, int]  # number of the first tensor, its address, number o
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of tensors in a buffer.
+    """The places of tensors in a buffer. Numbers are in arrays, which are pickled and compared faster than lists.
 
-    Numbers are in arrays, which are pickled and compared faster than lists.
-
-    Attributes:
-        offsets: Where each tensor begins, in bytes.
-        ends: Where each ends.
-        counts: Elements of each.
-        dtypes: The dtype of each.
-        shapes: The shape of each.
-        small: Numbers of the tensors that torch copies fast together, if their values are in the host's memory.
-        large: Numbers of the others.
-        nbytes: Size of the buffer, in bytes.
+    ``offsets`` and ``ends`` are where each tensor begins and ends, in bytes; ``counts`` are elements. ``small`` has the
+    numbers of the tensors that torch copies fast together, if their values are in the host's memory; ``large`` those of
+    the others. ``nbytes`` is the size of the buffer.
     """
 
     offsets: array[int]
@@ -180,14 +172,8 @@ def _unpickle_layout(pickle: SharedPickle) -> Layout:
 class Copies:
     """A plan to copy tensors, which sorts them by the way they are copied.
 
-    Args:
-        keys: Of the tensors, for errors.
-        tensors: On any device, of any strides, quantized ones included.
-        layout: The layout of an earlier copy of tensors with the same dtypes and shapes, to be reused.
-
-    Attributes:
-        layout: Where the copies lie.
-        uses_cuda: Whether any tensor is on a CUDA device.
+    The tensors may be on any device, of any strides, quantized ones included; errors name them by their keys. The
+    layout of an earlier copy of tensors with the same dtypes and shapes is reused.
     """
 
     def __init__(self, keys: Sequence[str], tensors: Sequence[torch.Tensor], layout: Layout | None = None) -> None:
@@ -204,8 +190,8 @@ class Copies:
     def run(self, views: Sequence[torch.Tensor]) -> None:
         """Copy the tensors into :meth:`Layout.views` of a buffer, which is pinned if any tensor is on a CUDA device.
 
-        Raises:
-            ShardingError: a tensor has no memory of its own that holds its values, or is not what the layout is for.
+        It is a ShardingError if a tensor has no memory of its own that holds its values, or is not what the layout is
+        for.
         """
         self._check()
         rows: list[_Run] = []
@@ -288,12 +274,8 @@ class Copies:
 class _Facts(NamedTuple):
     """The properties of all tensors that a copy asks for.
 
-    Attributes:
-        counts: The number of elements of each.
-        dtypes: The dtype of each.
-        on_host: Whether each is on the CPU.
-        addresses: Where each begins; None if one has no address, or none was asked for.
-        are_contiguous: Whether all are, which only those with addresses are asked; None if they were not.
+    ``addresses`` is None if one tensor has no address, or none was asked for. Only tensors with addresses are asked
+    whether they are contiguous; ``are_contiguous`` is None if they were not.
     """
 
     counts: array[int]
@@ -350,14 +332,9 @@ class RunFinder:
         return bool(self._found[0])
 
     def find(self, addresses: list[int]) -> tuple[list[_Run], Sequence[int]]:
-        """Find runs.
+        """Return runs of at least ``_RUN`` bytes, and the numbers of the small tensors that are in none.
 
-        Args:
-            addresses: Where each of the small tensors begins in memory.
-
-        Returns:
-            Runs of at least ``_RUN`` bytes, which hold if the tensors are contiguous, and the numbers of the small
-            tensors that are in none.
+        ``addresses`` is where each of the small tensors begins in memory. The runs hold if the tensors are contiguous.
         """
         if addresses != self._addresses:
             self._addresses, self._found = addresses, self._search(addresses)

@@ -259,13 +259,9 @@ def request_save(
 
 
 def _leave_for_writing(budget: int | None, prepared: PreparedSave, least: int) -> int | None:
-    """Return what a memory budget leaves for writing beside the copy of this rank's tensors.
+    """Return what a memory budget leaves for writing next to the copy of this rank's tensors; None for no budget.
 
-    Args:
-        budget: The budget in bytes; None for none.
-
-    Raises:
-        CheckpointingException: it is too small for the copy.
+    A budget that is too small for the copy is an error.
     """
     if budget is None:
         return None

@@ -65,11 +65,9 @@ def stage(work: BackgroundWork, layout: Layout | None = None, memory_budget: int
     """Move the tensors of the work to copies, and return them with the work: the caller may change its own then.
 
     At most ``SHARDCKPT_STAGED_SAVES`` saves are staged at a time: the next one waits here until one of them is written.
-    ``layout`` is that of an earlier save of tensors with the same dtypes and shapes. A ``memory_budget`` is for
-    copies, in bytes, and has room for one; there are never more at a time than it has room for.
-
-    Raises:
-        ShardingError: a tensor has no memory of its own that holds its values.
+    ``layout`` is that of an earlier save of tensors with the same dtypes and shapes. A ``memory_budget`` is for copies,
+    in bytes, and has room for one; there are never more at a time than it has room for. A tensor that has no memory of
+    its own that holds its values is a ShardingError.
     """
     tensors, work.tensors = work.tensors, []
     copies = Copies(work.keys, tensors, layout)

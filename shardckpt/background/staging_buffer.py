@@ -29,11 +29,7 @@ _PROC = Path("/proc")
 
 
 class StagingBuffer:
-    """Memory that another process of this user can map by its path.
-
-    Args:
-        nbytes: Size in bytes.
-    """
+    """Memory that another process of this user can map by its path."""
 
     def __init__(self, nbytes: int) -> None:
         self.owner = os.getpid()
@@ -108,8 +104,7 @@ class StagingBufferPool:
     def acquire(self, nbytes: int, most: int | None = None) -> StagingBuffer:
         """Wait for a free buffer of at least ``nbytes`` bytes, and return it; :meth:`release` ends its use.
 
-        Args:
-            most: How many buffers may be in use with this one, if they are fewer than the setting says.
+        ``most`` is how many buffers may be in use with this one, if they are fewer than the setting says.
         """
         limit = min(settings.staged_saves(), most or settings.staged_saves())
         with self._changed:
@@ -162,11 +157,7 @@ def round_up(nbytes: int) -> int:
 
 
 def check_mappable() -> None:
-    """Check that another process can map what this one stages.
-
-    Raises:
-        CheckpointingException: it cannot: ``/proc`` is not there, or is that of other processes.
-    """
+    """Raise if no other process can map what this one stages: ``/proc`` is not there, or is that of other processes."""
     fd, path = _memory_file()
     try:
         is_same = os.path.samestat(os.stat(path), os.fstat(fd))  # noqa: PTH116 - follows the link to what has no name

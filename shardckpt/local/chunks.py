@@ -36,8 +36,7 @@ class Chunk(NamedTuple):
 def list_chunks(record: Record) -> list[Chunk]:
     """Return all bytes of a checkpoint's files except its JSON files, in the order of the record.
 
-    Raises:
-        CorruptCheckpointError: a table of digests is damaged, or not in the record, where those of one rank are.
+    It is a CorruptCheckpointError if a table of digests is damaged, or not in the record, where those of one rank are.
     """
     found = []
     for file in record.files:

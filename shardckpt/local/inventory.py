@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 class Inventory:
     """The parts on all disks; the same on every rank.
 
-    Args:
-        everyone: For each rank, the parts on its disk, with what is wrong with each; ``""`` for nothing.
+    ``everyone`` has for each rank the parts on its disk, with what is wrong with each; ``""`` for nothing.
     """
 
     def __init__(self, everyone: Sequence[Mapping[PartId, str]]) -> None:
@@ -53,8 +52,7 @@ class Inventory:
     def loadable(self, step: int | None) -> list[SaveId]:
         """Return the complete saves of a step, or of all steps for None, the newest first.
 
-        Raises:
-            CannotLoadError: there is none; the subclass and the text say why.
+        If there is none, that is a CannotLoadError: the subclass and the text say why.
         """
         complete, incomplete, foreign = (
             [save for save in saves if step in (None, save.step)] for saves in (self.complete, self.saves, self.foreign)

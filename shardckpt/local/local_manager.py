@@ -228,8 +228,7 @@ class LocalCheckpointManager:
     def _load(self, save: SaveId, inventory: Inventory, comm: Comm) -> tuple[TensorAwareStateDict | None, str]:
         """Collective: load this rank's part, from another rank's disk if need be.
 
-        Returns:
-            The part, or None and the reason why some rank's part cannot be loaded, the same on every rank.
+        Return the part, or None and the reason why some rank's part cannot be loaded, the same on every rank.
         """
         sources = {rank: inventory.other_holders(PartId(save, rank)) for rank in range(comm.world_size)}
         state, fault = self._read(PartId(save, comm.rank))

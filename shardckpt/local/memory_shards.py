@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 class KeptShards(NamedTuple):
     """The tensor shards that this rank keeps, of all that the ranks of a group have.
 
-    Attributes:
-        copies: The shards that this rank had when they were assigned.
-        kept: The ids of the shards that it keeps.
+    ``copies`` has the shards that this rank had when they were assigned; ``kept`` the ids of those that it keeps.
     """
 
     copies: list[ShardCopy]
@@ -69,15 +67,8 @@ def fetch_shards(
 ) -> dict[ShardId, torch.Tensor]:
     """Collective: get shards from the ranks that keep them; each is sent to the ranks that lack it, and to no others.
 
-    Args:
-        kept: The tensors that this rank keeps, by shard id.
-        lacking: The shards that this rank requests; ``data`` is filled if it is plain and of the kept dtype.
-
-    Returns:
-        The tensor of every shard that this rank lacked: its data, or new memory if that was not filled.
-
-    Raises:
-        KeyMismatchError: no rank keeps one of them.
+    Return the tensor of every shard that this rank lacked. ``data`` of a lacking shard is filled if it is plain and of
+    the kept dtype; else the tensor is new memory. It is a KeyMismatchError if no rank keeps one of them.
     """
     tensors = {shard: _Tensor(tuple(data.shape), data.dtype, data.device.type) for shard, data in kept.items()}
     devices = {shard: "cpu" if lack.data is None else lack.data.device.type for shard, lack in lacking.items()}

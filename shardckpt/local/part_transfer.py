@@ -33,12 +33,8 @@ class Route(NamedTuple):
 def transfer_parts(routes: Sequence[Route], folder: PartFolder, comm: Comm) -> dict[Route, str]:
     """Collective: copy parts from disk to disk; the failure of one copy does not stop the others.
 
-    Args:
-        routes: The copies to make; the same on every rank.
-        folder: This rank's disk. A part that exists is replaced when the new one is complete.
-
-    Returns:
-        The reason for each copy that failed; the same on every rank. All other copies are durable.
+    Return the reason for each copy that failed; the same on every rank, as are the ``routes``. All other copies are
+    durable. A part that exists on this rank's disk is replaced when the new one is complete.
     """
     transfer = _PartTransfer(routes, folder, comm)
     try:

@@ -29,12 +29,7 @@ _PARALLEL = 0.9995
 
 
 class Combination(NamedTuple):
-    """A weighted sum.
-
-    Attributes:
-        weights: The weight of each source's values.
-        divisor: What the sum is divided by.
-    """
+    """A weighted sum: a weight for each source's values, and what the sum is divided by."""
 
     weights: tuple[float, ...]
     divisor: float = 1.0
@@ -65,12 +60,9 @@ def combine(values: Sequence[torch.Tensor], how: Combination, target: torch.Tens
     """Fill a tensor with a weighted sum, computed in one dtype and rounded once to the target's.
 
     The terms of each element are added in ascending order, so the result depends on the values and their weights alone:
-    not on the order of the sources, on how tensors are cut, or on the number of threads.
-
-    Args:
-        values: The values of each source, of the target's shape; of complex dtypes if the target's is.
-        accumulate: ``torch.float32`` or ``torch.float64``; for complex values, of each of their two parts. What is too
-            large for float32 is added up in float64.
+    not on the order of the sources, on how tensors are cut, or on the number of threads. The values of each source have
+    the target's shape, and complex dtypes if the target's is. ``accumulate`` is ``torch.float32`` or ``torch.float64``;
+    for complex values, of each of their two parts. What is too large for float32 is added up in float64.
     """
     if target.is_complex():
         parts = [torch.view_as_real(value.to(target.dtype)) for value in values]
@@ -175,11 +167,8 @@ class Angle:
     def interpolate(self, part: float, key: str) -> Combination:
         """Return the spherical interpolation of the two tensors.
 
-        Args:
-            part: How far from the first to the second, from 0 to 1.
-
-        Raises:
-            CheckpointingException: A value is not finite, so there is no angle.
+        ``part`` is how far from the first to the second, from 0 to 1. A value that is not finite is an error: there is
+        no angle.
         """
         if not all(map(math.isfinite, (value for sums in self._sums for value in sums))):
             raise CheckpointingException(

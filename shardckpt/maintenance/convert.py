@@ -194,7 +194,7 @@ def run_conversion(
 
     ``others`` are the other sources of a merge. ``identify`` returns what identifies the values that ``opener`` has
     opened, or ``""``: a killed conversion of them goes on. By default, what is at ``old`` does. ``memory`` is for
-    tensors; ``buffers`` are the bytes that reading and writing may hold beside them. ``written`` is what
+    tensors; ``buffers`` are the bytes that reading and writing may hold next to them. ``written`` is what
     :func:`shardckpt.huggingface.parse_options` takes.
     """
     if memory < _LEAST_MEMORY:

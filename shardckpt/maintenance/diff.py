@@ -43,7 +43,7 @@ Kind = Literal["only in first", "only in second", "shape", "dtype", "values"]
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that two checkpoints do not have alike.
+    """A tensor that differs between two checkpoints.
 
     Attributes:
         key: Its key in the first checkpoint, or, if only the second has it, there.
@@ -78,10 +78,10 @@ class DiffReport:
     """The differences of two checkpoints.
 
     Attributes:
-        equal: Number of tensors of the first checkpoint that the second has alike.
+        equal: Number of tensors that are equal in both.
         by_fingerprint: How many of these were compared by stored fingerprints alone.
-        differences: What tensors differ, sorted by key.
-        objects: How objects and common state differ; None if they were not compared.
+        differences: The tensors that differ, sorted by key.
+        objects: None if objects and common state were not compared.
         left_out: Keys of the optimizer's state of the first checkpoint, which the other side of a mapping has not.
         of_other_dtype: How many of ``equal`` have another dtype in the second, with ``ignore_dtype``.
         unread_files: Files of ``torch.save`` in either folder that were not read, such as those of transformers'
@@ -127,7 +127,9 @@ def diff_checkpoints(
     Args:
         first: A checkpoint that an installed strategy reads, a Hugging Face folder, or a file of
             ``torch.save`` or safetensors: a path, or, but for files, a URL.
+        second: The same.
         rtol: Values differ if ``|first - second| > atol + rtol * |second|``.
+        atol: See ``rtol``.
         mapping: How names and shapes of the first become those of the second; by default, they are the same.
             :func:`shardckpt.huggingface.find_mapping` returns that of a model.
         prefix: Prefix that names of the first have and those of the second lack; its other tensors are left out.
@@ -140,18 +142,6 @@ def diff_checkpoints(
             else: ``{"optim": "optimizer"}``.
         ignore_dtype: Whether tensors of two dtypes are equal where their values are, both cast to a wider one; else
             they differ whatever the values.
-
-    Returns:
-        What differs.
-
-    Raises:
-        CannotLoadError: No installed strategy reads one of them.
-        CheckpointingException: A tolerance is negative; or a checkpoint cannot be read.
-
-    Example::
-
-        report = diff_checkpoints("step-1", "s3://bucket/step-1")
-        assert report.are_same, report.differences
     """
     if not (rtol >= 0 and atol >= 0):
         raise CheckpointingException(f"rtol={rtol}, atol={atol}: a tolerance is a number that is not negative")
@@ -189,9 +179,8 @@ class _Pair(NamedTuple):
 class _Found:
     """The comparison of a tensor of the first checkpoint.
 
-    Attributes:
-        pairs: The tensors of the second that have its elements.
-        absent: What else differs, if the second lacks a tensor, or has it of another shape.
+    ``pairs`` has the tensors of the second that have its elements. ``absent`` is what else differs, if the second lacks
+    a tensor, or has it of another shape.
     """
 
     tensor: ShardedTensor

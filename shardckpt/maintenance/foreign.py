@@ -44,8 +44,7 @@ _DEEPSPEED = re.compile(r"mp_rank_\d+_model_states\.pt|layer_\d+-model_.*states\
 def describe_file(path: Path) -> str:
     """Return what a file is that is not of safetensors, with what to do.
 
-    Returns:
-        ``""`` for an archive of ``torch.save``, and for a zip archive without a directory, which may have been one.
+    It is ``""`` for an archive of ``torch.save``, and for a zip archive without a directory, which may have been one.
     """
     with wrap_os_errors("open", path), path.open("rb") as file:
         first = file.read(_GLANCE)

@@ -48,16 +48,12 @@ class Names(NamedTuple):
 
 
 def list_inside(list_names: Callable[[str], Names], is_step: Callable[[str], bool] = lambda _: False) -> Iterator[str]:
-    """Yield the paths of what may be a checkpoint in a folder and in its folders: folders, and files by their suffix.
+    """Yield in order the paths of what may be a checkpoint in a folder and in its folders.
 
-    What is hidden is left out, and what is in a checkpoint, or was to be.
-
-    Args:
-        list_names: Returns what is directly in a folder, by its path; ``""`` is the folder itself.
-        is_step: Whether a name is that of a step, so that a folder with nothing known in it is a save that did not end.
-
-    Yields:
-        Paths below the folder, in order; one that cannot be listed, too.
+    They are folders, and files by their suffix. What is hidden is left out, and what is in a checkpoint, or was to be.
+    A folder that cannot be listed is yielded, too. ``list_names`` returns what is directly in a folder, by its path;
+    ``""`` is the folder itself. ``is_step`` says whether a name is that of a step, so that a folder with nothing known
+    in it is a save that did not end.
     """
     names = list_names("")
     return iter(()) if is_marked([*names.folders, *names.files]) else _list_inside("", names, list_names, is_step)
@@ -86,8 +82,8 @@ def _list_inside(
 def is_marked(names: Iterable[str]) -> bool:
     """Return whether what is in a folder says that the folder is one checkpoint, or was to be.
 
-    ``model.safetensors`` and ``pytorch_model.bin`` do not, where nothing but one of them does, and other files that may
-    be checkpoints are beside it.
+    ``model.safetensors`` and ``pytorch_model.bin`` do not, where nothing but one of them does, and the folder has other
+    files that may be checkpoints.
     """
     names = [*names]
     marks = {name for name in names if name in _MARKS or _PARTS.fullmatch(name)}
@@ -107,7 +103,7 @@ def is_visible_in(path: str, top: str) -> bool:
 def list_local_names(place: Path, top: Path | None = None) -> Callable[[str], Names]:
     """Return what lists the folders in a directory of this machine; links are followed directly in it alone.
 
-    A link to what is beside it, as ``latest``, or to what is in ``top``, is left out: that is listed by its own name.
+    A link to what is next to it, as ``latest``, or to what is in ``top``, is left out: that is listed by its own name.
     """
     place = real_path(place)
 

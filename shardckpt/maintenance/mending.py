@@ -38,9 +38,8 @@ _DESCRIPTIONS = {MARKER_NAME, RECORD_NAME}
 def explain_mendable(directory: Path, plugins: PluginManager, damaged: Collection[str] = ()) -> str:
     """Return why a checkpoint may be mended, as where nothing but its descriptions is lost; ``""`` if it cannot be.
 
-    Args:
-        damaged: Names of files that a verification found not to be as written, though they may have their sizes; if
-            none are given, no file was compared with its digest.
+    ``damaged`` names files that a verification found not to be as written, though they may have their sizes; if none
+    are given, no file was compared with its digest.
     """
     try:
         with wrap_os_errors("look at", directory):
@@ -103,10 +102,9 @@ def _find_way(
 
 
 def _is_read_without(lost: Collection[str], place: Path, manifest: Manifest, plugins: PluginManager) -> bool:
-    """Return whether a checkpoint is read without some of its files, as ``.metadata`` beside an index of our own.
+    """Return whether a checkpoint is read without some of its files, as ``.metadata`` next to an index of our own.
 
-    Raises:
-        CheckpointingException: Its index, or its common state, cannot be read.
+    That its index, or its common state, cannot be read is an error.
     """
     strategy = choose_reader(place, manifest, plugins)
     if not isinstance(strategy, ChecksFiles):

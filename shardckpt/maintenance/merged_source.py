@@ -45,15 +45,11 @@ _ANGLE_ELEMENTS = 1 << 20
 class MergeRules:
     """The rules by which sources are merged.
 
-    Attributes:
-        weights: The weight of each source.
-        base: The number of the source that objects and common state are from.
-        slerp: How far to go from the first source to the second along the sphere; None for a weighted average.
-        accumulate: The dtype in which sums are computed; float64 for float64 tensors.
-        optimizer: See :data:`Optimizer`.
-        missing: See :data:`Missing`.
-        leave_out: Keys of tensors that are not merged.
-        memory: Bytes of values of all sources in memory at a time.
+    For ``optimizer`` and ``missing`` see :data:`Optimizer` and :data:`Missing`. ``base`` is the number of the source
+    that objects and common state are from. ``slerp`` is how far to go from the first source to the second along the
+    sphere; None for a weighted average. ``accumulate`` is the dtype in which sums are computed; float64 for float64
+    tensors. ``leave_out`` has keys of tensors that are not merged. ``memory`` is bytes of values of all sources in
+    memory at a time.
     """
 
     weights: tuple[float, ...]
@@ -67,12 +63,9 @@ class MergeRules:
 
 
 class MergedTensor(NamedTuple):
-    """A tensor of the merge.
+    """A tensor of the merge: its global shape, and the dtype that holds the values of all sources.
 
-    Attributes:
-        shape: Its global shape.
-        dtype: The dtype that holds the values of all sources.
-        sources: The sources that it is made of: number, and description of the tensor there.
+    ``sources`` are those that it is made of: number, and description of the tensor there.
     """
 
     shape: tuple[int, ...]
@@ -101,13 +94,9 @@ class _Read(NamedTuple):
 
 @dataclass
 class MergedLoadStrategy(LoadStrategy):
-    """Reads several open checkpoints as one.
+    """Reads several open checkpoints as one; errors call each by its name.
 
-    Attributes:
-        checkpoints: The sources.
-        names: What each is called in errors.
-        rules: How they are merged.
-        left_out: Keys that the sources have and the merge has not, once its index was read.
+    ``left_out`` has the keys that the sources have and the merge has not, once its index was read.
     """
 
     backend = "merge"
@@ -136,11 +125,7 @@ class MergedLoadStrategy(LoadStrategy):
         return kept if is_same else forget_structure(kept)
 
     def load_index(self, context: LoadContext) -> list[ShardedBase]:  # noqa: ARG002 - the sources have their own
-        """Return the merged tensors and the base's objects.
-
-        Raises:
-            CheckpointingException: The sources do not have the same tensors.
-        """
+        """Return the merged tensors and the base's objects; it is an error if not all sources have the same tensors."""
         self.left_out.clear()
         base = self.base.index()
         objects = [shard for shard in base if not isinstance(shard, ShardedTensor)]
@@ -344,13 +329,9 @@ class PlainObjectsMergedLoadStrategy(MergedLoadStrategy):
 def merge_opened(
     checkpoints: Sequence[OpenCheckpoint], names: Sequence[str], rules: MergeRules
 ) -> tuple[OpenCheckpoint, MergedLoadStrategy]:
-    """Return several open checkpoints as one.
+    """Return several open checkpoints as one, which has the files of the base, and the strategy that reads it.
 
-    Args:
-        checkpoints: The sources, which stay open as long as the merge is read.
-
-    Returns:
-        The merge, which has the files of the base; and the strategy that reads it.
+    The sources must stay open as long as the merge is read.
     """
     base = checkpoints[rules.base]
     kind = PlainObjectsMergedLoadStrategy if isinstance(base.strategy, ReadsPlainObjects) else MergedLoadStrategy

@@ -39,30 +39,16 @@ def migrate_checkpoint(
 ) -> tuple[str, int, int]:
     """Write the checkpoint at ``old`` as a newer version at ``new``, completely or not at all. Not collective.
 
-    A checkpoint that is to replace itself, and has the newest version that is installed, stays as it is.
+    Return the backend, the old version, and the new version; ``to`` is by default the newest to which there is a
+    migration. A checkpoint that is to replace itself, and has the newest version that is installed, stays as it is;
+    where ``new`` is another place, that is a CannotLoadError. Nothing is committed that no installed strategy reads, or
+    that lacks what the old checkpoint lists, where a strategy that reads the old version is still installed: that is a
+    PluginError. Fingerprints that the old checkpoint has stored stand in the new one, too: the values are the same.
 
-    Nothing is committed that no installed strategy reads, or that lacks what the old checkpoint lists, where a strategy
-    that reads the old version is still installed.
-
-    Fingerprints that the old checkpoint has stored stand in the new one, too: the values are the same.
-
-    Args:
-        old: The checkpoint's directory or URL; it is not changed, unless it is ``new``, too.
-        new: Directory or URL of the rewritten checkpoint: absent or empty, or see ``overwrite``.
-        to: Version to write; by default the newest to which there is a migration.
-        overwrite: Whether the checkpoint at ``new`` may be replaced: in one step, when the new one is complete and on
-            disk, as by :func:`shardckpt.dist_checkpointing.save`. Until then, and after any error, it is as it was. At
-            a URL, only what an interrupted save has left is replaced.
-
-    Returns:
-        The backend, the old version, and the new version.
-
-    Raises:
-        UnknownBackendError: no installed plugin knows its backend.
-        VersionTooOldError: no installed plugin has a migration from its version to ``to``.
-        CannotLoadError: it has the newest version that is installed, and ``new`` is another place.
-        PluginError: what the migration wrote cannot be read, or is not all.
-        CheckpointingException: the old checkpoint cannot be read, or the new one not written.
+    ``new`` must be absent or empty. With ``overwrite`` the checkpoint there is replaced: in one step, when the new one
+    is complete and on disk, as by :func:`shardckpt.dist_checkpointing.save`. Until then, and after any error, it is as
+    it was. At a URL, only what an interrupted save has left is replaced. ``old`` is not changed, unless it is ``new``,
+    too.
     """
     plugins = get_plugin_manager()
     return retry_if_replaced(

@@ -24,13 +24,11 @@ _ABSENT = object()
 
 
 class ObjectDifference(NamedTuple):
-    """A value of an object or of the common state that two checkpoints do not have alike.
+    """A value of an object or of the common state that differs between two checkpoints.
 
-    Attributes:
-        key: The object's unique key, or ``"common"``, with the places within it: ``"common['args']['lr']"``.
-        kind: What differs; the first of these that does.
-        first: The class and the value in the first checkpoint, cut if it is long; ``""`` if it has none.
-        second: The same in the second.
+    ``key`` is the object's unique key, or ``"common"``, with the places within it: ``"common['args']['lr']"``. ``kind``
+    is the first that differs. ``first`` has the class and the value in the first checkpoint, cut if it is long; ``""``
+    if it has none.
     """
 
     key: str
@@ -40,12 +38,10 @@ class ObjectDifference(NamedTuple):
 
 
 class ObjectReport(NamedTuple):
-    """The differences of the objects and the common state of two checkpoints.
+    """The differences of the objects and the common state of two checkpoints, sorted by key.
 
-    Attributes:
-        equal: Number of objects, and of entries of the common state, that both have alike.
-        differences: What differs, sorted by key.
-        containers: How many places each list, tuple or dict has that differences are in, by its key.
+    ``equal`` is the number of objects, and of entries of the common state, that are equal in both. ``containers`` says
+    how many places each list, tuple or dict has that differences are in, by its key.
     """
 
     equal: int = 0
@@ -56,15 +52,8 @@ class ObjectReport(NamedTuple):
 def diff_objects(first: OpenCheckpoint, second: OpenCheckpoint) -> ObjectReport:
     """Compare the objects and the common state of two open checkpoints.
 
-    What two places of one checkpoint refer to is compared once: a difference in it stands at the first of them.
-
-    Values are read as every load reads them: a pickle may name only what is allowed.
-
-    Returns:
-        How many are equal, and what differs in the others.
-
-    Raises:
-        CheckpointingException: A value cannot be read, or names what is not allowed.
+    What two places of one checkpoint refer to is compared once: a difference in it stands at the first of them. Values
+    are read as every load reads them: a pickle may name only what is allowed.
     """
     ones, others = _read(first), _read(second)
     equal, found = 0, []

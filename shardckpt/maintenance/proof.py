@@ -25,17 +25,11 @@ if TYPE_CHECKING:
 
 
 class TensorProof(NamedTuple):
-    """The bytes of a tensor that a conversion has read and written.
+    """The bytes of a tensor that a conversion has read and written; key, shape and dtype are those in the source.
 
-    Attributes:
-        key: Its key in the source.
-        names: The tensors of the target that have its values: its key, or others by a key mapping.
-        shape: Its shape in the source.
-        dtype: Its dtype in the source.
-        written_dtype: Its dtype in the target.
-        before: The fingerprint of the values that were read from the source, in the target's dtype, and so, without a
-            cast, that of the source's tensor.
-        after: The fingerprint of the same values, read again from the target.
+    ``names`` are the tensors of the target that have its values: its key, or others by a key mapping. ``before`` is the
+    fingerprint of the values that were read from the source, in the target's dtype (``written_dtype``), and so, without
+    a cast, that of the source's tensor. ``after`` is that of the same values, read again from the target.
     """
 
     key: str
@@ -49,11 +43,7 @@ class TensorProof(NamedTuple):
 
 @dataclass(frozen=True)
 class SummedCheckpoint(OpenCheckpoint):
-    """An open checkpoint that adds up the fingerprints of the tensors that are read.
-
-    Attributes:
-        sums: What has been read.
-    """
+    """An open checkpoint that adds up the fingerprints of the tensors that are read."""
 
     sums: TensorSums
 
@@ -69,15 +59,11 @@ class SummedCheckpoint(OpenCheckpoint):
 class StagedProof:
     """The proof that what is staged has the values that were read; without it, nothing is committed.
 
-    Attributes:
-        stored: The source; all that is written has been read from it.
-        operation: Counts what is read again.
-        target: Where it is committed to, for errors.
-        most: Most bytes of a box that is read.
-        has_others: Whether other tensors may be among those that were written: those of objects and common state.
-        buffers: Bytes that reading may hold beside the boxes; None: as many as are fast.
-        tensors: The proof of each tensor, once there is one.
-        made: Backend and version of what was written, once they are known.
+    All that is written has been read from ``stored``, the source. ``operation`` counts what is read again. Errors name
+    ``target``, where it is committed to. ``most`` is the most bytes of a box that is read. ``has_others`` says whether
+    other tensors may be among those that were written: those of objects and common state. ``buffers`` is the bytes that
+    reading may hold next to the boxes; None: as many as are fast. ``tensors`` has the proof of each tensor, once there
+    is one, and ``made`` backend and version of what was written, once they are known.
     """
 
     stored: SummedCheckpoint
@@ -92,8 +78,7 @@ class StagedProof:
     def make(self, written: Sequence[HubTensor], staging: Path, files: Path) -> None:
         """Read what is staged, and compare it with what was read from the source.
 
-        Raises:
-            CorruptCheckpointError: It has other tensors, or other values, than were read.
+        That it has other tensors, or other values, is a CorruptCheckpointError.
         """
         after, context = TensorSums(), self.stored.context
         plugins = self.stored.operation.plugins
@@ -148,15 +133,10 @@ def _compare(
 
 
 def list_fingerprints(tensors: Iterable[HubTensor], before: TensorSums) -> dict[str, str]:
-    """Return the fingerprints of tensors of the target, from what was read of the source.
+    """Return the fingerprints of tensors of the target, by their names there, from what was read of the source.
 
-    Args:
-        tensors: The tensors of the target, with the parts of the source's that they are made of.
-        before: What was read from the source: all of these tensors.
-
-    Returns:
-        Those of tensors that are one of the source's, with the same axes, by their names in the target: the elements of
-        others have other places.
+    They are those of tensors that are one of the source's, with the same axes: the elements of others have other
+    places. ``tensors`` come with the parts of the source's that they are made of; all these have been read.
     """
     found = {}
     for tensor in sorted(tensors, key=lambda tensor: tensor.name):

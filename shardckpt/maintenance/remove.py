@@ -47,14 +47,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemovalReport:
-    """The result of a removal of keys, or with ``dry_run`` would do.
+    """The result of a removal of keys, or what it would be with ``dry_run``.
 
-    Attributes:
-        keys: The removed keys, sorted.
-        dropped: The deleted files: they had nothing else.
-        rewritten: The data files that were rewritten without the removed bytes.
-        bytes_before: Bytes of the directory on disk before, as ``du`` counts them.
-        bytes_after: Bytes after; with ``dry_run`` an estimate, correct to a few blocks.
+    ``dropped`` has the deleted files: they had nothing else. ``rewritten`` has the data files that were rewritten
+    without the removed bytes. ``bytes_before`` and ``bytes_after`` are those of the directory on disk, as ``du`` counts
+    them; with ``dry_run`` the latter is an estimate, correct to a few blocks.
     """
 
     keys: tuple[str, ...] = ()
@@ -69,8 +66,7 @@ def remove_keys(
 ) -> RemovalReport:
     """Collective: remove keys, on the main rank; see :func:`shardckpt.dist_checkpointing.remove_sharded_tensors`.
 
-    Returns:
-        What was removed; the same on every rank.
+    Return what was removed; the same on every rank.
     """
     operation = Operation("remove", directory, comm, plugins)
     with operation.collective_span():

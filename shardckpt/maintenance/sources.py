@@ -89,12 +89,9 @@ if TYPE_CHECKING:
 
 
 class Checked(NamedTuple):
-    """The result of a look at a file.
+    """The result of a look at a file: what is wrong with it, None if nothing is, and how it was checked.
 
-    Attributes:
-        error: What is wrong with it; None if nothing is.
-        how: How it was checked.
-        note: What is no fault and may surprise.
+    ``note`` is what is no fault and may surprise.
     """
 
     error: CheckpointingException | None
@@ -108,7 +105,7 @@ class Reading(NamedTuple):
     Attributes:
         allow_globals: Classes and functions that pickles may name, besides those that every load accepts.
         kept_bytes: As for :class:`~shardckpt.storage.CheckpointReader`.
-        memory_budget: Bytes that reading may hold beside the tensors; None: as many as are fast.
+        memory_budget: Bytes that reading may hold next to the tensors; None: as many as are fast.
         check: As for :func:`shardckpt.engine.open_checkpoint`.
         unmarked: As for :func:`~shardckpt.maintenance.unmarked.hold_unmarked`; a Hugging Face folder may lack files,
             whose tensors are not listed then, but with the files. So it is with ``skip_damaged``.
@@ -143,19 +140,11 @@ _HEADER = b"\0\0\0\0{"
 
 @contextmanager
 def open_source(location: Path, plugins: PluginManager, how: Reading = _AS_IT_IS) -> Iterator[OpenCheckpoint]:
-    """Open a checkpoint, a folder or file of another library that is read here. Not collective.
+    """Open a checkpoint, a folder or file of another library that is read here, for the block. Not collective.
 
-    Args:
-        location: The directory, store folder or file, as :func:`shardckpt.engine.locate` returned it.
-
-    Yields:
-        What is opened, all of it of one save; it is closed at the end of the block.
-
-    Raises:
-        NotACheckpointError: It is something else, which the error names.
-        RefusedByPolicyError: ``SHARDCKPT_ACCEPT`` leaves its format out.
-        KeyMismatchError: It has nothing of a name that is to be renamed, or two things would have one name.
-        CheckpointingException: It cannot be read.
+    ``location`` is as :func:`shardckpt.engine.locate` returned it. All that is opened is of one save. What is something
+    else is a NotACheckpointError, which names it; a format that ``SHARDCKPT_ACCEPT`` leaves out a RefusedByPolicyError.
+    It is a KeyMismatchError if nothing has a name that is to be renamed, or two things would have one name.
     """
     is_partial = how.unmarked or how.skip_damaged
     place, manifest, strategy = _recognise(location, plugins, unmarked=is_partial, skip_damaged=is_partial)
@@ -211,17 +200,10 @@ def read_hub_config(location: Path, plugins: PluginManager) -> dict[str, Any] | 
 def open_staged(
     staging: Path, files: Path, plugins: PluginManager, how: Reading = _AS_IT_IS
 ) -> Iterator[OpenCheckpoint]:
-    """Open what was written and is not committed. Not collective.
+    """Open what was written and is not committed, until the end of the block. Not collective.
 
-    Args:
-        staging: The staging directory or file; of a checkpoint, it has the record and ``metadata.json``.
-        files: Where all other files of a checkpoint are: ``staging``, or a store folder, which has no marker yet.
-
-    Yields:
-        What is opened; it is closed at the end of the block.
-
-    Raises:
-        CheckpointingException: It cannot be read.
+    ``staging`` is the staging directory or file; of a checkpoint, it has the record and ``metadata.json``. ``files`` is
+    where all other files of a checkpoint are: ``staging``, or a store folder, which has no marker yet.
     """
     place, manifest, strategy = _recognise(staging, plugins, is_staged=True)
     if files != staging:
@@ -255,14 +237,8 @@ def open_any(
 ) -> Iterator[StoredCheckpoint]:
     """Open what :func:`open_source` opens, as a mapping from key to tensor. Not collective.
 
-    Args:
-        place: A path, or, but for files, a URL.
-
-    Returns:
-        A context manager that gives the mapping, whose tensors are read when they are asked for.
-
-    Raises:
-        CheckpointingException: It cannot be read.
+    It is a context manager, whose tensors are read when they are asked for. ``place`` is a path, or, but for files, a
+    URL.
     """
     plugins = get_plugin_manager()
     opened = open_source(locate(place, plugins), plugins, Reading(unmarked=unmarked, rename=rename))
@@ -286,12 +262,9 @@ def identify_source(location: Path, opened: OpenCheckpoint) -> str:
 def check_source(location: Path, plugins: PluginManager, error: CheckpointingException) -> dict[str, Checked]:
     """Check the files of a folder of Hugging Face or DeepSpeed, or a file, as far as that goes without digests.
 
-    Returns:
-        What is wrong with each file by its name, or None, and how it was checked.
-
-    Raises:
-        NotACheckpointError: It is something else, which the error names; ``error`` if that is not known.
-        CheckpointingException: What lists the files is damaged.
+    Return what is wrong with each file by its name, or None, and how it was checked. What is something else is a
+    NotACheckpointError, which names it; ``error`` is raised if that is not known. That what lists the files is damaged
+    is an error, too.
     """
     if location.is_file():
         return _check_opened(location, plugins)
@@ -363,11 +336,7 @@ def _check_trainer_step(
 ) -> dict[str, Checked]:
     """Check what transformers' Trainer saves with a model: files of torch.save, and FSDP's and DeepSpeed's folders.
 
-    Args:
-        checked: The files that have been checked, which are not read again.
-
-    Returns:
-        These, and the others.
+    Return the result of each file, those in ``checked`` among them, which are not read again.
     """
     names = list_entries(place)
     found = _check_archives(place, checked) | checked
@@ -384,8 +353,7 @@ def _check_trainer_step(
 def list_unread_files(location: Path, checkpoint: StoredCheckpoint) -> dict[str, str]:
     """Return the files of torch.save in a folder that its reader does not read: a Trainer's optimizer.
 
-    Returns:
-        What is wrong with each, as far as its end shows that, by name; ``""`` if nothing is.
+    By name, it is what is wrong with each, as far as its end shows that; ``""`` if nothing is.
     """
     if location.is_file() or checkpoint.record is not None:  # a record names all files of its checkpoint
         return {}
@@ -444,9 +412,7 @@ def find_cut_file(place: Path) -> CheckpointingException | None:
 def _check_archives(place: Path, skipped: Collection[str] = (), *, members: bool = True) -> dict[str, Checked]:
     """Compare the archives of torch.save in a folder with their CRC-32, or look for their ends; no pickle is read.
 
-    Args:
-        skipped: Names of files that are not looked at.
-        members: Whether to compare the values, and not look for the ends alone.
+    Files in ``skipped`` are not looked at. Without ``members`` no value is compared: it looks for the ends alone.
     """
     manifest = Manifest(backend=TorchFileLoadStrategy.backend, version=TorchFileLoadStrategy.version)
     found = {}
@@ -472,8 +438,7 @@ def check_all_files(
 ) -> dict[str, Checked]:
     """Check the files that a checkpoint must have, and return what is wrong with each, or None, and how it was checked.
 
-    Args:
-        reader: Reads them, and compares the CRC-32 of archives if it is to, which plugins see the progress of.
+    The reader compares the CRC-32 of archives if it is to, which plugins see the progress of.
     """
     if reader.crcs == "none":
         errors = strategy.check_files(reader)
@@ -532,12 +497,8 @@ def recognise_file(
 ) -> TorchFileLoadStrategy | HuggingFaceLoadStrategy:
     """Return what reads a file, by what it begins with.
 
-    Args:
-        suffix: That of a link to it, if it has none itself.
-
-    Raises:
-        CorruptCheckpointError: It is cut, or empty, though its name is that of a checkpoint.
-        NotACheckpointError: It is something else, which the error names.
+    ``suffix`` is that of a link to it, if it has none itself. A file that is cut, or empty, though its name is that of
+    a checkpoint, is a CorruptCheckpointError; something else is a NotACheckpointError, which names it.
     """
     suffix = suffix or path.suffix
     with wrap_os_errors("open", path), path.open("rb") as file:
@@ -566,11 +527,7 @@ def recognise_files(
 ) -> DeepSpeedLoadStrategy | TorchFileLoadStrategy | None:
     """Return what reads a folder of files of ``torch.save``: DeepSpeed's, or a model of the Hub; None if it is none.
 
-    Args:
-        skip_damaged: Whether files of a model may be missing.
-
-    Raises:
-        CorruptCheckpointError: An index is damaged.
+    With ``skip_damaged`` files of a model may be missing.
     """
     if (files := find_files(place, names)) is not None:
         return DeepSpeedLoadStrategy(files)

@@ -23,14 +23,8 @@ _BLOCK_BYTES = 8 << 20
 class Statistics:
     """The statistics of a region's values. Those of a complex dtype are their absolute values.
 
-    Attributes:
-        count: How many elements it has.
-        nans: How many are NaN.
-        infs: How many are infinite.
-        minimum: The least finite one; None if there is none.
-        maximum: The greatest finite one; None if there is none.
-        mean: The mean of the finite ones, computed in float64; None if there is none.
-        norm: The Euclidean norm of the finite ones, computed in float64.
+    ``nans`` and ``infs`` are how many of ``count`` elements are NaN, and infinite. All else is of the finite ones, and
+    None if there is none, but for the Euclidean norm. The mean and the norm are computed in float64.
     """
 
     count: int
@@ -47,16 +41,8 @@ def compute_statistics(
 ) -> Statistics:
     """Read a region of a stored tensor block by block, and compute statistics of its values. Not collective.
 
-    Args:
-        stored: The tensor, of any dtype that torch converts to float64.
-        index: The region, as for indexing.
-        count_bytes: Called with the bytes of each block that was read.
-
-    Returns:
-        The statistics.
-
-    Raises:
-        CheckpointingException: the region cannot be read, or torch does not convert the dtype.
+    The region is given as for indexing. ``count_bytes`` is called with the bytes of each block that was read. A dtype
+    that torch does not convert to float64 is an error.
     """
     count = nans = infs = finite_count = 0
     least: list[float] = []

@@ -18,19 +18,9 @@ def fingerprint_checkpoint(
 ) -> dict[str, str]:
     """Return a fingerprint of each tensor of a checkpoint, from its values, which are all read. Not collective.
 
-    It is that of :func:`shardckpt.fingerprint`: equal for equal values, whatever the sharding and the format.
-
-    Args:
-        checkpoint_dir: The checkpoint's directory or URL, of any format that an installed strategy reads.
-        keys: Of the tensors; by default all.
-        memory: Bytes of values that are in memory at a time.
-
-    Returns:
-        32 hex digits by the tensor's key, in the order of the keys.
-
-    Raises:
-        CannotLoadError: No installed strategy reads the checkpoint.
-        CheckpointingException: No such tensor is stored, or one cannot be read or is damaged.
+    It is that of :func:`shardckpt.fingerprint`, 32 hex digits by the tensor's key, in the order of the keys: equal for
+    equal values, whatever the sharding and the format. ``keys`` are by default all. ``memory`` is bytes of values that
+    are in memory at a time.
     """
     return read_checkpoint(
         checkpoint_dir,

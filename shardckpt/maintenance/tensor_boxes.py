@@ -71,9 +71,7 @@ class DeferredBoxes:
     """The tensors of a checkpoint as shards of bounded size, each read when the writer takes its bytes.
 
     Small boxes are read ahead, as long as they are asked for in order. What was read last is kept until the next read.
-
-    Args:
-        scales: What scales the values of tensors, by their names.
+    ``scales`` is what scales the values of tensors, by their names.
     """
 
     def __init__(

@@ -67,15 +67,12 @@ INTACT, DAMAGED, NO_ANSWER = 0, 1, 2
 class FileResult:
     """A file in a checkpoint's directory.
 
-    Attributes:
-        name: Its name in the directory.
-        nbytes: Its size in bytes, as recorded if it is; 0 for a foreign file, and for a missing one without a record.
-        fault: What is wrong with it, or why it could not be read; ``""`` if nothing is. A foreign file is not read.
-        foreign: Whether it is not a file of the checkpoint.
-        checked: How it was checked: ``digests`` of all bytes; ``crc32`` of all values, which archives have where there
-            are no digests; ``structure`` alone, where there is neither; or ``nothing``, if it could not be read, or is
-            foreign.
-        note: What is no fault and may surprise: what engines make of a file of a Hugging Face folder.
+    ``nbytes`` is its size as recorded if it is; 0 for a foreign file, and for a missing one without a record. ``fault``
+    is what is wrong with it, or why it could not be read; ``""`` if nothing is. ``foreign``: it is not a file of the
+    checkpoint, and is not read. ``checked`` says how: ``digests`` of all bytes; ``crc32`` of all values, which archives
+    have where there are no digests; ``structure`` alone, where there is neither; or ``nothing``, if it could not be
+    read, or is foreign. ``note`` is what is no fault and may surprise: what engines make of a file of a Hugging Face
+    folder.
     """
 
     name: str
@@ -89,6 +86,8 @@ class FileResult:
 def verify_checkpoint(directory: str | os.PathLike[str], *, repair: bool = False) -> list[FileResult]:
     """Check every file of a checkpoint. Not collective: threads of this process share the work.
 
+    Return a result for every file, sorted by name, foreign files last; :func:`get_exit_code` summarizes them.
+
     Files with a digest in ``shardckpt.json`` or ``integrity.json`` are read completely and compared with it. If none
     differs, the structure of all files is checked, where the strategy can: that each exists, contains the ranges that
     the index names and nothing after them, and has there what the index says. Where there are no digests, archives of
@@ -99,21 +98,12 @@ def verify_checkpoint(directory: str | os.PathLike[str], *, repair: bool = False
     A Hugging Face folder of safetensors and a file of it have no digests: their headers, their lengths and the index
     are compared. Of a folder, so are the weights with ``config.json``: vocabulary, quantization, dtype, tied pairs and,
     where transformers and accelerate are installed, names and shapes with the class that it names. Notes say what
-    transformers, vLLM and SGLang make of files beside the model's.
+    transformers, vLLM and SGLang make of files other than the model's.
 
-    Args:
-        directory: The checkpoint's directory or URL; or such a folder or file.
-        repair: Whether to write a ``metadata.json`` back that is lost, or cannot be parsed: it has nothing that
-            ``shardckpt.json`` does not say. It is written if all other files are as written, and its result says so.
-
-    Returns:
-        A result for every file, sorted by name, foreign files last; :func:`get_exit_code` summarizes them.
-
-    Raises:
-        CannotLoadError: there is no checkpoint, or it has no digests and no installed strategy reads it.
-        CorruptCheckpointError: a file that lists the others is missing or damaged.
-        CheckpointingException: it cannot be checked: it has no digests, and its strategy needs them; or a file that
-            lists the others cannot be read.
+    With ``repair`` a ``metadata.json`` that is lost, or cannot be parsed, is written back if all other files are as
+    written, and its result says so: it has nothing that ``shardckpt.json`` does not say. A file that lists the others,
+    and is missing or damaged, is a CorruptCheckpointError. It is an error, too, if it cannot be read, or there are no
+    digests and the strategy needs them.
     """
     return retry_if_replaced(lambda: _verify(locate(directory, get_plugin_manager()), repair=repair), directory)
 
@@ -140,8 +130,7 @@ def _verify(directory: Path, *, repair: bool) -> list[FileResult]:
 def _repair(directory: Path, error: CorruptCheckpointError) -> list[FileResult]:
     """Check a checkpoint by its record; if all other files are as written, write its lost or damaged marker back.
 
-    Args:
-        error: Why it cannot be opened; raised if this is not for its marker alone.
+    ``error`` is why it cannot be opened; it is raised if this is not for its marker alone.
     """
     path = open_directory(directory)
     try:
@@ -265,12 +254,10 @@ def _list_folder(path: Path, folder: str) -> list[str]:
 
 
 def get_exit_code(results: Sequence[FileResult], *, require_digests: bool = False) -> int:
-    """Return the exit code of ``shardckpt verify`` for the results.
+    """Return the exit code of ``shardckpt verify``: ``INTACT``, ``DAMAGED`` if any file is, or ``NO_ANSWER``.
 
-    It is ``INTACT``, ``DAMAGED`` if any file is, or ``NO_ANSWER`` if one was not readable.
-
-    Args:
-        require_digests: Whether a file without a digest, whose values were not checked, counts as damaged.
+    The last is for a file that was not readable. With ``require_digests`` a file without a digest, whose values were
+    not checked, counts as damaged.
     """
     own = [result for result in results if not result.foreign]
     if any(result.fault and result.checked != "nothing" for result in own):

@@ -21,15 +21,10 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def cast_shards(described: ShardedStateDict, dtype_name: str | None, comm: Comm) -> ShardedStateDict:
-    """Collective: cast the floating-point tensors of 16 bits and more, but for what an export would not cast.
+    """Collective: return the state dict with floating-point tensors of 16 bits and more cast, as an export casts them.
 
-    Args:
-        described: A sharded state dict for a save; neither it nor its tensors are changed.
-        dtype_name: The dtype, such as ``"bfloat16"``; None casts nothing.
-        comm: The ranks: what most elements of the model's tensors are, they say together.
-
-    Returns:
-        A sharded state dict with the cast tensors; quantized and integer tensors and objects are as they were.
+    Quantized and integer tensors and objects are as they were, and the given dict and its tensors are not changed. A
+    ``dtype_name`` of None casts nothing. The ranks say together what most elements of the model's tensors are.
     """
     casts = parse_casts(dtype_name)
     if not casts:

@@ -115,14 +115,10 @@ def _clean(folders: list[str], limit: int) -> None:
 
 
 def _find_exempt(folder: str, *, all_directories: bool) -> dict[str, str]:
-    """Find the directories that the limit does not apply to.
+    """Return the directories that the limit does not apply to: the reasons by path.
 
-    Args:
-        all_directories: Whether to include every directory whose name is not a step's; else only those that look like
-            checkpoints, because an output folder also has logs.
-
-    Returns:
-        The reasons by path.
+    With ``all_directories`` every directory whose name is not a step's; else only those that look like checkpoints,
+    because an output folder also has logs.
     """
     exempt = {}
     by_naming = [StepFolder(folder, get_plugin_manager(), names) for names in NAMINGS]

@@ -26,9 +26,7 @@ _HOUR = 3600.0
 class Damage(NamedTuple):
     """The damage of a step that no load takes, or that ``ls`` does not call whole.
 
-    Attributes:
-        fault: What ``ls`` says of it.
-        kept: Why it may not be removed; ``""`` if it may.
+    ``fault`` is what ``ls`` says of it, ``kept`` why it may not be removed; ``""`` if it may.
     """
 
     fault: str
@@ -36,14 +34,11 @@ class Damage(NamedTuple):
 
 
 def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | None = None) -> Damage | None:
-    """Return what is wrong with a step: it is damaged, was never finished, or is marked as failed. Not collective.
+    """Return what is wrong with a step, None if a load takes it and ``ls`` calls it whole. Not collective.
 
-    Args:
-        older_than: Hours since the last write after which a save or a copy to it cannot still run; by default
-            :data:`HOURS`, and of a save to a store whose process is named there, ``SHARDCKPT_LEFTOVER_HOURS``.
-
-    Returns:
-        What was found; None if a load takes it, and ``ls`` calls it whole.
+    It is damaged, was never finished, or is marked as failed. ``older_than`` are hours since the last write after which
+    a save or a copy to it cannot still run; by default :data:`HOURS`, and of a save to a store whose process is named
+    there, ``SHARDCKPT_LEFTOVER_HOURS``.
     """
     directory = folder.path(step.step)
     found = summarize_step(folder, step.step)

@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 class EqualStates:
     """A list of objects with equal states: one state is stored, and each of them loads it, as torchtitan does it.
 
-    So another number of them can load it: the ranks may have different numbers of stages.
-
-    Args:
-        name: The name of the list among the states, for errors.
+    So another number of them can load it: the ranks may have different numbers of stages. Errors say ``name``.
     """
 
     def __init__(self, name: str, states: Sequence[Stateful]) -> None:
@@ -28,11 +25,7 @@ class EqualStates:
         self._states = states
 
     def state_dict(self) -> Any:
-        """Return the state of each.
-
-        Raises:
-            CheckpointingException: the states are not equal.
-        """
+        """Return the state that all of them have; states that are not equal are an error."""
         first, *others = (state.state_dict() for state in self._states)
         if not all(are_equal(first, other) for other in others):
             raise CheckpointingException(

@@ -17,15 +17,10 @@ if TYPE_CHECKING:
 def leave_out(
     described: ShardedStateDict, names: Collection[str], stored: Collection[str] = ()
 ) -> tuple[ShardedStateDict, bool]:
-    """Leave out the shards with these names.
+    """Return the state dict without the shards with these names, and whether there were any.
 
-    Args:
-        described: A sharded state dict; it does not change.
-        names: Keys, or their ends after a dot.
-        stored: Keys that are kept nevertheless.
-
-    Returns:
-        The sharded state dict without them, and whether there were any.
+    ``names`` are keys, or their ends after a dot; the keys in ``stored`` are kept nevertheless. The given dict does not
+    change.
     """
     if not names:
         return described, False

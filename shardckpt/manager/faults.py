@@ -61,12 +61,10 @@ def list_faults(
     names: Sequence[str],
     find_hint: Hint = lambda _: ("", None),
 ) -> list[SettingFault]:
-    """Return what pydantic found wrong.
+    """Return what pydantic found wrong with the settings that were given by name.
 
-    Args:
-        given: The settings by name.
-        names: The names of all settings, in the order in which a call may give them without.
-        find_hint: Says of a setting that there is not what to use.
+    ``names`` are all settings, in the order in which a call may give them without names. ``find_hint`` says, of a
+    setting that does not exist, what to use.
     """
     found = [fault for each in error.errors() for fault in _describe_fault(each, given, names, find_hint)]
     return [*{fault.message: fault for fault in found}.values()]

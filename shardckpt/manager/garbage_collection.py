@@ -67,19 +67,11 @@ def collect_garbage(
     *,
     links: bool = False,
 ) -> list[int]:
-    """Remove the checkpoints that no policy keeps, and the remains of killed saves and removals.
+    """Remove what no policy keeps, and the remains of killed saves and removals; return the steps that were removed.
 
-    Args:
-        policies: Choose the steps to keep; if empty, all are kept.
-        protected: Steps that are kept whatever the policies return.
-        links: Whether the folder's links are to be looked at where there is no policy, too.
-
-    Returns:
-        The steps that were removed.
-
-    Raises:
-        StorageError: the folder cannot be listed.
-        CheckpointingException: a policy returned something other than steps; nothing is removed.
+    Without policies all are kept, and the folder's links are looked at only if ``links`` is True. Steps in
+    ``protected`` are kept whatever the policies return. A policy that returns something other than steps is an error,
+    and nothing is removed.
     """
     if not policies and not links:  # no checkpoint need be inspected, and there may be many
         _remove_leftovers(folder)
@@ -90,13 +82,9 @@ def collect_garbage(
 class Choice(NamedTuple):
     """The steps of a folder, and which of them are to be removed.
 
-    Attributes:
-        found: All steps.
-        counted: The metrics of those that policies choose from, in ascending order.
-        chosen: Those of these that are to go.
-        damage: What is wrong with others, and why some of these stay.
-        needed: Those for whose sake the others can go: a load takes one of them then.
-        known: Those that were not looked at again.
+    Policies choose from the steps in ``counted``, in ascending order; ``chosen`` are those of them that are to go.
+    ``damage`` is what is wrong with others, and why some of these stay. The others can go for the sake of ``needed``: a
+    load takes one of them then. ``known`` are those that were not looked at again.
     """
 
     found: dict[int, StepCheckpoint]
@@ -115,10 +103,8 @@ class Choice(NamedTuple):
 class Removals(NamedTuple):
     """The outcome for the steps that were chosen to be removed.
 
-    Attributes:
-        removed: Those that were removed, in the order of the choice.
-        kept: Why others stay, by step. One that is in neither could not be removed: a warning has said why.
-        choice: The choice.
+    ``removed`` is in the order of the choice, ``kept`` says why others stay. A step that is in neither could not be
+    removed: a warning has said why.
     """
 
     removed: list[int]
@@ -133,11 +119,7 @@ Judge = Callable[["StepCheckpoint"], "Damage | None"]
 def choose_steps(
     folder: StepFolder, choose: Callable[[StepMetrics], Collection[int]], judge: Judge = lambda _: None
 ) -> Choice:
-    """Look at all steps, and choose those to be removed; see :func:`remove_steps`.
-
-    Raises:
-        StorageError: the folder cannot be listed.
-    """
+    """Look at all steps, and choose those to be removed; see :func:`remove_steps`."""
     found, known = folder.inspect_steps()
     # No link: the rename would make a tombstone of the link, and leave the files where they are.
     places = {step: each for step, each in found.items() if not (folder.place / folder.names.name(step)).is_symlink()}
@@ -156,27 +138,18 @@ def remove_steps(
     keeps_linked: bool = True,
     begin: Callable[[Collection[int]], Callable[[int], None]] = lambda _: lambda _: None,
 ) -> Removals:
-    """Remove the checkpoints that a function chooses, and the remains of killed saves and removals.
+    """Remove the checkpoints that a function chooses, and the remains of killed saves and removals; return the outcome.
 
-    The function is given only complete checkpoints that can be loaded here, and only those are removed, and those in
-    which ``judge`` finds damage: no save under way, no symbolic link, none that a lease or a pin holds. The remains of
-    a save are left while its process lives. A warning names what cannot be removed; the next call tries it once more.
+    ``choose`` takes the metrics by step of complete checkpoints that can be loaded here, and returns the steps to
+    remove. Only those are removed, and those in which ``judge`` finds damage, if nothing in it says why they stay; the
+    damaged are not given to ``choose``. By default ``judge`` looks at none. No save under way is removed, no symbolic
+    link, none that a lease or a pin holds; and with ``keeps_linked`` none that a symbolic link in the folder leads to.
+    The remains of a save are left while its process lives. A warning names what cannot be removed; the next call tries
+    it once more. ``begin`` is called with the chosen steps, and returns what is called with each when it is removed, or
+    stays.
 
     Other processes may save and remove meanwhile. So each step is looked at again under the mark of its removal: it
     stays if it is another save by then, or if a checkpoint for whose sake it could go is gone, or going.
-
-    Args:
-        choose: Takes the metrics of each checkpoint by step, and returns the steps to remove.
-        judge: Returns what is wrong with a step, which goes for that if nothing in it says why it stays; such steps
-            are not given to ``choose``. By default none is looked at so.
-        keeps_linked: Whether those stay that a symbolic link in the folder leads to.
-        begin: Called with the chosen steps; returns what is called with each when it is removed, or stays.
-
-    Returns:
-        The steps that were removed, and why others stay.
-
-    Raises:
-        StorageError: the folder cannot be listed.
     """
     choice = choose_steps(folder, choose, judge)
     chosen = [*choice.chosen, *choice.doomed]
@@ -212,9 +185,8 @@ def remove_steps(
 def find_held(folder: StepFolder, *, keeps_linked: bool = True, own_links: Collection[str] = ()) -> dict[str, str]:
     """Return what keeps steps from removal, by the names of their directories: leases, pins, and links to them.
 
-    Args:
-        keeps_linked: Whether a symbolic link in the folder keeps what it leads to: ``best -> step-100``.
-        own_links: The links that do not, because they are moved: :func:`~shardckpt.manager.step_links.find_own_links`.
+    With ``keeps_linked`` a symbolic link in the folder keeps what it leads to (``best -> step-100``), but not one of
+    ``own_links``, because they are moved: :func:`~shardckpt.manager.step_links.find_own_links`.
     """
     found = {name: list(map(str, holds)) for name, holds in folder.holds.find().items()}
     if keeps_linked and has_local_files(folder.place) and folder.place.is_dir():
@@ -227,14 +199,10 @@ def find_held(folder: StepFolder, *, keeps_linked: bool = True, own_links: Colle
 
 
 def discard_steps_after(folder: StepFolder, step: int) -> list[int]:
-    """Remove the checkpoints of all steps after one.
+    """Remove the checkpoints of all steps after one; return them in ascending order.
 
-    Returns:
-        The steps that were removed, in ascending order.
-
-    Raises:
-        CheckpointingException: no complete checkpoint up to this step would be left, or a later one is held; nothing is
-            removed. Or some could not be removed.
+    If no complete checkpoint up to this step would be left, or a later one is held, that is an error, and nothing is
+    removed. It is an error, too, if some could not be removed: a load would take the newest of them.
     """
     later = [each for each in folder.steps() if each > step]
     if not later:
@@ -317,8 +285,7 @@ class GarbageCollector:
     def close(self, timeout: float = 600.0) -> None:
         """Finish the submitted collections, and end the thread.
 
-        Args:
-            timeout: Seconds to wait; then a warning is logged, and the next run finishes the removals.
+        After ``timeout`` seconds a warning is logged, and the next run finishes the removals.
         """
         closed, self._closed = self._closed, True
         if self._thread is None or closed:
@@ -363,8 +330,7 @@ def _report_kept(path: Path, error: Exception, phase: str, text: str) -> None:
 def _clear_remains(folder: StepFolder, choice: Choice, judge: Judge, removed: Collection[int]) -> set[str]:
     """Remove what killed saves and removals have left, and the holds and marks that have ended.
 
-    Returns:
-        As :func:`_remove_leftovers`.
+    Return what :func:`_remove_leftovers` returns.
     """
     for each in choice.found.values():
         # A removal that was killed on a store without rename leaves a checkpoint without some of its objects.
@@ -379,11 +345,8 @@ def _clear_remains(folder: StepFolder, choice: Choice, judge: Judge, removed: Co
 def _remove_leftovers(folder: StepFolder, steps: Collection[int] | None = None) -> set[str]:
     """Remove tombstones, staging directories and objects of killed saves; leave those whose process may live.
 
-    On a store, those in the places of some steps, if given: what is in the place of a step that was whole before is
-    left to the next manager.
-
-    Returns:
-        The stems of the names of removed steps whose tombstones could not be deleted.
+    Return the stems of the names of removed steps whose tombstones could not be deleted. On a store, ``steps`` limits
+    it to their places: what is in the place of a step that was whole before is left to the next manager.
     """
     place = folder.place
     if has_local_files(place):
@@ -427,14 +390,10 @@ def _remove_local(folder: StepFolder, leftovers: Iterable[Leftover]) -> set[str]
 def _try_to_remove(
     folder: StepFolder, chosen: StepCheckpoint, needed: Collection[StepCheckpoint], judge: Judge
 ) -> str | None:
-    """Remove a checkpoint, unless it must stay by now.
+    """Remove a checkpoint, unless it must stay by now: return why, ``""`` if it was removed, None if that failed.
 
-    Args:
-        chosen: The checkpoint, as it was when it was chosen.
-        needed: Those for whose sake it can go, as they were then.
-
-    Returns:
-        Why it stays; ``""`` if it was removed, and None, after a warning, if that failed.
+    A failure is logged as a warning. ``chosen`` and ``needed``, those for whose sake it can go, are as they were when
+    it was chosen.
     """
     name = folder.names.name(chosen.step)
     path = folder.place / name  # a link itself

@@ -137,16 +137,9 @@ def lease_step(folder: str | os.PathLike[str], step: int = -1, *, holder: str = 
 
 
 def find_holds(folder: str | os.PathLike[str]) -> dict[str, list[Hold]]:
-    """Return the leases and pins of a folder that count now. Not collective.
+    """Return the leases and pins of a folder that count now, by the name of the step's directory. Not collective.
 
-    Args:
-        folder: The directory or URL of the steps, however they are named.
-
-    Returns:
-        Holds by the name of the step's directory.
-
-    Raises:
-        StorageError: the folder cannot be read.
+    The steps may be named in any way.
     """
     return StepFolder(folder, get_plugin_manager()).holds.find()
 
@@ -179,14 +172,7 @@ def pin_step(folder: str | os.PathLike[str], step: int | str, label: str) -> Non
 
 
 def unpin_step(folder: str | os.PathLike[str], step: int | str, label: str) -> None:
-    """Take a pin away; no error if the step does not have it. Not collective.
-
-    Args:
-        step: The step, or the name of its directory; it need not exist.
-
-    Raises:
-        StorageError: the folder cannot be written to.
-    """
+    """Take a pin away; no error if the step does not have it, or does not exist. Not collective."""
     steps, step = find_step(folder, step)
     steps.holds.drop(make_hold(steps.names.name(step), "pin", label, None)[0])
 
@@ -194,13 +180,9 @@ def unpin_step(folder: str | os.PathLike[str], step: int | str, label: str) -> N
 def find_step(folder: str | os.PathLike[str], step: int | str, *, also: Collection[str] = ()) -> tuple[StepFolder, int]:
     """Return a folder with the way in which the directory of a step is named, and the step.
 
-    Args:
-        step: The step, or the name of its directory. Of a step that is not there, the names are a manager's.
-        also: Words that the caller takes in place of a step: the error of a misspelt one asks about it.
-
-    Raises:
-        CheckpointingException: Several directories are of this step; or the name is not one of a step.
-        StorageError: The folder cannot be listed.
+    ``step`` is the step, or the name of its directory; of a step that is not there, the names are a manager's. That
+    several directories are of this step is an error. ``also`` has words that the caller takes in place of a step: the
+    error of a misspelt one asks about it.
     """
     steps = AnySteps(folder, get_plugin_manager())
     if isinstance(step, int):

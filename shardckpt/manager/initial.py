@@ -30,14 +30,7 @@ logger = logging.getLogger(__name__)
 def load_initial(
     config: CheckpointConfig, states: TrainingStates, reader: StepReader, process_group: ProcessGroup | None
 ) -> bool:
-    """Collective: load ``initial_load_path``, if one is given.
-
-    Returns:
-        Whether one is given.
-
-    Raises:
-        CheckpointingException: the same on every rank: it does not exist or does not fit the states.
-    """
+    """Collective: load ``initial_load_path``; return whether one is given."""
     path = config.initial_load_path
     if path is None:
         return False

@@ -95,20 +95,13 @@ if TYPE_CHECKING:
 
 
 def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False) -> list[CheckpointSummary]:
-    """Summarize the checkpoints in a folder. Not collective: one process calls.
+    """Summarize the checkpoints in a folder, or one checkpoint. Not collective: one process calls.
 
-    Args:
-        folder: A directory or URL with checkpoints in it; or one checkpoint.
-        recursive: Whether to look into the folders in it, too, and theirs, and behind links that lead out of it.
-
-    Returns:
-        A summary of every directory in it, in ascending order of steps, those without a step last; if ``folder`` is a
-        checkpoint itself, one summary. Hidden directories are left out, also those of saves under way. Also of files
-        of ``torch.save`` and safetensors, which on a store are named and not read. With ``recursive``, in place of a
-        directory that has checkpoints in it, a summary of each of these, by its path, folder by folder.
-
-    Raises:
-        StorageError: the folder does not exist (on a store: has no object), or cannot be listed.
+    Return a summary of every directory in it, in ascending order of steps, those without a step last; also of files of
+    ``torch.save`` and safetensors, which on a store are named and not read. Hidden directories are left out, also those
+    of saves under way. With ``recursive``, in place of a directory that has checkpoints in it, a summary of each of
+    these, by its path, folder by folder; also behind links that lead out of the folder. It is a StorageError if the
+    folder does not exist (on a store: has no object).
     """
     plugins = get_plugin_manager()
     place = locate(folder, plugins)
@@ -170,10 +163,8 @@ def summarize_step(folder: StepFolder, step: int) -> CheckpointSummary:
 class FoundCheckpoints(NamedTuple):
     """The checkpoints that a path stands for.
 
-    Attributes:
-        paths: Theirs, or URLs, in the order of :func:`list_checkpoints`.
-        skipped: What else is in the folder, and is no checkpoint that can be read where it is, or has others in its
-            folders, by paths of this form.
+    ``paths`` are theirs, or URLs, in the order of :func:`list_checkpoints`. ``skipped`` is what else is in the folder,
+    and is no checkpoint that can be read where it is, or has others in its folders, by paths of this form.
     """
 
     paths: list[str]
@@ -183,12 +174,7 @@ class FoundCheckpoints(NamedTuple):
 def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
     """Return the checkpoints that a path stands for: those in it if it is a folder of checkpoints, else itself.
 
-    Args:
-        path: A directory or URL; it need not exist.
-
-    Raises:
-        NotACheckpointError: it has none itself, and its folders have some.
-        StorageError: a folder cannot be listed.
+    The path need not exist. It is a NotACheckpointError if only its folders have checkpoints.
     """
     place = locate(path, get_plugin_manager())
     if lacks_directory(place) or is_there(place / MARKER_NAME):

@@ -547,7 +547,7 @@ class CheckpointManager:
     def _tolerate(self, error: Exception, step: int | None, started: float, *, is_final: bool = False) -> None:
         """Collective: report a save that failed; raise its error if no later one makes up for it, or too many failed.
 
-        Every rank has the same error, and so decides alike.
+        Every rank has the same error, and so decides in the same way.
         """
         was_logged = getattr(error, "is_logged", False)  # that of a save in the background, with what could go
         explained = error if was_logged else self._explain_full(error, step)
@@ -682,8 +682,7 @@ class CheckpointManager:
     def _advise_of_space(self, error: NotEnoughSpaceError, step: int, removed: list[str]) -> tuple[str, str]:
         """Return an error's text with the steps that the retention would free, or cannot, and this advice alone.
 
-        Args:
-            removed: What was removed for the next save.
+        ``removed`` is what was removed for the next save.
         """
         explained = explain_full(error, self._folder.path(step))
         if not explained.advice:  # what is full is the folder of temporary files before a store

@@ -20,8 +20,7 @@ logger = logging.getLogger(__name__)
 def follow_marks(checkpoints: Iterable[str]) -> None:
     """Let the links beside checkpoints that were marked lead to what a load takes now, where a manager keeps links.
 
-    Args:
-        checkpoints: Their paths; of URLs, which have no links, nothing is done.
+    Of URLs, which have no links, nothing is done.
     """
     for place in {local.parent for each in checkpoints if (local := find_local(each)) is not None}:
         if any((place / name).is_symlink() for name in LINKS):

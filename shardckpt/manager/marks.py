@@ -54,16 +54,11 @@ class NotMarkedError(CheckpointingException):
 class Mark(SmallFile):
     """The verdict about one save of a checkpoint.
 
-    Attributes:
-        verdict: ``verified``: every file is as it was written. ``failed``: some are not.
-        save_id: The save that was checked.
-        root: The SHA-256 that the save's record has of itself, and with it of the digests of all files.
-        checked: How the files were checked: ``digests`` of all bytes, or else ``structure``.
-        files: How many were checked.
-        faults: What is wrong, the first few.
-        damaged: The files that are not as written, all of them; none if there are too many to name.
-        time: When the check ended, in seconds since 1970.
-        writer: The release that checked, such as ``shardckpt 0.1.0``.
+    ``verified`` says that every file is as it was written, ``failed`` that some are not. ``root`` is the SHA-256 that
+    the save's record has of itself, and with it of the digests of all files. ``checked`` is ``digests`` if all bytes
+    were compared, else ``structure``. ``faults`` has the first few; ``damaged`` names all files that are not as
+    written, none if there are too many to name. ``time`` is the end of the check, in seconds since 1970, and ``writer``
+    the release, such as ``shardckpt 0.1.0``.
     """
 
     verdict: Verdict
@@ -94,12 +89,8 @@ def name_mark(name: str) -> str:
 def find_mark(place: Path, name: str, record: PlainRecord | Record | None) -> Mark | None:
     """Return the mark of a checkpoint; None if it has none, or that of another save. Not collective.
 
-    Args:
-        place: The directory of the marks, :data:`MARKS_NAME` beside the checkpoint.
-        record: The checkpoint's; None if it has none.
-
-    Raises:
-        StorageError: the store does not answer, which must not pass for a checkpoint without a mark.
+    ``place`` is the directory of the marks, :data:`MARKS_NAME` next to the checkpoint; ``record`` is None if the
+    checkpoint has none. That the store does not answer is an error: it must not pass for a checkpoint without a mark.
     """
     if record is None:
         return None
@@ -125,9 +116,7 @@ def find_mark_of(checkpoint: Path, record: PlainRecord | Record | None) -> Mark 
 def identify_save(checkpoint: str | os.PathLike[str]) -> tuple[str, str]:
     """Return what names the save that is at a path now, for :func:`mark_checkpoint`. Not collective.
 
-    Raises:
-        CannotLoadError: the checkpoint cannot be told.
-        NotMarkedError: there is no record of a save, so that a mark could not be told from another save's.
+    Without a record of a save it raises NotMarkedError: a mark could not be told from another save's.
     """
     directory = locate(checkpoint, get_plugin_manager())
     try:
@@ -153,19 +142,11 @@ def mark_checkpoint(
     damaged: Collection[str] = (),
     dry_run: bool = False,
 ) -> Mark:
-    """Write the verdict of a verification beside a checkpoint; it replaces an earlier one. Not collective.
+    """Write and return the verdict of a verification about a checkpoint, in place of an earlier one. Not collective.
 
-    Args:
-        save: What :func:`identify_save` returned before the verification.
-        faults: What is wrong, for people.
-        damaged: The names of the files that are not as written.
-
-    Returns:
-        The mark.
-
-    Raises:
-        CheckpointingException: another save has replaced the checkpoint since; nothing is written.
-        StorageError: the mark cannot be written.
+    ``save`` is what :func:`identify_save` returned before the verification: if another save has replaced the checkpoint
+    since, that is an error, and nothing is written. ``faults`` is for people; ``damaged`` names the files that are not
+    as written.
     """
     if identify_save(checkpoint) != save:
         raise CheckpointingException(
@@ -191,11 +172,7 @@ def mark_checkpoint(
 def drop_marks(place: Path, list_existing: Callable[[], Collection[str]]) -> None:
     """Remove the marks of checkpoints that are gone, and the directory once it is empty. Not collective.
 
-    Args:
-        list_existing: Returns the names of the checkpoints that exist; asked only if there are marks.
-
-    Raises:
-        StorageError: the directory cannot be read.
+    ``list_existing`` returns the names of the checkpoints that exist; it is asked only if there are marks.
     """
     marks = SmallFiles(place)
     names = [name for name in marks.names() if name.endswith(_SUFFIX)]

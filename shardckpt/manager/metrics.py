@@ -34,10 +34,9 @@ def read_metrics(content: Any) -> dict[str, float | None]:
 class StoredSettings(NamedTuple):
     """The configuration of the manager that saved a step, as its content has it.
 
-    Attributes:
-        ranking: The metric by which it chooses the best step, and whether the smallest (``min``) or the largest
-            (``max``) value is the best; None if it names none.
-        links: Whether it keeps the links ``latest`` and ``best``.
+    ``ranking`` is the metric by which it chooses the best step, and whether the smallest (``min``) or the largest
+    (``max``) value is the best; None if it names none. ``links`` says whether it keeps the links ``latest`` and
+    ``best``.
     """
 
     ranking: tuple[str, str] | None
@@ -68,8 +67,7 @@ def read_settings(content: Any) -> StoredSettings:
 def rank_steps(steps: Mapping[int, Mapping[str, Any]], metric: str, mode: str) -> list[int]:
     """Return the steps that have a finite value of a metric, the best first; of equal values, the newer step.
 
-    Args:
-        mode: Whether the smallest (``min``) or the largest (``max``) value is the best.
+    ``mode`` says whether the smallest (``min``) or the largest (``max``) value is the best.
     """
     sign = -1 if mode == "min" else 1
     values = [(step, read_metric(metrics.get(metric))) for step, metrics in steps.items()]
@@ -79,16 +77,9 @@ def rank_steps(steps: Mapping[int, Mapping[str, Any]], metric: str, mode: str) -
 
 
 def parse_metrics(metrics: Any) -> dict[str, float | None]:
-    """Convert the metrics of a step for JSON.
+    """Return the metrics of a step for JSON: floats by name; None for NaN and infinity, which JSON does not have.
 
-    Args:
-        metrics: Numbers, or tensors and arrays of one number, by name.
-
-    Returns:
-        Floats by name; None for NaN and infinity, which JSON does not have.
-
-    Raises:
-        CheckpointingException: ``metrics`` is not a mapping, or a value is not one number.
+    Values are numbers, or tensors and arrays of one number; anything else is an error.
     """
     if not isinstance(metrics, Mapping):
         raise CheckpointingException(f"metrics={metrics!r:.100}: give them by name, {{'loss': 0.25}}")

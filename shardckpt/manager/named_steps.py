@@ -70,14 +70,9 @@ def find_named_step(path: str) -> str:
 
 
 def refuse_named_step(path: str) -> None:
-    """Raise if a path or URL beside steps stands for one: a step would be replaced, or stood for no longer.
+    """Raise if a path that a verb is to write stands for a step next to it: a step would be replaced, or lose its name.
 
-    Args:
-        path: What a verb is to write. A directory by the name ``latest`` or ``best`` stands for itself.
-
-    Raises:
-        CheckpointingException: It does.
-        StorageError: The folder cannot be listed.
+    A directory by the name ``latest`` or ``best`` stands for itself.
     """
     folder, word = split_path(path)
     if word not in LINKS:

@@ -53,8 +53,7 @@ class OtherJobs(ManagerPart):
     def look(self) -> None:
         """Look for files of others; warn of those whose process is alive here, or that were written since the last.
 
-        Raises:
-            CheckpointingException: There is such a job, and this one is to save to no folder of another.
+        If this job is to save to no folder of another, that is an error instead.
         """
         if time.monotonic() - self._looked_at < _INTERVAL and not has_local_files(self._folder.place):
             return
@@ -70,9 +69,7 @@ class OtherJobs(ManagerPart):
     def find_unknown(self, step: int, existing: Collection[int]) -> None:
         """Warn of steps that another job has saved since the last save, though it may have ended, and left no file.
 
-        Args:
-            step: The step that is saved now.
-            existing: The steps that are there.
+        ``step`` is the step that is saved now, ``existing`` are those that are there.
         """
         unknown = [] if self._known is None else sorted({*existing} - self._known)
         self._known = {*existing, step}

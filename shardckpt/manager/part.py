@@ -28,11 +28,8 @@ class ManagerPart:
     def joins_step(self, step: int, *, due: bool) -> bool:  # noqa: ARG002 - parts that override it use them
         """Collective: save the part's own states; called at every step.
 
-        Args:
-            due: Whether a checkpoint of the step is to be saved.
-
-        Returns:
-            Whether this manager saves that checkpoint; False if the manager of another replica does.
+        ``due`` says whether a checkpoint of the step is to be saved. Return whether this manager saves it; False if the
+        manager of another replica does.
         """
         return True
 
@@ -75,7 +72,6 @@ class ManagerPart:
     def close(self, error: BaseException | None = None) -> None:
         """Collective: finish the background work, and end its threads and processes.
 
-        Args:
-            error: The error that ended the training, if one did. Then the hook must not wait for other ranks, which may
-                still be training.
+        ``error`` is the error that ended the training, if one did. Then the hook must not wait for other ranks, which
+        may still be training.
         """

@@ -45,10 +45,9 @@ def make_parts(
     allow_globals: tuple[Any, ...],
     fault_tolerance: FaultTolerance | None,
 ) -> tuple[StepWriter | None, list[ManagerPart]]:
-    """Collective: make the parts of a manager, whose folder is None if it does nothing.
+    """Collective: return the writer of a manager, None if no step is ever saved, and all its parts.
 
-    Returns:
-        The writer, None if no step is ever saved; and all parts, the writer first: it commits before the others react.
+    The writer is the first part: it commits before the others react. ``folder`` is None if the manager does nothing.
     """
     comm = Comm(process_group)
     replica: list[ManagerPart] = []

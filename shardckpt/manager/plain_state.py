@@ -27,26 +27,17 @@ _MOST_VALUES = 1000
 
 
 def describe_form(name: str, state: Any, replicated: Replicated) -> Any:
-    """Describe a state without its tensors, as one object.
+    """Return a sharded object of a state with a placeholder for each tensor; a state of None describes a load.
 
-    Args:
-        state: Nested dicts and lists; None to describe a load.
-        replicated: True to compare the ranks' objects in a save; ``"unchecked"`` not to.
-
-    Returns:
-        A sharded object: the state with a placeholder for each tensor.
+    ``replicated`` is True to compare the ranks' objects in a save, ``"unchecked"`` not to.
     """
     return describe_object(make_form(state), name, replicated)
 
 
 def describe_tensors(name: str, state: Any, replicated: Replicated) -> ShardedStateDict:
-    """Describe the tensors of a state.
+    """Return the sharded tensors of a state by the position, from ``"0"``, of their placeholder in the form.
 
-    Args:
-        replicated: True to compare the ranks' tensors in a save; ``"unchecked"`` not to.
-
-    Returns:
-        Sharded tensors by the position, from ``"0"``, of their placeholder in the form.
+    ``replicated`` is True to compare the ranks' tensors in a save, ``"unchecked"`` not to.
     """
     return {
         str(number): describe_leaf(leaf, join_path((name, *path)), replicated)
@@ -59,12 +50,9 @@ def describe_tensors(name: str, state: Any, replicated: Replicated) -> ShardedSt
 def describe_values(name: str, state: Any, taken: set[str]) -> dict[str, PlainObject]:
     """Describe the values of a state that are not tensors once more, one by one, as stock ``dcp.load`` asks for them.
 
-    Args:
-        name: The first part of their keys; DCP's dotted paths follow.
-        taken: The keys of all else that is saved, not to be used again; those of the values are added.
-
-    Returns:
-        The descriptions by key; none for a state of more than 1,000 values, which would take long to store twice.
+    Their keys are the name and DCP's dotted paths. Keys in ``taken``, those of all else that is saved, are not used
+    again; those of the values are added to it. A state of more than 1,000 values gets none: it would take long to store
+    twice.
     """
     values = {join_path((name, *path)): value for path, value in _find_dcp_values(state, ())}
     if len(values) > _MOST_VALUES:
@@ -77,14 +65,10 @@ def describe_values(name: str, state: Any, taken: set[str]) -> dict[str, PlainOb
 
 
 def request_tensors(name: str, form: Any, live: Any, taken: set[int]) -> ShardedStateDict:
-    """Describe the tensors to load for a stored form: the live state's where they fit, else new ones.
+    """Return the tensors to load by the position of their placeholder in the form: live ones where they fit, else new.
 
-    Args:
-        taken: Addresses of storage (:func:`memory_of`) that something else is loaded into; those used here are added.
-            Tensors that share storage now may not have shared it when they were saved.
-
-    Returns:
-        Sharded tensors by the position of their placeholder in the form.
+    ``taken`` has addresses of storage (:func:`memory_of`) that something else is loaded into; those used here are
+    added. Tensors that share storage now may not have shared it when they were saved.
     """
     live_leaves = dict(nested_items(live))
     return {

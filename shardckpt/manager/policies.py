@@ -15,9 +15,8 @@ from shardckpt.errors import ask_nearest
 class PolicyKind:
     """One kind of policies: to keep steps, or to save them.
 
-    Args:
-        what: What is expected, for the error about something else.
-        example: A built-in policy, for the same error: how a file has it.
+    The error about something else says ``what`` is expected, with a built-in policy as the example of how a file has
+    it.
     """
 
     def __init__(self, *built_in: type[Any], what: str, example: Any) -> None:
@@ -31,11 +30,8 @@ class PolicyKind:
     def parse(self, given: Any) -> Any:
         """Return a policy of a configuration.
 
-        Args:
-            given: A callable of one argument, or what :meth:`describe` returned for a built-in policy.
-
-        Raises:
-            ValueError: ``given`` is neither.
+        It is a callable of one argument, or what :meth:`describe` returned for a built-in policy; else it is a
+        ValueError.
         """
         if isinstance(given, dict) and isinstance(given.get("policy"), str) and given["policy"] in self._built_in:
             options = {name: value for name, value in given.items() if name != "policy"}
@@ -48,8 +44,7 @@ class PolicyKind:
     def parse_all(self, given: Any) -> tuple[Any, ...]:
         """Return the policies of a setting, which has one or a list of them.
 
-        Raises:
-            ValueError: Some are none; a line for each.
+        The ValueError has a line for each that is none.
         """
         found, faults = [], []
         for each in given if isinstance(given, (list, tuple)) else [given]:

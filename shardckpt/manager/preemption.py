@@ -33,13 +33,8 @@ class Preemption(ManagerPart):
     before, which ends the process by default.
 
     If a process has several of these, all handle the first signal that they share, and none lets a further one through
-    while another waits for its step. Make it in the main thread: Python installs signal handlers only there.
-
-    Args:
-        signals: The signals; with none, only :meth:`request` makes a step be saved.
-
-    Raises:
-        CheckpointingException: this is not the main thread, and there are signals.
+    while another waits for its step. Make it in the main thread, else it is an error: Python installs signal handlers
+    only there. With no signals, only :meth:`request` makes a step be saved.
     """
 
     def __init__(

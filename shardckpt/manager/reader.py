@@ -74,11 +74,7 @@ class Fetched(NamedTuple):
 
 
 class StepReader:
-    """Reads checkpoints.
-
-    Args:
-        left_out: Names of tensors of the model that a checkpoint may lack.
-    """
+    """Reads checkpoints, which may lack the tensors of the model that ``left_out`` names."""
 
     def __init__(
         self,
@@ -119,12 +115,8 @@ class StepReader:
     def read(self, path: Path, *, model_only: bool = False) -> None:
         """Collective: load all states that are not excluded.
 
-        Args:
-            model_only: Whether to load the model alone; that is always so for a seed checkpoint, of step 0.
-
-        Raises:
-            CorruptCheckpointError: the checkpoint is damaged; some tensors may contain what was read.
-            CheckpointingException: any other failure; the same on every rank.
+        With ``model_only``, and of a seed checkpoint (step 0), it is the model alone. After a CorruptCheckpointError
+        some tensors may contain what was read.
         """
         try:
             fetched = self.fetch(path, model_only=model_only)
@@ -316,8 +308,7 @@ class StepReader:
     ) -> list[str]:
         """Return the states to load from what another library saved: all, but random generators only if they are there.
 
-        Raises:
-            CheckpointingException: the checkpoint has nothing of a state.
+        That the checkpoint has nothing of another state is an error.
         """
         single = [name for name in names if name in self._states.plain or name in self._states.per_rank]
         wanted = [ShardedObject(name, None, (1,), (0,)) for name in single]

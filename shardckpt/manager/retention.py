@@ -250,18 +250,10 @@ def find_needed_steps(checkpoints: StepMetrics) -> dict[int, str]:
 def steps_to_remove(
     policies: Collection[RetentionPolicy], checkpoints: StepMetrics, protected: Collection[int] = ()
 ) -> list[int]:
-    """Choose the steps that no policy keeps, of those that :func:`find_needed_steps` does not name.
+    """Return the steps that no policy keeps, in ascending order, but none that :func:`find_needed_steps` names.
 
-    Args:
-        policies: If empty, all steps are kept.
-        protected: Steps that are kept whatever the policies return.
-
-    Returns:
-        The steps in ascending order.
-
-    Raises:
-        CheckpointingException: a policy returned something other than steps.
-        UnknownMetricError: some would go, and a policy asks for a metric that no step has.
+    Without policies all steps are kept; those in ``protected`` whatever the policies return. A policy that returns
+    something other than steps is an error, and so is, where some would go, a metric that no step has.
     """
     if not policies or not checkpoints:
         return []
@@ -274,13 +266,10 @@ def steps_to_remove(
 
 
 def find_kept(policy: RetentionPolicy, checkpoints: StepMetrics) -> set[int]:
-    """Return the steps that a policy keeps.
+    """Return the steps that a policy keeps; it is an error if it returned something other than steps.
 
     One that is marked as failed takes no other's place: a policy that counts keeps what it would keep without it, too.
     A function is told which have failed, and decides.
-
-    Raises:
-        CheckpointingException: the policy returned something other than steps.
     """
     steps = {step: checkpoints[step] for step in sorted(checkpoints)}
     sound = {step: metrics for step, metrics in steps.items() if get_state(metrics) != "failed"}
@@ -289,12 +278,7 @@ def find_kept(policy: RetentionPolicy, checkpoints: StepMetrics) -> set[int]:
 
 
 class UnknownMetricError(CheckpointingException):
-    """A policy asks for the best steps by a metric that no step has.
-
-    Args:
-        metric: The metric.
-        known: Those there are.
-    """
+    """A policy asks for the best steps by a metric that no step has; ``known`` are those there are."""
 
     def __init__(self, metric: str, known: Collection[str]) -> None:
         super().__init__(
@@ -308,11 +292,7 @@ class UnknownMetricError(CheckpointingException):
 
 
 def refuse_unknown_metrics(policies: Collection[RetentionPolicy], steps: Iterable[Mapping[str, Any]]) -> None:
-    """Raise if a policy asks for a metric that no step has, so that it would keep none.
-
-    Raises:
-        UnknownMetricError: No step has a finite value of the metric; names those there are.
-    """
+    """Raise if a policy asks for a metric that no step has as a finite value, so that it would keep none."""
     known = {name for metrics in steps for name, value in metrics.items() if read_metric(value) is not None}
     for policy in policies:
         if isinstance(policy, KeepBest) and policy.metric not in known:

@@ -99,11 +99,7 @@ SAVING = PolicyKind(
 
 
 class SaveClock:
-    """Says which steps of a training are due, by policies.
-
-    Args:
-        policies: The policies; a step that any of them chooses is due.
-    """
+    """Says which steps of a training are due: those that any of the policies chooses."""
 
     def __init__(self, policies: Sequence[SavePolicy]) -> None:
         # these need no other rank's answer; a subclass may look at clocks and metrics
@@ -114,8 +110,7 @@ class SaveClock:
     def is_due(self, step: int, metrics: Mapping[str, Any], comm: Comm) -> bool:
         """Collective if any policy is neither SaveEvery nor SaveAt: return whether a step is due.
 
-        Raises:
-            CheckpointingException: the same on every rank: a policy raised, or returned something else.
+        It is an error, the same on every rank, if a policy raised, or returned something else.
         """
         moment = Moment(step, time.monotonic() - self._last, metrics)
         due = any(policy(moment) for policy in self._local)

@@ -89,21 +89,17 @@ def _advise_of_state(value: Any) -> str:
 class TrainingStates:
     """The states by name, sorted by kind.
 
-    Args:
-        states: Modules (or lists of the stages that this rank has), optimizers (under the name ``optimizer``, one or a
-            list, of the modules under ``model``), :class:`PerRank` states, objects with ``sharded_state_dict()`` and
-            ``load_state_dict``, and objects with ``state_dict`` and ``load_state_dict`` that are the same on all ranks,
-            or lists of those whose states are equal.
-        check_replicas: Whether a save compares values that several ranks hold.
-        keep_options: The options of the optimizers that keep their live values, as for CheckpointConfig.
+    With ``check_replicas`` a save compares values that several ranks hold. ``keep_options`` are the options of the
+    optimizers that keep their live values, as for CheckpointConfig.
 
     Attributes:
         names: The names of all states, in the order in which they were given.
-        modules: The modules by name.
-        optimizers: The optimizers of the model.
-        sharded: The states with ``sharded_state_dict()``, by name.
-        per_rank: The states that differ from rank to rank, by name.
-        plain: The states that are the same on all ranks, by name.
+        modules: Modules, or lists of the stages that this rank has.
+        optimizers: One or a list, given under the name ``optimizer``, of the modules under ``model``.
+        sharded: Objects with ``sharded_state_dict()`` and ``load_state_dict``.
+        per_rank: The :class:`PerRank` states.
+        plain: Objects with ``state_dict`` and ``load_state_dict`` that are the same on all ranks, or lists of those
+            whose states are equal.
     """
 
     def __init__(
@@ -134,8 +130,7 @@ class TrainingStates:
     def find_kept_options(self, comm: Comm) -> None:
         """Collective: find the options that :meth:`restore` keeps, among those of the optimizers of all ranks.
 
-        Raises:
-            CheckpointingException: no rank has one of them; the same on every rank.
+        That no rank has one of them is an error, the same on every rank.
         """
         if self._keep_options:
             with comm.collective_phase("looking at the options of the optimizers"):
@@ -147,8 +142,7 @@ class TrainingStates:
     ) -> ShardedStateDict:
         """Describe the named states as :meth:`describe` does, faster; until :meth:`release`, and not for a load.
 
-        Args:
-            model_prefix: The prefix of the model's keys; only without its optimizers it may be another one.
+        ``model_prefix`` is the prefix of the model's keys; only without its optimizers it may be another one.
         """
         if not self._has_said_gradients and self._with_optimizers(names):
             self._log_gradients()
@@ -160,11 +154,10 @@ class TrainingStates:
             saved.release()
 
     def describe(self, names: Collection[str], comm: Comm) -> ShardedStateDict:
-        """Describe the named states for a save.
+        """Return a sharded state dict of the named states.
 
-        Returns:
-            A sharded state dict. Modules, optimizers and sharded states stand under their names; plain and per-rank
-            states under the keys ``forms``, ``tensors`` and ``ranks``, then by name.
+        Modules, optimizers and sharded states stand under their names; plain and per-rank states under the keys
+        ``forms``, ``tensors`` and ``ranks``, then by name.
         """
         return self._describe(names, comm, to_save=False)
 
@@ -212,11 +205,7 @@ class TrainingStates:
     def request_tensors(
         self, names: Collection[str], objects: StateDict, *, model_prefix: str = MODEL_PREFIX
     ) -> ShardedStateDict:
-        """Describe what is loaded second: the tensors, into the live ones where they fit.
-
-        Returns:
-            A sharded state dict.
-        """
+        """Return a sharded state dict of what is loaded second: the tensors, into the live ones where they fit."""
         forms = objects.get(FORMS, {})
         described = self._describe_sharded(names, model_prefix=model_prefix)
         # Storage that a module or optimizer is loaded into. A plain state (an EMA that shares the weights) must not be
@@ -235,8 +224,7 @@ class TrainingStates:
     ) -> None:
         """Collective where :func:`load_into` is: set the states to what was loaded.
 
-        Args:
-            strict: Whether everything in the model must have been loaded; if False, the rest keeps its values.
+        Unless ``strict``, what was not loaded of the model keeps its values.
         """
         for name, parts in self._select(self.modules, names):
             if name != MODEL or not self._with_optimizers(names):

@@ -30,12 +30,8 @@ LATEST, BEST = LINKS = ("latest", "best")
 def choose_best(metrics: Mapping[int, Mapping[str, Any]], rankings: Mapping[int, tuple[str, str] | None]) -> int | None:
     """Return the best step by the rule of ``CheckpointManager.best_step``, in the configuration of the newest save.
 
-    Args:
-        metrics: The metrics of each step that a load takes.
-        rankings: The metric and the mode, ``min`` or ``max``, that the configuration of each names, if it names one.
-
-    Returns:
-        The step; None if no configuration names a metric, or no step has it.
+    ``metrics`` are those of each step that a load takes. ``rankings`` has the metric and the mode, ``min`` or ``max``,
+    of each configuration that names one. The result is None if none does, or no step has it.
     """
     named = [ranking for step in sorted(metrics) if (ranking := rankings[step]) is not None]
     return next(iter(rank_steps(metrics, *named[-1])), None) if named else None
@@ -53,9 +49,8 @@ def find_own_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> tup
 def choose_targets(folder: StepFolder, steps: Collection[StepCheckpoint]) -> dict[str, str]:
     """Return the names of the directories that ``latest`` and ``best`` stand for if these steps are all there are.
 
-    Args:
-        steps: Those that are there, and stay; of these the whole ones count, also where a strategy is not installed
-            here: what others find by these names must not depend on this process.
+    The whole ones count, also where a strategy is not installed here: what others find by these names must not depend
+    on this process.
     """
     sound = [each for each in steps if each.is_whole]
     # a manager's links lead to what it loads
@@ -73,12 +68,8 @@ def find_moves(
 ) -> dict[str, dict[str, str]]:
     """Return which words stand for another step once some steps are gone.
 
-    Args:
-        folder: The folder. A link or file of the user's that has the name of a word stays what it is.
-
-    Returns:
-        By the name of a step's directory, the words that stood for it, each with the name of that for which it stands
-        then, or ``""``.
+    By the name of a step's directory, it has the words that stood for it, each with the name of that for which it
+    stands then, or ``""``. A link or file of the user's that has the name of a word stays what it is.
     """
     moves: dict[str, dict[str, str]] = {}
     is_local, own = has_local_files(folder.place), find_own_links(folder, before)
@@ -105,11 +96,8 @@ def begin_links(folder: StepFolder) -> None:
 
     In a folder in which no step is of a manager with links, they begin with the first that is saved: a link that is
     there is the user's, unless one of the two leads to a step that is gone or damaged, which may have been of such a
-    manager. Then both are removed until that save.
-
-    Raises:
-        CheckpointingException: A directory, a file or a link that no manager made has the name of a link, which does
-            not replace it.
+    manager. Then both are removed until that save. A directory, a file or a link that no manager made, by the name of a
+    link, is an error: it is not replaced.
     """
     if not has_local_files(folder.place):
         logger.warning(

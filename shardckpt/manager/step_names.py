@@ -18,22 +18,13 @@ MARKS_NAME = ".shardckpt-marks"
 
 @dataclass(frozen=True)
 class StepNames:
-    """A trainer's naming of step directories: a prefix and the number.
-
-    Attributes:
-        prefix: The text before the number.
-        width: The minimum number of digits, filled up with zeros.
-    """
+    """A trainer's naming of step directories: a prefix and the number, with zeros up to ``width`` digits."""
 
     prefix: str
     width: int = 1
 
     def name(self, step: int) -> str:
-        """Return the name of a step's directory.
-
-        Raises:
-            CheckpointingException: the step is negative.
-        """
+        """Return the name of a step's directory."""
         if step < 0:
             raise CheckpointingException(f"step {step}: steps are counted from 0")
         return f"{self.prefix}{step:0{self.width}d}"
@@ -56,8 +47,7 @@ def split_path(path: str) -> tuple[str, str]:
 def parse_number(given: Any, call: str, what: str) -> int:
     """Return a step that a call is given: a whole number, of numpy's or in a tensor, too.
 
-    Raises:
-        CheckpointingException: it is something else, negative, or more than a record can have.
+    Anything else is an error, and so are negative numbers and those that are too large for a record.
     """
     try:
         step = -1 if isinstance(given, bool) else operator.index(given)
@@ -85,11 +75,8 @@ def find_namings(directories: Iterable[str], prefix: str | None = None) -> list[
     """Return the ways in which directories are named by steps: the known :data:`NAMINGS`, and those found in names.
 
     A name is one of a step if it ends with a number behind a word such as ``ckpt``, ``epoch`` or ``iter``: a number
-    behind anything else (``run_3``, ``Llama-3``) may say something else. No directory is in two ways; of one prefix
-    with several widths the most frequent counts.
-
-    Args:
-        prefix: The text before the number, whatever it is; None for the words.
+    behind anything else (``run_3``, ``Llama-3``) may say something else. With a ``prefix`` that text counts, whatever
+    it is, and not the words. No directory is in two ways; of one prefix with several widths the most frequent counts.
     """
     found = list(NAMINGS) if prefix is None else []
     others: dict[str, list[str]] = {}

@@ -46,11 +46,11 @@ class StepResult:
         path: Its path or URL; a password is masked.
         step: The step.
         nbytes: Bytes on disk that its removal frees.
-        kept: Why it is kept; ``""`` if it is not: it was removed, or with ``dry_run`` would be.
-        error: Why it could not be removed; ``""`` if it could.
-        fault: What is wrong with it, if it is removed for that, or could not be; else ``""``.
+        kept: Why it is kept; ``""`` if it was removed, or with ``dry_run`` would be.
+        error: Why it could not be removed.
+        fault: What is wrong with it, if it is removed for that, or could not be.
         is_sound: Whether nothing is wrong with it that ``damaged`` looks for.
-        moves: Which of the words and links ``latest`` and ``best`` stood for it, each with the name of the step that it
+        moves: The words and links ``latest`` and ``best`` that stood for it, each with the name of the step that it
             stands for without it, ``""`` for none.
     """
 
@@ -139,20 +139,11 @@ def prune_steps(
 
 
 def remove_step(folder: str | os.PathLike[str], step: int | str) -> StepResult:
-    """Remove the checkpoint of one step. Not collective: one process calls.
+    """Remove the checkpoint of one step, and return what became of it. Not collective: one process calls.
 
-    The rules are those of :func:`prune_steps`: a step that a load would take next, or that is held, stays.
-
-    Args:
-        folder: The directory or URL of the steps.
-        step: The step, or the name of its directory, such as ``ckpt_000010``, as :func:`pin_step` takes it.
-
-    Returns:
-        What became of it.
-
-    Raises:
-        CheckpointingException: the name is not a step's, or several directories are of this step.
-        StorageError: the folder cannot be listed.
+    The rules are those of :func:`prune_steps`: a step that a load would take next, or that is held, stays. ``step`` is
+    the step, or the name of its directory, as :func:`pin_step` takes it; that several directories are of this step is
+    an error.
     """
     steps, step = find_step(folder, step)
     if step not in steps.steps():

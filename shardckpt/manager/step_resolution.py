@@ -44,12 +44,7 @@ def read_step(
 ) -> int | None:
     """Collective: load the step that :func:`resolve_step` chooses; if the newest proves damaged, the one before it.
 
-    Args:
-        folder: The folder of the steps, the same on all ranks.
-        step: The step to load; -1 for the newest.
-
-    Returns:
-        The step that was loaded; None if there is no checkpoint.
+    Return the step that was loaded; None if there is no checkpoint.
     """
     damaged: list[int] = []
     while (found := resolve_step(folder, comm, step, damaged)) is not None:
@@ -116,24 +111,12 @@ def _find_older(folder: StepFolder, step: int, suits: Callable[[StepCheckpoint],
 
 
 def resolve_step(folder: StepFolder, comm: Comm, step: int = NEWEST, without: Collection[int] = ()) -> int | None:
-    """Collective: choose the step to load. The main rank alone looks: on slow file systems others may see less.
+    """Collective: choose the step to load, the same on all ranks; None if there is no checkpoint.
 
-    A step that is damaged, was never committed, or was marked as failed by a verification is skipped with a warning
-    that names it. A complete checkpoint that no installed strategy can read is an error instead: to continue from an
-    older step would lose training.
-
-    Args:
-        folder: The folder of the steps, the same on all ranks.
-        step: The step to load; -1 for the newest.
-        without: Steps that proved damaged when they were read, to be skipped.
-
-    Returns:
-        The step, the same on all ranks; None if there is no checkpoint.
-
-    Raises:
-        CannotLoadError: ``step`` does not exist, is not complete, or no strategy reads it; or none reads the newest.
-        CorruptCheckpointError: ``step`` is damaged; or no step can be loaded, and some are damaged.
-        StorageError: the folder cannot be listed.
+    The main rank alone looks: on slow file systems others may see less. A step that is damaged, was never committed, or
+    was marked as failed by a verification is skipped with a warning that names it; those in ``without`` proved damaged
+    when they were read. A complete checkpoint that no installed strategy can read is a CannotLoadError instead: to
+    continue from an older step would lose training. A ``step`` that is named must be one that can be loaded.
     """
     comm.agree(step=step, without=sorted(without))
     return comm.main_runs(
@@ -142,13 +125,7 @@ def resolve_step(folder: StepFolder, comm: Comm, step: int = NEWEST, without: Co
 
 
 def check_step(folder: StepFolder, step: int) -> int:
-    """Return a step, or raise with the steps that exist if it cannot be loaded; not collective.
-
-    Raises:
-        CannotLoadError: it does not exist, is not complete, or no installed strategy can read it.
-        CorruptCheckpointError: it is damaged.
-        StorageError: the store does not answer.
-    """
+    """Return a step, or raise with the steps that exist if it cannot be loaded; not collective."""
     found = folder.inspect_step(step)
     error = found.error or found.refusal
     if error is None:
@@ -176,12 +153,7 @@ def check_step(folder: StepFolder, step: int) -> int:
 def find_best(folder: StepFolder, metric: str, mode: Literal["min", "max"]) -> int | None:
     """Return the step with the best metric among those that can be loaded, None if there are none; not collective.
 
-    Args:
-        metric: The name of the metric; ``""`` if none is given, which is an error.
-        mode: Whether the smallest or the largest value is the best.
-
-    Raises:
-        CheckpointingException: no step has a finite value of the metric, or none is named.
+    That no step has a finite value of the metric, or that none is named (``""``), is an error.
     """
     folder.forget()  # another process may have saved, marked or damaged any of them
     found = {each.step: each.metrics for each in folder.committed() if each.is_sound}
@@ -198,14 +170,8 @@ def find_best(folder: StepFolder, metric: str, mode: Literal["min", "max"]) -> i
 def find_newest(folder: StepFolder, without: Collection[int] = ()) -> int | None:
     """Return the newest step that can be loaded, None if there is no checkpoint; not collective.
 
-    Args:
-        folder: The folder of the steps.
-        without: Steps that are known to be damaged.
-
-    Raises:
-        CannotLoadError: no installed strategy can read the newest complete checkpoint.
-        CorruptCheckpointError: no step can be loaded, and some are damaged, or marked as failed.
-        StorageError: the folder cannot be listed.
+    Steps in ``without`` are known to be damaged. A newest complete checkpoint that no installed strategy can read is a
+    CannotLoadError. That none can be loaded, and some are damaged or marked as failed, is a CorruptCheckpointError.
     """
     damaged = len(without)
     for step in reversed(folder.steps()):

@@ -27,8 +27,7 @@ class StepSizes:
     def find_earlier(self, free: int) -> EarlierSave:
         """Return the sizes of the newest step that can be read; nothing if there is none, or much is free.
 
-        Args:
-            free: The bytes that the folder may still take.
+        ``free`` are the bytes that the folder may still take.
         """
         if self._known is None and (not self._nbytes or free < 2 * self._nbytes):
             for step in reversed(self._folder.steps()):

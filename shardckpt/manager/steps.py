@@ -71,11 +71,11 @@ class StepCheckpoint:
 
     Attributes:
         step: The step.
-        manifest: Its manifest; None if that cannot be read.
-        error: Why it is not a complete checkpoint: it was never committed, or is damaged. None if it is complete.
-        refusal: Why no installed strategy can read a complete checkpoint; None if one can.
+        manifest: None if it cannot be read.
+        error: Why it is not a complete checkpoint: it was never committed, or is damaged.
+        refusal: Why no installed strategy can read a complete one.
         changed_at: When its last file was written, in seconds since 1970; None if it is not complete, or on a store.
-        mark: The verdict of a verification of this save; None if there is none.
+        mark: The verdict of a verification of this save.
         has_lost_record: Whether its files say that it had a ``shardckpt.json``, which is gone: a load takes it, without
             digests, and it takes no whole step's place.
         foreign_metrics: Those that another library has noted for the step.
@@ -157,15 +157,9 @@ class StepCheckpoint:
 
 
 class StepFolder:
-    """A directory or URL that has a directory for each step. Everything else in it is ignored.
+    """A directory or URL that has a directory for each step; it need not exist yet. Everything else in it is ignored.
 
     No method is collective: the main rank calls them, and sends the results to the other ranks.
-
-    Args:
-        folder: A path or URL; it need not exist yet.
-
-    Raises:
-        StorageError: no plugin serves the URL.
     """
 
     def __init__(self, folder: str | os.PathLike[str], plugins: PluginManager, names: StepNames = STEPS) -> None:
@@ -212,13 +206,10 @@ class StepFolder:
         return sorted(step for step in map(self.names.parse, self.directories()) if step is not None)
 
     def inspect_steps(self) -> tuple[dict[int, StepCheckpoint], set[int]]:
-        """Inspect all steps, as :meth:`inspect_step` does; on a store, several at a time.
+        """Inspect all steps, as :meth:`inspect_step` does; return what was found, and which were not looked at again.
 
-        There a step that was whole and has no mark is not looked at again, until :meth:`forget`: before one is removed,
-        it is inspected once more.
-
-        Returns:
-            What was found of each, and which steps were not looked at again.
+        On a store, several are inspected at a time. There a step that was whole and has no mark is not looked at again,
+        until :meth:`forget`: before one is removed, it is inspected once more.
         """
         steps = self.steps()
         if has_local_files(self.place):
@@ -278,18 +269,11 @@ class StepFolder:
     ) -> StepCheckpoint:
         """Inspect a step's directory: its JSON files, and that the other files exist with the right sizes.
 
-        Another library's checkpoint has no record of its files: there its index says which they are.
-
-        Args:
-            marks: The names of the marks that there are, if they are known.
-            directory: The step's, if it comes with a listing.
-
-        Returns:
-            What was found; an error of the checkpoint is stored there, not raised.
-
-        Raises:
-            StorageError: the store does not answer, or other saves replace the checkpoint repeatedly. Neither says
-                whether the checkpoint is good, so it must not be skipped as a damaged one.
+        Another library's checkpoint has no record of its files: there its index says which they are. An error of the
+        checkpoint is stored in the result, not raised. A StorageError is raised: the store does not answer, or other
+        saves replace the checkpoint repeatedly. Neither says whether the checkpoint is good, so it must not be skipped
+        as a damaged one. ``marks`` has the names of the marks that there are, if they are known, and ``directory`` is
+        given if it comes with a listing.
         """
         directory = directory or self.path(step)
         manifest: Manifest | None = None
@@ -346,8 +330,7 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
 def _check_indexed_files(directory: Path, manifest: Manifest, strategy: LoadStrategy) -> bool:
     """Raise unless every file that the index names exists and is long enough for what it has there.
 
-    Returns:
-        Whether a record of ours is lost, which is no fault: what the index names can be loaded without it.
+    Return whether a record of ours is lost, which is no fault: what the index names can be loaded without it.
     """
     try:
         with CheckpointReader(directory, manifest, verify=False) as reader:

@@ -46,7 +46,7 @@ class CheckpointSummary:
         state: ``whole``: all files are there and have their sizes; their bytes were not read. ``damaged``: not as it
             was written. ``unreadable``: complete, but no installed strategy reads it. ``incomplete``: a save that was
             never committed. ``other``: nothing shows that a checkpoint was ever there.
-        reason: Why it is not whole; ``""`` if it is.
+        reason: Why it is not whole.
         step: The step of the training, as stored, or else as the name says.
         saved_at: When it was committed, in seconds since 1970; on a store, when a manager saved it, else None.
         nbytes: Size on disk in bytes, other files in the directory included.
@@ -57,17 +57,16 @@ class CheckpointSummary:
             show which.
         fingerprint: That of all tensors together, 32 hex digits, if the save has stored any; of an exported Hugging
             Face folder that of the checkpoint that it has. Equal for equal keys and values, whatever the sharding and
-            the format. ``""`` if not.
+            the format.
         held: The leases and pins that keep it from removal, for people.
-        mark: The verdict of ``shardckpt verify --mark`` about this save, for people; ``""`` if there is none.
+        mark: The verdict of ``shardckpt verify --mark`` about this save, for people.
         has_failed: Whether that verdict is that it is not as it was written.
-        metrics: Those that ``CheckpointManager.save`` was given for the step, by name; None for NaN and infinity.
-        ranking: The metric by which the manager that saved it chooses the best step, and ``min`` or ``max``; None if it
-            names none.
+        metrics: Those that ``CheckpointManager.save`` was given for the step; None for NaN and infinity.
+        ranking: The metric by which the manager that saved it chooses the best step, and ``min`` or ``max``.
         links: The links ``latest`` and ``best`` of the folder that lead to it.
         inside: How many checkpoints there are in its folders, as the names of files say, if it is none itself, or a
-            model beside the steps of its training, as transformers' Trainer leaves it.
-        rescued: How many keys the rescue that has written it (``convert --skip-damaged``) left out; 0 if it is none.
+            model next to the steps of its training, as transformers' Trainer leaves it.
+        rescued: How many keys the rescue that has written it (``convert --skip-damaged``) left out.
         is_refused: Whether it is a file that may be a checkpoint, and names classes that are not allowed.
     """
 
@@ -103,15 +102,10 @@ def list_plain(
 ) -> list[CheckpointSummary] | None:
     """Do what :func:`shardckpt.manager.list_checkpoints` does, without torch: for sound checkpoints of this library.
 
-    Args:
-        folder: A directory with checkpoints in it; or one checkpoint.
-        own: The formats of this distribution that are read, by backend and version, as its plugins register them.
-        recursive: Whether to look into the folders in it, too.
-
-    Returns:
-        The same summaries. None if anything needs a look by a reader: a URL, a checkpoint that is damaged or that
-        another library wrote, a save that did not end, a file or a folder that may be one of these, a plugin of another
-        distribution; and where nothing is a checkpoint.
+    ``own`` has the formats of this distribution that are read, by backend and version, as its plugins register them. It
+    returns None if anything needs a look by a reader: a URL, a checkpoint that is damaged or that another library
+    wrote, a save that did not end, a file or a folder that may be one of these, a plugin of another distribution; and
+    where nothing is a checkpoint.
     """
     formats = find_own_formats(own)
     if formats is None:
@@ -312,8 +306,7 @@ def list_once(found: Iterable[CheckpointSummary]) -> list[CheckpointSummary]:
 def is_listed_elsewhere(found: CheckpointSummary, above: tuple[str, ...]) -> bool:
     """Return whether a recursive listing has a folder by another path: one that is around it, or that a link leads to.
 
-    Args:
-        above: The real paths of those that it is in, from the one that is listed on.
+    ``above`` has the real paths of those that it is in, from the one that is listed on.
     """
     is_link = found.path != f"{above[-1]}/{found.name}"
     return found.path in above or (is_link and is_visible_in(found.path, above[0]))

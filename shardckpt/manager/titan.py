@@ -12,8 +12,7 @@ from shardckpt.manager.config import CheckpointConfig
 def make_titan_config(options: dict[str, Any], base_folder: str) -> CheckpointConfig:
     """Return options of torchtitan, of any release, as a manager's.
 
-    Args:
-        base_folder: The folder or URL that the option ``folder`` is relative to, unless that is a URL.
+    The option ``folder`` is relative to ``base_folder``, a folder or URL, unless it is a URL.
     """
     defaults = {"step_0_model_only": True, "last_save_bare_keys": not options.get("steps_in_hf")}
     folder = expand_home(options.get("folder", "checkpoint"))

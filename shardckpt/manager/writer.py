@@ -36,8 +36,7 @@ logger = logging.getLogger(__name__)
 class StepWriter(ManagerPart):
     """Saves checkpoints, at most one at a time in the background.
 
-    Args:
-        strategy: Writes the steps; None for that of the configuration.
+    A ``strategy`` of None is that of the configuration.
     """
 
     def __init__(
@@ -78,19 +77,11 @@ class StepWriter(ManagerPart):
     ) -> None:
         """Collective: save, in the background if ``background`` is True and the configuration has an async mode.
 
-        Args:
-            state: A sharded state dict. The caller may change its tensors as soon as this returns.
-            target: The checkpoint's directory or URL. An existing checkpoint is replaced in one step.
-            content: The ``content_metadata``. The main rank's is stored; others may differ (in their metrics).
-            lineage: The checkpoint from which the training was resumed, and the step.
-            on_commit: Called on every rank when the checkpoint is durable.
-            background: Whether to return as soon as the tensors are copied.
-            before: What each rank does first, in phases of the operation that it gets.
-            room: The limits of the space of the save.
-
-        Raises:
-            CheckpointingException: the same on every rank; also if a lease or a pin holds the step. A directory at
-                ``target`` is unchanged.
+        The caller may change the tensors as soon as this returns. An existing checkpoint at ``target``, a directory or
+        URL, is replaced in one step; if this fails, also because a lease or a pin holds the step, it is unchanged. The
+        main rank's ``content`` is stored as ``content_metadata``; others may differ (in their metrics). ``lineage``
+        names the checkpoint from which the training was resumed, and the step. ``before`` is what each rank does first,
+        in phases of the operation that it gets. ``on_commit`` is called on every rank when the checkpoint is durable.
         """
         comm = Comm(self._group)
         with comm.local_phase("finding the target"):
@@ -117,8 +108,7 @@ class StepWriter(ManagerPart):
     def advance(self, *, blocking: bool = False) -> None:
         """Collective: commit a checkpoint that all ranks have written; if ``blocking``, wait until they have.
 
-        Raises:
-            CheckpointingException: the same on every rank: the checkpoint could not be written, and does not exist.
+        An error says that the checkpoint could not be written, and does not exist.
         """
         if self._queue is not None and self.busy:
             self._queue.maybe_finalize_async_calls(blocking=blocking)
@@ -126,8 +116,7 @@ class StepWriter(ManagerPart):
     def close(self, error: BaseException | None = None) -> None:
         """Collective: commit the checkpoint that is being written, and end the background thread or process.
 
-        Args:
-            error: The error that ended the training, if one did: then a commit that needs other ranks is given up.
+        After an error that ended the training, a commit that needs other ranks is given up.
         """
         if self._queue is not None:
             self._queue.__exit__(None if error is None else type(error), error, None)
@@ -139,12 +128,9 @@ def _without_content(common: dict[str, Any]) -> dict[str, Any]:
 
 
 def free_step(folder: StepFolder, step: int) -> None:
-    """Refuse to replace a held step, and say which one is damaged.
+    """Refuse to replace a step that a lease or a pin holds, and say which one is damaged.
 
     At a URL, delete one that no save can replace: no record says which files it has.
-
-    Raises:
-        CheckpointingException: A lease or a pin holds the step.
     """
     path, is_local = folder.path(step), has_local_files(folder.place)
     if is_local:

@@ -178,9 +178,8 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
 def share_reading(checkpoint: OpenCheckpoint, memory_budget: int | None = None) -> OpenCheckpoint:
     """Return the open checkpoint with its strategy wrapped: what several of its ranks want is read by one of them.
 
-    Args:
-        checkpoint: The open checkpoint, whose reader has half of the budget: :func:`split_budget`.
-        memory_budget: Bytes that this rank may hold at a time beside the tensors; the same on every rank.
+    ``memory_budget`` is the bytes that this rank may hold at a time next to the tensors; the same on every rank. The
+    reader of the checkpoint has half of it: :func:`split_budget`.
     """
     sent = ROUND_BYTES if memory_budget is None else min(ROUND_BYTES, memory_budget // 4)
     strategy = FullyParallelLoadStrategyWrapper(checkpoint.strategy, round_bytes=sent)
@@ -190,11 +189,8 @@ def share_reading(checkpoint: OpenCheckpoint, memory_budget: int | None = None) 
 def split_budget(memory_budget: int | str | None, *, fully_parallel: bool) -> tuple[int | None, int | None]:
     """Return the bytes of a load's memory budget, and those of them that its reader may have; None for no budget.
 
-    Args:
-        fully_parallel: Whether ranks send each other what they read: that takes the other half, for both directions.
-
-    Raises:
-        CheckpointingException: it is no size, or too small; says the smallest that works.
+    With ``fully_parallel`` ranks send each other what they read: that takes the other half, for both directions. If the
+    budget is too small, the error says the smallest that works.
     """
     budget = parse_memory_budget(memory_budget)
     if budget is None:

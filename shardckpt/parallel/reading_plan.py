@@ -21,16 +21,11 @@ _DIGEST_BYTES = 16
 
 
 class Want(NamedTuple):
-    """A shard that a rank wants, as other ranks need to know it.
+    """A shard that a rank wants, as other ranks need to know it; shape, dtype and bytes are those of the local tensor.
 
-    Attributes:
-        shard: An id that is the same on all ranks that can share what one of them reads; else unique to this rank. Its
-            ``repr`` describes it completely.
-        shape: Shape of the local tensor.
-        dtype: Dtype of the local tensor.
-        nbytes: Bytes of the local tensor.
-        device_type: Kind of device of its destination.
-        can_share: Whether another rank may want the same.
+    ``shard`` is an id that is the same on all ranks that can share what one of them reads; else unique to this rank.
+    Its ``repr`` describes it completely. ``device_type`` is the kind of device of its destination. ``can_share`` says
+    whether another rank may want the same.
     """
 
     shard: Hashable
@@ -44,14 +39,11 @@ class Want(NamedTuple):
 class ReadingPlan(NamedTuple):
     """The assignment of shards to ranks that read them, and the ranks they are sent to.
 
-    A position is the index of a shard among those that this rank wants.
-
-    Attributes:
-        reads: Positions of the shards that this rank reads.
-        transfers: The shards that ranks of the group send each other; the same, in the same order, on every rank. The
-            keys are the ids of the shards that this rank sends or receives, and numbers for those of other ranks.
-        positions: Positions of the shards that this rank sends or receives, by id.
-        repeats: For each shard that this rank wants a second time: its position, and that of the first.
+    A position is the index of a shard among those that this rank wants. ``reads`` has those that this rank reads, and
+    ``positions``, by id, those that it sends or receives. ``transfers`` has the shards that ranks of the group send
+    each other; the same, in the same order, on every rank. Its keys are the ids of the shards that this rank sends or
+    receives, and numbers for those of other ranks. ``repeats`` has, for each shard that this rank wants a second time,
+    its position, and that of the first.
     """
 
     reads: list[int]
@@ -63,11 +55,8 @@ class ReadingPlan(NamedTuple):
 class ListedWants(NamedTuple):
     """The shards that a rank wants and may share, in columns: 17 bytes a shard.
 
-    Attributes:
-        settings: The algorithm of the exchange and the bytes of a round, to be compared.
-        digests: A digest of the id of each shard, one after the other.
-        device_types: The kinds of device.
-        devices: For each shard, the index of its kind of device, in a byte.
+    ``settings`` are the algorithm of the exchange and the bytes of a round, to be compared. ``digests`` has a digest of
+    the id of each shard, one after the other; ``devices`` for each shard the index of its kind of device, in a byte.
     """
 
     settings: tuple[str, int]
@@ -79,10 +68,9 @@ class ListedWants(NamedTuple):
 class SharedShards(NamedTuple):
     """The shards that several ranks want, in the order in which ranks list them first; the same on every rank.
 
-    Attributes:
-        holders: For each shard, the ranks that want it, ascending.
-        numbers: For each shard, and each of those ranks, the index of the shard among those that the rank listed.
-        device_types: For each shard, the kind of device of all its destinations; None if they differ.
+    For each shard, ``holders`` are the ranks that want it, ascending; ``numbers`` has for each of those ranks the index
+    of the shard among those that the rank listed; ``device_types`` is the kind of device of all its destinations, None
+    if they differ.
     """
 
     holders: list[tuple[int, ...]]
@@ -93,9 +81,8 @@ class SharedShards(NamedTuple):
 class DescribedShards(NamedTuple):
     """A rank's message about its shards, once all ranks know which ones they share.
 
-    Attributes:
-        alone: Bytes that it reads for itself alone: the others take more of what is shared.
-        shards: Shape, dtype and bytes of the shared shards that it holds first, in their order.
+    ``alone`` is the bytes that it reads for itself alone: the others take more of what is shared. ``shards`` has shape,
+    dtype and bytes of the shared shards that it holds first, in their order.
     """
 
     alone: int
@@ -106,17 +93,8 @@ def plan_reading(wants: Sequence[Want], settings: tuple[str, int], group: Comm) 
     """Collective: plan which rank of the group reads what.
 
     Ranks first exchange digests, then sizes of only what several want: a job of 2,816 ranks that want 1,000 shards each
-    moves 48 MB to each rank, and no object is made for a shard that only one rank wants.
-
-    Args:
-        wants: What this rank wants; tied shards have one id.
-        settings: The algorithm of the exchange and the bytes of a round.
-
-    Returns:
-        The plan.
-
-    Raises:
-        CheckpointingException: on every rank: the settings differ.
+    moves 48 MB to each rank, and no object is made for a shard that only one rank wants. Tied shards have one id.
+    ``settings`` are the algorithm of the exchange and the bytes of a round; that they differ is an error on every rank.
     """
     # the position at which this rank wants each shard first: reversed, so that the first one is written last
     first = {want.shard: position for position, want in reversed(list(enumerate(wants)))}

@@ -174,12 +174,8 @@ def assign_main_replicas(
 ) -> list[ShardedBase]:
     """Collective: make each shard with a main replica in the group the main one on exactly one of its ranks.
 
-    Args:
-        shards: This rank's; they are not changed.
-        cache: Earlier assignments; one is reused if all ranks have the same shards as then.
-
-    Returns:
-        Copies of the shards in the same order, with replica id 0 if this rank is to write the shard, else 1.
+    Return copies of this rank's shards in the same order, with replica id 0 if it is to write the shard, else 1. An
+    earlier assignment in ``cache`` is reused if all ranks have the same shards as then.
     """
     with group.collective_phase("listing shards"):
         copies = [describe_copy(shard) for shard in shards]

@@ -30,14 +30,10 @@ ALGORITHMS = ("broadcast", "gather_rounds", "gather_object", "direct")
 
 
 class Transfer(NamedTuple):
-    """A shard that one rank sends to others.
+    """A shard that one rank, the source, sends to others, the targets; shape and dtype are those of the local tensor.
 
-    Attributes:
-        shape: Shape of the local tensor.
-        dtype: Dtype of the local tensor.
-        source: The rank that sends it.
-        targets: The ranks that receive it; the source is not among them.
-        device_type: Kind of device whose memory is sent: the CPU, or one whose tensors the group can send.
+    The source is not among the targets. ``device_type`` is the kind of device whose memory is sent: the CPU, or one
+    whose tensors the group can send.
     """
 
     shape: tuple[int, ...]
@@ -57,8 +53,7 @@ class _Parcel(NamedTuple):
 def check_algorithm(name: str, *, from_storage: bool = False) -> None:
     """Raise :class:`CheckpointingException` if there is no such algorithm.
 
-    Args:
-        from_storage: Whether the shards are read from storage; only then ``"direct"`` is an algorithm.
+    Only where shards are read from storage (``from_storage``), ``"direct"`` is one.
     """
     if name not in ALGORITHMS:
         raise CheckpointingException(f"no exchange_algo {name!r}: it is one of {', '.join(ALGORITHMS)}")
@@ -88,18 +83,10 @@ def exchange_shards(
 ) -> dict[_K, torch.Tensor]:
     """Collective: send the shards that this rank has to the ranks that want them, and receive those that it wants.
 
-    Args:
-        transfers: The transfers by shard id; the same, in the same order, on every rank of the group.
-        loaded: The tensors that this rank has, by shard id.
-        unloaded: The shards that it wants, by shard id. A shard's data is filled if it is a plain tensor of the
-            transfer's dtype.
-
-    Returns:
-        The tensor of every shard that this rank received: the shard's data, or new memory where that was not filled.
-
-    Raises:
-        CheckpointingException: the same on every rank: a rank lacks a tensor that it should send or receive, or has one
-            of another shape or dtype.
+    Return the tensor of every shard that this rank received: the data of a shard in ``unloaded`` is filled if it is a
+    plain tensor of the transfer's dtype, else it is new memory. All are by shard id. ``transfers`` is the same, in the
+    same order, on every rank of the group. A rank that lacks a tensor that it should send or receive, or has one of
+    another shape or dtype, is an error on every rank.
     """
     with group.collective_phase("preparing the exchange"):
         sent, received = {}, {}
@@ -169,13 +156,8 @@ def exchange(
 
     Contiguous tensors on the right kind of device are sent and filled without a copy. Others are copied, and a rank
     holds copies of at most ``round_bytes`` in each direction. With ``"gather_object"`` every rank gets all shards.
-
-    Args:
-        transfers: What is sent; the same list on every rank of the group.
-        tensors: This rank's tensor of each transfer: the one to send or to fill, or None if it does neither.
-        group: The ranks.
-        algorithm: ``"broadcast"``, ``"gather_rounds"`` or ``"gather_object"``; the same on every rank.
-        round_bytes: Bytes that a rank sends, and receives, at most in one round; the same on every rank.
+    ``tensors`` has this rank's tensor of each transfer: the one to send or to fill, or None if it does neither. All
+    else is the same on every rank of the group.
     """
     with group.collective_phase("exchanging shards"):
         for device_type in sorted({transfer.device_type for transfer in transfers}):

@@ -31,14 +31,11 @@ if TYPE_CHECKING:
 
 
 class GivenShards:
-    """The shards of this rank that a strategy was given, without data.
+    """The shards of this rank that a strategy was given, without data; ``columns`` are its main replicas, to be stored.
 
     Ranks compare fingerprints of their boxes (see :func:`shardckpt.planning.table.fingerprint`). These do not depend on
     which rank stores a box, nor on the smaller boxes that it is stored as. If they differ, all boxes go to the main
     rank, which names what is missing. A second copy of a shard, or another dtype, is no error.
-
-    Args:
-        columns: This rank's main replicas, which the strategy must store.
     """
 
     def __init__(self, columns: ShardColumns, strategy: object) -> None:
@@ -51,14 +48,9 @@ class GivenShards:
         self._last: tuple[list[PackedShards], list[int]] = ([], [])
 
     def compare(self, recorded: Sequence[ShardedBase | PackedShards], comm: Comm) -> None:
-        """Collective: compare the shards with those that the strategy recorded as stored.
+        """Collective: compare the shards with those that the files of this rank hold, as the strategy recorded them.
 
-        Args:
-            recorded: The shards that the files of this rank hold.
-
-        Raises:
-            PluginError: on every rank; it names the first shards that were given and not stored, or stored and not
-                given.
+        The PluginError, on every rank, names the first shards that were given and not stored, or stored and not given.
         """
         with comm.local_phase("describing what was stored"):
             difference = self._difference(recorded)

@@ -20,11 +20,7 @@ _place = attrgetter("local_shape", "global_shape", "global_offset", "axis_fragme
 
 
 def validate_descriptions(shards: Sequence[ShardedBase]) -> None:
-    """Call ``validate_metadata_integrity`` of each shard, or find out faster that it would raise nothing.
-
-    Raises:
-        ShardingError: One contradicts itself.
-    """
+    """Call ``validate_metadata_integrity`` of each shard, or find out faster that it would raise nothing."""
     tensors = [shard for shard in shards if type(shard) is ShardedTensor]
     are_sound = _are_sound(tensors)
     for shard in shards:

@@ -103,17 +103,7 @@ class StrictHandling(Enum):
 
 
 def parse_strict_flag(strict: str | bool | StrictHandling) -> StrictHandling:
-    """Parse the ``strict`` argument of a load.
-
-    Args:
-        strict: A mode or its value; True raises on every mismatch, False logs it.
-
-    Returns:
-        The mode.
-
-    Raises:
-        CheckpointingException: there is no such mode.
-    """
+    """Return the mode of a load's ``strict``: a mode or its value; True raises on every mismatch, False logs it."""
     if isinstance(strict, bool):
         return StrictHandling.RAISE_ALL if strict else StrictHandling.LOG_ALL
     if isinstance(strict, StrictHandling):
@@ -138,14 +128,11 @@ def parse_on_unused(value: str) -> OnUnused:
 class KeyMismatch:
     """Keys of a load that do not match, in Megatron's words (see :class:`StrictHandling`).
 
-    They are the keys of tensors and objects (``layer._extra_state``), as Megatron's callers filter them.
-
-    Attributes:
-        missing: Keys in the checkpoint that no rank wants, or objects with a shard that no rank wants; empty if
-            the mode does not look for them.
-        unexpected: Keys that this rank wants and the checkpoint has not. Of an object it may be some shards.
-        absent: The shards that this rank wants and the checkpoint has not, by :func:`stored_key`.
-        warning: What to log of unused keys once the load has succeeded, on the main rank; else ``""``.
+    They are the keys of tensors and objects (``layer._extra_state``), as Megatron's callers filter them. ``missing``
+    has keys in the checkpoint that no rank wants, or objects with a shard that no rank wants; it is empty if the mode
+    does not look for them. ``unexpected`` has keys that this rank wants and the checkpoint has not; of an object it may
+    be some shards. ``absent`` has the shards that this rank wants and the checkpoint has not, by :func:`stored_key`.
+    ``warning`` is what to log of unused keys once the load has succeeded, on the main rank; else ``""``.
     """
 
     missing: frozenset[str] = frozenset()
@@ -173,14 +160,11 @@ def name_keys(shards: Iterable[ShardedBase]) -> dict[str, str]:
 
 
 def use_bare_keys(shards: Iterable[ShardedBase], stored: Collection[str], prefix: str) -> bool:
-    """Take a prefix off the keys of shards, in place, if the checkpoint has them without it.
+    """Take a prefix off the keys of shards, in place, if the checkpoint has them without it; return whether that is so.
 
     torchtitan stores the tensors of a model at the top level, without ``model.``, since 0.2, and so does
-    ``dcp.save(model.state_dict())``. Of a transformer these may begin with ``model.`` themselves, beside ``lm_head``:
+    ``dcp.save(model.state_dict())``. Of a transformer these may begin with ``model.`` themselves, next to ``lm_head``:
     they are taken to lack it only where each shard is found so.
-
-    Returns:
-        True if the keys were changed.
     """
     prefixed = [shard for shard in shards if shard.key.startswith(prefix)]
     bare = [shard.key.removeprefix(prefix) in stored for shard in prefixed]
@@ -204,23 +188,13 @@ def compare_keys(
     on_unused: OnUnused = "ignore",
     counts_unused: Callable[[str], bool] = lambda _: True,
 ) -> KeyMismatch:
-    """Collective: compare the keys of a load with those of the checkpoint, and do what the mode says.
+    """Collective: return which keys of a load and of the checkpoint do not match, and do what the mode says about them.
 
-    Args:
-        stored: What this rank can load, as :func:`name_keys` returns it, without the common state.
-        strict: What to do about a mismatch; the same on every rank.
-        everywhere: What all ranks together can load, the same on every rank; by default ``stored``, which then is the
-            same on every rank.
-        on_unused: What to do about stored tensors and objects that no rank asks for, if the mode does not look for
-            them; the same on every rank. ``IGNORE_ALL`` does not warn.
-        counts_unused: Says of a key whether it should have been asked for.
-
-    Returns:
-        The keys that do not match.
-
-    Raises:
-        KeyMismatchError: on every rank: some rank's keys do not match, and the mode forbids it; or some are unused, and
-            ``on_unused`` is ``"error"``.
+    ``stored`` is what this rank can load, as :func:`name_keys` returns it, without the common state. ``everywhere`` is
+    what all ranks together can load, the same on every rank; by default ``stored``, which then is the same on every
+    rank. ``on_unused`` says what to do about stored tensors and objects that no rank asks for, if the mode does not
+    look for them; ``IGNORE_ALL`` does not warn. ``counts_unused`` says of a key whether it should have been asked for.
+    ``strict`` and ``on_unused`` are the same on every rank, and so is the KeyMismatchError.
     """
     everywhere = stored if everywhere is None else everywhere
     mine = name_keys(wanted)
@@ -294,13 +268,8 @@ def _describe_unused(
 ) -> str:
     """Collective: return which stored tensors and objects no rank asks for, ``""`` if none; see :func:`compare_keys`.
 
-    Args:
-        stored: The key of each stored tensor and object by its name, the same on every rank.
-        on_unused: Whether to warn or to raise.
-        counts: Says of a key whether it should have been asked for.
-
-    Raises:
-        KeyMismatchError: on every rank: there are some, and ``on_unused`` is ``"error"``.
+    ``stored`` has the key of each stored tensor and object by its name, the same on every rank. ``counts`` says of a
+    key whether it should have been asked for. If there are some, and ``on_unused`` is ``"error"``, every rank raises.
     """
     names = sorted(name for name, key in stored.items() if counts(key) and not is_version_key(key))
     left = [name for name in names if name not in mine]
@@ -327,9 +296,7 @@ def find_usual_names(keys: Iterable[str]) -> dict[str, str]:
     """Return what a checkpoint calls the model and its optimizer, and what they are called here, where these differ.
 
     An optimizer is what has ``state`` or ``param_groups``. All may be inside one entry, as ``app`` of torch's tutorial.
-
-    Args:
-        keys: The keys of a checkpoint, and the dotted paths of its common state, if they are known.
+    ``keys`` are those of a checkpoint, and the dotted paths of its common state, if they are known.
     """
     paths = [key.split(".") for key in keys]
     outer = {path[0] for path in paths}
@@ -417,8 +384,7 @@ def compare_common(
 ) -> None:
     """Collective: warn on every rank whose common state is not the main rank's, which is the one that is stored.
 
-    Args:
-        preprocess: Returns the state without what may differ; gets a copy.
+    ``preprocess`` gets a copy, and returns the state without what may differ.
     """
     if comm.world_size == 1:
         return
@@ -445,9 +411,8 @@ def compare_common(
 def describe_mismatch(missing: Collection[str], unexpected: Collection[str], advice: str = "") -> str:
     """Return which keys do not match as text, the sense before Megatron's words and torch's; empty if all match.
 
-    Args:
-        unexpected: Keys that are wanted and not in the checkpoint.
-        advice: What to do about it: a line of its own after how many there are and the first, before the others.
+    ``unexpected`` has keys that are wanted and not in the checkpoint. ``advice`` is what to do about it: a line of its
+    own after how many there are and the first, before the others.
     """
     # Megatron's callers look for its two terms, with capitals
     kinds = [

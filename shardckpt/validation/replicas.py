@@ -56,12 +56,7 @@ _SAMPLES_AT_ONCE = 256
 
 
 class Holders(NamedTuple):
-    """The ranks that have a replicated shard.
-
-    Attributes:
-        first: The lowest of them.
-        number: How many they are.
-    """
+    """The ranks that have a replicated shard: the lowest of them, and how many they are."""
 
     first: int
     number: int
@@ -70,10 +65,9 @@ class Holders(NamedTuple):
 class Replicas(NamedTuple):
     """The replicated shards of a rank, and the ranks that have each; found without looking at values.
 
-    Attributes:
-        is_main: Whether this rank is the lowest that has each replicated shard, by the shard's number in the list that
-            was given; None if no rank has any replicated shard.
-        shared: Those that other ranks have, too, by number, and their short ids; in the order of these.
+    ``is_main`` says whether this rank is the lowest that has each replicated shard, by the shard's number in the list
+    that was given; None if no rank has any. ``shared`` has those that other ranks have, too, by number, and their short
+    ids; in the order of these.
     """
 
     is_main: dict[int, bool] | None
@@ -81,11 +75,7 @@ class Replicas(NamedTuple):
 
 
 def find_replicas(shards: Sequence[ShardedBase], comm: Comm) -> Replicas:
-    """Collective: find out which ranks have which replicated shards.
-
-    Returns:
-        This rank's replicated shards and their holders.
-    """
+    """Collective: find out which ranks have which replicated shards; return this rank's, and their holders."""
     if comm.world_size == 1:
         return Replicas({number: True for number, shard in enumerate(shards) if _get_replicated(shard)} or None, [])
     with comm.local_phase("listing replicated shards"):
@@ -114,11 +104,8 @@ def _ask_owners(
 ) -> dict[_ShortId, bytes]:
     """Collective: send a row for each id to the rank that owns the id, and return what that decides.
 
-    No rank receives the ids of all: with 1,000 ids on each of 16,384 ranks that would be 262 MB.
-
-    Args:
-        rows: The rows by short id; all ranks' have the same number of bytes.
-        decide: Returns the answer for an id, by the rows of the ranks that have it.
+    No rank receives the ids of all: with 1,000 ids on each of 16,384 ranks that would be 262 MB. The rows of all ranks
+    have the same number of bytes. ``decide`` returns the answer for an id, by the rows of the ranks that have it.
     """
     with comm.local_phase("sending replicated shards to their owners"):
         width = len(next(iter(rows.values()), b""))
@@ -153,18 +140,11 @@ def choose_main_replicas(
 ) -> list[ShardedBase]:
     """Collective: make the copy of each replicated shard on the lowest rank that has it the main replica.
 
-    Args:
-        shards: This rank's, with factories built; they are not changed.
-        compare: Whether to check that copies have the same values; of ``"sampled"`` tensors, that at least half of a
-            few elements are equal. ``"unchecked"`` ones are not compared.
-        replicas: What :func:`find_replicas` returned for these shards; must be given on all ranks or none.
-
-    Returns:
-        The shards in the same order; replicated ones that say otherwise are copies with replica id 0 on that rank, and
-        1 on all others.
-
-    Raises:
-        ShardingError: on every rank; it names the shards whose copies differ, and the ranks that have them.
+    Return the shards in the same order; replicated ones that say otherwise are copies with replica id 0 on that rank,
+    and 1 on all others. Factories must be built. With ``compare`` copies must have the same values; of ``"sampled"``
+    tensors, at least half of a few elements must be equal; ``"unchecked"`` ones are not compared. The ShardingError, on
+    every rank, names the shards whose copies differ, and the ranks that have them. ``replicas``, what
+    :func:`find_replicas` returned for these shards, must be given on all ranks or none.
     """
     is_main, shared = replicas or find_replicas(shards, comm)
     if is_main is None:  # on all ranks: no rank has any

@@ -72,11 +72,9 @@ class RankBox(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardColumns:
-    """A rank's shards in columns.
+    """A rank's shards in columns: the tensors and objects that they are shards of, and a table of their boxes.
 
-    Attributes:
-        specs: The tensors and objects that they are shards of.
-        table: Their boxes, which refer to the specs by number.
+    The boxes refer to the specs by number.
     """
 
     specs: list[TensorSpec]
@@ -98,14 +96,10 @@ def validate_shards(
 ) -> None:
     """Collective: check that the shards of all ranks describe every global tensor and object exactly once.
 
-    Shards may be of any size. Each must have passed its own ``validate_metadata_integrity`` before.
-
-    Args:
-        columns: What :func:`describe_shards` returns for them, if that is known already.
-        state: This rank's state dict, for the places in errors.
-
-    Raises:
-        ShardingError: the same on every rank: shards disagree on dtype or global shape, overlap, or leave a hole.
+    Shards may be of any size. Each must have passed its own ``validate_metadata_integrity`` before. ``columns`` is what
+    :func:`describe_shards` returns for them, if that is known already; ``state`` is this rank's state dict, for the
+    places in errors. Shards that disagree on dtype or global shape, overlap, or leave a hole are a ShardingError, the
+    same on every rank.
     """
     with comm.local_phase("describing shards"):
         columns = columns or describe_shards(shards)
@@ -121,14 +115,7 @@ def validate_shards(
 
 
 def validate_shards_by_rank(shards_by_rank: Sequence[Sequence[ShardedBase]]) -> None:
-    """Check the shards of all ranks as :func:`validate_shards` does, where one process has them all.
-
-    Args:
-        shards_by_rank: The shards of every rank, in rank order.
-
-    Raises:
-        ShardingError: shards disagree on dtype or global shape, overlap, or leave a hole.
-    """
+    """Check the shards of all ranks, in rank order, as :func:`validate_shards` does, where one process has them all."""
     described = map(describe_shards, shards_by_rank)
     _refuse(_find_faults([(columns.specs, columns.table) for columns in described]))
 
@@ -202,16 +189,10 @@ def _are_unique(specs: list[TensorSpec]) -> bool:
 
 
 def describe_shards(shards: Sequence[ShardedBase], *, copies: bool = False) -> ShardColumns:
-    """Describe shards in columns.
+    """Describe shards in columns; tensors come before objects.
 
-    Args:
-        copies: Whether to include the boxes of replicas other than the main ones. Their specs are always included.
-
-    Returns:
-        The columns; tensors come before objects.
-
-    Raises:
-        ShardingError: one is neither a tensor nor an object.
+    With ``copies`` the boxes of replicas other than the main ones are included. Their specs always are. What is neither
+    a tensor nor an object is a ShardingError.
     """
     plain = [shard for shard in shards if type(shard) is ShardedTensor and shard.flattened_range is None]
     numbers: dict[tuple[str, str, Any, Ints], int] = {}

@@ -39,11 +39,7 @@ class ReplicaCheckpoints:
     """Saves and loads the :class:`PerRank` states of one replica. Collective means: on all ranks of this replica.
 
     With an async mode a thread writes them, with another writer than that of the steps' checkpoints: a small save must
-    not wait for a large one.
-
-    Args:
-        folder: The folder of these checkpoints, with a ``step-<n>`` for each.
-        steps: The folder of the steps' checkpoints, to which these belong.
+    not wait for a large one. ``folder`` has these checkpoints, ``steps`` those of the steps to which they belong.
     """
 
     def __init__(
@@ -87,13 +83,9 @@ class ReplicaCheckpoints:
             self._writer = StepWriter(config, process_group, allow_globals)
 
     def save(self, step: int, *, due: bool) -> None:
-        """Collective: save the replica's own states of a step.
+        """Collective: save the replica's own states of a step; an error may be of an earlier save in the background.
 
-        Args:
-            due: Whether a replica saves the checkpoint of this step: then this save must not be skipped.
-
-        Raises:
-            CheckpointingException: the same on every rank: this save, or an earlier one in the background, failed.
+        If a replica saves the checkpoint of this step (``due``), this save must not be skipped.
         """
         if self._writer is None or step == self._last:
             return
@@ -122,14 +114,8 @@ class ReplicaCheckpoints:
     def load(self, step: int | None) -> None:
         """Collective: load the replica's own states of a step, else of the newest step before it.
 
-        The newest ones after it are read, too, and kept in memory for :meth:`restore_up_to`: a replica that joins gets
-        the states of a later step than it loaded.
-
-        Args:
-            step: The step that was loaded; None if there was none: then no state is set.
-
-        Raises:
-            CheckpointingException: the same on every rank: the checkpoint does not fit the states.
+        If no step was loaded (None), no state is set. The newest ones after it are read, too, and kept in memory for
+        :meth:`restore_up_to`: a replica that joins gets the states of a later step than it loaded.
         """
         self._loaded = {}
         if not self._names:

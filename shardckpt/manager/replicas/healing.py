@@ -33,14 +33,11 @@ class LocalShard(NamedTuple):
 
 
 class Healing:
-    """Gives the live states to another replica, or takes those of another.
+    """Gives the live states to another replica, or takes those of another; :class:`PerRank` states are not transferred.
 
     No method is collective: torchft calls each rank by itself, and :meth:`give` in a thread while the model computes.
     At that moment FSDP may have unsharded the modules, so :meth:`refresh` collects their tensors between steps. Tensors
     are not copied: they change only when the step is committed, and the other replica has them by then.
-
-    Args:
-        states: The states of the training. :class:`PerRank` states are not transferred.
     """
 
     def __init__(self, states: TrainingStates) -> None:
@@ -52,8 +49,7 @@ class Healing:
     def refresh(self) -> None:
         """Collect the tensors of the modules; to be called between steps.
 
-        Raises:
-            CheckpointingException: a module has a ShardedTensor, which cannot be transferred.
+        A module with a ShardedTensor is an error: it cannot be transferred.
         """
         self._modules = {name: get_model_tensors(parts) for name, parts in self._states.modules.items()}
         # now, not when they are given: to read them shards parameters, perhaps in the middle of a forward pass
@@ -83,11 +79,7 @@ class Healing:
         }
 
     def take(self, given: dict[str, Any]) -> None:
-        """Set the states to what another replica gave.
-
-        Raises:
-            CheckpointingException: it has other states, or they are sharded in another way.
-        """
+        """Set the states to what another replica gave; other states, or states sharded in another way, are an error."""
         states = self._states
         for kind in ("modules", "sharded", "plain"):
             own = getattr(states, kind)

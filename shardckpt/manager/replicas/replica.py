@@ -34,12 +34,6 @@ class Replica(ManagerPart):
     to the newest that it saved up to that step, so that it reads on from where it was lost. When all replicas restart
     from a step, each loads its own states of that step: the steps after it are trained a second time, with the same
     data.
-
-    Args:
-        fault_tolerance: Which replica this is, and which manager of replicas to ask.
-
-    Raises:
-        CheckpointingException: the same on every rank of the replica: the states do not allow fault tolerance.
     """
 
     def __init__(
@@ -79,10 +73,9 @@ class Replica(ManagerPart):
         self.step = step
 
     def joins_step(self, step: int, *, due: bool) -> bool:
-        """Collective: save the replica's own states.
+        """Collective: save the replica's own states; return whether this replica saves the checkpoint of the step.
 
-        Returns:
-            Whether this replica saves the checkpoint of the step: the first of those that take part does.
+        The first of those that take part does.
         """
         comm = Comm(self._group)
         rank = comm.main_runs("asking which replicas take part", self._tolerance.manager.participating_rank)
