@@ -158,11 +158,7 @@ class RemotePath(OpenPath):
         return not before.items() <= _list(self.folder, self.folder.files).items()
 
     def use_listing(self, listing: Mapping[str, int]) -> RemotePath:
-        """Return the folder with a listing that was requested before.
-
-        Args:
-            listing: The size in bytes of each object below, at any depth, by path.
-        """
+        """Return the folder with a listing that was requested before: bytes by path, of the objects at any depth."""
         path = RemotePath(self.folder)
         sizes = {name: size for name, size in listing.items() if "/" not in name}
         path._sizes = functools.cache(lambda: sizes)
