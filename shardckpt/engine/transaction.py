@@ -313,7 +313,10 @@ class Transaction:
         return self.room.limit(self._committer.find_free())
 
     def _announce(self, begun: Begun, forecast: Forecast, free: int, rest: int) -> None:
-        """Collective: announce the save's name, negotiate the digest, and refuse a save that cannot fit, on every rank."""
+        """Collective: announce the save's name, negotiate the digest, and refuse a save that cannot fit.
+
+        All ranks raise the same NotEnoughSpaceError.
+        """
         own = bytes(_NAME.size)  # of the other ranks: the sum is what the main rank gives
         if begun.save_id:
             own = bytes.fromhex(begun.save_id + (begun.owner or Owner.current()).text)
