@@ -47,13 +47,10 @@ class _NameReader(pickle.Unpickler):
 
 
 def list_dict_names(data: bytes, source: str) -> list[str] | None:
-    """Return the sorted names in the dict that an archive holds.
+    """Return the sorted names in the dict that an archive holds, which is known to be one that a load accepts.
 
-    Args:
-        data: The archive, known to be one that a load accepts: by a digest, say.
-
-    Returns:
-        None if it is something else, or has anything but plain values and tensors: :class:`Archive` reads that.
+    None if it is something else, or has anything but plain values and tensors: :class:`Archive` reads that. The archive
+    may be known by a digest, say.
     """
     try:
         members = read_members(lambda offset, nbytes: data[offset : offset + nbytes], len(data))
