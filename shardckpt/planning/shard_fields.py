@@ -16,13 +16,9 @@ if TYPE_CHECKING:
 
 
 def list_fields(shards: Sequence[object], first: str, second: str, *others: str) -> list[tuple[Any, ...]]:
-    """Return at least two fields of objects.
+    """Return a column for each of at least two names of fields, with a value for each object.
 
-    Args:
-        first: The name of a field; it may be that of a field's field, such as ``data.dtype``.
-
-    Returns:
-        A column for each name, with a value for each object.
+    A name may be that of a field's field, such as ``data.dtype``.
     """
     names = (first, second, *others)
     return list(zip(*map(attrgetter(*names), shards), strict=True)) if shards else [()] * len(names)
