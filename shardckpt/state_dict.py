@@ -130,8 +130,7 @@ def have_equal_bits(x1: torch.Tensor, x2: torch.Tensor) -> bool:
 def diff(x1: Any, x2: Any, prefix: tuple[Any, ...] = ()) -> tuple[list[Any], list[Any], list[Any]]:
     """Compare two nested dicts or lists.
 
-    Returns:
-        Paths that only ``x1`` has, paths that only ``x2`` has, and (path, type, type) where the leaves differ.
+    Returns paths that only ``x1`` has, paths that only ``x2`` has, and (path, type, type) where the leaves differ.
     """
     only_left: list[Any] = []
     only_right: list[Any] = []
@@ -175,13 +174,8 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
 def merge(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
     """Merge the nested ``x2`` into ``x1``, which is changed in place and returned.
 
-    A dict whose keys are list indices is merged into a list at these indices; an index just past the end appends.
-
-    Returns:
-        ``x1``.
-
-    Raises:
-        ValueError: both have a leaf at the same path, or lists differ in length.
+    A dict whose keys are list indices is merged into a list at these indices; an index just past the end appends. It is
+    a ValueError if both have a leaf at the same path, or lists differ in length.
     """
     if isinstance(x1, dict) and isinstance(x2, dict):
         for name, value in x2.items():

@@ -163,19 +163,9 @@ class Archive:
 def load_bytes(data: bytes, source: str, allow_globals: Iterable[Any] = (), nested: _NestedBudget | None = None) -> Any:
     """Load the object of a ``torch.save`` archive in memory; nothing outside the allow-list is run or imported.
 
-    Args:
-        data: The archive.
-        source: Its name, for errors.
-        allow_globals: Classes and functions that the pickle may name, in addition to plain values, tensors and numpy
-            arrays; each by itself, or as (class or function, "module.name").
-        nested: For internal use: the budget of the archive that holds this one.
-
-    Returns:
-        The object, with its tensors on the CPU.
-
-    Raises:
-        UnsafePickleError: The pickle names a global outside the allow-list.
-        CorruptCheckpointError: The archive is damaged.
+    Its tensors are on the CPU. The pickle may name ``allow_globals``, in addition to plain values, tensors and numpy
+    arrays; each by itself, or as (class or function, "module.name"). Others are an UnsafePickleError. ``nested`` is the
+    budget of the archive that holds this one.
     """
     if nested is not None:
         nested.spend(len(data), source)

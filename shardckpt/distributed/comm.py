@@ -643,12 +643,7 @@ class Comm:
                 waiting.end()
 
     def begin_wait(self, phase: str, started: float) -> LongWait:
-        """Begin a wait of this rank for the others, which is reported once it is long.
-
-        Args:
-            phase: What this rank is doing; "" if no phase has begun.
-            started: When it began, in seconds of the clock by which it is reported.
-        """
+        """Begin a wait of this rank for the others, which is reported once it is long: see :class:`LongWait`."""
         members = self.members
         return LongWait(started, members[self.rank], members, phase)
 

@@ -67,14 +67,8 @@ class ExpectedFile:
 def verify_integrity(directory: Path, manifest: Manifest, comm: Comm) -> None:
     """Collective: read every file once, and compare it with all its digests; ranks and threads share the work.
 
-    Args:
-        directory: The checkpoint.
-        manifest: Its manifest.
-        comm: The ranks that share the work.
-
-    Raises:
-        CorruptCheckpointError: names every file that is missing or not as it was written.
-        CheckpointingException: there are no digests.
+    The CorruptCheckpointError names every file that is missing or not as it was written. It is an error, too, if there
+    are no digests.
     """
 
     def list_files() -> list[ExpectedFile]:

@@ -206,21 +206,11 @@ def open_checkpoint(
 ) -> Iterator[OpenCheckpoint]:
     """Collective: read the manifest, choose the strategy and open the files; all that ranks read is of one save.
 
-    Args:
-        directory: The checkpoint, as :func:`shardckpt.engine.locate` returned it.
-        comm: The ranks that read.
-        plugins: The plugin manager.
-        options: How it is opened.
-        check: Whether the end of the block raises an error if what was read may be of two saves. A caller that commits
-            in the block what it has read asks the reader before it does: then False, since after that nothing is lost.
-
-    Yields:
-        The open checkpoint; it is closed at the end of the block.
-
-    Raises:
-        CannotLoadError: no installed strategy reads it, or ``options`` refuses it.
-        CheckpointReplacedError: another save has replaced it before all was read;
-            :func:`~shardckpt.storage.directory.retry_if_replaced` starts over.
+    The directory is as :func:`shardckpt.engine.locate` returned it. The checkpoint is closed at the end of the block.
+    That end raises a CheckpointReplacedError if what was read may be of two saves;
+    :func:`~shardckpt.storage.directory.retry_if_replaced` starts over. A caller that commits in the block what it has
+    read asks the reader before it does, and passes ``check=False``, since after that nothing is lost. If no installed
+    strategy reads it, or the options refuse it, it is a CannotLoadError.
     """
     operation = Operation("load", directory, comm, plugins)
     with operation.collective_span():

@@ -281,11 +281,7 @@ def make_superseded_check(plugins: PluginManager) -> IsSuperseded:
 def owned_files(directory: Path, plugins: PluginManager, new: Path, *, moved: bool = False) -> set[str]:
     """Return the paths of what belongs to the checkpoint in a directory: an overwrite keeps all other files.
 
-    Args:
-        directory: The checkpoint.
-        plugins: The plugin manager.
-        new: The directory of the checkpoint that takes its place.
-        moved: Whether an overwrite has moved it aside.
+    ``new`` is the directory of the checkpoint that takes its place. ``moved``: an overwrite has moved it aside.
     """
     owned = {MARKER_NAME, RECORD_NAME, INTEGRITY_NAME}
     try:

@@ -27,9 +27,7 @@ def list_fields(shards: Sequence[object], first: str, second: str, *others: str)
 def list_boxes(shards: Sequence[ShardedTensor], spec: torch.Tensor) -> Table:
     """Return the box of each shard, as :func:`~shardckpt.planning.boxes.unflattened_box` does.
 
-    Args:
-        shards: The shards.
-        spec: int64 of shape (shards,): the number of each one's tensor.
+    ``spec`` is the number of each one's tensor, int64 of shape (shards,).
     """
     offsets, extents, prepended = list_fields(shards, "global_offset", "local_shape", "prepend_axis_num")
     if any(prepended):

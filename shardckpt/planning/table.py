@@ -175,20 +175,14 @@ def compute_weights(specs: list[TensorSpec]) -> torch.Tensor:
 
 
 def fingerprint(table: Table, weights: torch.Tensor) -> list[int]:
-    """Return sums that equal those of :func:`fingerprint_specs` if the boxes fill their tensors exactly.
+    """Return sums that equal those of :func:`fingerprint_specs` if the boxes fill their tensors exactly: one per lane.
 
     If they do not, the sums are equal with odds of 1 in 10^16. A box is the product over its axes of (end - start).
     With every coordinate replaced by a random element of a prime field, the products of boxes add up to that of the
     global tensor only where all inner faces cancel: nothing is missing, nothing is there twice (Schwartz-Zippel). The
     sums of ranks add up as those of rows do, so no rank needs the boxes of another. It finds mistakes, not malice:
-    somebody who knows the elements could construct boxes that pass.
-
-    Args:
-        table: Boxes.
-        weights: Of their tensors, by :func:`compute_weights`.
-
-    Returns:
-        An element of the field per lane.
+    somebody who knows the elements could construct boxes that pass. The weights are those of the tensors, by
+    :func:`compute_weights`.
     """
     return ((_products(table) * weights[table.spec] % PRIME).sum(0) % PRIME).tolist()
 

@@ -85,17 +85,10 @@ def hold_plain(directory: Path) -> tuple[Path, PlainRecord] | None:
 def read_outline(directory: Path, record: PlainRecord, own: Mapping[tuple[str, int], str]) -> Outline | None:
     """Return the outline of a checkpoint of ours by the function that its strategy was registered with.
 
-    Args:
-        directory: The checkpoint, on this machine, as :func:`hold_plain` returned it.
-        record: Its record.
-        own: The functions of this distribution's formats, as their plugins register them, by backend and version: to
-            find plugins takes longer than to list a checkpoint, and is left out where no other distribution has any.
-
-    Returns:
-        None if there is no such function, or it leaves the checkpoint to the strategy.
-
-    Raises:
-        PluginError: the function cannot be imported.
+    None if there is no such function, or it leaves the checkpoint to the strategy. The directory is as
+    :func:`hold_plain` returned it. ``own`` has the functions of this distribution's formats, as their plugins register
+    them, by backend and version: to find plugins takes longer than to list a checkpoint, and is left out where no other
+    distribution has any. A function that cannot be imported is a PluginError.
     """
     registered, distribution = _find_function(record.backend, record.version, own)
     if not registered:

@@ -399,10 +399,9 @@ class RemotePath(OpenPath):
 
 
 def list_objects(folder: RemoteFolder) -> dict[str, int]:
-    """Return the size in bytes of each object in a folder, from the store, not a cache.
+    """Return the size in bytes of each object in a folder, by name, from the store, not a cache.
 
-    Returns:
-        Sizes by name; of a store that :class:`HasFolders` also those in folders, by path.
+    Of a store that :class:`HasFolders` there are also those in folders, by path.
     """
     return _list(folder, folder.tree if isinstance(folder, HasFolders) else folder.files)
 
@@ -460,13 +459,8 @@ def limit_attempts(seconds: float | None = None) -> Iterator[None]:
 def attempt(action: str, path: Path, call: Callable[[], _T]) -> _T:
     """Call a store, and repeat the call after errors that may pass, ``SHARDCKPT_REMOTE_ATTEMPTS`` times in all.
 
-    In a block of :func:`limit_attempts` less often, once that has no time left.
-
-    Returns:
-        What the call returned.
-
-    Raises:
-        StorageError: every attempt failed, or another attempt cannot help; names the path and the last error.
+    In a block of :func:`limit_attempts` less often, once that has no time left. If every attempt failed, or another
+    cannot help, it is a StorageError with the path and the last error.
     """
     attempts = settings.remote_attempts()
     patience = _patience.get()

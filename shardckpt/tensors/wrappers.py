@@ -41,8 +41,7 @@ def is_quantized(tensor: object) -> TypeGuard[torch.Tensor]:
 def dequantize(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of a quantized tensor as a plain tensor of its outward dtype, on its device.
 
-    Raises:
-        ShardingError: its ``dequantize`` fails, or the outward dtype cannot hold the values.
+    It is a ShardingError if its ``dequantize`` fails, or the outward dtype cannot hold the values.
     """
     try:
         with torch.no_grad(), _on(tensor.device):
