@@ -51,6 +51,7 @@ def check_pickle(data: bytes | mmap, source: str, *, plain: bool = False, start:
     Returns the offset of the pickle's end in the data; what follows is ignored. Nothing is built and no global is
     looked up: the unpickler decides which globals are allowed. One that is cut or damaged, or costs too much, is a
     CorruptCheckpointError, which says what.
+
     With ``plain`` few dict keys are allowed other than text, objects and small integers (hashes of floats and tuples
     can be made to collide), and integers of at most 32 bytes.
     """

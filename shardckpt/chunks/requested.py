@@ -53,6 +53,7 @@ class RequestedTensors:
 
     Most shards are matched by columns. Those that are flattened or quantized, that may have another global shape, or
     whose elements are not all stored, are matched one by one. The core has compared their dtypes with the stored ones.
+
     It is a KeyMismatchError if tensors are not stored, a ShapeMismatchError if global shapes differ, a ShardingError if
     torch cannot cast to a shard's dtype, or destinations are views of one quantized tensor, and a
     CorruptCheckpointError if elements are missing or stored twice, or files have fewer bytes than the index says.

@@ -186,6 +186,7 @@ def replace_target(staging: Path, target: Path, owned: Collection[str], old: os.
     ``owned`` are the paths in ``target`` of what belongs to the old checkpoint, a folder with all that is in it; all
     others are kept, as hard links. ``old`` is the ``stat`` of the directory to replace, if no other directory may be
     replaced.
+
     An error leaves either the old directory at ``target`` and the new one at ``staging``, or the new one at ``target``
     and the old one, complete, at a ``.<name>.shardckpt-replaced-...`` with the same parent: never the old one at
     ``staging``, which callers discard. A StorageError says which directory holds which checkpoint. Nothing has changed

@@ -95,7 +95,7 @@ class Hold(SmallFile):
 class Holds:
     """The holds of a folder's checkpoints. No method is collective.
 
-    The place is their directory, :data:`HOLDS_NAME` beside the checkpoints. A method raises StorageError if it cannot
+    The place is their directory, :data:`HOLDS_NAME` next to the checkpoints. A method raises StorageError if it cannot
     be read or written.
     """
 

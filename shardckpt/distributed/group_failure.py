@@ -47,6 +47,7 @@ class Deadlines(NamedTuple):
     ``survivors`` is for a rank whose connection is open to write that it is alive. It is more than POLL_INTERVAL,
     because a waiting rank learns of the failure only when it polls. ``closed`` is the same for a rank whose connection
     is closed. Most often it died. But gloo closes the connections of a rank that times out before that rank knows.
+
     ``readers`` is for the other survivors to read the diagnosis before the store's process may end. ``store`` is for
     the store or gloo to answer: the store's host may have died, or its process may be stopped. ``closing`` is for the
     system to close the connections of ranks that die together.

@@ -142,7 +142,7 @@ def make_committer(
 
 
 class DirectoryCommitter(Committer):
-    """All ranks write to one staging directory beside the target, which takes the target's name at last.
+    """All ranks write to one staging directory next to the target, which takes the target's name at last.
 
     ``overwrite`` permits it to replace what is at the target. There is a journal of what is written if another process
     may go on with it after a kill.
@@ -205,8 +205,8 @@ class DirectoryCommitter(Committer):
 class StoreCommitter(Committer):
     """Each rank streams its files to a store, or uploads them from a directory of its own; the marker comes last.
 
-    ``overwrite`` permits it to replace a checkpoint there, or what an interrupted save has left. ``memory_budget`` is
-    the bytes that this rank may hold at a time beside the tensors; None: as many as are fast.
+    ``overwrite`` permits it to replace a checkpoint there, or what an interrupted save has left. ``memory_budget``:
+    bytes that this rank may hold at a time in addition to the tensors; None: as many as are fast.
     """
 
     def __init__(

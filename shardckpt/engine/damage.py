@@ -32,6 +32,7 @@ def hide_damaged(checkpoint: OpenCheckpoint, lost: Collection[str] = ()) -> Open
     tensor with one damaged box is damaged. ``lost`` are names that its reader has found to be missing already. Plugins
     see the progress as that of ``verify``. Of a file that was cut, its reader takes what is before the end from then
     on.
+
     It is a CorruptCheckpointError if no tensor can be read, and an error, too, if the index is damaged, or something
     cannot be read for another reason than damage.
     """

@@ -87,6 +87,7 @@ class LoadTemplate:
         ``values`` has the loaded value of every shard in :attr:`shards`, in order, or ``MISSING``; the common state has
         the values of all other leaves. It is an error if it has a value where the template has a shard, or a list of
         another length.
+
         ``built`` are the indices of shards whose values the strategy has built from values that are in the common
         state, too. If there are any, a value of the common state is left out where the template has a shard; with
         ``only_built`` only where it has one of these.

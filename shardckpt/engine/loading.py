@@ -84,9 +84,9 @@ class LoadOptions:
 
     The strategy is a LoadStrategy, a backend, or (backend, version); None: as the checkpoint says. ``accept`` has the
     backends and versions that the caller accepts (None: all), and ``accept_of`` says where that is given, for errors.
-    Legacy pickles may name ``allow_globals``. ``memory_budget`` is the bytes that reading may hold at a time beside the
-    tensors; None: as many as are fast. ``crcs`` is as for :class:`~shardckpt.storage.CheckpointReader`: ``parts`` if
-    what is read is written anew.
+    Legacy pickles may name ``allow_globals``. ``memory_budget``: bytes that reading may hold at a time in addition to
+    the tensors; None: as many as are fast. ``crcs`` is as for :class:`~shardckpt.storage.CheckpointReader`: ``parts``
+    if what is read is written anew.
     """
 
     strategy: Any = None
@@ -299,6 +299,7 @@ def load_checkpoint(
 
     Returns the loaded state dict, and the keys that do not match. Everything that can be checked without data is
     checked before any destination is filled; errors are the same on every rank. Unlike that function's arguments:
+
     ``advise`` says whether errors may name arguments of ``dist_checkpointing.load`` and of ShardedTensor: whether the
     user can pass them. ``on_unused`` is what to do about stored tensors and objects that no rank asks for, if
     ``strict`` does not look for them; ``counts_unused`` says of a key whether it should have been asked for.

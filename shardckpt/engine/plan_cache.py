@@ -52,6 +52,7 @@ class PlanCache(Generic[_Plan]):
 
     Plans of saves are in :data:`saved_plans`. A fully parallel wrapper has a cache of its own, of one plan: its owner
     decides by ``do_cache_distribution`` whether there is one, and its plan must not push those of saves out.
+
     :meth:`find` is not collective. Ranks use a plan only after they have agreed that all have found the same one: a
     rank that planned alone would wait for the others.
     """

@@ -102,6 +102,7 @@ def prune_leftovers(
     checkpoints, or of one checkpoint, whose leftovers are next to it; at a URL they are in the place of the checkpoint.
     A leftover whose owner is on another host, or not known, counts as dead ``older_than`` hours after the last write,
     by default ``SHARDCKPT_LEFTOVER_HOURS``.
+
     Returns every leftover, sorted by name: those next to ``path``, then those in it. It is a StorageError if neither
     ``path`` nor a leftover of it exists.
     """

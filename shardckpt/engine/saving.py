@@ -58,9 +58,9 @@ class SaveOptions:
 
     ``validate``: check the shards of all ranks, and compare their common state. ``preprocess_common`` removes from the
     common state what may differ between ranks. Pickles may name ``allow_globals``. ``sha256``: write
-    ``integrity.json``. ``lineage`` is the checkpoint that the job was resumed from, and the step. ``memory_budget`` is
-    the bytes that a rank may hold at a time beside the tensors; None: as many as are fast. ``before`` is what each rank
-    does first, in phases of the operation that it gets. ``room`` has the limits of the space of the save.
+    ``integrity.json``. ``lineage`` is the checkpoint that the job was resumed from, and the step. ``memory_budget``:
+    bytes that a rank may hold at a time in addition to the tensors; None: as many as are fast. ``before`` is what each
+    rank does first, in phases of the operation that it gets. ``room`` has the limits of the space of the save.
     """
 
     validate: bool = True

@@ -99,15 +99,18 @@ class Transaction:
 
     If the target is a directory, all ranks write to one staging directory next to it. If it is a URL, each rank streams
     its files to the store; where the store cannot do that, it writes to a local directory of its own, and uploads them.
+
     ``overwrite``: the target may have a checkpoint, or other files; at a URL, a checkpoint or what an interrupted save
     has left. There is a ``journal`` of what one process writes to a directory, if another may go on with it after a
     kill.
+
     ``check`` is called on the main rank when all is written and nothing is committed: with a directory that has the
     record and ``metadata.json``, and the place of all other files, which is the same directory or the target's URL. If
     it raises, nothing is committed.
+
     ``forecast`` is what this rank will store. A save to a directory is refused, before it writes a file, if that of all
-    ranks is more than its file system has free; ``room`` has the limits of its space. ``memory_budget`` is the bytes
-    that this rank may hold at a time beside the tensors; None: as many as are fast. ``given``: this rank gives the
+    ranks is more than its file system has free; ``room`` has the limits of its space. ``memory_budget``: bytes that
+    this rank may hold at a time in addition to the tensors; None: as many as are fast. ``given``: this rank gives the
     strategy shards or common values; if any rank does, a save without a file is refused.
     """
 

@@ -14,7 +14,7 @@ _FOLDERS = (".dist-info", ".egg-info", ".egg")
 
 
 def has_foreign_plugins() -> bool:
-    """Return whether a distribution beside this one may have plugins.
+    """Return whether a distribution other than this one may have plugins.
 
     True also where that cannot be said without ``importlib.metadata``: there are archives on ``sys.path``.
     """

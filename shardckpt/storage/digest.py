@@ -118,7 +118,7 @@ def digest_function(algorithm: str) -> Digest:
     """Return the function that computes digests of an algorithm.
 
     A name that is no algorithm is a CorruptCheckpointError, since a record gave it; a package that is not installed is
-    not.
+    a plain CheckpointingException.
     """
     return digest_functions(algorithm)[0]
 

@@ -47,8 +47,8 @@ def check_file_name(name: str) -> str:
 def check_foreign_name(name: str) -> str:
     """Return the relative path of a file that another library wrote, if it cannot lead out of the directory.
 
-    Other libraries name files and folders after keys, so any characters may be in it, but it is not absolute, and has
-    no empty parts, ``.``, ``..`` or null character.
+    Other libraries name files and folders after keys, so any characters may be in it. A name that is absolute, or has
+    empty parts, ``.``, ``..`` or a null character, is a CorruptCheckpointError.
     """
     if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
         raise CorruptCheckpointError(f"file name {name!r} is not allowed in a checkpoint: it may lead out of it")
@@ -66,8 +66,8 @@ def refuse_linked_folders(directory: Path, name: str) -> None:
 def make_folders(directory: Path, name: str) -> None:
     """Create the folders on the way from a staging directory to a file in it; other ranks may do so at a time.
 
-    They are durable only after :func:`sync_tree`. It is a StorageError if something else than a folder, a link to one,
-    say, has the name of one.
+    They are durable only after :func:`sync_tree`. What has the name of a folder and is none is a StorageError, and so
+    is a link to a folder.
     """
     for inner in list_parents(name):
         folder = directory / inner

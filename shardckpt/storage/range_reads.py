@@ -39,6 +39,7 @@ def batch_ranges(
 
     Ranges are cut where segments end, so that no segment is read twice; ``segments_of`` returns the table of digests of
     a range's file, if they are checked. Empty ranges are left out. Only if ``joined`` has a batch several ranges.
+
     A batch has at most ``most`` bytes (more where a segment is longer), and at most the bytes that are left, divided by
     ``shares``, but may always have ``least``: the last batches are small, so that all threads end at about the same
     time.

@@ -45,6 +45,7 @@ def cut_spans(
 
     Where digests are checked, each span is of complete segments. It has each element completely, or leaves it to
     another span.
+
     A span has ``most`` bytes at most; more only where a segment is longer, or where an element crosses the end of a
     segment. If elements cross all ends, a span repeats the segments that hold the start of such an element.
     """

@@ -214,9 +214,9 @@ class FileStream:
             self._flush_small()  # the file is one block: a small file needs no thread
 
     def finish(self) -> Segments:
-        """Wait until the file is written and fsynced.
+        """Wait until the file is written and fsynced; return the table of digests.
 
-        Return the table of digests, or raise the first error of any write.
+        It raises the first error of any write.
         """
         self.end()
         self._wait()

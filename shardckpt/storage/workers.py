@@ -83,6 +83,7 @@ class Workers:
         Return the results by number. The iterator is read item by item, in order; the calling thread first does the
         items of ``own``, alone. No item is begun after a failure or an interrupt. This returns when all threads have
         ended what they began, and raises what the function raised for the failed item with the lowest number.
+
         With ``nests=False`` the function does not call this method for any of ``items``: a thread that finds no item
         left ends at once, while the others do their last ones.
         """
