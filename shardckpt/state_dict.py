@@ -201,12 +201,11 @@ class _Node(dict[Any, Any]):
 
 
 def nest_values(values: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
-    """Put values together as nested dicts and lists; an empty dict if there are no values.
+    """Put values together as nested dicts and lists, which DCP does not tell apart; an empty dict without values.
 
-    Their paths, of DCP, are different. An integer is an index of a list, except a :class:`DictKey`. (In DCP's paths
-    every key of a dict is text, whatever it was.) A path begins with another one only where that one's value is an
-    empty dict or list: a rank had nothing there, and another one had. Values that contradict each other are a
-    CorruptCheckpointError.
+    Their paths are different. An integer is an index of a list, except a :class:`DictKey`. (In DCP's paths every key of
+    a dict is text, whatever it was.) A path begins with another one only where that one's value is an empty dict or
+    list: a rank had nothing there, and another one had. Values that contradict each other are a CorruptCheckpointError.
     """
     nested = _Node()
     for path, value in values:

@@ -65,7 +65,7 @@ class SmallFile(BaseModel):
 
 
 class SmallFiles:
-    """The small files in a directory beside the steps; it is made with the first file, and goes with the last."""
+    """The small files in a directory next to the steps; it is made with the first file, and goes with the last."""
 
     def __init__(self, place: Path) -> None:
         self.place = place

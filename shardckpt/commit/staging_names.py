@@ -81,7 +81,7 @@ def stem(name: str) -> str:
 
 
 def temporary_name(target: str, kind: str, save_id: str, owner: Owner | None = None) -> str:
-    """Return the name of a temporary directory: ``STAGING``, ``REPLACED`` or ``REMOVED``.
+    """Return the name of a temporary directory of a kind: ``STAGING``, ``REPLACED`` or ``REMOVED``.
 
     By default this process owns it.
     """

@@ -298,7 +298,7 @@ def load_checkpoint(
     """Collective: fill a state dict from an open checkpoint; see :func:`shardckpt.dist_checkpointing.load`.
 
     Returns the loaded state dict, and the keys that do not match. Everything that can be checked without data is
-    checked before any destination is filled; errors are the same on every rank. Unlike that function's arguments:
+    checked before any destination is filled; errors are the same on every rank.
 
     ``advise`` says whether errors may name arguments of ``dist_checkpointing.load`` and of ShardedTensor: whether the
     user can pass them. ``on_unused`` is what to do about stored tensors and objects that no rank asks for, if

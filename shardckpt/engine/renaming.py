@@ -54,7 +54,7 @@ def list_names(checkpoint: OpenCheckpoint) -> list[str]:
 
 
 def list_keys(checkpoint: OpenCheckpoint) -> list[str]:
-    """Collective: return the keys of all that is stored beside the common state."""
+    """Collective: return the keys of all that is stored except the common state."""
     columns = checkpoint.columns()
     objects = (ShardedObject.empty_from_unique_key(name).key for name in columns.objects)
     return [*columns.keys, *columns.values, *objects]

@@ -81,7 +81,7 @@ class Room(NamedTuple):
         return self.make is not None and is_of_write(error, target) and self.make()
 
     def find_rest(self, free: int, forecast: Forecast) -> int:
-        """Return the bytes that a save takes beside those of its forecast, so far as an earlier one tells."""
+        """Return the bytes that a save takes in addition to its forecast, so far as an earlier one tells."""
         earlier = EarlierSave() if free >= UNKNOWN else self.find_earlier(free)
         return earlier.nbytes if forecast is NO_FORECAST else max(0, earlier.nbytes - earlier.tensors)
 

@@ -124,7 +124,7 @@ def _make_parser() -> TypeAdapter[dict[str, dict[str, str]]]:
 
 
 def name_stored_siblings(url: str, plugins: PluginManager) -> str:
-    """Return, for an error that nothing is at a URL, the nearest name beside it, and the first of the others."""
+    """Return, for an error that nothing is at a URL, the nearest name next to it, and the first of the others."""
     above, _, name = url.rstrip("/").rpartition("/")
     try:
         folders = list_folders(RemotePath(open_folder(above, plugins)))

@@ -141,7 +141,7 @@ def find_size(path: Path) -> int:
 
 
 def name_siblings(path: Path) -> str:
-    """Return, for an error that nothing is at a local path, the nearest name beside it, and the first of the others."""
+    """Return, for an error that nothing is at a local path, the nearest name in its folder, and the first others."""
     try:
         beside = [each.name for each in path.parent.iterdir() if not each.name.startswith(".")]
     except OSError:
