@@ -237,7 +237,8 @@ def list_recorded_files(directory: Path, manifest: Manifest) -> dict[str, int | 
 def refuse_damage(directory: Path, reader: CheckpointReader, plugins: PluginManager) -> None:
     """Raise the first fault of a checkpoint without digests, before it gets some: they would say that it is right.
 
-    A fault is what its index and its archives show. One that has a record, or that no installed strategy reads, passes.
+    A fault is what its index and its archives show. A checkpoint that has a record, or that no installed strategy
+    reads, is not looked at.
     """
     if reader.manifest.record is not None:
         return
