@@ -93,13 +93,10 @@ def nested_items(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any
 def extract_matching_values(
     x: Any, predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
 ) -> tuple[Any, Any]:
-    """Split nested dicts and lists into the leaves that match and the rest.
+    """Split nested dicts and lists into the leaves that match and the rest: ``(match, rest)``.
 
-    Args:
-        return_lists_as_dicts: Return lists as dicts from index to value, so that :func:`merge` knows their indices.
-
-    Returns:
-        ``(match, rest)``: each with the dicts and lists in which it has leaves.
+    Each has the dicts and lists in which it has leaves. With ``return_lists_as_dicts`` lists become dicts from index to
+    value, so that :func:`merge` knows their indices.
     """
     children = _children(x)
     if children is None:
@@ -133,8 +130,7 @@ def have_equal_bits(x1: torch.Tensor, x2: torch.Tensor) -> bool:
 def diff(x1: Any, x2: Any, prefix: tuple[Any, ...] = ()) -> tuple[list[Any], list[Any], list[Any]]:
     """Compare two nested dicts or lists.
 
-    Returns:
-        Paths that only ``x1`` has, paths that only ``x2`` has, and (path, type, type) where the leaves differ.
+    Returns paths that only ``x1`` has, paths that only ``x2`` has, and (path, type, type) where the leaves differ.
     """
     only_left: list[Any] = []
     only_right: list[Any] = []
@@ -178,13 +174,8 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
 def merge(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
     """Merge the nested ``x2`` into ``x1``, which is changed in place and returned.
 
-    A dict whose keys are list indices is merged into a list at these indices; an index just past the end appends.
-
-    Returns:
-        ``x1``.
-
-    Raises:
-        ValueError: both have a leaf at the same path, or lists differ in length.
+    A dict whose keys are list indices is merged into a list at these indices; an index just past the end appends. It is
+    a ValueError if both have a leaf at the same path, or lists differ in length.
     """
     if isinstance(x1, dict) and isinstance(x2, dict):
         for name, value in x2.items():
@@ -210,18 +201,11 @@ class _Node(dict[Any, Any]):
 
 
 def nest_values(values: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
-    """Put values together as nested dicts and lists, which DCP stores alike.
+    """Put values together as nested dicts and lists, which DCP does not tell apart; an empty dict without values.
 
-    Args:
-        values: Values with their paths, which are different. An integer is an index of a list, except a
-            :class:`DictKey`. (In DCP's paths every key of a dict is text, whatever it was.) A path begins with another
-            one only where that one's value is an empty dict or list: a rank had nothing there, and another one had.
-
-    Returns:
-        The outermost dict or list; an empty dict if there are no values.
-
-    Raises:
-        CorruptCheckpointError: Two values contradict each other.
+    Their paths are different. An integer is an index of a list, except a :class:`DictKey`. (In DCP's paths every key of
+    a dict is text, whatever it was.) A path begins with another one only where that one's value is an empty dict or
+    list: a rank had nothing there, and another one had. Values that contradict each other are a CorruptCheckpointError.
     """
     nested = _Node()
     for path, value in values:
@@ -268,11 +252,7 @@ def map_reduce(
     value_fn: Callable[[_V], Any] = lambda x: x,
     reduce_fn: Callable[[list[Any]], _R] = lambda values: values,  # type: ignore[assignment,return-value]
 ) -> dict[_K, _R]:
-    """Group ``value_fn(x)`` by ``key_fn(x)`` and reduce every group.
-
-    Returns:
-        ``{key: reduce_fn([values])}``.
-    """
+    """Group ``value_fn(x)`` by ``key_fn(x)`` and reduce every group: ``{key: reduce_fn([values])}``."""
     groups: dict[_K, list[Any]] = {}
     for x in xs:
         groups.setdefault(key_fn(x), []).append(value_fn(x))
@@ -289,15 +269,8 @@ def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
 def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
     """Undo :func:`apply_factories` on loaded values: run ``merge_fn`` wherever ``x2`` holds a factory.
 
-    Args:
-        x1: The loaded values, nested; changed in place.
-        x2: The factories, nested at the same paths; lists may be dicts from index to value.
-
-    Returns:
-        ``x1`` with the merged tensors.
-
-    Raises:
-        ValueError: ``x1`` lacks a path that ``x2`` has.
+    ``x1`` has the loaded values, nested; it is changed in place and returned. ``x2`` has the factories, nested at the
+    same paths; lists may be dicts from index to value. A path that ``x1`` lacks is a ValueError.
     """
     if isinstance(x2, ShardedTensorFactory):
         return x2.merge_fn(x1)
@@ -330,13 +303,9 @@ def extract_sharded_base(sharded_state_dict: ShardedStateDict) -> tuple[ShardedS
 def split_for_save(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, CommonStateDict]:
     """Split a state dict into sharded and common state: build factories, leave out local and plain objects.
 
-    The argument is not changed.
-
-    Returns:
-        ``(sharded, common)``: validated copies of the shards, nested as they were; and the rest.
-
-    Raises:
-        ShardingError: a shard contradicts itself, or a leaf of the common state is one rank's part of something.
+    Returns ``(sharded, common)``: validated copies of the shards, nested as they were, and the rest. The argument is
+    not changed. It is a ShardingError if a shard contradicts itself, or a leaf of the common state is one rank's part
+    of something.
     """
     sharded, common = split_state_dict(sharded_state_dict, plain_objects=False)
     return dict_list_map_outplace(validated_copy, sharded), common
@@ -345,12 +314,8 @@ def split_for_save(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDi
 def split_state_dict(x: Any, path: tuple[Any, ...] = (), *, plain_objects: bool) -> tuple[Any, Any]:
     """Split as :func:`split_for_save` does, but return the caller's own shards, not validated.
 
-    Args:
-        x: The sharded state dict, or a list within one.
-        path: Where ``x`` stands in the sharded state dict, for errors.
-
-    Returns:
-        ``(sharded, common)``, each with the containers in which it has leaves.
+    Each of ``(sharded, common)`` has the containers in which it has leaves. ``x`` may be a list within the state dict;
+    ``path`` is where it stands there, for errors.
     """
     children = _children(x)
     if children is None:
@@ -400,11 +365,7 @@ def _find_shards(leaf: Any) -> Any:
 
 
 def validated_copy(shard: ShardedBase) -> ShardedBase:
-    """Return a validated copy of a shard's description; ``data`` is shared.
-
-    Raises:
-        ShardingError: the description contradicts itself.
-    """
+    """Return a validated copy of a shard's description; ``data`` is shared. ShardingError if it contradicts itself."""
     copied: ShardedBase = _copy_leaf(shard)
     copied.validate_metadata_integrity()
     return copied

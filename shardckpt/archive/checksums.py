@@ -33,11 +33,7 @@ _BITS = 32
 
 
 def check_memory(data: bytes | bytearray | memoryview, crc: int, what: str) -> None:
-    """Compare bytes in memory with their CRC-32; zero is none.
-
-    Raises:
-        CorruptCheckpointError: They differ.
-    """
+    """Compare bytes in memory with their CRC-32; zero is none."""
     if crc and zlib.crc32(data) != crc:
         raise _differs_error(what)
 
@@ -45,8 +41,7 @@ def check_memory(data: bytes | bytearray | memoryview, crc: int, what: str) -> N
 def write_crcs(path: Path, tensors: Iterable[tuple[int, int, tuple[int, int]]]) -> None:
     """Read the tensors of a file that was written, and write the CRC-32 of each; they are durable at the return.
 
-    Args:
-        tensors: Of each tensor the offset, the bytes, and the places of its CRC-32.
+    Of each tensor there are the offset, the bytes, and the places of its CRC-32.
     """
     block = memoryview(bytearray(_BLOCK))
     with wrap_os_errors("write checksums into", path), path.open("r+b", buffering=0) as file:
@@ -67,8 +62,7 @@ def write_crcs(path: Path, tensors: Iterable[tuple[int, int, tuple[int, int]]]) 
 def clear_crcs(path: Path, crcs: Iterable[tuple[int, int]]) -> None:
     """Set each CRC-32 to zero, which says that it is not known, where an unfinished file has a place for it.
 
-    Args:
-        path: The file; it need not exist.
+    The file need not exist.
     """
     if not path.exists():
         return
@@ -87,21 +81,8 @@ def summed(
     """Give what reads a tensor's storage, and compares it with its CRC-32 at the end of the block.
 
     A storage that is read as a whole is summed while it is read. One that is read in part is read once more, as a
-    whole, if it is small, or if the reader is to check every part that it reads.
-
-    Args:
-        reader: Reads the file.
-        file: The file that has the archive.
-        stored: Where the storage is in the archive.
-        nbytes: How many of its bytes will be read.
-        key: The tensor's key, for errors.
-        first: Where the archive begins in the file.
-
-    Yields:
-        What reads the bytes.
-
-    Raises:
-        CorruptCheckpointError: The storage differs.
+    whole, if it is small, or if the reader is to check every part that it reads. ``nbytes`` says how many of its bytes
+    will be read, ``first`` where the archive begins in the file.
     """
     member = Member(first + stored.offset, stored.nbytes, stored.crc)
     if not stored.crc or reader.crcs == "none":
@@ -210,11 +191,7 @@ class _SummedSource:
 def check_member(reader: CheckpointReader, file: str, member: Member, what: str) -> None:
     """Read a member in blocks, once in the life of a reader, and compare it with its CRC-32; zero is none.
 
-    Args:
-        member: The member; its offset is one of the file.
-
-    Raises:
-        CorruptCheckpointError: It differs.
+    The member's offset is one of the file.
     """
 
     def check() -> bool:

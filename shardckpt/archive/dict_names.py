@@ -49,11 +49,8 @@ class _NameReader(pickle.Unpickler):
 def list_dict_names(data: bytes, source: str) -> list[str] | None:
     """Return the sorted names in the dict that an archive holds.
 
-    Args:
-        data: The archive, known to be one that a load accepts: by a digest, say.
-
-    Returns:
-        None if it is something else, or has anything but plain values and tensors: :class:`Archive` reads that.
+    None if it is something else, or has anything but plain values and tensors: :class:`Archive` reads that. The caller
+    knows, by a digest, say, that a load accepts the archive.
     """
     try:
         members = read_members(lambda offset, nbytes: data[offset : offset + nbytes], len(data))

@@ -24,10 +24,8 @@ class LazyReads:
     """Puts the values of tensors in the places of the :class:`LazyTensor` that :meth:`Archive.describe` has left.
 
     It looks into dicts, lists, tuples, sets, deques and the attributes of objects. Each object is visited once, however
-    often it is referred to: a pickle of 60 tuples, each with the one before twice, names 2^60 places.
-
-    Args:
-        read: Returns a tensor; called with the key that :meth:`fill` got, for errors.
+    often it is referred to: a pickle of 60 tuples, each with the one before twice, names 2^60 places. ``read`` returns
+    a tensor; it gets the key that :meth:`fill` got, for errors.
     """
 
     def __init__(self, read: Callable[[LazyTensor, str], torch.Tensor]) -> None:
@@ -36,17 +34,10 @@ class LazyReads:
         self._visited: dict[int, tuple[Any, Any]] = {}
 
     def fill(self, value: Any, key: str) -> Any:
-        """Return a value with its tensors.
+        """Return a value that was described, or a part of it, with its tensors.
 
-        Args:
-            value: What was described, or a part of it. What can change is changed in place; a tuple or set that has a
-                tensor is replaced.
-
-        Returns:
-            The value; a tuple or set in its place if it was replaced, a tensor if it was described alone.
-
-        Raises:
-            CorruptCheckpointError: It is nested too deep.
+        What can change is changed in place; a tuple or set that has a tensor is replaced, and so is a tensor that was
+        described alone. What is nested too deep is a CorruptCheckpointError.
         """
         try:
             return self._fill(value, key)
@@ -84,11 +75,7 @@ class LazyReads:
 
 
 def refuse_expanded(stored: StoredPayload, what: str) -> None:
-    """Refuse a tensor that has so many more elements than its storage that no save has made it.
-
-    Raises:
-        CorruptCheckpointError: It is one.
-    """
+    """Refuse a tensor that has so many more elements than its storage that no save has made it."""
     if math.prod(stored.shape) * stored.dtype.itemsize > max(stored.nbytes, _EXPANDED):
         raise CorruptCheckpointError(
             f"{what} of shape {stored.shape} and {stored.dtype} has only {stored.nbytes} bytes"

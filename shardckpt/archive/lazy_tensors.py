@@ -32,10 +32,8 @@ _SPEC_CLASSES = {
 class LazyTensor:
     """A tensor in an archive, not read: a plain one, or the local tensor of a DTensor.
 
-    Attributes:
-        payload: Where its values are.
-        global_shape: The shape of the DTensor; None for a plain tensor.
-        spec: The stub of the DTensor's ``DTensorSpec``, which says how it is cut; None for a plain tensor.
+    Of a DTensor there are ``global_shape``, its shape, and ``spec``, the stub of its ``DTensorSpec``, which says how it
+    is cut.
     """
 
     payload: StoredPayload

@@ -77,13 +77,9 @@ def decode_object(data: bytes, what: str, allow_globals: Iterable[Any]) -> Any:
 
 
 def make_archive(value: Any, what: str) -> io.BytesIO:
-    """Pickle a value as a ``torch.save`` archive, without asking whether a load would accept it.
+    """Pickle a value as a ``torch.save`` archive, positioned at its start; whether a load would accept it is not asked.
 
-    Returns:
-        The archive, positioned at its start.
-
-    Raises:
-        ShardingError: The value cannot be pickled; the error names the place in it.
+    A value that cannot be pickled is a ShardingError that names the place in it.
     """
     if _is_plain(value):
         return io.BytesIO(make_plain_archive(value))
@@ -133,9 +129,7 @@ def _is_plain(value: Any) -> bool:
 def refuse_unloadable(values: Mapping[str, Any], allow_globals: tuple[Any, ...]) -> None:
     """Raise UnsafePickleError for all parts of nested values that a load would refuse by themselves, with their places.
 
-    Args:
-        values: The values, by what they are.
-        allow_globals: As for :func:`encode_object`.
+    The values are by what they are; ``allow_globals`` is as for :func:`encode_object`.
     """
     errors: dict[str, CheckpointingException] = {}
     for what, value in values.items():

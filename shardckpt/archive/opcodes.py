@@ -48,18 +48,12 @@ _LARGE, _LIGHT = 1 << 16, 64
 def check_pickle(data: bytes | mmap, source: str, *, plain: bool = False, start: int = 0) -> int:
     """Raise an error for a pickle that would cost time or memory out of proportion to its size, or crash the process.
 
-    Nothing is built and no global is looked up: the unpickler decides which globals are allowed.
+    Returns the offset of the pickle's end in the data; what follows is ignored. Nothing is built and no global is
+    looked up: the unpickler decides which globals are allowed. One that is cut or damaged, or costs too much, is a
+    CorruptCheckpointError, which says what.
 
-    Args:
-        data: The pickle; bytes after its end are ignored.
-        plain: Whether to allow few dict keys other than text, objects and small integers (hashes of floats and tuples
-            can be made to collide), and integers of at most 32 bytes.
-
-    Returns:
-        The offset of the pickle's end in the data.
-
-    Raises:
-        CorruptCheckpointError: it is cut or damaged, or costs too much; says what.
+    With ``plain`` few dict keys are allowed other than text, objects and small integers (hashes of floats and tuples
+    can be made to collide), and integers of at most 32 bytes.
     """
     walk = _Walk(data, start, plain)
     try:
@@ -501,10 +495,8 @@ _HANDLERS = {getattr(pickle, name)[0]: handler for name, handler in _BY_NAME.ite
 def _records(put: bytes) -> re.Pattern[bytes]:
     """Return the pattern of an object without arguments and with a few attributes, whose names are in the memo.
 
-    Values are plain, except for at most one text (group 1) and two ``torch.Size`` after it (groups 2 and 3).
-
-    Args:
-        put: The opcode that follows each value that goes into the memo.
+    Values are plain, except for at most one text (group 1) and two ``torch.Size`` after it (groups 2 and 3). ``put`` is
+    the opcode that follows each value that goes into the memo.
     """
     put = re.escape(put)
     get = b"(?:h.|j.{4})"

@@ -22,11 +22,8 @@ def read_payload(
 ) -> None:
     """Read the box of the target's shape that begins at ``start``, and cast it to the target's dtype.
 
-    Of a tensor that is not contiguous, the part of its storage from the box's first element to its last is in memory.
-
-    Args:
-        file: The file; the archive begins at its first byte.
-        start: Index of the box's first element, one number for each axis.
+    ``start`` is the index of the box's first element; the archive begins at the file's first byte. Of a tensor that is
+    not contiguous, the part of its storage from the box's first element to its last is in memory.
     """
     if not target.numel():
         return

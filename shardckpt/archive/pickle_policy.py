@@ -40,8 +40,7 @@ def describe(value: Any) -> str:
 class FunctionProxy:
     """A function that a pickle may call, and whose attributes (defaults, code) it cannot reach.
 
-    Args:
-        copies: Whether its result is as large as its arguments, so that the call counts against the copy limit.
+    If it ``copies``, its result is as large as its arguments, so that the call counts against the copy limit.
     """
 
     __slots__ = ("_function", "copies")
@@ -75,9 +74,7 @@ class OpaqueClass:
 class PendingValue:
     """A value that REDUCE created and that still waits for its state: BUILD replaces it by ``build(state)``.
 
-    Attributes:
-        build: Makes the finished value from the pickled state.
-        keys: Its keys in the unpickler's memo.
+    ``keys`` are its keys in the unpickler's memo.
     """
 
     __slots__ = ("_what", "build", "keys")
@@ -117,9 +114,8 @@ _LIBRARIES = ("builtins", "collections", "numpy", "shardckpt", "torch")
 def check_arguments(function: Any, args: Any) -> int:
     """Return about how many bytes a call that a pickle makes takes, after a check of its arguments.
 
-    Raises:
-        CorruptCheckpointError: The result could be much larger than the arguments.
-        UnsafePickleError: The function may only be named, not called.
+    A result that could be much larger than the arguments is a CorruptCheckpointError, a function that may only be
+    named, not called, an UnsafePickleError.
     """
     if type(args) is not tuple:
         raise CorruptCheckpointError(
@@ -173,8 +169,7 @@ class Collisions:
     def add(self, container: Any, keys: Iterable[Any]) -> None:
         """Count the keys that a container (None: a new one) gets.
 
-        Raises:
-            CorruptCheckpointError: Too many keys of the pickle have equal hashes.
+        Too many keys of the pickle with equal hashes are a CorruptCheckpointError.
         """
         # The hashes of str and bytes are salted, and there are only two bools: a pickle cannot choose equal ones.
         choosable = [key for key in keys if type(key) not in (str, bytes, bool)]
@@ -205,11 +200,7 @@ class Nesting:
         self._late = 0
 
     def add(self, holder: Any, values: Iterable[Any]) -> None:
-        """Note that a value now holds others.
-
-        Raises:
-            CorruptCheckpointError: They are nested too deep.
-        """
+        """Note that a value now holds others; CorruptCheckpointError if they are nested too deep."""
         inner = [value for value in values if _recurses(value)] if _recurses(holder) else []
         if not inner:
             return
@@ -250,14 +241,8 @@ def check_container(target: Any) -> None:
 def apply_state(target: Any, state: Any, is_allowed: Callable[[Any], bool]) -> bool:
     """Set the pickled attributes of a value, the argument of BUILD, or check that pickle's own BUILD may set them.
 
-    Args:
-        is_allowed: Returns whether a class is one that the caller allows, or an inert stub.
-
-    Returns:
-        Whether they are set.
-
-    Raises:
-        UnsafePickleError: Classes, functions and values of libraries take no state from a pickle.
+    Returns whether they are set. ``is_allowed`` returns whether a class is one that the caller allows, or an inert
+    stub. Other classes, functions and values of libraries take no state from a pickle: UnsafePickleError.
     """
     kind = type(target)
     if kind in _WITH_ATTRIBUTES or kind in _WITH_EXTRA_ATTRIBUTES:

@@ -47,14 +47,9 @@ class _NestedBudget:
 
 
 class Archive:
-    """One ``torch.save`` archive; only its directory is read at first.
+    """One ``torch.save`` archive; only its directory is read at first. ``source`` is its name, for errors.
 
-    Args:
-        size: Its size in bytes.
-        source: Its name, for errors.
-
-    Raises:
-        CorruptCheckpointError: It is not a torch.save archive, is damaged, or has the other byte order.
+    What is no such archive, is damaged, or has the other byte order is a CorruptCheckpointError.
     """
 
     def __init__(self, read_range: ReadRange, size: int, source: str) -> None:
@@ -82,12 +77,7 @@ class Archive:
 
     @classmethod
     def of_file(cls, reader: CheckpointReader, name: str) -> Self:
-        """Open an archive that is a file of a checkpoint.
-
-        Raises:
-            CorruptCheckpointError: As the class.
-            StorageError: The file cannot be read.
-        """
+        """Open an archive that is a file of a checkpoint."""
         size = reader.size(name)
 
         def read(offset: int, nbytes: int) -> bytes:
@@ -96,11 +86,7 @@ class Archive:
         return cls(read, size, f"{reader.directory / name}")
 
     def check_members(self, reader: CheckpointReader, file: str, first: int = 0) -> None:
-        """Read all members, and compare them with their CRC-32, if the reader is to check these.
-
-        Raises:
-            CorruptCheckpointError: A member differs.
-        """
+        """Read all members, and compare them with their CRC-32, if the reader is to check these."""
         if reader.crcs == "none":
             return
         reader.note_crcs(file, all_members=all(member.crc or not member.size for member in self.members.values()))
@@ -110,9 +96,8 @@ class Archive:
     def payload(self) -> StoredPayload:
         """Return where the archive's only tensor is, without reading its values.
 
-        Raises:
-            CorruptCheckpointError: The archive does not hold exactly one tensor, or it is damaged.
-            UnsafePickleError: Its pickle names a global that no tensor needs.
+        It is a CorruptCheckpointError if it does not hold exactly one tensor, an UnsafePickleError if its pickle names
+        a global that no tensor needs.
         """
         try:
             geometry = describe_one_tensor(self._read_pickle())
@@ -121,31 +106,19 @@ class Archive:
         return self._locate(geometry)
 
     def describe(self, allow_globals: Iterable[Any] = ()) -> Any:
-        """Load the archive's object without the values of its tensors.
+        """Load the archive's object, with a :class:`~shardckpt.archive.lazy_tensors.LazyTensor` for each tensor.
 
-        Returns:
-            The object, with a :class:`~shardckpt.archive.lazy_tensors.LazyTensor` for each tensor.
-
-        Raises:
-            UnsafePickleError: The pickle names a global outside the allow-list; nothing was run.
-            CorruptCheckpointError: The archive is damaged.
+        It is an UnsafePickleError if the pickle names a global outside the allow-list; nothing was run.
         """
         describer = TensorDescriber(self._locate)
         return unpickle(self._read_pickle(), self.source, describer.torch_global, allow_globals)
 
     def load(self, allow_globals: Iterable[Any] = (), nested: _NestedBudget | None = None) -> Any:
-        """Load the archive's object.
+        """Load the archive's object, with its tensors on the CPU.
 
-        Args:
-            allow_globals: Classes and functions that the pickle may name, in addition to the plain ones.
-            nested: The budget of the outermost archive, if this one is nested in it; None if this is the outermost.
-
-        Returns:
-            The object, with its tensors on the CPU.
-
-        Raises:
-            UnsafePickleError: The pickle names a global outside the allow-list; nothing was run.
-            CorruptCheckpointError: The archive is damaged.
+        The pickle may name ``allow_globals``, in addition to the plain ones; if it names others, it is an
+        UnsafePickleError, and nothing was run. ``nested`` is the budget of the outermost archive, if this one is nested
+        in it.
         """
         pickled = self._read_pickle()
         # The bytes of nested archives are in the pickle: an honest one has each once.
@@ -190,19 +163,9 @@ class Archive:
 def load_bytes(data: bytes, source: str, allow_globals: Iterable[Any] = (), nested: _NestedBudget | None = None) -> Any:
     """Load the object of a ``torch.save`` archive in memory; nothing outside the allow-list is run or imported.
 
-    Args:
-        data: The archive.
-        source: Its name, for errors.
-        allow_globals: Classes and functions that the pickle may name, in addition to plain values, tensors and numpy
-            arrays; each by itself, or as (class or function, "module.name").
-        nested: For internal use: the budget of the archive that holds this one.
-
-    Returns:
-        The object, with its tensors on the CPU.
-
-    Raises:
-        UnsafePickleError: The pickle names a global outside the allow-list.
-        CorruptCheckpointError: The archive is damaged.
+    Its tensors are on the CPU. The pickle may name ``allow_globals``, in addition to plain values, tensors and numpy
+    arrays; each by itself, or as (class or function, "module.name"). Others are an UnsafePickleError. ``nested`` is the
+    budget of the archive that holds this one.
     """
     if nested is not None:
         nested.spend(len(data), source)

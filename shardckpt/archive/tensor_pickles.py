@@ -31,12 +31,9 @@ class _StorageType(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """A storage that a pickle refers to.
+    """A storage that a pickle refers to, by its name below ``data/``; its size in bytes is as the pickle claims it.
 
-    Attributes:
-        dtype: Its dtype, or None if it is untyped.
-        name: Its name in the archive, below ``data/``.
-        nbytes: Its size in bytes, as the pickle claims it.
+    It has no dtype if it is untyped.
     """
 
     dtype: torch.dtype | None
@@ -47,13 +44,8 @@ class Storage(NamedTuple):
 class Geometry(NamedTuple):
     """A tensor's layout in its storage, checked to lie inside it.
 
-    Attributes:
-        storage: The storage.
-        dtype: The tensor's dtype.
-        shape: Its shape.
-        stride: Its strides, in elements.
-        first: Index of its first element in the storage.
-        lazy: The lazy view bits that are set: ``conj``, ``neg``.
+    Strides are in elements, ``first`` is the index of its first element in the storage, and ``lazy`` has the lazy view
+    bits that are set: ``conj``, ``neg``.
     """
 
     storage: Storage
@@ -100,8 +92,7 @@ def describe_one_tensor(pickled: bytes) -> Geometry:
 class TensorRebuilder:
     """Checked replacements for the functions that torch's pickles call to rebuild tensors.
 
-    Args:
-        nested: Loads an archive that the pickle holds as bytes.
+    ``nested`` loads an archive that the pickle holds as bytes.
     """
 
     def __init__(self, memory: Callable[[Storage], torch.UntypedStorage], nested: Callable[[bytes], Any]) -> None:
@@ -171,14 +162,7 @@ def _tensor_global(module: str, name: str) -> Any:
 
 
 def resolve_lazy_view(tensor: torch.Tensor, lazy: frozenset[str]) -> torch.Tensor:
-    """Compute the values of a lazy view.
-
-    Args:
-        lazy: The bits of the view: ``conj``, ``neg`` or both.
-
-    Returns:
-        A tensor of the same dtype and shape, without lazy bits.
-    """
+    """Compute the values of a lazy view with bits ``conj``, ``neg`` or both; the result has none."""
     tensor = tensor.conj_physical() if "conj" in lazy else tensor
     return tensor.neg() if "neg" in lazy else tensor
 

@@ -63,9 +63,8 @@ _MOST_REFUSED = 100
 def make_refusal(asks: str, names: Sequence[str], places: str = "") -> UnsafePickleError:
     """Return the error about globals that are not on the allow-list.
 
-    Args:
-        asks: What the text begins with: what asks for them.
-        places: Where they are, a line for each place, instead of the names alone.
+    Its text begins with what ``asks`` for them. ``places`` says where they are, a line for each place, instead of the
+    names alone.
     """
     if hostile := [name for name in names if _runs_code(name)]:
         error = UnsafePickleError(
@@ -301,8 +300,7 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
 class _Collector(_ObjectUnpickler):
     """Goes on with inert stubs in the place of refused globals, to name all that a pickle asks for; what it makes goes.
 
-    Attributes:
-        refused: Their names, in the order of the pickle.
+    ``refused`` has their names, in the order of the pickle.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -320,15 +318,11 @@ class _Collector(_ObjectUnpickler):
 
 
 def load_metadata(data: bytes, source: str) -> Any:
-    """Unpickle a ``.metadata`` file, or another index that is a pickle of plain data.
+    """Unpickle a ``.metadata`` file, or another index that is a pickle of plain data; types and values are not checked.
 
-    Returns:
-            For ``.metadata``, a record with the attributes of DCP's ``Metadata``; records in place of all its classes.
-        Types and values are not checked.
-
-    Raises:
-        UnsafePickleError: The pickle names a global outside the allow-list.
-        CorruptCheckpointError: The pickle is damaged, or would take too much memory.
+    For ``.metadata`` it returns a record with the attributes of DCP's ``Metadata``; records are in place of all its
+    classes. A global outside the allow-list is an UnsafePickleError, a pickle that would take too much memory a
+    CorruptCheckpointError.
     """
     check_pickle(data, source, plain=True)
     return _load(_MetadataUnpickler(data, source), source)
@@ -343,10 +337,9 @@ def load_object(
 ) -> Any:
     """Return the object of the pickle in a ``torch.save`` archive.
 
-    Args:
-        torch_global: Returns the function that rebuilds tensors, by (module, name), or None.
-        allow_globals: Classes and functions that the caller allows, in addition to those that the user registered by
-            ``torch.serialization.add_safe_globals``; each by itself, or as (class or function, "module.name").
+    ``torch_global`` returns the function that rebuilds tensors, by (module, name), or None. ``allow_globals`` are
+    classes and functions that the caller allows, in addition to those that the user registered by
+    ``torch.serialization.add_safe_globals``; each by itself, or as (class or function, "module.name").
     """
     allowed = functools.cache(lambda: _list_allowed(allow_globals))  # on demand: few pickles need it
 

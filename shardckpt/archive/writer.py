@@ -59,15 +59,11 @@ class _Member(NamedTuple):
 
 
 def make_frame(dtype: torch.dtype, shape: tuple[int, ...], position: int, address: int = 0) -> ArchiveFrame:
-    """Make the frame of an archive that will hold a contiguous tensor, for a position in a file.
+    """Make the frame of an archive that will hold a contiguous tensor, and begin at ``position`` in its file, in bytes.
 
-    Args:
-        position: Where the archive will begin in its file, in bytes. The payload is aligned to 64 bytes of the file.
-        address: Address of the tensor's memory. A payload of 1 MiB or more gets the same offset in its page of the file
-            as in its page of memory, so that direct I/O can write the pages without copying them.
-
-    Returns:
-        The frame; its head includes the padding before the payload.
+    Its head includes the padding before the payload, which is aligned to 64 bytes of the file. A payload of 1 MiB or
+    more gets the same offset in its page of the file as its ``address`` has in its page of memory, so that direct I/O
+    can write the pages without copying them.
     """
     head, nbytes, _ = _part_sizes(dtype, shape)
     align, start = ARCHIVE_ALIGN, 0
@@ -77,13 +73,9 @@ def make_frame(dtype: torch.dtype, shape: tuple[int, ...], position: int, addres
 
 
 def make_frame_of_length(dtype: torch.dtype, shape: tuple[int, ...], length: int) -> ArchiveFrame | None:
-    """Make the frame of an archive of a known length: the inverse of :func:`make_frame`, without the position.
+    """Make the frame of an archive of so many bytes, payload included: the inverse of :func:`make_frame`.
 
-    Args:
-        length: Size of the archive with its payload, in bytes.
-
-    Returns:
-        The frame, or None if :func:`make_frame` never makes an archive of that length.
+    It does without the position. None if :func:`make_frame` never makes an archive of that length.
     """
     gap = length - sum(_part_sizes(dtype, shape))
     return _make_frame(dtype, shape, gap) if 0 <= gap < PAGE else None
@@ -123,11 +115,9 @@ def make_plain_archive(value: Any) -> bytes:
 class StateDictFrame(NamedTuple):
     """An archive of a value with many tensors, without their bytes.
 
-    Attributes:
-        parts: All other bytes, each with its offset, in the order of the file.
-        starts: Where the bytes of each tensor begin, in the order in which the value was walked.
-        crcs: Where the CRC-32 of each tensor belongs, twice: until these are written, there are zeros, which say that
-            there is none.
+    ``parts`` has all other bytes, each with its offset, in the order of the file, ``starts`` where the bytes of each
+    tensor begin, in the order in which the value was walked. ``crcs`` says where the CRC-32 of each tensor belongs,
+    twice: until these are written, there are zeros, which say that there is none.
     """
 
     parts: list[tuple[int, bytes]]
@@ -138,12 +128,8 @@ class StateDictFrame(NamedTuple):
 def make_state_dict_frame(value: Any, tensors: Sequence[DeclaredTensor]) -> StateDictFrame:
     """Make the bytes of an archive of a nested value, for tensors whose bytes are written later.
 
-    Args:
-        value: Plain values, in which a tensor is one of ``tensors``.
-        tensors: All of them, in the order in which their bytes are to be in the file.
-
-    Returns:
-        The frame; the bytes of each tensor are aligned to 64 bytes of the file.
+    The value has plain values, and tensors that are of ``tensors``: all of them, in the order in which their bytes are
+    to be in the file. The bytes of each are aligned to 64 bytes of the file.
     """
     stubs = {id(tensor): _TensorStub(tensor.dtype, tensor.shape, str(n)) for n, tensor in enumerate(tensors)}
     pickled = io.BytesIO()

@@ -28,13 +28,7 @@ _TAIL_SIZES = (1024, 4096, _END.size + 0xFFFF)
 
 
 class Member(NamedTuple):
-    """The location of a zip member's bytes in the archive.
-
-    Attributes:
-        offset: Of its first byte.
-        size: Its bytes.
-        crc: Its CRC-32; 0 if its writer made none.
-    """
+    """The location of a zip member's bytes in the archive, and its CRC-32; 0 if its writer made none."""
 
     offset: int
     size: int
@@ -44,9 +38,8 @@ class Member(NamedTuple):
 def read_members(read_range: ReadRange, size: int) -> dict[str, Member]:
     """Return the members of a zip of ``size`` bytes by name.
 
-    Raises:
-        ValueError: It is not a zip, or a member is compressed or out of bounds.
-        struct.error: It is truncated.
+    It is a ValueError if it is not a zip, or a member is compressed or out of bounds, a struct.error if it is
+    truncated.
     """
     read, place = _find_end(read_range, size)
     count, nbytes, start = _read_end_record(read, place)

@@ -25,16 +25,10 @@ _MOST_IN_RUN = 128
 
 
 def append_tensor(file: FileWriter, tensor: torch.Tensor, key: str, head: bytes = b"", tail: bytes = b"") -> None:
-    """Append the values of a tensor to a file, row by row.
+    """Append the values of a tensor to a file, row by row: any tensor that :func:`shardckpt.tensors.plain_cpu` accepts.
 
-    Args:
-        tensor: Any tensor that :func:`shardckpt.tensors.plain_cpu` accepts.
-        head: Bytes to put before the values, at most 64 KiB.
-        tail: Bytes to put after them, at most 64 KiB.
-
-    Raises:
-        ShardingError: The tensor has no values that can be read.
-        CheckpointingException: It is a DeferredTensor, and its values cannot be read from where they are.
+    ``head`` and ``tail`` are bytes to put before and after the values, at most 64 KiB each. A tensor without values
+    that can be read is a ShardingError, a DeferredTensor whose values cannot be read a CheckpointingException.
     """
     nbytes = tensor.numel() * tensor.dtype.itemsize + len(head) + len(tail)
     if nbytes <= SMALL_RECORD and is_ordinary(tensor):
@@ -56,11 +50,7 @@ def append_tensor(file: FileWriter, tensor: torch.Tensor, key: str, head: bytes 
 
 
 def cut_runs(sizes: Sequence[int]) -> Iterator[range]:
-    """Cut the tensors of a file into runs for :func:`append_run`: small ones together, others alone.
-
-    Yields:
-        The numbers of the tensors of each run.
-    """
+    """Cut the tensors of a file, by number, into runs for :func:`append_run`: small ones together, others alone."""
     start = 0
     for number, nbytes in enumerate(sizes):
         is_small = nbytes <= SMALL_RECORD
@@ -79,8 +69,7 @@ def append_run(
 ) -> None:
     """Append the values of tensors to a file, as :func:`append_tensor` appends those of each.
 
-    Args:
-        frames: The bytes to put before and after the values of each.
+    ``frames`` has the bytes to put before and after the values of each.
     """
     # A call for each small tensor takes several times as long as to copy it.
     found = tensor_bytes_of_each(tensors) if len(tensors) > 1 else None

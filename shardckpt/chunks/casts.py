@@ -10,11 +10,7 @@ from shardckpt.errors import ShardingError
 
 
 def check_cast(key: str, stored: torch.dtype, requested: torch.dtype) -> None:
-    """Check that torch can cast stored values to the requested dtype.
-
-    Raises:
-        ShardingError: It cannot.
-    """
+    """Check that torch can cast stored values to the requested dtype; ShardingError if it cannot."""
     if stored != requested and not _can_cast(stored, requested):
         raise ShardingError(
             f"{key!r} is stored as {stored}, which torch cannot cast to {requested}: load it as {stored}"

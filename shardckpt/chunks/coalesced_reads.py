@@ -32,12 +32,8 @@ if TYPE_CHECKING:
 class CoalescedRead:
     """Items that one thread reads one after the other.
 
-    Attributes:
-        items: The items.
-        file: The file of the first item.
-        start: Where the first item begins, in bytes.
-        stop: Where the last item ends, in bytes, if the items are small.
-        small: Whether the items are small, so that [start, stop) is read at once.
+    ``file`` is that of the first item, which begins at ``start``, in bytes. If the items are ``small``, the last one
+    ends at ``stop``, and [start, stop) is read at once.
     """
 
     items: list[Any]
@@ -58,17 +54,11 @@ def read_units(
 ) -> None:
     """Read units of items with several threads; what fills a destination must be thread-safe.
 
+    A unit is a list of items that one thread must read together, in order; units of one item are sorted by location.
     Most bytes are those of large items whose targets take them as they are: these are found first, and read by threads
-    that do nothing else, while the calling thread reads the other items.
-
-    Args:
-        units: Lists of items that one thread must read together, in order; those of one item are sorted by location.
-        nbytes: Returns how many bytes of an item are read.
-        find_ranges: Called with the large items that are units of their own.
-        entire: Chunks that are read, too.
-
-    Raises:
-        CorruptCheckpointError: An item is damaged; the error names it.
+    that do nothing else, while the calling thread reads the other items. ``find_ranges`` is called with the large items
+    that are units of their own; ``nbytes`` returns how many bytes of an item are read. Chunks of ``entire`` are read,
+    too. The error of a damaged item names it.
     """
 
     def size(group: CoalescedRead | NeighbourRead) -> int:
@@ -100,8 +90,7 @@ def read_in_order(reader: CheckpointReader, items: Iterable[Any], locate: Callab
 class ReadAhead:
     """A group of small items, read at once into a pooled buffer; a context manager, which returns the buffer.
 
-    Args:
-        reader: Reads the file, and any range outside the group.
+    The reader reads any range outside the group, too.
     """
 
     def __init__(self, reader: CheckpointReader, group: CoalescedRead) -> None:
@@ -134,10 +123,9 @@ class ReadAhead:
         return self._data[first : first + item.length] if first + item.length <= len(self._data) else None
 
     def copy(self, offset: int, target: torch.Tensor) -> None:
-        """Copy bytes to the memory of a contiguous CPU tensor.
+        """Copy bytes, which are within what :meth:`view` returned, to the memory of a contiguous CPU tensor.
 
-        Args:
-            offset: Of the first byte in the file; the bytes are within what :meth:`view` returned.
+        The offset is that of the first byte in the file.
         """
         ctypes.memmove(target.data_ptr(), self._address + offset - self._start, target.nbytes)
 

@@ -27,14 +27,9 @@ MOST_GAP = 4 << 10
 class EntireChunks(NamedTuple):
     """Chunks whose bytes in a file are the values of a contiguous tensor in CPU memory, which the caller keeps.
 
-    Attributes:
-        file: The number of each chunk's file: int64 of shape (chunks,), as the other columns.
-        start: Where its bytes begin in the file. None share bytes, except where a chunk is there twice.
-        length: How many they are.
-        address: Where they go in memory.
-        tensor: The number of its tensor.
-        files: The names of the files, by number.
-        keys: The keys of the tensors, by number, for errors.
+    The columns are int64 of shape (chunks,): the number of each chunk's ``file`` in ``files``; where its bytes begin in
+    the file, and how many they are; the ``address`` where they go in memory; the number of its ``tensor`` in ``keys``,
+    for errors. None share bytes, except where a chunk is there twice.
     """
 
     file: torch.Tensor
@@ -101,14 +96,10 @@ class EntireChunks(NamedTuple):
 
 
 class _Runs(NamedTuple):
-    """Chunks that follow each other in a file and in memory.
+    """Chunks that follow each other in a file and in memory, in columns.
 
-    Attributes:
-        first: The row of the first chunk of each run.
-        file: The number of its file.
-        start: Where it begins in the file, in bytes.
-        stop: Where it ends.
-        address: Where it begins in memory.
+    Of each run there are the row of its first chunk, the number of its file, where it begins and ends there, in bytes,
+    and where it begins in memory.
     """
 
     first: list[int]
@@ -119,11 +110,7 @@ class _Runs(NamedTuple):
 
 
 class NeighbourRead:
-    """Runs of small chunks, which one thread reads at once into a buffer and copies to their places.
-
-    Args:
-        high: The run after the last one.
-    """
+    """Runs of small chunks, ``low`` to before ``high``, which one thread reads at once into a buffer and copies."""
 
     def __init__(self, chunks: EntireChunks, runs: _Runs, low: int, high: int) -> None:
         self._chunks = chunks
@@ -131,11 +118,7 @@ class NeighbourRead:
         self._numbers = slice(low, high)
 
     def read(self, reader: CheckpointReader) -> None:
-        """Read them.
-
-        Raises:
-            CorruptCheckpointError: A chunk is damaged; the error names it.
-        """
+        """Read them; the CorruptCheckpointError of a damaged chunk names it."""
         chunks, (first, file, starts, stops, addresses) = self._chunks, self._runs
         low, high = self._numbers.start, self._numbers.stop
         start = starts[low]

@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sources:
-    """The source of the values of boxes.
+    """The source of the values of boxes: the shard of each, by its position among the rank's.
 
-    Attributes:
-        shards: The shard of each box, by its position among the rank's.
-        parts: The part of its shard that a box is, by the position of the box; only of boxes that are not all of it.
+    ``parts`` has the part of its shard that a box is, by the position of the box; only of boxes that are not all of it.
     """
 
     shards: list[int] = field(default_factory=list)
@@ -52,15 +50,9 @@ class Sources:
 class LocalItems:
     """The items that a rank stores.
 
-    Attributes:
-        keys: The keys of the tensors that it stores parts of.
-        dtypes: Their dtypes.
-        shapes: Their global shapes.
-        boxes: The boxes that it stores.
-        tensors: The values of each box.
-        sources: Where each of these comes from.
-        objects: The positions of the ShardedObjects among the rank's shards, by unique key.
-        scales: What scales a tensor, by its key.
+    ``keys``, ``dtypes`` and global ``shapes`` are those of the tensors that it stores parts of. ``tensors`` are the
+    values of each of the ``boxes``, and ``sources`` says where each comes from. ``objects`` are the positions of the
+    ShardedObjects among the rank's shards, by unique key. ``scales`` says what scales a tensor, by its key.
     """
 
     keys: list[str] = field(default_factory=list)
@@ -89,11 +81,8 @@ def view_tensors(sources: Sources, shards: Sequence[Any]) -> list[torch.Tensor]:
 def collect_items(shards: Sequence[ShardedBase], left_out: Collection[str] = ()) -> LocalItems:
     """Return the items of the main replicas among a rank's shards; their tensors are views, not copies.
 
-    Returns:
-        The items, with tensors in the order of the shards and of their parts.
-
-    Raises:
-        ShardingError: A tensor has no data, or a shard is of another kind.
+    Tensors are in the order of the shards and of their parts. One without data, and a shard of another kind, are a
+    ShardingError.
     """
     items = LocalItems()
     numbers: dict[tuple[str, torch.dtype, Ints], int] = {}

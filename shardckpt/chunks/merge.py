@@ -21,14 +21,12 @@ if TYPE_CHECKING:
 
 
 class LocalPlan(NamedTuple):
-    """A rank's items and their positions, as the rank sends them to the main rank.
+    """A rank's boxes and objects, and their positions, as the rank sends them to the main rank.
 
-    Attributes:
-        stored: The boxes and objects.
-        locations: Packed columns: ``files``, their names; ``boxes`` and ``objects``, the location of each item: number
-            of the file, then what else the format needs, such as start and length in bytes; ``listed``, keys of objects
-            that are not listed by their unique key, and ``listed_objects``, the number of the object for each;
-            ``scaled``, keys of tensors, and for each ``scaled_by``, the key of its scales, and ``scaled_block``.
+    ``locations`` is packed columns: ``files``, their names; ``boxes`` and ``objects``, the location of each item:
+    number of the file, then what else the format needs, such as start and length in bytes; ``listed``, keys of objects
+    that are not listed by their unique key, and ``listed_objects``, the number of the object for each; ``scaled``, keys
+    of tensors, and for each ``scaled_by``, the key of its scales, and ``scaled_block``.
     """
 
     stored: PackedShards
@@ -43,17 +41,11 @@ class LocalPlan(NamedTuple):
 class MergedPlan(NamedTuple):
     """The items that all ranks store. A tensor's number is its position in ``keys``.
 
-    Attributes:
-        keys: The keys of the tensors.
-        dtypes: Their dtypes.
-        shapes: Their global shapes.
-        bounds: int64 of shape (tensors + 1,): the boxes of tensor ``n`` are rows ``bounds[n]`` to ``bounds[n + 1]``.
-        boxes: The boxes of all tensors, those of a tensor one after the other.
-        locations: The location of each box, int64 of shape (boxes, columns); the first is the number of the file.
-        files: The names of all files.
-        objects: The location of each object, by the key that it is listed by.
-        aliases: The number of a tensor by each of its further keys.
-        scales: By the number of a tensor, that of its scales, and a block's size along each axis.
+    The ``boxes`` of a tensor follow each other: those of tensor ``n`` are rows ``bounds[n]`` to ``bounds[n + 1]``,
+    int64 of shape (tensors + 1,). ``locations`` has that of each box, int64 of shape (boxes, columns); the first is the
+    number of the file in ``files``. ``objects`` has the location of each object, by the key that it is listed by.
+    ``aliases`` has the number of a tensor by each of its further keys, ``scales``, by the number of a tensor, that of
+    its scales, and a block's size along each axis.
     """
 
     keys: list[str]
@@ -78,13 +70,11 @@ class _GlobalTensor(NamedTuple):
 
 
 class RankRows(NamedTuple):
-    """The boxes that a rank stores of some tensors.
+    """The boxes that a rank stores of some tensors; the rank is for errors.
 
-    Attributes:
-        rank: The rank, for errors.
-        specs: Packed specs of the tensors, as in :class:`shardckpt.storage.PackedShards`; often equal on many ranks.
-        table: The boxes, whose tensor numbers count in the specs.
-        locations: The location of each box, with the number of its file among those of all ranks.
+    ``specs`` are packed as in :class:`shardckpt.storage.PackedShards`, and often equal on many ranks; the table's
+    tensor numbers count in them. ``locations`` has that of each box, with the number of its file among those of all
+    ranks.
     """
 
     rank: int
@@ -94,17 +84,10 @@ class RankRows(NamedTuple):
 
 
 def merge_plans(plans: Iterable[LocalPlan], aliases: Mapping[str, str] = MappingProxyType({})) -> MergedPlan:
-    """Merge the plans of all ranks.
+    """Merge the plans of all ranks, in their order; if several store the same item, the lowest rank's counts.
 
-    Args:
-        plans: The plans, in the order of the ranks. If several ranks store the same item, the lowest rank's counts.
-        aliases: Further keys of tensors, and the key by which each is stored.
-
-    Returns:
-        What all ranks store.
-
-    Raises:
-        ShardingError: Ranks disagree on a tensor, its boxes do not fill it exactly, or an object has its key.
+    ``aliases`` has further keys of tensors, and the key by which each is stored. If ranks disagree on a tensor, its
+    boxes do not fill it exactly, or an object has its key, it is a ShardingError.
     """
     files: list[str] = []
     objects: dict[str, list[int]] = {}
@@ -132,19 +115,11 @@ def merge_rows(
     aliases: Mapping[str, str] = MappingProxyType({}),
     scaled: Iterable[tuple[int, Columns]] = (),
 ) -> MergedPlan:
-    """Merge the boxes that ranks store.
+    """Merge the boxes that at least one rank stores, in the order of the ranks; of each tensor those of all ranks.
 
-    Args:
-        parts: The boxes of at least one rank, in the order of the ranks; of each tensor those of all ranks.
-        object_keys: Keys that no tensor may have.
-        aliases: Further keys of tensors, and the key by which each is stored.
-        scaled: The locations of each rank's plan, unpacked, which say what scales its tensors.
-
-    Returns:
-        The tensors and boxes, without files and objects.
-
-    Raises:
-        ShardingError: As :func:`merge_plans`.
+    Returns the tensors and boxes, without files and objects. No tensor may have one of ``object_keys``. ``scaled`` has
+    the locations of each rank's plan, unpacked, which say what scales its tensors. The rest is as for
+    :func:`merge_plans`.
     """
     tensors: dict[str, _GlobalTensor] = {}
     numbers_by_specs: dict[bytes, torch.Tensor] = {}

@@ -32,10 +32,8 @@ _DIGEST = "specs"
 class OwnedParts(NamedTuple):
     """The result of this rank's merge.
 
-    Attributes:
-        parts: The tensors and boxes of the parts that it owns, by the number of the part. Those without tensors are not
-            there.
-        rest: On the main rank the files and objects of all ranks, without tensors; None on the others.
+    ``parts`` has the tensors and boxes of the parts that it owns, by the number of the part. Those without tensors are
+    not there. ``rest`` has, on the main rank, the files and objects of all ranks, without tensors; None on the others.
     """
 
     parts: dict[int, MergedPlan]
@@ -43,16 +41,10 @@ class OwnedParts(NamedTuple):
 
 
 def merge_by_owners(plan: LocalPlan, count: int, comm: Comm) -> OwnedParts:
-    """Collective: merge the plans of all ranks in parts, each on the rank that owns it.
+    """Collective: merge the plans of all ranks in ``count`` parts, each on the rank that owns it; return this rank's.
 
-    Args:
-        count: Number of parts, at least 1, the same on all ranks. A rank may own several.
-
-    Returns:
-        What this rank has merged.
-
-    Raises:
-        ShardingError: As :func:`shardckpt.chunks.merge.merge_plans`, on all ranks.
+    The count is at least 1, and the same on all ranks. A rank may own several parts. Errors are as of
+    :func:`shardckpt.chunks.merge.merge_plans`, on all ranks.
     """
     with comm.local_phase("planning for all ranks"):
         rest_of_plan = drop_boxes(plan)
@@ -94,11 +86,8 @@ def pack_file_counts(plans: Sequence[LocalPlan]) -> bytes:
 class SpecsByPart:
     """The tensors of a rank, by the part that they are in.
 
-    Attributes:
-        owners: int64 of shape (tensors,): the part of each.
-        numbers: The numbers of the tensors of each part.
-        packed: The packed specs of each part.
-        digests: A hash of these.
+    ``owners`` is the part of each, int64 of shape (tensors,). Of each part there are the ``numbers`` of its tensors,
+    its ``packed`` specs, and the ``digests``, a hash of these.
     """
 
     def __init__(self, packed: bytes, count: int) -> None:
@@ -124,11 +113,8 @@ class SpecsByPart:
 def route_rows(plan: LocalPlan, first_file: int, specs: SpecsByPart) -> dict[int, bytes]:
     """Return what a rank stores of each part: the boxes, their locations and keys of objects, as packed columns.
 
-    Args:
-        first_file: The number of its first file among those of all ranks.
-
-    Returns:
-        A message for each part with boxes or objects of the rank, by the number of the part.
+    There is a message for each part with boxes or objects of the rank, by the number of the part. ``first_file`` is the
+    number of its first file among those of all ranks.
     """
     columns = Columns(plan.locations, _SOURCE)
     table, objects = plan.stored.rows()
@@ -169,13 +155,9 @@ def answer(question: bytes, specs: SpecsByPart) -> bytes:
 
 
 class PartMerge:
-    """The messages that an owner has received.
+    """The messages that an owner has received: the rows of its parts, by the rank that sent them.
 
-    Args:
-        messages: The rows of its parts, by the rank that sent them.
-
-    Attributes:
-        questions: Which specs it needs, by the rank that has them.
+    ``questions`` says which specs it needs, by the rank that has them.
     """
 
     def __init__(self, messages: Mapping[int, bytes]) -> None:
@@ -193,13 +175,9 @@ class PartMerge:
         self.questions = {rank: numbers.tobytes() for rank, numbers in asked.items()}
 
     def merge(self, answers: Mapping[int, bytes]) -> dict[int, MergedPlan]:
-        """Return the tensors and boxes of each part that has tensors.
+        """Return what all ranks store of each part that has tensors, by the number of the part.
 
-        Returns:
-            What all ranks store of each part, by the number of the part; without files and locations of objects.
-
-        Raises:
-            ShardingError: Ranks disagree on a tensor, its boxes do not fill it exactly, or an object has its key.
+        Files and locations of objects are not there. Errors are as of :func:`shardckpt.chunks.merge.merge_plans`.
         """
         specs = {(number, rank): data for rank, message in answers.items() for number, data in split_parts(message)}
         rows = {number: self._list_rows(number, specs) for number in sorted(self._rows)}

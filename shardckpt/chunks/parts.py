@@ -15,13 +15,9 @@ if TYPE_CHECKING:
 
 
 def make_finder(key: str, boxes: Sequence[Box]) -> BoxFinder:
-    """Return a finder of the stored boxes of a tensor.
+    """Return a finder of the stored boxes of a tensor, which numbers them in their order.
 
-    Returns:
-        A finder; it numbers the boxes in their order.
-
-    Raises:
-        CorruptCheckpointError: They overlap.
+    If they overlap, it is a CorruptCheckpointError.
     """
     overlap = find_overlap(boxes)
     if overlap is not None:
@@ -32,14 +28,8 @@ def make_finder(key: str, boxes: Sequence[Box]) -> BoxFinder:
 def match_parts(shard: ShardedTensor, finder: BoxFinder) -> dict[FlatPart, list[tuple[int, Box]]]:
     """Return what the stored boxes have of each part of a shard.
 
-    Args:
-        shard: Of any kind; with ``allow_shape_mismatch`` elements may be missing.
-
-    Returns:
-        For each part the numbers of the boxes, each with the box of the common elements.
-
-    Raises:
-        CorruptCheckpointError: An element is not stored.
+    That is the numbers of the boxes, each with the box of the common elements. An element that is not stored is a
+    CorruptCheckpointError, unless the shard has ``allow_shape_mismatch``.
     """
     found = {part: list(finder.touching(part.box)) if part.box.volume else [] for part in shard_parts(shard)}
     if not shard.allow_shape_mismatch:

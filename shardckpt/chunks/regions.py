@@ -16,14 +16,10 @@ if TYPE_CHECKING:
 
 
 class Region(NamedTuple):
-    """A box of a stored chunk, and the tensor that it is read into.
+    """A box of a stored chunk, and the tensor of its shape that it is read into.
 
-    Attributes:
-        number: Number of the stored tensor.
-        chunk: The chunk.
-        start: Where the box begins in the chunk, along each axis.
-        target: The tensor to fill; its shape is the box's.
-        is_entire: Whether the box is the entire chunk.
+    ``number`` is that of the stored tensor; ``start`` is where the box begins in the chunk, along each axis.
+    ``is_entire``: the box is the entire chunk.
     """
 
     number: int
@@ -40,8 +36,7 @@ class Region(NamedTuple):
     def find_range(self, payload: int, dtype: torch.dtype, key: str) -> RangeRead | None:
         """Return the range of the file whose bytes fill the target as they are; None if there is no such range.
 
-        Args:
-            payload: Where the payload of the chunk's item begins in the file, in bytes.
+        ``payload`` is where the payload of the chunk's item begins in the file, in bytes.
         """
         chunk = self.chunk
         first = payload + chunk.first * dtype.itemsize
@@ -55,14 +50,8 @@ class Region(NamedTuple):
 class StagedRegion(NamedTuple):
     """A region of a destination that is filled from a plain tensor, which exists from its first region to its last.
 
-    Attributes:
-        number: As of :class:`Region`.
-        chunk: As of :class:`Region`.
-        start: As of :class:`Region`.
-        staged: The destination.
-        part: The part of it that the region belongs to.
-        slices: Where the region lies in the part.
-        is_entire: As of :class:`Region`.
+    ``slices`` says where the region lies in its ``part`` of the destination. The other fields are as of
+    :class:`Region`.
     """
 
     number: int

@@ -52,17 +52,11 @@ class RequestedTensors:
     """Requested shards of stored tensors, and the chunks that have their elements; all is checked, nothing is read.
 
     Most shards are matched by columns. Those that are flattened or quantized, that may have another global shape, or
-    whose elements are not all stored, are matched one by one.
+    whose elements are not all stored, are matched one by one. The core has compared their dtypes with the stored ones.
 
-    Args:
-        shards: The shards; the core has compared their dtypes with the stored ones.
-        reader: The checkpoint's files, whose sizes are compared with what the index claims.
-
-    Raises:
-        KeyMismatchError: Tensors are not stored.
-        ShapeMismatchError: Global shapes differ.
-        ShardingError: Torch cannot cast to a shard's dtype, or destinations are views of one quantized tensor.
-        CorruptCheckpointError: Elements are missing or stored twice, or files have fewer bytes than the index says.
+    It is a KeyMismatchError if tensors are not stored, a ShapeMismatchError if global shapes differ, a ShardingError if
+    torch cannot cast to a shard's dtype, or destinations are views of one quantized tensor, and a
+    CorruptCheckpointError if elements are missing or stored twice, or files have fewer bytes than the index says.
     """
 
     def __init__(self, shards: Sequence[ShardedTensor], index: ChunkIndex, reader: CheckpointReader) -> None:
@@ -137,8 +131,7 @@ class RequestedTensors:
     def _check_sizes(self, specs: torch.Tensor, reader: CheckpointReader) -> None:
         """Check that the files have the bytes of all tensors that the load will allocate memory for.
 
-        Raises:
-            CorruptCheckpointError: They do not: a small index could claim a tensor of any size.
+        A small index could claim a tensor of any size.
         """
         chunks = self._chunks
         rows = list_rows(specs, self._bounds)
@@ -158,9 +151,8 @@ class RequestedTensors:
 class _FewShards:
     """A few shards, each a part of one stored chunk, as those of most slices: matched without a column.
 
-    Args:
-        specs: The place of each one's tensor among the requested ones.
-        parts: The chunk that has each, and where the shard begins in it.
+    ``specs`` is the place of each one's tensor among the requested ones. ``parts`` has the chunk that has each, and
+    where the shard begins in it.
     """
 
     #: As of :class:`_MatchedShards`.
@@ -190,8 +182,7 @@ class _FewShards:
 class _MatchedShards:
     """Shards that are boxes of stored tensors of the same global shape, matched by columns.
 
-    Attributes:
-        uncovered: Those of the shards whose elements are not all stored exactly once.
+    ``uncovered`` are those of them whose elements are not all stored exactly once.
     """
 
     def __init__(self, shards: Sequence[ShardedTensor], requested: Table, chunks: Chunks, bounds: torch.Tensor) -> None:
@@ -214,11 +205,8 @@ class _MatchedShards:
     ) -> EntireChunks | None:
         """Take out the regions that are entire chunks, and fill shards as the files have them; see the base.
 
-        Args:
-            numbers: int64: the number of each tensor in the index.
-
-        Returns:
-            The chunks, whose bytes go straight into the shards; None if no region is an entire chunk.
+        Returns the chunks, whose bytes go straight into the shards; None if no region is an entire chunk. ``numbers``
+        is the number of each tensor in the index, int64.
         """
         self._allocate()
         found, chunks = self._found, self._chunks
@@ -353,11 +341,8 @@ def _match_few(
 ) -> _FewShards | None:
     """Match shards that are boxes of stored tensors of the same global shape, if they are few.
 
-    Args:
-        specs: The place of each one's tensor among the requested ones.
-
-    Returns:
-        None if they are many, or one is not a part of one chunk that shares no element with another.
+    None if they are many, or one is not a part of one chunk that shares no element with another. ``specs`` is the place
+    of each one's tensor among the requested ones.
     """
     if max(len(shards), len(chunks.file)) > FEW:
         return None

@@ -38,13 +38,9 @@ ObjectT = TypeVar("ObjectT")
 
 @dataclass(frozen=True)
 class GlobalFiles(Generic[IndexT]):
-    """The part that only the main rank writes: the index and the common state.
+    """The part that only the main rank writes: the index of what all ranks store, and the encoded common state.
 
-    Attributes:
-        index: What all ranks store, as the format describes it.
-        save_id: A name that no other save has.
-        common: The encoded common state.
-        lineage: The checkpoint that the job was resumed from, and the step.
+    No other save has the ``save_id``. ``lineage`` is the checkpoint that the job was resumed from, and the step.
     """
 
     index: IndexT
@@ -132,8 +128,7 @@ class ChunkWork(ABC, Generic[IndexT, ObjectT]):
     def record_written(self, writer: CheckpointWriter, positions: Sequence[int], objects: Sequence[str]) -> None:
         """Report the shards that the files hold, so that the commit notices what a subclass has taken out of them.
 
-        Args:
-            positions: The written tensors, by their positions in ``tensors``, in ascending order.
+        ``positions`` are those of the written tensors in ``tensors``, in ascending order.
         """
         if self.stored is None:
             return
@@ -155,16 +150,11 @@ class ChunkWork(ABC, Generic[IndexT, ObjectT]):
 class SavePlan(Generic[IndexT, ObjectT]):
     """A rank's part of a plan, for saves of shards with the same metadata. It holds no values.
 
-    Attributes:
-        ties: The keys of the rank that share their memory.
-        tie_finder: Finds those of the next save.
-        sources: Where the values of each box come from.
-        objects: The positions of the ShardedObjects among the rank's shards, by unique key.
-        sizes: What the layout depends on of each encoded object, by unique key.
-        nbytes: The size of all tensors, in bytes.
-        files: The number of files.
-        work: What the rank writes, without values.
-        index: What all ranks store; None except on the main rank.
+    ``ties`` are the keys of the rank that share their memory; ``tie_finder`` finds those of the next save. ``sources``
+    says where the values of each box come from. ``objects`` are the positions of the ShardedObjects among the rank's
+    shards, ``sizes`` is what the layout depends on of each encoded one, both by unique key. ``nbytes`` is the size of
+    all tensors, ``files`` the number of files. ``work`` is what the rank writes, ``index`` what all ranks store; None
+    except on the main rank.
     """
 
     ties: list[tuple[str, ...]]
@@ -392,11 +382,7 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
 
 
 def _count_bytes(items: LocalItems, shards: Sequence[ShardedBase]) -> int:
-    """Return the bytes of the tensors that this rank stores.
-
-    Raises:
-        ShardingError: one is sparse.
-    """
+    """Return the bytes of the tensors that this rank stores; a sparse one is a ShardingError."""
     try:
         return sum(tensor.nbytes for tensor in items.tensors)
     except RuntimeError:  # asked only then: a question to each of many small tensors takes its time

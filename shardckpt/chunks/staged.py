@@ -23,10 +23,8 @@ class StagedDestination:
     """The ``data`` of a ShardedTensor, and a plain CPU tensor that its items are read into first.
 
     The plain tensor lives from the first item that is resolved until the last one is committed, in any order and in any
-    threads. Then the destination is filled from it. If an item fails, the destination stays as it was.
-
-    Args:
-        keeps: Whether elements that no item has keep their values.
+    threads. Then the destination is filled from it; if it ``keeps``, elements that no item has keep their values. If an
+    item fails, the destination stays as it was.
     """
 
     def __init__(self, shard: ShardedTensor, destination: torch.Tensor, items: int, *, keeps: bool = False) -> None:
@@ -87,12 +85,9 @@ class _Span(NamedTuple):
 
 
 def check_no_partial_overlap(shards: Iterable[ShardedTensor]) -> None:
-    """Refuse destinations that are views of one quantized tensor.
+    """Refuse destinations that are views of one quantized tensor: that share some of their memory, but not all of it.
 
     The scales of the tensor belong to all of its views: to quantize one changes the values of the others.
-
-    Raises:
-        ShardingError: Two destinations share some of their memory, but not all of it.
     """
     owned = [(shard.key, tuple(_spans(shard.data))) for shard in shards if shard.data is not None]
     found = sorted((span, key, all_spans) for key, all_spans in owned for span in all_spans)

@@ -19,13 +19,7 @@ if TYPE_CHECKING:
 
 
 class Item(NamedTuple):
-    """A byte range of a file that holds one stored value. Items sort by file, then by offset.
-
-    Attributes:
-        file: Name of the file.
-        offset: Where the item begins, in bytes.
-        length: Its size, in bytes.
-    """
+    """A byte range of a file that holds one stored value. Items sort by file, then by offset."""
 
     file: str
     offset: int
@@ -33,15 +27,10 @@ class Item(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor, and where its elements are stored.
+    """A box of a tensor, in its true global coordinates, and the item that holds its elements.
 
-    Several chunks may share an item: a flattened shard is one stored tensor with several boxes.
-
-    Attributes:
-        box: The box, in the tensor's true global coordinates.
-        item: The item that holds it.
-        first: Index of the box's first element in the item's tensor; the others follow without gaps.
-        volume: Number of elements of the item's tensor.
+    Several chunks may share an item: a flattened shard is one stored tensor with several boxes. ``first`` is the index
+    of the box's first element in the item's tensor, which has ``volume`` elements; the others follow without gaps.
     """
 
     box: Box
@@ -52,13 +41,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A stored tensor.
-
-    Attributes:
-        dtype: Its dtype.
-        shape: Its true global shape.
-        chunks: Its chunks, by their offsets in the tensor.
-    """
+    """A stored tensor of a true global shape; its chunks are by their offsets in it."""
 
     dtype: torch.dtype
     shape: Ints
@@ -73,13 +56,8 @@ class StoredTensor:
 class Chunks:
     """The chunks of all tensors as columns of integers, of shape (chunks,). The rows of a tensor follow each other.
 
-    Attributes:
-        box: Their boxes, with the number of the tensor for each.
-        file: Number of the file that holds the item.
-        start: Where the item begins in the file, in bytes.
-        length: Size of the item, in bytes.
-        first: Index of the box's first element in the item's tensor.
-        volume: Number of elements of the item's tensor.
+    ``box`` has the number of the tensor for each. ``file`` is the number of the file that holds the item, which begins
+    at ``start`` and has ``length``, in bytes. ``first`` and ``volume`` are as of :class:`Chunk`.
     """
 
     box: Table
@@ -92,10 +70,8 @@ class Chunks:
     def list(self, rows: torch.Tensor | slice, boxes: Table, files: Sequence[str]) -> Iterator[Chunk]:
         """Return some of the chunks as objects, in order.
 
-        Args:
-            rows: Which rows: int64 indices of shape (rows,), or a slice.
-            boxes: Their boxes, with as many axes as the result is to have.
-            files: The names of the files, by number.
+        ``rows`` are int64 indices of shape (rows,), or a slice. ``boxes`` are their boxes, with as many axes as the
+        result is to have. ``files`` are the names of the files, by number.
         """
         items = map(
             Item,

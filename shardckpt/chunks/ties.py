@@ -31,11 +31,8 @@ class TieFinder:
     def find(self, shards: Sequence[ShardedBase]) -> list[tuple[str, ...]]:
         """Return the keys that share their memory: in each tuple those of the same boxes of the same memory.
 
-        Args:
-            shards: The rank's shards, copies of replicas among them.
-
-        Returns:
-            The keys of each group in the order of the alphabet; groups of one key are left out.
+        The shards are all of the rank's, copies of replicas among them. The keys of a group are in the order of the
+        alphabet; groups of one key are left out.
         """
         is_all = set(map(type, shards)) == {ShardedTensor}
         tensors: Sequence[Any] = shards if is_all else [shard for shard in shards if isinstance(shard, ShardedTensor)]
@@ -59,10 +56,8 @@ def find_ties(shards: Sequence[ShardedBase]) -> list[tuple[str, ...]]:
 def agree_on_aliases(ties: list[tuple[str, ...]], shards: Sequence[ShardedBase], comm: Comm) -> dict[str, str]:
     """Collective: return for each tied key that need not be stored the one that is, the same on every rank.
 
-    Keys are tied if each rank that has a shard of one of them has the same boxes of the others, in the same memory.
-
-    Returns:
-        The stored key, the first of its group in the order of the alphabet, by each of the others.
+    Keys are tied if each rank that has a shard of one of them has the same boxes of the others, in the same memory. The
+    first of a group in the order of the alphabet is stored.
     """
     if comm.all_true(not ties):
         return {}

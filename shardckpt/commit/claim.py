@@ -55,8 +55,7 @@ _honours_conditions: set[tuple[type, str]] = set()
 class Claim:
     """The claim and the in-progress object of one save in a folder; only the main rank takes them.
 
-    Args:
-        overruled: In-progress objects of other saves that have died, or are taken for dead.
+    ``overruled`` are in-progress objects of other saves that have died, or are taken for dead.
     """
 
     def __init__(self, target: RemotePath, save_id: str, overruled: Collection[str] = frozenset()) -> None:
@@ -67,11 +66,7 @@ class Claim:
         self._text = b""
 
     def take(self) -> None:
-        """Create the claim, where the store has conditional writes.
-
-        Raises:
-            StorageError: another save has the claim; names it.
-        """
+        """Create the claim, where the store has conditional writes; StorageError names another save that has it."""
         folder = self._target.folder
         if not isinstance(folder, CreatesObjects):
             return

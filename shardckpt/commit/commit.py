@@ -58,10 +58,8 @@ _RENAME_EXCHANGE = 2
 def staging_path(target: Path, save_id: str, owner: Owner | None = None) -> Path:
     """Return the path of a save's staging directory, which has the same parent as the target.
 
-    The same parent, because a rename is one step only inside one file system.
-
-    Args:
-        owner: The process that commits it; by default this one.
+    The same parent, because a rename is one step only inside one file system. The owner is the process that commits it,
+    by default this one.
     """
     return target.with_name(temporary_name(target.name, STAGING, save_id, owner))
 
@@ -84,17 +82,7 @@ def create_staging(target: Path, save_id: str) -> Path:
 def staging_directory(target: Path) -> Iterator[Path]:
     """Create a staging directory for the block, which fills and commits it; remove it if the block does not.
 
-    Args:
-        target: The checkpoint's directory, as later passed to :func:`commit_staging`, :func:`publish_staging` or
-            :func:`replace_target`.
-
-    Returns:
-        A context manager that gives the staging directory's path.
-
-    Example:
-        >>> with staging_directory(target) as staging:  # doctest: +SKIP
-        ...     write_files(staging)
-        ...     commit_staging(staging, target, lambda: [], overwrite=False)
+    The block calls :func:`commit_staging`, :func:`publish_staging` or :func:`replace_target` with the same target.
     """
     staging = create_staging(target, new_save_id())
     try:
@@ -129,11 +117,7 @@ def discard_staging(staging: Path) -> None:
 
 
 def is_free(target: Path) -> bool:
-    """Return whether a save may use the path: nothing is there, or an empty directory.
-
-    Raises:
-        StorageError: a file is there, or the system does not say.
-    """
+    """Return whether a save may use the path: nothing is there, or an empty directory; a file is a StorageError."""
     with wrap_os_errors("look at", target):
         if not target.exists():
             return True
@@ -145,9 +129,7 @@ def is_free(target: Path) -> bool:
 def check_target(target: Path, *, overwrite: bool) -> None:
     """Raise an error if the target is not free and must not be overwritten, or is held.
 
-    Raises:
-        CheckpointingException: a lease or a pin holds the checkpoint there.
-        StorageError: it names the target and what to do.
+    A lease or a pin is a CheckpointingException. A StorageError names the target and what to do.
     """
     with wrap_os_errors("look at", target):
         is_there = target.exists()
@@ -171,14 +153,10 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 
 
 def commit_staging(staging: Path, target: Path, list_owned: Callable[[], Collection[str]], *, overwrite: bool) -> None:
-    """Publish a staging directory as the target, or replace the target that exists.
+    """Publish a staging directory, whose files are all fsynced, as the target, or replace the target that exists.
 
-    Args:
-        staging: The new checkpoint; all its files are fsynced.
-        list_owned: Returns the ``owned`` names of :func:`replace_target`; called only if a target exists.
-
-    Raises:
-        StorageError: the target exists and must not be replaced, or a step fails.
+    ``list_owned`` returns the ``owned`` names of :func:`replace_target`; it is called only if a target exists. One that
+    must not be replaced is a StorageError.
     """
     if is_free(target):
         publish_staging(staging, target)
@@ -190,8 +168,7 @@ def commit_staging(staging: Path, target: Path, list_owned: Callable[[], Collect
 def publish_staging(staging: Path, target: Path) -> None:
     """Rename a staging directory to the target, which must be absent or an empty directory.
 
-    Raises:
-        StorageError: a step fails; the text says if the target is the new checkpoint already.
+    If a step fails, the text of the StorageError says whether the target is the new checkpoint already.
     """
     sync_tree(staging)
     with wrap_os_errors(f"rename {staging} to", target):
@@ -206,19 +183,15 @@ def publish_staging(staging: Path, target: Path) -> None:
 def replace_target(staging: Path, target: Path, owned: Collection[str], old: os.stat_result | None = None) -> None:
     """Exchange a staging directory with an existing target, and remove the old checkpoint.
 
+    ``owned`` are the paths in ``target`` of what belongs to the old checkpoint, a folder with all that is in it; all
+    others are kept, as hard links. ``old`` is the ``stat`` of the directory to replace, if no other directory may be
+    replaced.
+
     An error leaves either the old directory at ``target`` and the new one at ``staging``, or the new one at ``target``
     and the old one, complete, at a ``.<name>.shardckpt-replaced-...`` with the same parent: never the old one at
-    ``staging``, which callers discard.
-
-    Args:
-        owned: Paths in ``target`` of what belongs to the old checkpoint, a folder with all that is in it; all others
-            are kept, as hard links.
-        old: ``stat`` of the directory to replace, if no other directory may be replaced.
-
-    Raises:
-        CheckpointReplacedError: another save has replaced ``old``; nothing has changed.
-        CheckpointingException: a lease or a pin holds the target; nothing has changed.
-        StorageError: a step fails; the text says which directory holds which checkpoint.
+    ``staging``, which callers discard. A StorageError says which directory holds which checkpoint. Nothing has changed
+    if another save has replaced ``old`` (CheckpointReplacedError), or a lease or a pin holds the target
+    (CheckpointingException).
     """
     # before the exchange, and durably: no crash loses a file that is not the checkpoint's
     with wrap_os_errors("keep the other files of", target):
@@ -334,11 +307,8 @@ def _siblings(target: Path, kind: str) -> list[Path]:
 def find_foreign(directory: Path, owned: Collection[str]) -> list[str]:
     """Return the paths of what is in a local checkpoint's directory and is not the checkpoint's, folders first.
 
-    Args:
-        owned: Paths of what belongs to it; a folder counts with all that is in it.
-
-    Returns:
-        Paths relative to the directory. A folder with files of the checkpoint is not among them, but its other files.
+    They are relative to the directory. ``owned`` are the paths of what belongs to it; a folder counts with all that is
+    in it. A folder with files of the checkpoint is not among the result, but its other files.
     """
     found: list[str] = []
     _add_foreign(directory, "", owned, find_folders(owned), found)

@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 def list_recorded(place: RemotePath, found: Collection[str]) -> set[str] | None:
     """Return the files that the record at a URL names, of a checkpoint that may be half deleted.
 
-    Returns:
-        The names; empty if there is no record, None if it cannot be read.
+    There are none if there is no record; None if it cannot be read.
     """
     if RECORD_NAME not in found:
         return set()

@@ -60,13 +60,11 @@ Kind = Literal["lease", "pin", "removal", "save", "job"]
 class Hold(SmallFile):
     """The content of a file of the directory.
 
-    Attributes:
-        directory: The name of the step's directory.
-        kind: ``lease`` or ``pin``; ``removal`` or ``save``, which are no holds but marks: of a removal, and of a save
-            that takes the place of the checkpoint; or ``job``, which says who saves to the folder, and holds nothing.
-        holder: Who holds it, for people: a label, or a host and a process id.
-        until: When it ends, in seconds since 1970; None for a pin.
-        owner: The process that made it, as :attr:`shardckpt.commit.Owner.text` has it; ``""`` for a pin.
+    ``directory`` is the name of the step's directory. The kind is ``lease`` or ``pin``; ``removal`` or ``save``, which
+    are no holds but marks: of a removal, and of a save that takes the place of the checkpoint; or ``job``, which says
+    who saves to the folder, and holds nothing. ``holder`` says who holds it, for people: a label, or a host and a
+    process id. ``until`` is in seconds since 1970; None for a pin. ``owner`` is the process that made it, as
+    :attr:`shardckpt.commit.Owner.text` has it; ``""`` for a pin.
     """
 
     directory: str
@@ -97,19 +95,15 @@ class Hold(SmallFile):
 class Holds:
     """The holds of a folder's checkpoints. No method is collective.
 
-    Args:
-        place: The directory of the holds, :data:`HOLDS_NAME` beside the checkpoints.
+    The place is their directory, :data:`HOLDS_NAME` next to the checkpoints. A method raises StorageError if it cannot
+    be read or written.
     """
 
     def __init__(self, place: Path) -> None:
         self._files = SmallFiles(place)
 
     def find(self) -> dict[str, list[Hold]]:
-        """Return the leases and pins that count, by the name of the step's directory.
-
-        Raises:
-            StorageError: the directory of the holds cannot be read.
-        """
+        """Return the leases and pins that count, by the name of the step's directory."""
         found: dict[str, list[Hold]] = {}
         for hold in self._read_all(kinds=("lease", "pin")).values():
             if hold.is_current:
@@ -117,11 +111,7 @@ class Holds:
         return found
 
     def find_jobs(self) -> dict[str, Hold]:
-        """Return the jobs that save to the folder, or have done, by the name of their file.
-
-        Raises:
-            StorageError: the directory of the holds cannot be read.
-        """
+        """Return the jobs that save to the folder, or have done, by the name of their file."""
         found = self._read_all(kinds=["job"]).items()
         return {name: hold for name, hold in found if hold.kind == "job" and hold.owner}
 
@@ -139,12 +129,8 @@ class Holds:
     def removing(self, directory: str, needed: Collection[str] = ()) -> Generator[list[Hold], None, None]:
         """Mark a removal, which begins in the block, and yield what stands against it: with any it must not begin.
 
-        Returns:
-            A context manager that gives the leases and pins of the directory, the marks that other removals and saves
-            have written of it, and those that removals have written of the needed ones.
-
-        Raises:
-            StorageError: the mark cannot be written, or holds cannot be read.
+        That is the leases and pins of the directory, the marks that other removals and saves have written of it, and
+        those that removals have written of the needed ones.
         """
         with self._marking(directory, "removal") as own:
             found = {name: hold for name, hold in self._read_all([directory, *needed]).items() if name != own}
@@ -158,13 +144,8 @@ class Holds:
     def replacing(self, directory: str) -> Generator[bool, None, None]:
         """Mark a save that takes, in the block, the place of a checkpoint; removals then give way.
 
-        Returns:
-            A context manager that gives whether it has waited for a removal: then the checkpoint may be gone.
-
-        Raises:
-            CheckpointingException: the checkpoint is leased or pinned: :meth:`refuse`.
-            StorageError: it is being removed, and that does not end; the mark cannot be written, or holds cannot be
-                read.
+        It yields whether it has waited for a removal: then the checkpoint may be gone. A removal that does not end is a
+        StorageError, a lease or a pin a CheckpointingException, as of :meth:`refuse`.
         """
         with self._marking(directory, "save") as own:
             deadline, waited = time.monotonic() + _PATIENCE, False
@@ -187,11 +168,9 @@ class Holds:
             yield waited
 
     def refuse(self, directory: str) -> None:
-        """Raise an error if a checkpoint is leased or pinned, so that no save may take its place.
+        """Raise CheckpointingException if a checkpoint is leased or pinned, so that no save may take its place.
 
-        Raises:
-            CheckpointingException: it is; names the holders.
-            StorageError: holds cannot be read.
+        It names the holders.
         """
         self._refuse(directory, self._read_all([directory]).values())
 
@@ -224,11 +203,7 @@ class Holds:
             self._try_to_drop(name)
 
     def put(self, name: str, hold: Hold) -> None:
-        """Write a file of the directory, in one step; replace that of the same name.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Write a file of the directory, in one step; replace that of the same name."""
         self._files.put(name, hold.model_dump_json().encode())
 
     def drop(self, name: str) -> None:
@@ -290,11 +265,7 @@ def make_hold(directory: str, kind: Kind, holder: str, seconds: float | None) ->
 
 
 def hold_place(target: Path, open_folder: Callable[[str], RemoteFolder] | None = None) -> AbstractContextManager[bool]:
-    """Let a save take the place of a checkpoint in the block: see :meth:`Holds.replacing`.
-
-    Raises:
-        CheckpointingException: as :meth:`Holds.replacing`.
-    """
+    """Let a save take the place of a checkpoint in the block: see :meth:`Holds.replacing`."""
     holds = find_holds_beside(target, open_folder)
     return contextlib.nullcontext(False) if holds is None else holds.replacing(target.name)
 

@@ -36,13 +36,9 @@ _SPOOL_NAME = re.compile(rf"{_SPOOL}(?:([0-9a-f]{{32}})-)?[a-z0-9_]{{8}}")
 
 
 def find_leftovers(folder: Path, is_wanted: Callable[[str], bool]) -> list[Leftover]:
-    """Find the temporary directories in a folder by their names.
+    """Find the temporary directories in a folder by their names, sorted; none if the folder does not exist.
 
-    Args:
-        is_wanted: Returns whether to include those of a target, given the stem of the target's name.
-
-    Returns:
-        The leftovers, sorted; empty if the folder does not exist.
+    ``is_wanted`` returns whether to include those of a target, given the stem of the target's name.
     """
     found = [parse_temporary(path) for path in _list_temporary(folder)]
     return sorted(leftover for leftover in found if leftover is not None and is_wanted(leftover.stem))
@@ -51,11 +47,7 @@ def find_leftovers(folder: Path, is_wanted: Callable[[str], bool]) -> list[Lefto
 def find_leftovers_of(path: Path) -> list[Leftover]:
     """Find the temporary directories of a checkpoint, which are next to it, and those of all in it if it is a folder.
 
-    Args:
-        path: The checkpoint or the folder; it need not exist.
-
-    Returns:
-        Those next to it, sorted, then those in it.
+    Those next to it come first, sorted, then those in it. It need not exist.
     """
     inside = find_leftovers(path, lambda _: True) if path.is_dir() else []
     return [*find_leftovers(path.parent, belongs_to(path)), *inside]
@@ -90,14 +82,10 @@ def belongs_to(target: Path) -> Callable[[str], bool]:
 
 
 def why_kept(leftover: Leftover, hours: float | None = None) -> str:
-    """Return why a leftover must stay, judged by its owner and the times of its files.
+    """Return why a leftover must stay; ``""`` if no living process uses it, and it may be removed.
 
-    Args:
-        hours: Hours since the last write after which the owner on another host counts as dead; by default
-            ``SHARDCKPT_LEFTOVER_HOURS``.
-
-    Returns:
-        The reason; ``""`` if no living process uses it, and it may be removed.
+    It is judged by its owner and the times of its files. ``hours`` after the last write an owner on another host counts
+    as dead; by default ``SHARDCKPT_LEFTOVER_HOURS``.
     """
     owner = leftover.owner
     if leftover.is_garbage:
@@ -119,11 +107,7 @@ def why_kept(leftover: Leftover, hours: float | None = None) -> str:
 
 
 def remove_leftover(leftover: Leftover) -> None:
-    """Remove a leftover; several processes may do so at a time.
-
-    Raises:
-        StorageError: the leftover, or a part of it, still exists.
-    """
+    """Remove a leftover; several processes may do so at a time. StorageError if a part of it still exists."""
     path = leftover.path
     with wrap_os_errors("remove", path):
         try:
@@ -141,8 +125,7 @@ def remove_leftover(leftover: Leftover) -> None:
 def remove_tree(path: Path) -> None:
     """Remove a directory, or a file, if it exists.
 
-    Raises:
-        StorageError: a part of it could not be removed; the rest was.
+    If a part of it could not be removed, which is a StorageError, the rest was.
     """
     try:
         if path.is_dir():
@@ -160,14 +143,10 @@ def remove_free(
     why_kept: Callable[[Leftover], str] = why_kept,
     report: Callable[[Leftover, Exception], None] = lambda _, error: logger.warning("%s", error),
 ) -> list[tuple[Leftover, str]]:
-    """Remove the leftovers that may be removed.
+    """Remove the leftovers that may be removed; return those that must stay, each with the reason.
 
-    Args:
-        why_kept: Returns why one must stay; ``""`` if it may be removed.
-        report: Called with each whose removal fails, and the error; by default it logs a warning.
-
-    Returns:
-        The leftovers that must stay, each with the reason.
+    ``why_kept`` returns it, or ``""``. ``report`` gets each whose removal fails, and the error; by default it logs a
+    warning.
     """
     kept = []
     for leftover in leftovers:

@@ -20,13 +20,10 @@ _claimed: set[str] = set()
 
 
 class Owner(NamedTuple):
-    """A process.
+    """A process, by its id in its namespace, and its start time in clock ticks since the boot.
 
-    Attributes:
-        host: Digest of the host's name, its boot, and the namespaces that give process ids and start times their
-            meaning; 0 if the system does not say.
-        pid: Process id in its namespace.
-        start: Start time in clock ticks since the boot; 0 if the system does not say.
+    ``host`` is a digest of the host's name, its boot, and the namespaces that give process ids and start times their
+    meaning. Where the system does not say, host or start is 0.
     """
 
     host: int

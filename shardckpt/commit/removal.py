@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 def remove_checkpoint(path: Path) -> None:
     """Make a checkpoint absent in one step: a directory becomes a tombstone; of a store its objects are deleted, too.
 
-    Raises:
-        StorageError: it could not be renamed, or some objects could not be deleted.
+    It is a StorageError, too, if some objects could not be deleted.
     """
     if (remote := on_store(path)) is None:
         make_tombstone(path)
@@ -36,11 +35,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def make_tombstone(directory: Path) -> None:
-    """Rename a directory to a tombstone, which :func:`clear_tombstones` removes.
-
-    Raises:
-        StorageError: the rename failed, or the directory does not exist.
-    """
+    """Rename a directory to a tombstone, which :func:`clear_tombstones` removes; StorageError if there is none."""
     with wrap_os_errors("rename, in order to remove,", directory):
         os.rename(directory, directory.with_name(temporary_name(directory.name, REMOVED, new_save_id())))
 
@@ -48,8 +43,7 @@ def make_tombstone(directory: Path) -> None:
 def clear_tombstones(folder: Path, owned: Callable[[str], bool]) -> None:
     """Remove the tombstones in a folder, also those that a crash left; log a warning for each whose removal fails.
 
-    Args:
-        owned: Returns whether to remove one, given the :func:`stem` of the checkpoint's name.
+    ``owned`` returns whether to remove one, given the :func:`stem` of the checkpoint's name.
     """
     remove_free(leftover for leftover in find_leftovers(folder, owned) if leftover.kind == REMOVED)
 
@@ -59,9 +53,6 @@ def delete_checkpoint(target: RemotePath) -> None:
 
     These are all objects at its URL, its generations, and what its record names in other folders, where the rest may be
     anybody's. Without a record, as of another library, they are all but those of checkpoints in folders below.
-
-    Raises:
-        StorageError: some objects could not be deleted.
     """
     is_continued = REMOVAL_IN_PROGRESS in list_marks(target)
     # before the marker goes: what a crash leaves without a marker must be known as a removal, not as a save

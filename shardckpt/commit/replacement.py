@@ -69,8 +69,7 @@ class Replacement:
     def begin(self, found: Collection[str]) -> None:
         """Claim the URL.
 
-        Raises:
-            StorageError: another save is under way there, or nothing says which objects are the checkpoint's.
+        It is a StorageError if another save is under way there, or nothing says which objects are the checkpoint's.
         """
         self._old, self._tag = self._marker.read_tagged()
         self._old_generation = self._parse_marker(self._old).shardckpt_generation or ""
@@ -100,13 +99,9 @@ class Replacement:
             raise self._claim.make_error(found)
 
     def switch(self, marker: bytes, expected: Mapping[str, int]) -> None:
-        """Replace the URL's marker by one that names the generation.
+        """Replace the URL's marker by one that names the generation, if that has every expected object with its bytes.
 
-        Args:
-            expected: Size in bytes of each object that the generation must have, by name.
-
-        Raises:
-            StorageError: another save has replaced the checkpoint, or the store failed.
+        If another save has replaced the checkpoint, it is a StorageError.
         """
         generation = generation_name(self._save_id)
         new = self._parse_marker(marker).model_copy(update={"shardckpt_generation": generation}).dump()
@@ -126,8 +121,7 @@ class Replacement:
     def finish(self, generation_marks: Collection[str]) -> None:
         """Delete the old checkpoint, what dead saves have left, and at last the claims and in-progress objects.
 
-        Args:
-            generation_marks: Names of the new save's own claim and in-progress object in its generation.
+        ``generation_marks`` are the names of the new save's own ones in its generation.
         """
         generation = generation_name(self._save_id)
         found = set(list_objects(self._target.folder))
@@ -139,11 +133,7 @@ class Replacement:
             (self._target / name).delete()
 
     def abort(self) -> None:
-        """Give the URL back, unless the marker may have been replaced: then a prune decides what is left over.
-
-        Raises:
-            StorageError: the store failed.
-        """
+        """Give the URL back, unless the marker may have been replaced: then a prune decides what is left over."""
         if self._begun and not self.may_be_switched:
             # its objects are deleted; its folder outlives them on some stores
             delete_generations(self._target, (), [generation_name(self._save_id)])
@@ -152,8 +142,7 @@ class Replacement:
     def _overrule(self, marks: set[str]) -> set[str]:
         """Return the in-progress objects of other saves, which have died as far as is known.
 
-        Raises:
-            StorageError: one is of another process of this host that lives, or is only beginning; names it.
+        A StorageError names one that is of another process of this host that lives, or that is only beginning.
         """
         for name in sorted(marks - {REMOVAL_IN_PROGRESS}):
             try:

@@ -20,11 +20,8 @@ logger = logging.getLogger(__name__)
 def adopt_staging(target: Path, journal: Journal) -> Path | None:
     """Take over what a killed process was writing for a target, if the journal is of the same identity.
 
-    Of a process that may be alive, nothing is taken. What does not belong to the same source and options is removed,
-    after a warning.
-
-    Returns:
-        The staging directory, which this process owns now; None if there is none.
+    Returns the staging directory, which this process owns now; None if there is none. Of a process that may be alive,
+    nothing is taken. What does not belong to the same source and options is removed, after a warning.
     """
     for path in list_staging_directories(target):
         found = parse_temporary(path)

@@ -47,9 +47,8 @@ class SmallFile(BaseModel):
     def read(cls, path: Path) -> Self | None:
         """Return what a file says; None if there is none.
 
-        Raises:
-            CorruptCheckpointError: it is not such a file, or this machine cannot read it.
-            StorageError: the store does not answer, which must not pass for no file.
+        What is not such a file, or what this machine cannot read, is a CorruptCheckpointError. A store that does not
+        answer is a StorageError: it must not pass for no file.
         """
         try:
             return cls.model_validate(parse_json(read_file(path, _LARGEST)))
@@ -66,7 +65,7 @@ class SmallFile(BaseModel):
 
 
 class SmallFiles:
-    """The small files in a directory beside the steps; it is made with the first file, and goes with the last."""
+    """The small files in a directory next to the steps; it is made with the first file, and goes with the last."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -83,11 +82,7 @@ class SmallFiles:
         return refresh_listing(self.place)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file, and make the directory; replace that of the same name.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Write a file, and make the directory; replace that of the same name."""
         place = self.place
         for _ in range(_ATTEMPTS):
             # another process may remove the directory, which is empty, before this file is in it

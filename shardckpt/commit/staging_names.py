@@ -42,14 +42,11 @@ _DIGEST_DIGITS = 16
 
 
 class Leftover(NamedTuple):
-    """A temporary directory, or file, that may no longer be in use.
+    """A temporary directory, or file, that may no longer be in use; its path is never a link.
 
-    Attributes:
-        path: Its path; never a link.
-        stem: The :func:`stem` of its target's name; ``""`` for a spool directory.
-        kind: ``STAGING``, ``REPLACED`` or ``REMOVED``.
-        owner: The process that owns it; None if an older release created it.
-        is_garbage: Whether it may be removed whoever owns it: it was discarded, or is a checkpoint being removed.
+    ``stem`` is the :func:`stem` of its target's name, ``""`` for a spool directory; ``kind`` is ``STAGING``,
+    ``REPLACED`` or ``REMOVED``. There is no owner if an older release created it. ``is_garbage``: it may be removed
+    whoever owns it: it was discarded, or is a checkpoint being removed.
     """
 
     path: Path
@@ -84,11 +81,9 @@ def stem(name: str) -> str:
 
 
 def temporary_name(target: str, kind: str, save_id: str, owner: Owner | None = None) -> str:
-    """Return the name of a temporary directory.
+    """Return the name of a temporary directory of a kind: ``STAGING``, ``REPLACED`` or ``REMOVED``.
 
-    Args:
-        kind: ``STAGING``, ``REPLACED`` or ``REMOVED``.
-        owner: The process that owns it; by default this one.
+    By default this process owns it.
     """
     return f"{prefix(stem(target), kind)}{save_id}-{(owner or Owner.current()).text}"
 

@@ -34,15 +34,11 @@ _HOUR = 3600.0
 
 
 class Unfinished(NamedTuple):
-    """The objects of saves and removals at a URL that have not ended.
+    """The objects of saves and removals at a URL that have not ended, with their sizes in bytes.
 
-    Attributes:
-        path: The URL.
-        objects: Size in bytes of each object that goes with them, by name.
-        marks: Names of the claim and the in-progress objects among these.
-        owners: The process of each save.
-        begun: When the last save began, in seconds since 1970; 0 if nothing says it.
-        is_removal: Whether a removal has made the checkpoint invisible, so that it may be continued, whoever began it.
+    ``marks`` are the names of the claim and the in-progress objects among these. ``begun`` is when the last save began,
+    in seconds since 1970; 0 if nothing says it. ``is_removal``: a removal has made the checkpoint invisible, so that it
+    may be continued, whoever began it.
     """
 
     path: RemotePath
@@ -59,9 +55,6 @@ def find_unfinished(place: Path) -> Unfinished | None:
     Beside a complete checkpoint that is what a save deletes after it has written the marker; and of overwrites, all
     generations but the one that is the checkpoint. It takes one listing without folders, and more requests only where
     something is found.
-
-    Raises:
-        StorageError: the store failed.
     """
     if (path := on_store(place)) is None:
         return None
@@ -113,14 +106,10 @@ def _list_needless(path: RemotePath, tree: Mapping[str, int], generation: str | 
 
 
 def why_unfinished_kept(unfinished: Unfinished, hours: float | None = None) -> str:
-    """Return why what a save has left must stay, judged by its process and the time of its last write.
+    """Return why what a save has left must stay; ``""`` if it may be removed.
 
-    Args:
-        hours: Hours since the last write after which a process on another host counts as dead; by default
-            ``SHARDCKPT_LEFTOVER_HOURS``.
-
-    Returns:
-        The reason; ``""`` if it may be removed.
+    It is judged by its process and the time of its last write. ``hours`` after that a process on another host counts as
+    dead; by default ``SHARDCKPT_LEFTOVER_HOURS``.
     """
     alive = [owner.is_alive() for owner in unfinished.owners]
     if unfinished.is_removal or (alive and set(alive) == {False}):
@@ -142,10 +131,8 @@ def remove_unfinished(unfinished: Unfinished) -> None:
     """Remove what a save has left, or continue a removal; several processes may do so at a time.
 
     Nothing is removed if another save has taken the place since it was found. A save that begins there by
-    ``overwrite=True`` during the deletion fails with an error, since some of its objects may go.
-
-    Raises:
-        StorageError: the store failed; what is left is found again.
+    ``overwrite=True`` during the deletion fails with an error, since some of its objects may go. If the store fails,
+    what is left is found again.
     """
     path = unfinished.path
     now = find_unfinished(path)

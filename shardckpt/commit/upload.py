@@ -88,12 +88,8 @@ class Upload:
     def begin(self, save_id: str, *, overwrite: bool) -> None:
         """Take the folder for this save; only the main rank calls it.
 
-        Args:
-            overwrite: Whether the objects of a save that never ended may be deleted.
-
-        Raises:
-            CheckpointingException: a lease or a pin holds the checkpoint there.
-            StorageError: the folder has objects that may not be deleted.
+        ``overwrite`` permits it to delete the objects of a save that never ended. Objects that may not be deleted are a
+        StorageError, a lease or a pin of the checkpoint there is a CheckpointingException.
         """
         found = set(list_objects(self._folder))
         if overwrite and MARKER_NAME in found and self._open_folder is not None:
@@ -158,10 +154,9 @@ class Upload:
         return RemotePath(self._folder)
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise an error for files that cannot be uploaded.
+        """Raise StorageError for files that cannot be uploaded.
 
-        Raises:
-            StorageError: the spool directory has other files than these, or the store cannot have one of the names.
+        Either the spool directory has other files than these, or the store cannot have one of the names.
         """
         names = set(names)
         refuse_unrecorded(self.spool, names)
@@ -178,12 +173,9 @@ class Upload:
     def commit(self, files: Iterable[FileRecord], marker: bytes | None = None) -> None:
         """Write the marker if the store has all files in their sizes; only the main rank calls it.
 
-        Args:
-            marker: The marker's bytes; None if it is in the spool directory.
-
-        Raises:
-            CheckpointingException: a lease or a pin holds the checkpoint that this one would replace.
-            StorageError: a file is missing or has another size, or another save has taken the folder.
+        Without ``marker`` its bytes are in the spool directory. It is a StorageError if a file is missing or has
+        another size, or another save has taken the folder, and a CheckpointingException if a lease or a pin holds the
+        checkpoint that this one would replace.
         """
         found = list_objects(self._folder)
         if self._is_anothers(found) or self._claim.in_progress not in found:
@@ -272,8 +264,7 @@ class Upload:
 def upload_files(folder: RemoteFolder, spool: Path, names: Iterable[str], save_id: str) -> None:
     """Upload files of a spool directory, one after the other.
 
-    Raises:
-        StorageError: an upload failed, or the folder no longer belongs to the save.
+    If the folder no longer belongs to the save, it is a StorageError.
     """
     names = list(names)
     if names:
@@ -285,8 +276,7 @@ def upload_files(folder: RemoteFolder, spool: Path, names: Iterable[str], save_i
 def open_stream(folder: RemoteFolder, save_id: str) -> StreamsWrites | None:
     """Return where a save streams its files to, which refuses them once another save has the folder.
 
-    Returns:
-        The stream; None if the store cannot stream writes.
+    None if the store cannot stream writes.
     """
     return _OwnedStream(folder, save_id) if isinstance(folder, StreamsWrites) else None
 

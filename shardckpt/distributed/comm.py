@@ -240,8 +240,8 @@ class Comm:
     def _share_error(self, error: BaseException | None) -> CheckpointingException:
         """Collective: return the one error that all ranks raise, after some have failed, with this rank's as its cause.
 
-        Where it says what this rank's said, it has that one's traceback and cause: a traceback shows each text once.
-        It is the error of the first rank that failed, with its class if every rank can import that class: see
+        Where it says what this rank's said, it has that one's traceback and cause: a traceback shows each text once. It
+        is the error of the first rank that failed, with its class if every rank can import that class: see
         :class:`ErrorReport`.
         """
         where = f"rank {self.rank}, in {self._phase!r}"
@@ -643,12 +643,7 @@ class Comm:
                 waiting.end()
 
     def begin_wait(self, phase: str, started: float) -> LongWait:
-        """Begin a wait of this rank for the others, which is reported once it is long.
-
-        Args:
-            phase: What this rank is doing; "" if no phase has begun.
-            started: When it began, in seconds of the clock by which it is reported.
-        """
+        """Begin a wait of this rank for the others, which is reported once it is long: see :class:`LongWait`."""
         members = self.members
         return LongWait(started, members[self.rank], members, phase)
 

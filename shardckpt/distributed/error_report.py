@@ -41,14 +41,10 @@ class ErrorReport:
     ``__str__`` does not make the same text from the attributes that have arrived. The rule is the same on one rank,
     where nothing travels, so an error's class does not depend on the number of ranks.
 
-    Attributes:
-        where: Rank and phase, or the process, for the text.
-        class_name: Name of the class, for the text; empty if ``text`` begins with it.
-        class_path: ``module:qualified.name`` of the class; empty where that does not import it.
-        text: The error's text.
-        attributes: Pickles of the error's attributes and ``args``, one each: what cannot be pickled costs no other.
-        traceback: The formatted traceback with all causes, or empty.
-        phase: The phase in which it was raised, or empty.
+    ``where`` is rank and phase, or the process, for the text. ``class_name`` is for the text, too; it is empty if the
+    text begins with it. ``class_path`` is ``module:qualified.name``, empty where that does not import the class.
+    ``attributes`` has pickles of the error's attributes and ``args``, one each: what cannot be pickled costs no other.
+    ``traceback`` is formatted, with all causes, or empty.
     """
 
     where: str
@@ -61,12 +57,10 @@ class ErrorReport:
 
     @classmethod
     def of(cls, error: BaseException, where: str, phase: str = "", *, with_traceback: bool = False) -> ErrorReport:
-        """Return the report of an error.
+        """Return the report of an error, also of one from outside the family.
 
-        Args:
-            error: Any error, also one from outside the family.
-            where: Rank and phase, or the process, for the text.
-            with_traceback: Whether to include the traceback. It is long: leave it out where all ranks may fail at once.
+        ``where`` is rank and phase, or the process, for the text. The traceback is long: leave it out where all ranks
+        may fail at once.
         """
         kind = error.foreign_class if isinstance(error, _AdoptedError) else type(error)
         name, path = kind.__name__, f"{kind.__module__}:{kind.__qualname__}"
@@ -92,11 +86,9 @@ class ErrorReport:
         return f"{self.where}: {name}{self.text}"
 
     def rebuild(self, message: str) -> CheckpointingException | None:
-        """Return the error, or None where this process cannot make it.
+        """Return the error with the message as its text, or None where this process cannot make it.
 
-        Args:
-            message: The new error's text; a subclass of CheckpointingException with a ``__str__`` of its own gets it as
-                a note.
+        A subclass of CheckpointingException with a ``__str__`` of its own gets the message as a note.
         """
         kind = _import_class(self.class_path)
         if kind is None:
@@ -129,8 +121,7 @@ class ErrorReport:
 def join_messages(reports: Sequence[ErrorReport], *, named: bool = False) -> str:
     """Return the first rank's message, then a line for each rank with another error, up to 8.
 
-    Args:
-        reports: The reports of all ranks that failed, in rank order.
+    The reports are those of all ranks that failed, in rank order.
     """
     first, *others = reports
     also = [report for report in others if (report.class_name, report.text) != (first.class_name, first.text)]
@@ -143,9 +134,7 @@ def join_messages(reports: Sequence[ErrorReport], *, named: bool = False) -> str
 class _AdoptedError(CheckpointingException):
     """An error of a class from outside the family; subclasses derive from that class, too: see :func:`_adopt_class`.
 
-    Attributes:
-        foreign_class: That class.
-        shared_text: The text, with the rank and the phase; ``args`` are those of the original error.
+    ``shared_text`` is the text, with the rank and the phase; ``args`` are those of the original error.
     """
 
     foreign_class: ClassVar[type[Exception]]
@@ -176,13 +165,9 @@ def copy_error(error: CheckpointingException) -> CheckpointingException:
 def replace_text(error: CheckpointingException, text: str) -> CheckpointingException:
     """Make an error with another text, to be raised in the place of the first one: ``from`` that one's cause.
 
-    Args:
-        error: Any error of the family; its attributes are copied, and its traceback is taken over.
-        text: The new text, which should include the old one.
-
-    Returns:
-        An error of the same class; where that has a ``__str__`` of its own, or cannot be made of a text, an error of
-        its nearest base class in the family that can. CheckpointingException always can.
+    The new text should include the old one. The attributes are copied, and the traceback is taken over. The class is
+    the same; where that has a ``__str__`` of its own, or cannot be made of a text, it is the nearest base class in the
+    family that can. CheckpointingException always can.
     """
     if isinstance(error, _AdoptedError):
         copy = copy_error(error)

@@ -44,14 +44,13 @@ _DIAGNOSIS_KEY = "diagnosis"
 class Deadlines(NamedTuple):
     """Seconds after which a diagnosis goes on without those that have not answered.
 
-    Attributes:
-        survivors: For a rank whose connection is open to write that it is alive. More than POLL_INTERVAL, because a
-            waiting rank learns of the failure only when it polls.
-        closed: The same for a rank whose connection is closed. Most often it died. But gloo closes the connections of
-            a rank that times out before that rank knows.
-        readers: For the other survivors to read the diagnosis before the store's process may end.
-        store: For the store or gloo to answer: the store's host may have died, or its process may be stopped.
-        closing: For the system to close the connections of ranks that die together.
+    ``survivors`` is for a rank whose connection is open to write that it is alive. It is more than POLL_INTERVAL,
+    because a waiting rank learns of the failure only when it polls. ``closed`` is the same for a rank whose connection
+    is closed. Most often it died. But gloo closes the connections of a rank that times out before that rank knows.
+
+    ``readers`` is for the other survivors to read the diagnosis before the store's process may end. ``store`` is for
+    the store or gloo to answer: the store's host may have died, or its process may be stopped. ``closing`` is for the
+    system to close the connections of ranks that die together.
     """
 
     survivors: float
@@ -76,11 +75,9 @@ class Deadlines(NamedTuple):
 
 
 class Diagnosis(NamedTuple):
-    """The report of all survivors.
+    """The report of all survivors: what happened, to which ranks, and what to look for.
 
-    Attributes:
-        text: What happened, to which ranks, and what to look for.
-        missing: The ranks that died or did not answer, by their numbers in the whole job.
+    ``missing`` are the ranks that died or did not answer, by their numbers in the whole job.
     """
 
     text: str
@@ -90,8 +87,7 @@ class Diagnosis(NamedTuple):
 class Call(Generic[_T]):
     """A call that runs in a thread, because calls of the store and of gloo cannot be interrupted.
 
-    Attributes:
-        results: What it returned, in a list; empty if it failed or has not ended.
+    ``results`` has what it returned; it is empty if the call failed or has not ended.
     """
 
     def __init__(self, function: Callable[[], _T]) -> None:
@@ -113,21 +109,11 @@ class Call(Generic[_T]):
 class GroupView:
     """A diagnosis's view of a process group, of the system and of the time; tests have a simulated one.
 
-    Args:
-        group: The process group, which moves CPU tensors.
-
-    Attributes:
-        rank: This process's number in the whole job.
-        ranks: The group's ranks, by these numbers.
-        world_size: The number of ranks in the whole job.
-        since: When this process first used the group, by :meth:`time`.
-        store: The store through which the group's ranks met.
-        alive: The same of the whole job: a rank that is busy with the failure of a smaller group is alive in larger
-            ones, too.
-        store_host: The rank whose process hosts the store; None if no rank does, or if it cannot be known.
-
-    Raises:
-        ValueError: the group was destroyed.
+    The group moves CPU tensors; one that was destroyed is a ValueError. ``rank`` and ``ranks`` are by numbers in the
+    whole job. ``since`` is when this process first used the group, by :meth:`time`. Through ``store`` the group's ranks
+    met; ``alive`` is the same of the whole job: a rank that is busy with the failure of a smaller group is alive in
+    larger ones, too. ``store_host`` is the rank whose process hosts the store; None if no rank does, or if it cannot be
+    known.
     """
 
     def __init__(self, group: Any) -> None:
@@ -180,8 +166,7 @@ class GroupView:
     def _probe(self, rank: int) -> Any:
         """Start a receive without a sender, to test the connection to a rank.
 
-        Returns:
-            The receive; None where that rank closed the connection; False where this rank did, or without gloo.
+        Returns the receive; None where that rank closed the connection; False where this rank did, or without gloo.
         """
         if not moves_by_gloo(self._group):
             return False
@@ -192,11 +177,7 @@ class GroupView:
 
 
 class GroupFailure:
-    """The failure of a collective, or a collective that takes long and may have failed elsewhere.
-
-    Args:
-        view: Of the group; a simulated one in tests.
-    """
+    """The failure of a collective, or a collective that takes long and may have failed elsewhere."""
 
     def __init__(self, view: GroupView) -> None:
         self._view = view
@@ -226,12 +207,9 @@ class GroupFailure:
     def diagnose(self, error: Exception, phase: str) -> Diagnosis:
         """Collective: the ranks that are alive find out which ranks are missing, in less than 2 s if all others answer.
 
-        A rank that does not answer takes up to a tenth of the group's timeout, if that is more: see
-        :class:`Deadlines`. It closes the connections of the group, so that nothing of the failed collective arrives
-        later.
-
-        Returns:
-            The diagnosis, the same on all survivors while the store answers.
+        Returns the diagnosis, the same on all survivors while the store answers. A rank that does not answer takes up
+        to a tenth of the group's timeout, if that is more: see :class:`Deadlines`. It closes the connections of the
+        group, so that nothing of the failed collective arrives later.
         """
         begun, limits = self._view.monotonic(), self._deadlines
         timed_out = "timed out" in str(error).lower()
@@ -414,8 +392,7 @@ def moves_by_gloo(group: Any) -> bool:
 def wait_for(work: Any, seconds: float) -> bool:
     """Wait ``seconds`` for a work handle of gloo, and return whether it is done; it goes on if it is not.
 
-    Raises:
-        RuntimeError: it failed.
+    One that failed is a RuntimeError.
     """
     try:
         work.wait(dt.timedelta(seconds=seconds))

@@ -20,11 +20,7 @@ _gloo_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def get_live_group(group: ref[Any]) -> Any:
-    """Return the group of a weak reference.
-
-    Raises:
-        CommunicationError: it was destroyed.
-    """
+    """Return the group of a weak reference; CommunicationError if it was destroyed."""
     found = group()
     if found is None:
         raise CommunicationError("the process group was destroyed: save, load and finalize before that")
@@ -32,11 +28,7 @@ def get_live_group(group: ref[Any]) -> Any:
 
 
 def resolve_group(group: Any) -> Any:
-    """Return the group, or the default group for None.
-
-    Raises:
-        CheckpointingException: this rank does not belong to it.
-    """
+    """Return the group, or the default group for None; an error if this rank does not belong to it."""
     group = dist.group.WORLD if group is None else group
     if dist.get_rank(group) < 0:
         raise CheckpointingException(

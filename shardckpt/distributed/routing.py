@@ -26,11 +26,9 @@ HEAD_BYTES = _HEAD.size
 
 
 class Hop(NamedTuple):
-    """The partners of a rank in one of the two hops, ascending and without the rank itself.
+    """The ranks that a rank may send to, and those that may send to it, in one of the two hops.
 
-    Attributes:
-        receivers: The ranks that it may send to.
-        senders: The ranks that may send to it.
+    They are ascending, without the rank itself.
     """
 
     receivers: list[int]
@@ -38,11 +36,7 @@ class Hop(NamedTuple):
 
 
 class Grid:
-    """The grid of the ranks; the last row may be shorter than the others.
-
-    Args:
-        direct: Ranks that stand in one row, at most.
-    """
+    """The grid of the ranks; the last row may be shorter than the others. At most ``direct`` ranks stand in one row."""
 
     def __init__(self, world_size: int, direct: int) -> None:
         self.world_size = world_size
@@ -76,9 +70,6 @@ def find_owner(name: str, world_size: int) -> int:
     """Return the rank that owns a name, the same on all ranks and in all processes.
 
     Names are spread evenly by their SHA-256: with 1,000 names no rank of 16,384 owns more than a few.
-
-    Returns:
-        A number from 0 to below the number of ranks.
     """
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") % world_size
 
@@ -88,9 +79,6 @@ def place_owner(number: int, world_size: int) -> int:
 
     Owners in one column would share the ranks over which all messages to that column go; so each has its own column and
     row, as far as there are any.
-
-    Returns:
-        A number from 0 to below the number of ranks.
     """
     return number * (Grid(world_size, DIRECT_RANKS).width + 1) % world_size
 
@@ -111,11 +99,7 @@ def split_parts(message: bytes | memoryview) -> Iterator[tuple[int, bytes]]:
 
 
 def check_targets(targets: Iterable[int], world_size: int) -> None:
-    """Raise an error if a part goes to a rank that does not exist.
-
-    Raises:
-        CheckpointingException: names the rank.
-    """
+    """Raise an error if a part goes to a rank that does not exist."""
     wrong = [target for target in targets if not 0 <= target < world_size]
     if wrong:
         raise CheckpointingException(

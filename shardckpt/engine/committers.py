@@ -47,10 +47,7 @@ if TYPE_CHECKING:
 class Begun(NamedTuple):
     """The main rank's record of the target that it has claimed; the other ranks have these defaults.
 
-    Attributes:
-        save_id: The save's id.
-        owner: The process that commits it.
-        is_replacing: Whether it overwrites a checkpoint on a store.
+    The owner is the process that commits the save. ``is_replacing``: it overwrites a checkpoint on a store.
     """
 
     save_id: str = ""
@@ -61,10 +58,8 @@ class Begun(NamedTuple):
 class Committer(ABC):
     """One rank's part of a commit. The main rank also calls :meth:`begin` and :meth:`publish`.
 
-    What only a store needs does nothing here: in a directory, files are written where they stay.
-
-    Attributes:
-        staging: The local directory to which the rank writes its files; None before :meth:`join`.
+    What only a store needs does nothing here: in a directory, files are written where they stay. ``staging`` is the
+    local directory to which the rank writes its files; None before :meth:`join`.
     """
 
     def __init__(self) -> None:
@@ -109,8 +104,7 @@ class Committer(ABC):
     ) -> None:
         """Bring files to the place, where that is not the staging directory.
 
-        Args:
-            files: Names of all files of this rank so far; a file of another name is refused.
+        ``files`` are all files of this rank so far; a file of another name in its directory is refused.
         """
 
     def send_more(self, names: Iterable[str], streamed: Collection[str]) -> None:  # noqa: B027
@@ -148,11 +142,10 @@ def make_committer(
 
 
 class DirectoryCommitter(Committer):
-    """All ranks write to one staging directory beside the target, which takes the target's name at last.
+    """All ranks write to one staging directory next to the target, which takes the target's name at last.
 
-    Args:
-        overwrite: Whether what is at the target may be replaced.
-        journal: The journal of what is written, if another process may go on with it after a kill.
+    ``overwrite`` permits it to replace what is at the target. There is a journal of what is written if another process
+    may go on with it after a kill.
     """
 
     def __init__(self, target: Path, plugins: PluginManager, *, overwrite: bool, journal: Journal | None) -> None:
@@ -212,9 +205,8 @@ class DirectoryCommitter(Committer):
 class StoreCommitter(Committer):
     """Each rank streams its files to a store, or uploads them from a directory of its own; the marker comes last.
 
-    Args:
-        overwrite: Whether a checkpoint there, or what an interrupted save has left, may be replaced.
-        memory_budget: Bytes that this rank may hold at a time beside the tensors; None: as many as are fast.
+    ``overwrite`` permits it to replace a checkpoint there, or what an interrupted save has left. ``memory_budget``:
+    bytes that this rank may hold at a time in addition to the tensors; None: as many as are fast.
     """
 
     def __init__(

@@ -38,8 +38,7 @@ class CommonObjects:
     def build(self, absent: Iterable[ShardedObject]) -> dict[str, Any]:
         """Return copies of the values of objects that are not stored, by their unique keys: of those that are there.
 
-        Args:
-            absent: The objects. Parts of one are not built: the common state does not say whose they are.
+        Parts of an object are not built: the common state does not say whose they are.
         """
         whole = (shard for shard in absent if set(shard.global_shape) <= {1})
         pairs = ((shard.unique_key, self._find(shard.key)) for shard in whole)

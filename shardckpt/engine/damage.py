@@ -29,15 +29,12 @@ def hide_damaged(checkpoint: OpenCheckpoint, lost: Collection[str] = ()) -> Open
     """Return the checkpoint without the tensors, objects and common state that cannot be read. Not collective.
 
     Everything is read once, and compared with its digests, or where there are none with the CRC-32 of archives. A
-    tensor with one damaged box is damaged. Plugins see the progress as that of ``verify``.
-    Of a file that was cut, its reader takes what is before the end from then on.
+    tensor with one damaged box is damaged. ``lost`` are names that its reader has found to be missing already. Plugins
+    see the progress as that of ``verify``. Of a file that was cut, its reader takes what is before the end from then
+    on.
 
-    Args:
-        lost: Names that its reader has found to be missing already.
-
-    Raises:
-        CorruptCheckpointError: No tensor can be read.
-        CheckpointingException: Its index is damaged, or something cannot be read for another reason than damage.
+    It is a CorruptCheckpointError if no tensor can be read, and an error, too, if the index is damaged, or something
+    cannot be read for another reason than damage.
     """
     index = checkpoint.index()
     checkpoint.context.reader.take_cut_files()

@@ -24,12 +24,9 @@ _PAUSE = 10.0
 def show_progress(operation: str, title: str = "", *, part: str = "") -> Iterator[None]:
     """Show on standard error how many bytes of an operation are done, its rate and the time left, in the block.
 
-    A bar needs a terminal and ``rich`` (``pip install 'shardckpt[cli]'``), which also honours ``NO_COLOR``.
-
-    Args:
-        operation: The one that is shown, by the name that its events have.
-        title: What it is called; by default its name.
-        part: Another that may be a part of it: of a conversion, the search for damage, which is a ``verify``.
+    A bar needs a terminal and ``rich`` (``pip install 'shardckpt[cli]'``), which also honours ``NO_COLOR``. The
+    operation has the name of its events, and by default that is its title. ``part`` is another that may be a part of
+    it: of a conversion, the search for damage, which is a ``verify``.
     """
     observer = _Observer(operation, part)
     plugins = get_plugin_manager()

@@ -28,15 +28,7 @@ if TYPE_CHECKING:
 
 
 class ExternalSavePart(NamedTuple):
-    """The data of a save that a rank needs to write its files.
-
-    Attributes:
-        rank: The rank.
-        target: The checkpoint, for events.
-        staging: The directory to which the rank writes its files.
-        save_id: The save's id.
-        algorithm: Digest algorithm of all files.
-    """
+    """The data of a save that a rank needs to write its files to the staging directory; the target is for events."""
 
     rank: int
     target: Path
@@ -48,12 +40,8 @@ class ExternalSavePart(NamedTuple):
 class ExternalSave:
     """An externally coordinated save from staging to commit, in the process of the coordinator.
 
-    If it is neither committed nor aborted, it is aborted when ``owner`` is garbage-collected, or the process ends.
-
-    Args:
-        path: The checkpoint's directory; not a URL.
-        owner: The object whose life the save is bound to.
-        overwrite: Whether an existing checkpoint, or other files, may stand at ``path``.
+    If it is neither committed nor aborted, it is aborted when ``owner`` is garbage-collected, or the process ends. The
+    path is that of a directory, not a URL; ``overwrite`` permits a checkpoint, or other files, to be there.
     """
 
     def __init__(
@@ -103,10 +91,9 @@ class ExternalSave:
 
 
 def write_part(part: ExternalSavePart, write: Callable[[CheckpointWriter], None]) -> list[FileRecord]:
-    """Write a rank's files; they are synced to disk when this returns.
+    """Write a rank's files, and return the records of them that :meth:`ExternalSave.commit` needs.
 
-    Returns:
-        The records of the files, which :meth:`ExternalSave.commit` needs.
+    The files are synced to disk when this returns.
     """
     operation = Operation("save", part.target, _alone(part.rank), get_plugin_manager())
     with (
@@ -125,14 +112,10 @@ def locate_checkpoint(path: str | os.PathLike[str]) -> Path:
 
 
 def open_reader(path: str | os.PathLike[str], strategy: LoadStrategy) -> CheckpointReader:
-    """Open a checkpoint for a strategy, and return a reader of its files.
+    """Open a checkpoint for a strategy, and return a reader of its files; all that it reads is of one save.
 
-    Returns:
-        The reader; all that it reads is of one save.
-
-    Raises:
-        CannotLoadError: there is no checkpoint that the strategy reads.
-        CheckpointReplacedError: another save replaced it meanwhile.
+    It is a CannotLoadError if the strategy does not read it, a CheckpointReplacedError if another save replaced it
+    meanwhile.
     """
     directory = locate_checkpoint(path)
     place, manifest = hold_checkpoint(directory, get_plugin_manager())

@@ -55,11 +55,8 @@ _NOT_THE_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 class ExpectedFile:
     """A file of a checkpoint that has a digest.
 
-    Attributes:
-        name: Its name in the directory.
-        nbytes: Its size in bytes: as recorded in ``shardckpt.json``, else as it is now.
-        sha256: Its SHA-256 in ``integrity.json``, in hex, or else, of a table file, in ``shardckpt.json``; ``""`` if it
-            has none.
+    Its size is as recorded in ``shardckpt.json``, else as it is now. Its SHA-256 in hex is that of ``integrity.json``,
+    or else, of a table file, that of ``shardckpt.json``; ``""`` if it has none.
     """
 
     name: str
@@ -70,14 +67,8 @@ class ExpectedFile:
 def verify_integrity(directory: Path, manifest: Manifest, comm: Comm) -> None:
     """Collective: read every file once, and compare it with all its digests; ranks and threads share the work.
 
-    Args:
-        directory: The checkpoint.
-        manifest: Its manifest.
-        comm: The ranks that share the work.
-
-    Raises:
-        CorruptCheckpointError: names every file that is missing or not as it was written.
-        CheckpointingException: there are no digests.
+    The CorruptCheckpointError names every file that is missing or not as it was written. It is an error, too, if there
+    are no digests.
     """
 
     def list_files() -> list[ExpectedFile]:
@@ -105,11 +96,7 @@ def verify_integrity(directory: Path, manifest: Manifest, comm: Comm) -> None:
 
 
 def list_digested_files(directory: Path, manifest: Manifest) -> list[ExpectedFile] | None:
-    """Return the files that have a digest, sorted by name; None if the checkpoint was saved without digests.
-
-    Raises:
-        CorruptCheckpointError: ``integrity.json`` is damaged.
-    """
+    """Return the files that have a digest, sorted by name; None if the checkpoint was saved without digests."""
     integrity = read_integrity(directory)
     if integrity is None and manifest.record is None:
         return None
@@ -132,11 +119,8 @@ def find_faults(
 ) -> list[CheckpointingException | None]:
     """Read files, and compare them with their digests; threads share the work. Not collective.
 
-    Args:
-        count: Called by each thread with the number of bytes that it has read since the last call.
-
-    Returns:
-        For each file, in order: the error, also if it could not be read; None if it is as written.
+    Returns for each file, in order, the error, also if it could not be read, or None if it is as written. Each thread
+    calls ``count`` with the number of bytes that it has read since the last call.
     """
     contents = _Contents(directory, manifest, count)
     return contents.reader.map(contents.find_fault, files, size=lambda file: file.nbytes)
@@ -154,13 +138,10 @@ def is_damage(error: CheckpointingException) -> bool:
 
 
 class IncompleteFile(NamedTuple):
-    """A file of a checkpoint that is missing or has the wrong size.
+    """A file of a checkpoint that is missing or has the wrong size, and what is wrong with it.
 
-    Attributes:
-        name: Its name.
-        fault: What is wrong with it.
-        keys: The tensors and objects that have lost bytes in it; empty if that is not known.
-        kept: Those whose bytes in it are all before the end of what is left.
+    ``keys`` are the tensors and objects that have lost bytes in it, empty if that is not known; ``kept`` are those
+    whose bytes in it are all before the end of what is left.
     """
 
     name: str
@@ -172,12 +153,9 @@ class IncompleteFile(NamedTuple):
 def find_incomplete_files(strategy: LoadStrategy | None, reader: CheckpointReader) -> list[IncompleteFile]:
     """Return the files that are missing or have the wrong size; no data file is opened. Not collective.
 
-    Args:
-        strategy: Reads the checkpoint; if it :class:`ChecksFiles`, its files are looked at, too. None: those of
-            ``shardckpt.json`` only, without a look at the index.
-
-    Raises:
-        CheckpointReplacedError: another save has replaced the checkpoint, and its files are gone.
+    If the strategy :class:`ChecksFiles`, its files are looked at, too; without one only those of ``shardckpt.json``,
+    and the index is not read. It is a CheckpointReplacedError if they are gone because another save has replaced the
+    checkpoint.
     """
     record = reader.manifest.record
     sizes = {} if record is None else record.list_files()
@@ -230,8 +208,8 @@ def _find_size_fault(found: int | None, written: int | None, least: int) -> str:
 def read_integrity(directory: Path) -> Integrity | None:
     """Return the content of ``integrity.json``; None if there is no such file.
 
-    Raises:
-        CorruptCheckpointError: it is damaged, has names that no file of a checkpoint can have, or another algorithm.
+    It is a CorruptCheckpointError if it is damaged, has names that no file of a checkpoint can have, or another
+    algorithm.
     """
     path = directory / INTEGRITY_NAME
     if not is_there(path):
@@ -246,10 +224,9 @@ def read_integrity(directory: Path) -> Integrity | None:
 
 
 def list_recorded_files(directory: Path, manifest: Manifest) -> dict[str, int | None]:
-    """Return the files that ``shardckpt.json`` or else ``integrity.json`` lists, with sizes in bytes if recorded.
+    """Return the files that ``shardckpt.json`` or else ``integrity.json`` lists, with sizes in bytes.
 
-    Returns:
-        Size by name, None if it is not recorded; empty if the checkpoint has neither file.
+    A size that is not recorded is None. There are none if the checkpoint has neither file.
     """
     if manifest.record is not None:
         return dict(manifest.record.list_files())
@@ -260,8 +237,8 @@ def list_recorded_files(directory: Path, manifest: Manifest) -> dict[str, int | 
 def refuse_damage(directory: Path, reader: CheckpointReader, plugins: PluginManager) -> None:
     """Raise the first fault of a checkpoint without digests, before it gets some: they would say that it is right.
 
-    Raises:
-        CheckpointingException: A file is damaged, as far as its index and its archives show, or cannot be read.
+    A fault is what its index and its archives show. A checkpoint that has a record, or that no installed strategy
+    reads, is not looked at.
     """
     if reader.manifest.record is not None:
         return
@@ -279,14 +256,9 @@ def refuse_damage(directory: Path, reader: CheckpointReader, plugins: PluginMana
 def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
     """Write ``integrity.json`` for a checkpoint that has none, with all its files. Not collective: one process calls.
 
-    ``save(..., verify_integrity=True)`` writes it while it saves; this function reads every file again.
-
-    Args:
-        checkpoint_dir: The checkpoint's directory; not a URL.
-
-    Raises:
-        CorruptCheckpointError: a file is damaged already, by the digests of ``shardckpt.json``; or, where there are
-            none, by the index and the CRC-32 of archives.
+    ``save(..., verify_integrity=True)`` writes it while it saves; this function reads every file again. It takes a
+    directory, not a URL. It is a CorruptCheckpointError if a file is damaged already, by the digests of
+    ``shardckpt.json``; or, where there are none, by the index and the CRC-32 of archives.
     """
     directory = locate_local(checkpoint_dir, "write integrity.json into")
     place, manifest = hold_checkpoint(directory, get_plugin_manager())
@@ -314,9 +286,8 @@ def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
 def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
     """Check a checkpoint's files against all digests. Not collective: :func:`verify_integrity` in this process alone.
 
-    Raises:
-        CorruptCheckpointError: names every file that is missing or not as it was written.
-        CheckpointingException: there is no ``integrity.json``.
+    The error names every file that is missing or not as it was written. It is an error, too, if there is no
+    ``integrity.json``.
     """
 
     def attempt() -> None:

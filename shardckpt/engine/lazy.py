@@ -270,11 +270,7 @@ class _AbsentKeyError(KeyMismatchError, KeyError):
 
 
 class _Region:
-    """A region of a stored tensor, as the caller indexed it.
-
-    Attributes:
-        shard: What is to be read, without data.
-    """
+    """A region of a stored tensor, as the caller indexed it; ``shard`` says what is to be read, without data."""
 
     def __init__(self, stored: ShardedTensor, index: Any) -> None:
         whole = tuple(stored.global_shape)

@@ -28,12 +28,9 @@ def check_values(
 ) -> list[Any]:
     """Return what ``LoadStrategy.load`` returned, after a check that it fits the shards; no value is read.
 
-    Args:
-        find_dtypes: Returns the stored dtypes by key. It is called only where a tensor has another than its shard.
-
-    Raises:
-        PluginError: there are too few or too many values, or one is of another type, shape or dtype; names the
-            strategy, the plugin and the key.
+    Too few or too many values, or one of another type, shape or dtype, are a PluginError that names the strategy, the
+    plugin and the key. ``find_dtypes`` returns the stored dtypes by key. It is called only where a tensor has another
+    than its shard.
     """
     try:
         _check_list(values, wanted)
@@ -50,11 +47,7 @@ def check_values(
 
 
 def check_common(strategy: LoadStrategy, common: Any, plugins: PluginManager) -> StateDict:
-    """Return what ``load_common`` returned.
-
-    Raises:
-        PluginError: it is no dict.
-    """
+    """Return what ``load_common`` returned; PluginError if it is no dict."""
     if not isinstance(common, dict):
         raise PluginError(
             f"{describe_strategy(strategy, plugins)}: load_common returned a {_kind(common)}, expected a dict, "
@@ -64,11 +57,7 @@ def check_common(strategy: LoadStrategy, common: Any, plugins: PluginManager) ->
 
 
 def check_index(strategy: LoadStrategy, index: Any, plugins: PluginManager) -> list[ShardedBase]:
-    """Return what ``load_index`` returned.
-
-    Raises:
-        PluginError: it is no list of ShardedTensors and ShardedObjects.
-    """
+    """Return what ``load_index`` returned; PluginError if it is no list of ShardedTensors and ShardedObjects."""
     if isinstance(index, list):
         # by class: a large checkpoint has a million entries
         wrong = [kind for kind in {*map(type, index)} if not issubclass(kind, (ShardedTensor, ShardedObject))]
@@ -84,11 +73,7 @@ def check_index(strategy: LoadStrategy, index: Any, plugins: PluginManager) -> l
 
 
 def check_columns(strategy: LoadStrategy, columns: Any, plugins: PluginManager) -> StoredColumns:
-    """Return what ``list_columns`` returned.
-
-    Raises:
-        PluginError: it is no StoredColumns, or the columns of the tensors differ in length.
-    """
+    """Return what ``list_columns`` returned; PluginError if it is no StoredColumns, or its columns differ in length."""
     if isinstance(columns, StoredColumns):
         counts = len(columns.keys), len(columns.dtypes), len(columns.shapes)
         if len(set(counts)) == 1:
@@ -105,11 +90,7 @@ def check_columns(strategy: LoadStrategy, columns: Any, plugins: PluginManager) 
 def check_buildable(
     strategy: LoadStrategy, wanted: Sequence[ShardedObject], found: Any, plugins: PluginManager
 ) -> list[bool]:
-    """Return what ``can_build`` returned.
-
-    Raises:
-        PluginError: it is no list with one answer for each object.
-    """
+    """Return what ``can_build`` returned; PluginError if it is no list with one answer for each object."""
     if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
         answers = f"{len(found)} answers" if isinstance(found, (list, tuple)) else f"a {_kind(found)}"
         raise PluginError(

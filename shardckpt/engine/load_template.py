@@ -45,9 +45,8 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda _: "MISSING"})()
 class _Slot(NamedTuple):
     """A leaf whose value is not in the common state.
 
-    Attributes:
-        value: Returns it, or ``MISSING``; gets the loaded values of all shards of the template.
-        shard: The index of the shard in the template, if the value is that of a single one.
+    ``value`` gets the loaded values of all shards of the template, and returns the leaf's, or ``MISSING``. ``shard`` is
+    the index of the shard in the template, if the value is that of a single one.
     """
 
     value: Callable[[list[Any]], Any]
@@ -57,16 +56,10 @@ class _Slot(NamedTuple):
 class LoadTemplate:
     """The structure of the state dict to load; the caller's dict and descriptions are not changed.
 
-    Args:
-        list_stored: Returns what the checkpoint stores, which decides what is wanted of optional entries; called once
-            if there are any. By default it has nothing of them.
-
-    Attributes:
-        shards: Copies of the descriptions of all shards, factories' included, in the order of the leaves.
-        left_out: The names of optional entries without stored values.
-
-    Raises:
-        ShardingError: a leaf is one rank's part of a tensor, and nothing describes it.
+    ``shards`` are copies of the descriptions of all shards, factories' included, in the order of the leaves. What is
+    wanted of optional entries depends on what the checkpoint stores: ``list_stored`` returns that, and is called once
+    if there are any; by default it has nothing of them. ``left_out`` are the names of those without stored values. A
+    leaf that is one rank's part of a tensor, and that nothing describes, is a ShardingError.
     """
 
     def __init__(self, wanted: ShardedStateDict, list_stored: Callable[[], StoredNames] = StoredNames.nothing) -> None:
@@ -89,18 +82,15 @@ class LoadTemplate:
     def fill(
         self, values: list[Any], common: StateDict, *, built: Collection[int] = (), only_built: bool = False
     ) -> StateDict:
-        """Return the state dict, filled with loaded values and the common state.
+        """Return the state dict, filled with loaded values and the common state, which is not changed.
 
-        Args:
-            values: The loaded value of every shard in :attr:`shards`, in order, or ``MISSING``.
-            common: The checkpoint's common state, which has the values of all other leaves. It is not changed.
-            built: The indices of shards whose values the strategy has built from values that are in the common state,
-                too. If there are any, a value of the common state is left out where the template has a shard.
-            only_built: Whether it is left out only where the template has one of these.
+        ``values`` has the loaded value of every shard in :attr:`shards`, in order, or ``MISSING``; the common state has
+        the values of all other leaves. It is an error if it has a value where the template has a shard, or a list of
+        another length.
 
-        Raises:
-            CheckpointingException: the common state has a value where the template has a shard, or a list of another
-                length.
+        ``built`` are the indices of shards whose values the strategy has built from values that are in the common
+        state, too. If there are any, a value of the common state is left out where the template has a shard; with
+        ``only_built`` only where it has one of these.
         """
         if built:
             common = _leave_out(self._tree, common, built, "", built if only_built else None)

@@ -82,13 +82,11 @@ class _NotesRescue(Protocol):
 class LoadOptions:
     """Options for opening a checkpoint; see :func:`shardckpt.dist_checkpointing.load`.
 
-    Attributes:
-        strategy: A LoadStrategy, a backend, or (backend, version); None: as the checkpoint says.
-        accept: The backends and versions that the caller accepts; None: all.
-        accept_of: Where that is given, for errors.
-        allow_globals: Classes and functions that legacy pickles may name.
-        memory_budget: Bytes that reading may hold at a time beside the tensors; None: as many as are fast.
-        crcs: As for :class:`~shardckpt.storage.CheckpointReader`: ``parts`` if what is read is written anew.
+    The strategy is a LoadStrategy, a backend, or (backend, version); None: as the checkpoint says. ``accept`` has the
+    backends and versions that the caller accepts (None: all), and ``accept_of`` says where that is given, for errors.
+    Legacy pickles may name ``allow_globals``. ``memory_budget``: bytes that reading may hold at a time in addition to
+    the tensors; None: as many as are fast. ``crcs`` is as for :class:`~shardckpt.storage.CheckpointReader`: ``parts``
+    if what is read is written anew.
     """
 
     strategy: Any = None
@@ -103,17 +101,11 @@ class LoadOptions:
 class OpenCheckpoint:
     """A checkpoint that is open, with the strategy that reads it.
 
-    The methods are collective if :func:`open_checkpoint` was: then all ranks call them.
-
-    Attributes:
-        strategy: Reads the checkpoint.
-        context: Its files, and the ranks.
-        operation: Reports the phases.
-        fully_parallel: Whether the strategy shares the reading among the ranks.
-        names: What keys that are stored begin with, and what is read in its place; see
-            :func:`~shardckpt.engine.rename_stored`.
-        damaged: Names of tensors and objects that cannot be read, and so are not in the index; with
-            :data:`COMMON_STATE`, the common state is empty. See :func:`~shardckpt.engine.hide_damaged`.
+    The methods are collective if :func:`open_checkpoint` was: then all ranks call them. ``fully_parallel``: the
+    strategy shares the reading among the ranks. ``names`` has what stored keys begin with, and what is read in its
+    place; see :func:`~shardckpt.engine.rename_stored`. ``damaged`` are names of tensors and objects that cannot be
+    read, and so are not in the index; with :data:`COMMON_STATE`, the common state is empty. See
+    :func:`~shardckpt.engine.hide_damaged`.
     """
 
     strategy: LoadStrategy
@@ -180,16 +172,11 @@ class OpenCheckpoint:
         return {shard.unique_key for shard, is_built in zip(absent, found, strict=True) if is_built}
 
     def values(self, wanted: list[ShardedBase], *, is_synced: bool = False) -> list[Any]:
-        """Collective: return the values of shards; where a shard has data, that is filled and returned.
+        """Collective: return the values of shards, in order; where a shard has data, that is filled and returned.
 
-        Args:
-            is_synced: Whether the ranks have just called another collective, so that no rank has failed.
-
-        Returns:
-            One value per shard, in order: a tensor of its ``data_shape``, or an object.
-
-        Raises:
-            CheckpointingException: on every rank, if any failed.
+        A value is a tensor of the shard's ``data_shape``, or an object. If a rank has failed, all raise, and a failure
+        before the reading leaves the data as it is. ``is_synced``: the ranks have just called another collective, so
+        that no rank has failed.
         """
         # nothing is filled if a rank has failed so far: the caller's tensors stay as they are
         if not is_synced:
@@ -219,21 +206,11 @@ def open_checkpoint(
 ) -> Iterator[OpenCheckpoint]:
     """Collective: read the manifest, choose the strategy and open the files; all that ranks read is of one save.
 
-    Args:
-        directory: The checkpoint, as :func:`shardckpt.engine.locate` returned it.
-        comm: The ranks that read.
-        plugins: The plugin manager.
-        options: How it is opened.
-        check: Whether the end of the block raises an error if what was read may be of two saves. A caller that commits
-            in the block what it has read asks the reader before it does: then False, since after that nothing is lost.
-
-    Yields:
-        The open checkpoint; it is closed at the end of the block.
-
-    Raises:
-        CannotLoadError: no installed strategy reads it, or ``options`` refuses it.
-        CheckpointReplacedError: another save has replaced it before all was read;
-            :func:`~shardckpt.storage.directory.retry_if_replaced` starts over.
+    The directory is as :func:`shardckpt.engine.locate` returned it. The checkpoint is closed at the end of the block.
+    That end raises a CheckpointReplacedError if what was read may be of two saves;
+    :func:`~shardckpt.storage.directory.retry_if_replaced` starts over. A caller that commits in the block what it has
+    read asks the reader before it does, and passes ``check=False``, since after that nothing is lost. If no installed
+    strategy reads it, or the options refuse it, it is a CannotLoadError.
     """
     operation = Operation("load", directory, comm, plugins)
     with operation.collective_span():
@@ -267,8 +244,7 @@ def open_checkpoint(
 def lend_checkpoint(opened: AbstractContextManager[_T]) -> Iterator[_T]:
     """Open a checkpoint for a block of the caller's, whose own exceptions leave it as they are.
 
-    Args:
-        opened: Opens it, and makes of any exception in its block one that all ranks raise.
+    ``opened`` makes of any exception in its block one that all ranks raise.
     """
     own: Exception | None = None
     try:
@@ -294,14 +270,8 @@ def read_checkpoint(
 ) -> _T:
     """Collective: open a checkpoint and read from it; where another save replaces it meanwhile, open it again.
 
-    Args:
-        path: The checkpoint, or its URL; links are resolved in each attempt, since they may have changed.
-
-    Returns:
-        What ``read`` returns, all of it from one save.
-
-    Raises:
-        CheckpointReplacedError: other saves replaced it in every attempt.
+    Returns what ``read`` returns, all of it from one save. Links in the path are resolved in each attempt, since they
+    may have changed. If other saves replaced it in every attempt, it is a CheckpointReplacedError.
     """
 
     def attempt() -> _T:
@@ -327,26 +297,14 @@ def load_checkpoint(
 ) -> tuple[StateDict, KeyMismatch]:
     """Collective: fill a state dict from an open checkpoint; see :func:`shardckpt.dist_checkpointing.load`.
 
-    Everything that can be checked without data is checked before any destination is filled.
+    Returns the loaded state dict, and the keys that do not match. Everything that can be checked without data is
+    checked before any destination is filled; errors are the same on every rank.
 
-    Args:
-        validate: Whether to check that the shards of all ranks cover every tensor exactly once.
-        strict: What to do about keys that do not match.
-        verify: Whether to read every file, and compare it with its digests, first.
-        allow_dtype_cast: Whether to cast values to dtypes that cannot hold them, in any case.
-        advise: Whether errors may name arguments of ``dist_checkpointing.load`` and of ShardedTensor: whether the
-            user can pass them.
-        on_unused: What to do about stored tensors and objects that no rank asks for, if ``strict`` does not look for
-            them.
-        counts_unused: Says of a key whether it should have been asked for.
-        filled_by_twins: Keys that are not stored, and whose destination is that of one that is.
-        resize: Patterns of the keys of tensors that may have another shape than is stored.
-
-    Returns:
-        The loaded state dict, and the keys that do not match.
-
-    Raises:
-        CheckpointingException: the same on every rank.
+    ``advise`` says whether errors may name arguments of ``dist_checkpointing.load`` and of ShardedTensor: whether the
+    user can pass them. ``on_unused`` is what to do about stored tensors and objects that no rank asks for, if
+    ``strict`` does not look for them; ``counts_unused`` says of a key whether it should have been asked for.
+    ``filled_by_twins`` are keys that are not stored, and whose destination is that of one that is. ``resize`` has
+    patterns of the keys of tensors that may have another shape than is stored.
     """
     comm = checkpoint.context.comm
     # these decide which collectives a rank calls: with different ones the ranks would wait for each other
@@ -455,9 +413,8 @@ def _match_keys(
 ) -> tuple[KeyMismatch, set[str], dict[str, Any]]:
     """Collective: compare the keys that are wanted with those that are stored.
 
-    Returns:
-        What does not match; the unique keys of objects that are built from single values; and of these the values of
-        those that the common state has.
+    Returns what does not match; the unique keys of objects that are built from single values; and of these the values
+    of those that the common state has.
     """
     keys = {key: key for key in stored.keys}
     keys.update((name, ShardedObject.empty_from_unique_key(name).key) for name in stored.objects)
@@ -515,8 +472,7 @@ def _without_data(shard: ShardedBase) -> ShardedBase:
 def name_stored(columns: StoredColumns, common: CommonObjects | None = None, resize: Sequence[str] = ()) -> StoredNames:
     """Return what is stored by key, but for the objects that are several parts.
 
-    Args:
-        common: The common state, whose values objects may be built of.
+    Objects may be built of values of the common state.
     """
     objects = [ShardedObject.empty_from_unique_key(name) for name in columns.objects]
     keys = [shard.key for shard in objects if set(shard.global_shape) <= {1}]

@@ -41,12 +41,8 @@ _CUT_URL = re.compile(r"([A-Za-z][A-Za-z0-9+._-]+:)/[^/]")
 def locate(path: str | os.PathLike[str], plugins: PluginManager) -> Path:
     """Return the directory or store folder that a path or URL names; it need not exist.
 
-    Args:
-        path: A path, whose ``~``, links and ``..`` are resolved; a ``file://`` URL, which is a path; or another URL.
-
-    Raises:
-        CheckpointingException: it is neither a path nor a URL.
-        StorageError: no plugin serves the URL, or a name in the path is too long.
+    Of a path ``~``, links and ``..`` are resolved; a ``file://`` URL is a path. It is a StorageError if no plugin
+    serves the URL, or a name in the path is too long.
     """
     if not isinstance(path, str | os.PathLike):
         raise CheckpointingException(
@@ -63,14 +59,9 @@ def locate(path: str | os.PathLike[str], plugins: PluginManager) -> Path:
 
 
 def locate_local(path: str | os.PathLike[str], action: str) -> Path:
-    """Return the directory that a path names, for an action that stores cannot do.
+    """Return the directory that a path or ``file://`` URL names, for an action that stores cannot do.
 
-    Args:
-        path: A path, or a ``file://`` URL, as for :func:`locate`.
-        action: The action, for the error: "take keys out of".
-
-    Raises:
-        CheckpointingException: it is another URL.
+    Another URL is an error that names the action: "take keys out of".
     """
     text = os.fspath(path)
     if (local := find_local(text)) is None:
@@ -84,15 +75,8 @@ def locate_local(path: str | os.PathLike[str], action: str) -> Path:
 def refuse_overlap(sources: Iterable[Path], target: Path, *, in_place: bool = False) -> None:
     """Raise an error if what is to be written would replace what is read, or would be a part of it.
 
-    Call it before anything is written. Paths are compared as files are: by links, too.
-
-    Args:
-        sources: What is read: directories, files or store folders, as :func:`locate` returned them.
-        target: What is written, as :func:`locate` returned it; it need not exist.
-        in_place: Whether the target may be a source as a whole, which it replaces in one step when it is complete.
-
-    Raises:
-        CheckpointingException: it names both.
+    Call it before anything is written. Paths are as :func:`locate` returned them, and compared as files are: by links,
+    too. With ``in_place`` the target may be a source as a whole, which it replaces in one step when it is complete.
     """
     for source in sources:
         found = _find_overlap(source, target)
@@ -169,8 +153,7 @@ def find_save_time(directory: Path) -> float | None:
 def name_library(place: Path, backend: str) -> str:
     """Return the library that wrote what shardckpt did not write, as far as the files show it.
 
-    Returns:
-        Its name, such as ``Megatron-Core``; the backend where nothing else shows it.
+    Its name is such as ``Megatron-Core``; where nothing else shows it, the backend.
     """
     if backend in _LIBRARIES:
         return "safetensors" if place.suffix == ".safetensors" else _LIBRARIES[backend]
@@ -194,11 +177,7 @@ def measure_freed(directory: Path) -> int:
 
 
 def check_names(path: Path) -> Path:
-    """Return the path itself, if no name in it is too long: else a save would fail after all is written.
-
-    Raises:
-        StorageError: a name is too long for file systems.
-    """
+    """Return the path itself, if no name in it is too long: else a save would fail after all is written."""
     for part in path.parts:
         if len(os.fsencode(part)) > NAME_MAX:
             raise StorageError(
@@ -216,8 +195,7 @@ def expand_home(path: str | os.PathLike[str]) -> str:
 def find_local(text: str) -> Path | None:
     """Return the directory that a path or a ``file://`` URL names; None for another URL.
 
-    Raises:
-        StorageError: as :func:`locate`.
+    A URL that lacks a slash, or that names another machine, is a StorageError.
     """
     if text.lower().startswith("file://"):
         parts = urlsplit(text)

@@ -44,9 +44,8 @@ class WatchedOperation(Protocol):
 class LongPhase:
     """A phase of an operation, from its start to :meth:`end`.
 
-    Args:
-        name: Of the phase; ``""`` for that of the operation's Comm.
-        background: Whether it goes on behind the thread that starts it.
+    Without a name it is that of the operation's Comm. In the ``background`` it goes on behind the thread that starts
+    it.
     """
 
     __slots__ = ("_is_said", "_operation", "_since", "name", "started", "thread")

@@ -38,8 +38,7 @@ _numbers = count(1)
 class Operation:
     """A save, load, migration, removal or export in progress on this rank.
 
-    Args:
-        kind: ``save``, ``load``, ``migrate``, ``convert``, ``remove`` or ``export``.
+    Its kind is ``save``, ``load``, ``migrate``, ``convert``, ``remove`` or ``export``.
     """
 
     def __init__(self, kind: str, directory: Path, comm: Comm, plugins: PluginManager) -> None:
@@ -88,8 +87,7 @@ class Operation:
     def start_progress(self, find_total: Callable[[], int]) -> None:
         """Report the bytes that :attr:`count` gets from now on, if a plugin asks for that.
 
-        Args:
-            find_total: Returns the bytes that this rank is to read or write.
+        Only then is ``find_total`` called, which returns the bytes that this rank is to read or write.
         """
         if wants_progress(self.plugins):
             self._progress = Progress(
@@ -151,8 +149,7 @@ class Operation:
     def blocking(self, phase: str = "") -> Iterator[None]:
         """Count the block as time that the caller waits for; a background save has several such.
 
-        Args:
-            phase: What it does outside of all phases that are reported; ``""`` for what the Comm says.
+        ``phase`` is what it does outside of all phases that are reported; ``""`` for what the Comm says.
         """
         started, watched = time.perf_counter(), LongPhase(self, phase)
         try:
@@ -164,19 +161,14 @@ class Operation:
     def local_phase(self, name: str) -> AbstractContextManager[None]:
         """Do and report this rank's part of a phase; the next collective raises its error on all ranks.
 
-        It is :meth:`Comm.local_phase` with events; the rules are the same.
-
-        Args:
-            name: What the phase does, for the events and the error.
+        It is :meth:`Comm.local_phase` with events; the rules are the same. The events and the error have the name.
         """
         return _Phase(self, name)
 
     def start_phase(self, name: str, *, background: bool = True) -> LongPhase:
         """Report the start of a phase; :meth:`end_phase` ends it.
 
-        Args:
-            name: What the phase does.
-            background: Whether it goes on behind the thread that starts it, and may end in another.
+        In the ``background`` it goes on behind the thread that starts it, and may end in another.
         """
         self._report_start(name)
         return LongPhase(self, name, background=background)

@@ -48,16 +48,13 @@ _OBJECT_FIELDS: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {
 
 
 class PlanCache(Generic[_Plan]):
-    """The most recent plans of this process: one rank's part of each.
+    """The ``size`` most recent plans of this process: one rank's part of each.
 
     Plans of saves are in :data:`saved_plans`. A fully parallel wrapper has a cache of its own, of one plan: its owner
     decides by ``do_cache_distribution`` whether there is one, and its plan must not push those of saves out.
 
     :meth:`find` is not collective. Ranks use a plan only after they have agreed that all have found the same one: a
     rank that planned alone would wait for the others.
-
-    Args:
-        size: Number of plans that are kept; 0: none.
     """
 
     def __init__(self, size: int) -> None:
@@ -65,11 +62,7 @@ class PlanCache(Generic[_Plan]):
         self._entries: list[tuple[Hashable, _Plan]] = []
 
     def find(self, key: Hashable, fits: Callable[[_Plan], bool] = lambda _: True) -> _Plan | None:
-        """Return the newest plan of a key for which ``fits`` is true, or None.
-
-        Args:
-            fits: Called with plans of that key, the newest first.
-        """
+        """Return the newest plan of a key for which ``fits`` is true, or None."""
         return next((plan for other, plan in self._entries if other == key and fits(plan)), None)
 
     def add(self, key: Hashable, plan: _Plan) -> None:
@@ -83,11 +76,8 @@ class PlanCache(Generic[_Plan]):
     def find_or_plan(self, share: object, group: Comm, plan: Callable[[], _Plan]) -> _Plan:
         """Collective: return the group's last plan if its input is the same on every rank, else make a new one.
 
-        The cache must not be used for anything else: it is cleared before a plan is made, so all ranks have the same
-        plan or none.
-
-        Args:
-            share: This rank's part of the plan's input: plain data that its ``repr`` describes completely.
+        ``share`` is this rank's part of the input: plain data that its ``repr`` describes completely. The cache must
+        not be used for anything else: it is cleared before a plan is made, so all ranks have the same plan or none.
         """
         if not self._size:
             return plan()
@@ -112,12 +102,8 @@ os.register_at_fork(after_in_child=saved_plans.clear)
 class Block(NamedTuple):
     """The metadata of some of a rank's shards, in lists and tuples: comparing these is faster than comparing objects.
 
-    Attributes:
-        kinds: The class of each shard.
-        tensors: The fields of each ShardedTensor.
-        slices: Their flattened ranges.
-        forms: The shapes and the dtypes of their data.
-        objects: The fields of each other shard.
+    The fields of each ShardedTensor are ``tensors``, its flattened range in ``slices``, the shape and dtype of its data
+    in ``forms``; those of each other shard are ``objects``.
     """
 
     kinds: list[type[Any]]
@@ -131,15 +117,11 @@ class Block(NamedTuple):
 class CachedPlan:
     """This rank's part of a save that all ranks have checked and planned.
 
-    Attributes:
-        description: The metadata of this rank's shards, ``_BLOCK`` a block.
-        save_id: The save's id, the same on all ranks.
-        validated: Whether the shards of all ranks were validated.
-        plan: The :attr:`shardckpt.strategy.PreparedSave.plan` of the save.
-        replicas: Which ranks have which of the replicated shards.
-        given: The shards that the strategy was given, to compare with what it stores.
-        nbytes: The bytes of the tensors that this rank stores.
-        layout: Offsets of the tensors in the staging memory of a background save.
+    ``description`` is the metadata of this rank's shards, ``_BLOCK`` a block. ``save_id`` is the same on all ranks.
+    ``validated``: the shards of all ranks were. ``plan`` is the :attr:`shardckpt.strategy.PreparedSave.plan` of the
+    save. ``replicas`` says which ranks have which of the replicated shards. ``given`` are the shards that the strategy
+    was given, to compare with what it stores. ``nbytes`` are those of the tensors that this rank stores. ``layout`` has
+    the offsets of the tensors in the staging memory of a background save.
     """
 
     description: list[Block]
@@ -156,10 +138,8 @@ class CachedPlan:
 class PlanLookup:
     """The result of looking up the plan for a save in this rank's cache.
 
-    Attributes:
-        key: The key of the strategy and the ranks; None if the strategy's plans are not cached.
-        description: The metadata of the shards; None if a plan may depend on more than that.
-        cached: The plan, if there is one.
+    The key is of the strategy and the ranks; None if the strategy's plans are not cached. The description is the
+    metadata of the shards; None if a plan may depend on more than that.
     """
 
     key: Hashable = None
@@ -175,11 +155,7 @@ class PlanLookup:
 def look_up_plan(shards: Sequence[ShardedBase], saver: SaveStrategy, comm: Comm, *, validate: bool) -> PlanLookup:
     """Look up the plan for these shards in this rank's cache. Not collective.
 
-    Args:
-        validate: Whether to find only plans whose shards were validated.
-
-    Returns:
-        The result, with or without a plan.
+    With ``validate`` it finds only plans whose shards were validated.
     """
     strategy_key = find_plan_cache_key(saver)
     if strategy_key is None:
@@ -212,13 +188,8 @@ def _warn_of_lost_cache(strategy: type[SaveStrategy]) -> None:
 class CachingSaveStrategy(AsyncSaveStrategy):
     """Wraps a strategy with the plan cache: it replans if there is a plan, else it prepares and caches the plan.
 
-    Attributes:
-        strategy: The wrapped strategy.
-        lookup: What was found in the cache; ``prepare`` sets ``lookup.cached`` to the plan that the next save can use.
-        replicas: As in :class:`CachedPlan`.
-        given: As in :class:`CachedPlan`.
-        validated: As in :class:`CachedPlan`.
-        nbytes: As in :class:`CachedPlan`.
+    ``lookup`` is what was found in the cache; ``prepare`` sets ``lookup.cached`` to the plan that the next save can
+    use. The other fields are as in :class:`CachedPlan`.
     """
 
     strategy: AsyncSaveStrategy

@@ -21,8 +21,7 @@ _INTERVAL = 0.1
 class Progress:
     """Counts the bytes of an operation of this process; any number of threads may add some at a time.
 
-    Args:
-        operation: ``verify`` or another name that :class:`~shardckpt.plugins.Event` lists.
+    The operation is ``verify`` or another name that :class:`~shardckpt.plugins.Event` lists.
     """
 
     def __init__(

@@ -77,11 +77,9 @@ _warned: set[str] = set()
 class PruneResult:
     """A leftover, and whether it was removed.
 
-    Attributes:
-        path: Its path; on a store the URL that the save or removal was of.
-        nbytes: Bytes that its removal frees.
-        kept: Why it is needed; ``""`` if it is not: it was removed, or with ``dry_run`` would be.
-        error: Why it could not be removed; ``""`` if it could.
+    On a store its path is the URL that the save or removal was of. ``nbytes`` are those that its removal frees.
+    ``kept`` says why it is needed; ``""`` if it is not: it was removed, or with ``dry_run`` would be. ``error`` says
+    why it could not be removed.
     """
 
     path: Path
@@ -100,19 +98,13 @@ def prune_leftovers(
 ) -> list[PruneResult]:
     """Remove what killed saves, overwrites, exports and removals have left. Not collective: one process calls.
 
-    Nothing is removed that a living process owns, nor the only complete checkpoint.
+    Nothing is removed that a living process owns, nor the only complete checkpoint. The path is that of a folder of
+    checkpoints, or of one checkpoint, whose leftovers are next to it; at a URL they are in the place of the checkpoint.
+    A leftover whose owner is on another host, or not known, counts as dead ``older_than`` hours after the last write,
+    by default ``SHARDCKPT_LEFTOVER_HOURS``.
 
-    Args:
-        path: A folder of checkpoints; or one checkpoint, whose leftovers are next to it. Either may be a URL; there the
-            leftovers are in the place of the checkpoint.
-        older_than: Hours since the last write after which a leftover whose owner is on another host, or not known,
-            counts as dead; by default ``SHARDCKPT_LEFTOVER_HOURS``.
-
-    Returns:
-        Every leftover, sorted by name: those next to ``path``, then those in it.
-
-    Raises:
-        StorageError: neither ``path`` nor a leftover of it exists, or a folder cannot be listed.
+    Returns every leftover, sorted by name: those next to ``path``, then those in it. It is a StorageError if neither
+    ``path`` nor a leftover of it exists.
     """
     plugins = get_plugin_manager()
     place = locate(path, plugins)
@@ -132,14 +124,8 @@ def prune_spools(
 ) -> list[PruneResult]:
     """Remove the local directories in which killed processes had files to upload to a store. Not collective.
 
-    Args:
-        folder: The folder that has them; by default ``SHARDCKPT_SPOOL_DIR``, or the system's temporary directory.
-
-    Returns:
-        Every such directory, sorted by name.
-
-    Raises:
-        StorageError: the folder does not exist.
+    They are in ``folder``, by default ``SHARDCKPT_SPOOL_DIR``, or the system's temporary directory. Returns every such
+    directory, sorted by name.
     """
     place = spool_folder() if folder is None else locate_local(folder, "prune")
     if not place.is_dir():
@@ -150,16 +136,9 @@ def prune_spools(
 def clear_unfinished(
     place: Path, names: Iterable[str], plugins: PluginManager, older_than: float | None = None, *, dry_run: bool
 ) -> list[PruneResult]:
-    """Remove what saves and removals that were killed have left in folders of a store.
+    """Remove what saves and removals that were killed have left in folders of a store; return it, sorted by name.
 
-    Args:
-        names: Of the folders; ``""`` is the URL itself.
-
-    Returns:
-        What was found, sorted by name.
-
-    Raises:
-        StorageError: the store does not answer.
+    The name ``""`` is the URL itself.
     """
     names = sorted(names)
     folders = [open_below(place, name, plugins) for name in names]
@@ -185,13 +164,8 @@ def clear_uploads(
     """Abort the uploads below a URL that began so long ago that their processes count as dead.
 
     Their saves have left nothing else that says whose they are: what they had was removed, or overwritten. Those to the
-    place of a save that may live stay at any age.
-
-    Returns:
-        A result for each upload that has not ended; none of a directory, or if they cannot be listed.
-
-    Raises:
-        StorageError: the store does not say whether a save lives.
+    place of a save that may live stay at any age. Returns a result for each upload that has not ended; none of a
+    directory, or if they cannot be listed.
     """
     limit = settings.leftover_hours() if older_than is None else older_than
     old, results = [], []
@@ -213,11 +187,7 @@ def clear_uploads(
 def explain_unseen_uploads(path: str | os.PathLike[str]) -> str:
     """Say what to do about uploads of killed saves that nothing here can list.
 
-    Returns:
-        The advice; ``""`` for a directory, or where they can be listed.
-
-    Raises:
-        StorageError: nothing serves the URL.
+    ``""`` for a directory, or where they can be listed.
     """
     if _list_uploads(place := locate(path, get_plugin_manager())) is not None:
         return ""
@@ -233,11 +203,7 @@ def open_staging(
 ) -> tuple[Path, str]:
     """Create a staging directory, or take over that of a killed process, after its leftovers are removed.
 
-    Args:
-        journal: The journal of what is written, if another process may go on with it.
-
-    Returns:
-        The directory, and the save's id.
+    Returns the directory, and the save's id. There is a journal if another process may go on with what is written.
     """
     staging = None if journal is None else adopt_staging(target, journal)
     clear_leftovers(target, is_superseded, restore=restore, keep=staging)
@@ -251,11 +217,9 @@ def open_staging(
 def clear_leftovers(target: Path, is_superseded: IsSuperseded, *, restore: bool, keep: Path | None = None) -> None:
     """Remove, before a save, what earlier saves to the target have left and no living process owns.
 
-    Leftovers that are kept, or cannot be removed, are a warning: the save continues. The folder is listed once.
-
-    Args:
-        is_superseded: Tells whether a checkpoint that an overwrite has moved aside is not needed.
-        restore: Whether to rename such a checkpoint back first, if nothing is at the target.
+    Leftovers that are kept, or cannot be removed, are a warning: the save continues. The folder is listed once. A
+    checkpoint that an overwrite has moved aside goes if it ``is_superseded``; with ``restore`` it is first renamed
+    back, if nothing is at the target.
     """
     try:
         found = find_leftovers(target.parent, belongs_to(target))
@@ -282,8 +246,7 @@ def explain_kept_leftover(
 ) -> str:
     """Return why a leftover is kept; ``""`` if no living process owns it, and it is not the only complete checkpoint.
 
-    Args:
-        is_superseded: Tells whether a checkpoint that an overwrite has moved aside is not needed.
+    ``is_superseded`` tells whether a checkpoint that an overwrite has moved aside is not needed.
     """
     reason = why_kept(leftover, older_than)
     if reason or not leftover.is_replaced or is_superseded(leftover.path, target):
@@ -319,11 +282,7 @@ def make_superseded_check(plugins: PluginManager) -> IsSuperseded:
 def owned_files(directory: Path, plugins: PluginManager, new: Path, *, moved: bool = False) -> set[str]:
     """Return the paths of what belongs to the checkpoint in a directory: an overwrite keeps all other files.
 
-    Args:
-        directory: The checkpoint.
-        plugins: The plugin manager.
-        new: The directory of the checkpoint that takes its place.
-        moved: Whether an overwrite has moved it aside.
+    ``new`` is the directory of the checkpoint that takes its place. ``moved``: an overwrite has moved it aside.
     """
     owned = {MARKER_NAME, RECORD_NAME, INTEGRITY_NAME}
     try:

@@ -35,14 +35,11 @@ _GROUPS, _PARAMS = "param_groups", "params"
 
 
 def rename_stored(checkpoint: OpenCheckpoint, names: Mapping[str, str], keys: Sequence[str]) -> OpenCheckpoint:
-    """Return an open checkpoint under other names.
+    """Return an open checkpoint under other names, which are the same on every rank.
 
-    Args:
-        names: The dotted beginnings of keys, or whole keys, as they are stored, and what they are to be; of several
-            that begin a key the longest counts, and ``""`` begins every key. The same on every rank.
-
-    Raises:
-        KeyMismatchError: the checkpoint has nothing of one of these names, or two things would have one name.
+    ``names`` has the dotted beginnings of keys, or whole keys, as they are stored, and what they are to be; of several
+    that begin a key the longest counts, and ``""`` begins every key. It is a KeyMismatchError if the checkpoint has
+    nothing of one of these names, or two things would have one name.
     """
     with checkpoint.operation.local_phase("renaming what is stored"):
         _check(names, keys)
@@ -57,7 +54,7 @@ def list_names(checkpoint: OpenCheckpoint) -> list[str]:
 
 
 def list_keys(checkpoint: OpenCheckpoint) -> list[str]:
-    """Collective: return the keys of all that is stored beside the common state."""
+    """Collective: return the keys of all that is stored except the common state."""
     columns = checkpoint.columns()
     objects = (ShardedObject.empty_from_unique_key(name).key for name in columns.objects)
     return [*columns.keys, *columns.values, *objects]
@@ -242,8 +239,7 @@ def _list_paths(values: Any, path: str = "") -> Iterable[str]:
 def _move_parts(common: StateDict, names: Mapping[str, str]) -> StateDict:
     """Return nested dicts with their parts at new dotted paths; those that moving leaves empty are left out.
 
-    Raises:
-        KeyMismatchError: a new path leads through a value.
+    A new path that leads through a value is a KeyMismatchError.
     """
     found: dict[Any, Any] = {}
     pending: deque[tuple[str, Any, Any]] = deque(("", key, value) for key, value in common.items())
@@ -284,8 +280,7 @@ def _rename_last(name: Any, path: str, names: Mapping[str, str]) -> Any:
 def _join(one: Any, other: Any, path: str) -> Any:
     """Return what two nested dicts have together, without a change of either.
 
-    Raises:
-        KeyMismatchError: both have a value at the same path.
+    Values of both at the same path are a KeyMismatchError.
     """
     if not (isinstance(one, dict) and isinstance(other, dict)):
         raise KeyMismatchError(f"rename: two values of the common state would be at {path!r}: give each its own name")

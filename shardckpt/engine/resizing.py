@@ -50,11 +50,8 @@ def allow_resizing(
 ) -> list[ShardedBase]:
     """Return shards; those that match a pattern may have another shape than is stored.
 
-    Args:
-        stored: The stored shapes by key. Where one is not known, what can have another shape may have it.
-
-    Raises:
-        CheckpointingException: one with another shape has axes that its tensor has not, or is flattened.
+    Where the stored shape is not known, what can have another shape may have it. One with another shape that has axes
+    that its tensor has not, or is flattened, is an error.
     """
     if not patterns:
         return list(shards)
@@ -80,10 +77,8 @@ def _allow(shard: ShardedTensor, stored: Mapping[str, Ints]) -> ShardedTensor:
 class Resizing:
     """The values of new rows, which a load into tensors of other sizes must keep.
 
-    New rows of an optimizer's state become zero, as a load with ``allow_shape_mismatch`` leaves them.
-
-    Args:
-        is_main: Whether this rank warns of rows that are not read.
+    New rows of an optimizer's state become zero, as a load with ``allow_shape_mismatch`` leaves them. The main rank
+    warns of rows that are not read.
     """
 
     def __init__(

@@ -56,18 +56,11 @@ _LARGE = 1 << 20
 class SaveOptions:
     """Options of a save; see :func:`shardckpt.dist_checkpointing.save`.
 
-    Attributes:
-        validate: Whether to check the shards of all ranks, and compare their common state.
-        overwrite: Whether to replace what is at the target.
-        content_metadata: Anything that describes the content.
-        preprocess_common: Removes from the common state what may differ between ranks.
-        allow_globals: Classes and functions that pickles may name.
-        sha256: Whether to write ``integrity.json``.
-        lineage: The checkpoint that the job was resumed from, and the step.
-        fingerprints: Whether to store fingerprints of the tensors.
-        memory_budget: Bytes that a rank may hold at a time beside the tensors; None: as many as are fast.
-        before: What each rank does first, in phases of the operation that it gets.
-        room: The limits of the space of the save.
+    ``validate``: check the shards of all ranks, and compare their common state. ``preprocess_common`` removes from the
+    common state what may differ between ranks. Pickles may name ``allow_globals``. ``sha256``: write
+    ``integrity.json``. ``lineage`` is the checkpoint that the job was resumed from, and the step. ``memory_budget``:
+    bytes that a rank may hold at a time in addition to the tensors; None: as many as are fast. ``before`` is what each
+    rank does first, in phases of the operation that it gets. ``room`` has the limits of the space of the save.
     """
 
     validate: bool = True
@@ -87,15 +80,10 @@ class SaveOptions:
 class CheckedState:
     """A state dict that is split into shards and common state, and checked across ranks.
 
-    Attributes:
-        saver: The strategy; wrapped with the plan cache if its plans are cached.
-        header: What the checkpoint's header will say.
-        shards: This rank's shards.
-        common: The state that is not sharded.
-        given: The shards that the strategy is given, to compare with what it stores.
-        lookup: What the plan cache has for the shards; once the save is planned, its plan, if that is cached.
-        nbytes: The bytes of the tensors that this rank stores.
-        forecast: What is forecast of the space: nothing if the strategy may write less than the tensors have.
+    The strategy is wrapped with the plan cache if its plans are cached. ``given`` are the shards that it is given, to
+    compare with what it stores. ``lookup`` is what the plan cache has for the shards; once the save is planned, its
+    plan, if that is cached. ``nbytes`` are those of the tensors that this rank stores. ``forecast`` is what is forecast
+    of the space: nothing if the strategy may write less than the tensors have.
     """
 
     saver: SaveStrategy
@@ -171,17 +159,9 @@ def check_state(
     *,
     background: bool = False,
 ) -> CheckedState:
-    """Collective: split a state dict into shards and common state, and check them.
+    """Collective: split a state dict, which is not changed, into shards and common state, and check them.
 
-    Args:
-        sharded_state_dict: This rank's; it is not changed.
-        background: Whether it is to be saved in the background.
-
-    Returns:
-        The shards, the common state, and the strategy that saves them.
-
-    Raises:
-        CheckpointingException: on every rank, if the ranks' arguments differ, or the shards are not valid.
+    If the ranks' arguments differ, or the shards are not valid, all ranks raise.
     """
     comm = operation.comm
     options.before(operation)
@@ -286,14 +266,10 @@ def _store_content(common: CommonStateDict, content: Any, comm: Comm) -> None:
 def find_saver(strategy: Any, plugins: PluginManager, others: Collection[str] = ()) -> SaveStrategy:
     """Return the save strategy that a caller names.
 
-    Args:
-        strategy: A SaveStrategy, which is returned; a backend, whose newest version is chosen; (backend, version); or
-            None for the registry's default.
-        others: Names of formats that the caller takes, too, for the error.
-
-    Raises:
-        UnknownBackendError: no installed strategy saves it.
-        PluginError: the SaveStrategy names no backend or version, or such as no strategy can have.
+    That is a SaveStrategy, which is returned; a backend, whose newest version is chosen; (backend, version); or None
+    for the registry's default. What no installed strategy saves is an UnknownBackendError, which also names ``others``:
+    formats that the caller takes, too. A SaveStrategy that names no backend or version, or such as no strategy can
+    have, is a PluginError.
     """
     if isinstance(strategy, SaveStrategy):
         check_key(*get_strategy_key(strategy))

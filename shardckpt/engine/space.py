@@ -29,10 +29,8 @@ UNKNOWN = 1 << 62
 class Forecast(NamedTuple):
     """The bytes that a rank is about to store, for the forecast of space.
 
-    Attributes:
-        nbytes: The bytes of its tensors, tied ones counted for each key: it is quickly known.
-        shards: Its shards, to count tied tensors once where ``nbytes`` do not fit; not kept. Without any, ``nbytes``
-            are what it takes.
+    ``nbytes`` counts tied tensors for each key: it is quickly known. The shards are there to count tied tensors once
+    where ``nbytes`` do not fit; they are not kept. Without any, ``nbytes`` are what it takes.
     """
 
     nbytes: int = 0
@@ -60,14 +58,12 @@ class EarlierSave(NamedTuple):
 class Room(NamedTuple):
     """The caller's settings for the space of a save. Only the main rank calls ``find_used`` and ``find_earlier``.
 
-    Attributes:
-        make: Collective: called before a save is refused, which may fit after it, and when a write has found no space;
-            returns whether it removed anything. None if nothing makes room.
-        quota: Bytes that the folder of the save may hold; 0: as many as its file system.
-        find_used: Returns those that it holds; called only where there is a quota.
-        find_earlier: Returns what an earlier save took, by which the forecast knows of more than the tensors; gets the
-            free bytes.
-        explain: Collective: returns the error of a background save that found no space with what could go.
+    ``make`` is collective: it is called before a save is refused, which may fit after it, and when a write has found no
+    space; it returns whether it removed anything. None if nothing makes room. ``quota`` is the bytes that the folder of
+    the save may hold; 0: as many as its file system. ``find_used`` returns those that it holds; it is called only where
+    there is a quota. ``find_earlier`` gets the free bytes, and returns what an earlier save took, by which the forecast
+    knows of more than the tensors. ``explain`` is collective: it returns the error of a background save that found no
+    space with what could go.
     """
 
     make: Callable[[], bool] | None = None
@@ -85,7 +81,7 @@ class Room(NamedTuple):
         return self.make is not None and is_of_write(error, target) and self.make()
 
     def find_rest(self, free: int, forecast: Forecast) -> int:
-        """Return the bytes that a save takes beside those of its forecast, so far as an earlier one tells."""
+        """Return the bytes that a save takes in addition to its forecast, so far as an earlier one tells."""
         earlier = EarlierSave() if free >= UNKNOWN else self.find_earlier(free)
         return earlier.nbytes if forecast is NO_FORECAST else max(0, earlier.nbytes - earlier.tensors)
 
@@ -141,16 +137,10 @@ def _find_folder(target: Path) -> Path | str:
 def refuse_full(
     target: Path, needed: int, action: str, free: int | None = None, room: Room = UNLIMITED, rest: int = 0
 ) -> None:
-    """Raise if a file system has less free than what is to be written takes.
+    """Raise NotEnoughSpaceError if the file system of a target has less free than what is to be written takes.
 
-    Args:
-        target: What is to be written: its folder is on the file system.
-        needed: The bytes of the tensors.
-        free: Free bytes of the file system, or what the quota of the room leaves; None: look.
-        rest: The bytes of all else.
-
-    Raises:
-        NotEnoughSpaceError: It has.
+    ``needed`` are the bytes of the tensors, ``rest`` those of all else. ``free`` are those of the file system, or what
+    the quota of the room leaves; None: look.
     """
     free = _find_system_bytes(target) if free is None else free
     if needed + rest > free:
@@ -193,11 +183,7 @@ def is_of_write(error: NotEnoughSpaceError, target: Path) -> bool:
 
 
 def explain_full(error: NotEnoughSpaceError, target: Path) -> NotEnoughSpaceError:
-    """Return the error of a write that found no space with what is free, and could go; that of a refusal as it is.
-
-    Args:
-        target: What was to be written.
-    """
+    """Return the error of a write that found no space with what is free, and could go; that of a refusal as it is."""
     if not is_of_write(error, target):
         return error
     folder, free = target.parent, find_free_bytes(target.parent)

@@ -44,18 +44,9 @@ def read_boxes(checkpoint: OpenCheckpoint, boxes: Sequence[TensorBox]) -> list[t
 def compute_fingerprints(
     checkpoint: OpenCheckpoint, tensors: Sequence[ShardedTensor], most: int = STREAM_BYTES
 ) -> dict[str, str]:
-    """Return the fingerprints of stored tensors, from their values: all of them are read.
+    """Return the fingerprints of stored tensors, as :func:`shardckpt.fingerprint` returns them, from their values.
 
-    Args:
-        checkpoint: The checkpoint.
-        tensors: Descriptions of its tensors.
-        most: Bytes of values in memory at a time.
-
-    Returns:
-        As :func:`shardckpt.fingerprint` returns them.
-
-    Raises:
-        CheckpointingException: A tensor cannot be read, or is damaged.
+    All of these are read; ``most`` is the bytes of them in memory at a time.
     """
     sums = TensorSums()
     for batch in batch_by_bytes(cut_stored(tensors, most), lambda found: found.nbytes, most):

@@ -40,11 +40,9 @@ class _Times(NamedTuple):
 
 
 class Timeline:
-    """When the phases of a save began and ended on this rank.
+    """When the phases of a save began and ended on this rank, by ``time.perf_counter``.
 
-    Args:
-        began: When the save began here, by ``time.perf_counter``: a clock that all processes of a host share, so that
-            the times of a worker process are comparable.
+    All processes of a host share that clock, so that the times of a worker process are comparable.
     """
 
     def __init__(self, began: float) -> None:
@@ -80,8 +78,7 @@ class Timeline:
     def pack(self, ready: float, nbytes: int) -> bytes:
         """Return the times for the main rank; empty if nobody noted the writing, as where other programs do it.
 
-        Args:
-            ready: When the rank had written all, and began to commit.
+        ``ready`` is when the rank had written all, and began to commit.
         """
         if self._writing is None:
             return b""
@@ -98,11 +95,9 @@ class Timeline:
 
 
 def gather_timings(packed: Sequence[bytes], timeline: Timeline) -> SaveTimings | None:
-    """Return what the record keeps of the times of all ranks; None if some rank has none.
+    """Return what the record keeps of the times of all ranks, packed in rank order; None if some rank has none.
 
-    Args:
-        packed: What :meth:`Timeline.pack` returned, in rank order.
-        timeline: The main rank's; its time is the end of the commit, as far as the record can have it.
+    The timeline is the main rank's; its time is the end of the commit, as far as the record can have it.
     """
     if not all(packed):
         return None
@@ -110,11 +105,9 @@ def gather_timings(packed: Sequence[bytes], timeline: Timeline) -> SaveTimings |
 
 
 def make_timings(times: Sequence[_Times], committed: float, background: bool) -> SaveTimings:
-    """Return the times of ranks, from the moment at which the first one began.
+    """Return the times of ranks, in rank order, from the moment at which the first one began.
 
-    Args:
-        times: Those of all ranks, in rank order.
-        committed: When the record was made.
+    ``committed`` is when the record was made.
     """
     zero = min(rank.plan for rank in times)
     spans = [

@@ -79,15 +79,11 @@ class CheckpointHeader(NamedTuple):
 
 
 class WrittenFiles(NamedTuple):
-    """The files that a rank has written.
+    """The files that a rank has written: their records, and their SHA-256 by name, if the save asks for it.
 
-    Attributes:
-        files: Their records.
-        sha256: Their SHA-256 by name, if the save asks for it.
-        parts: What it has written of files that other ranks write, too.
-        sums: Sums of the bits of its boxes, if the save asks for fingerprints.
-        timeline: When its phases began and ended, as :meth:`Timeline.pack` returns it.
-        streamed: Names of those that were streamed to a store.
+    ``parts`` is what it has written of files that other ranks write, too. ``sums`` are of the bits of its boxes, if the
+    save asks for fingerprints. ``timeline`` is as :meth:`Timeline.pack` returns it. ``streamed`` are the names of those
+    that were streamed to a store.
     """
 
     files: list[FileRecord]
@@ -104,19 +100,18 @@ class Transaction:
     If the target is a directory, all ranks write to one staging directory next to it. If it is a URL, each rank streams
     its files to the store; where the store cannot do that, it writes to a local directory of its own, and uploads them.
 
-    Args:
-        overwrite: Whether ``target`` may have a checkpoint, or other files; at a URL, a checkpoint or what an
-            interrupted save has left.
-        journal: The journal of what one process writes to a directory, if another may go on with it after a kill.
-        check: Called on the main rank when all is written and nothing is committed: with a directory that has the
-            record and ``metadata.json``, and the place of all other files, which is the same directory or the target's
-            URL. If it raises, nothing is committed.
-        forecast: What this rank will store. A save to a directory is refused, before it writes a file, if that of all
-            ranks is more than its file system has free.
-        room: The limits of its space.
-        memory_budget: Bytes that this rank may hold at a time beside the tensors; None: as many as are fast.
-        given: Whether this rank gives the strategy shards or common values: if any rank does, a save without a file is
-            refused.
+    ``overwrite``: the target may have a checkpoint, or other files; at a URL, a checkpoint or what an interrupted save
+    has left. There is a ``journal`` of what one process writes to a directory, if another may go on with it after a
+    kill.
+
+    ``check`` is called on the main rank when all is written and nothing is committed: with a directory that has the
+    record and ``metadata.json``, and the place of all other files, which is the same directory or the target's URL. If
+    it raises, nothing is committed.
+
+    ``forecast`` is what this rank will store. A save to a directory is refused, before it writes a file, if that of all
+    ranks is more than its file system has free; ``room`` has the limits of its space. ``memory_budget``: bytes that
+    this rank may hold at a time in addition to the tensors; None: as many as are fast. ``given``: this rank gives the
+    strategy shards or common values; if any rank does, a save without a file is refused.
     """
 
     def __init__(
@@ -221,13 +216,10 @@ class Transaction:
         return writer
 
     def run(self, write: Callable[[CheckpointWriter, str], None], content: Any = None) -> None:
-        """Collective: write files on all ranks, and commit them if every rank has succeeded.
+        """Collective: write files on all ranks, and commit them if every rank has succeeded; else all ranks raise.
 
-        Args:
-            write: Writes this rank's files, and their fingerprints; gets the writer and the save's id.
-
-        Raises:
-            CheckpointingException: on every rank, if any failed; the target is unchanged then.
+        The target is unchanged then. ``write`` gets the writer and the save's id, and writes this rank's files, and
+        their fingerprints.
         """
         try:
             with self.writer() as writer:
@@ -244,12 +236,9 @@ class Transaction:
     def commit(self, writer: CheckpointWriter, before: WrittenFiles | None = None, content: Any = None) -> None:
         """Collective: commit the files of all ranks; other ranks know that it succeeded after the next sync of errors.
 
-        Args:
-            writer: Has written this rank's files; on the main rank it writes the record and ``metadata.json``.
-            before: Files of this rank that another writer has written.
-
-        Raises:
-            CheckpointingException: on every rank, if any failed; the target is unchanged then.
+        If any rank failed, all raise, and the target is unchanged. The writer has written this rank's files; on the
+        main rank it writes the record and ``metadata.json``. ``before`` are files of this rank that another writer has
+        written.
         """
         comm = self.operation.comm
         ready = time.perf_counter()
@@ -317,8 +306,8 @@ class Transaction:
     def abort(self, streamed: Iterable[str] = ()) -> None:
         """Remove all that the save has written.
 
-        Args:
-            streamed: Names of objects that this rank has streamed to a store by other writers than :meth:`writer`'s.
+        ``streamed`` has the names of objects that this rank has streamed to a store by other writers than
+        :meth:`writer`'s.
         """
         written = () if self._writer is None else self._writer.streamed
         self._committer.abort({*streamed, *written}, is_main=self.operation.comm.is_main)
@@ -327,10 +316,9 @@ class Transaction:
         return self.room.limit(self._committer.find_free())
 
     def _announce(self, begun: Begun, forecast: Forecast, free: int, rest: int) -> None:
-        """Collective: announce the save's name, negotiate the digest, and refuse the save if it cannot fit.
+        """Collective: announce the save's name, negotiate the digest, and refuse a save that cannot fit.
 
-        Raises:
-            NotEnoughSpaceError: on every rank.
+        All ranks raise the same NotEnoughSpaceError.
         """
         own = bytes(_NAME.size)  # of the other ranks: the sum is what the main rank gives
         if begun.save_id:

@@ -36,8 +36,7 @@ def find_twins(wanted: Sequence[ShardedBase], not_stored: Collection[str] = ()) 
 def check_twins(wanted: Sequence[ShardedBase], values: list[Any], twins: Mapping[int, int]) -> None:
     """Put the value of the first in the place of each twin's, which was read into memory of its own.
 
-    Raises:
-        KeyMismatchError: two values differ.
+    Two that differ are a KeyMismatchError.
     """
     for number, other in twins.items():
         value, kept = values[number], values[other]

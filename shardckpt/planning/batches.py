@@ -16,8 +16,7 @@ def batch_by_bytes(
 ) -> Iterator[list[_T]]:
     """Batch items in their order: those of a batch have together at most ``most`` bytes, unless one alone has more.
 
-    Yields:
-        The batches, none of them empty.
+    No batch is empty.
     """
     batch: list[_T] = []
     total = 0

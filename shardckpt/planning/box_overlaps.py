@@ -17,13 +17,10 @@ _PAIRS = 1 << 20
 
 
 class Overlaps(NamedTuple):
-    """Regions that a wanted and a stored box have in common, in columns.
+    """Regions that a wanted and a stored box have in common, in columns, all int64.
 
-    Attributes:
-        wanted: int64 of shape (n,): the wanted box of each region, by its row.
-        stored: int64 of shape (n,): the stored box of each region, by its row.
-        offset: int64 of shape (n, axes): global offsets of the regions.
-        extent: int64 of shape (n, axes): extents of the regions.
+    ``wanted`` and ``stored``, of shape (n,), are the rows of the boxes of each region; ``offset``, global, and
+    ``extent`` are of shape (n, axes).
     """
 
     wanted: torch.Tensor
@@ -35,14 +32,9 @@ class Overlaps(NamedTuple):
 def find_overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlaps:
     """Return every region that a wanted box has in common with a stored one.
 
-    Args:
-        wanted: Boxes; their tensors have the same numbers as in ``stored``.
-        stored: Boxes that do not overlap each other, ordered by the numbers of their tensors.
-        bounds: int64 of shape (tensors + 1,): rows ``bounds[n]`` to ``bounds[n + 1]`` of ``stored`` belong to tensor
-            ``n``.
-
-    Returns:
-        The regions; every element of a wanted box that is stored is in one of them.
+    Every element of a wanted box that is stored is in one of them. Tensors have the same numbers in both tables; stored
+    boxes do not overlap each other, and are ordered by these numbers: rows ``bounds[n]`` to ``bounds[n + 1]`` belong to
+    tensor ``n``. The bounds are int64 of shape (tensors + 1,).
     """
     axes = max(wanted.offset.shape[1], stored.offset.shape[1])
     wanted, stored = wanted.pad_axes(axes), stored.pad_axes(axes)
@@ -72,13 +64,9 @@ def find_overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlap
 
 
 def list_rows(specs: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Return the rows of some tensors, one tensor after the other.
+    """Return the rows, int64 of shape (rows,), of some tensors, one tensor after the other.
 
-    Args:
-        specs: int64 of shape (n,): numbers of tensors.
-
-    Returns:
-        int64 of shape (rows,).
+    ``specs`` are the numbers of the tensors, int64 of shape (n,).
     """
     if max(len(specs), len(bounds)) <= FEW and int(bounds[-1]) <= FEW:
         stops = bounds.tolist()

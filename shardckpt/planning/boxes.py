@@ -50,12 +50,7 @@ class Box(NamedTuple):
 
 
 class FlatPart(NamedTuple):
-    """A box of a flattened shard.
-
-    Attributes:
-        box: Where it lies in the global tensor.
-        start: The index in the flattened slice at which its elements start.
-    """
+    """A box of a flattened shard, and the index in the flattened slice at which its elements start."""
 
     box: Box
     start: int
@@ -71,15 +66,10 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def cut_flat_range(shape: Sequence[int], start: int, stop: int) -> list[FlatPart]:
-    """Cut elements ``start`` to ``stop`` of a row-major flattened block into boxes, at most 2·axes - 1 of them.
+    """Cut elements ``start`` to before ``stop`` of a row-major flattened block into at most 2·axes - 1 boxes.
 
-    Args:
-        start: Index of the first element in the flattened block.
-        stop: Index behind the last element.
-
-    Returns:
-        The boxes in the order of their elements. The elements of each follow each other in the flattened slice, in the
-        box's own row-major order; its ``start`` counts from the slice's first element.
+    They are in the order of their elements. The elements of each follow each other in the flattened slice, in the box's
+    own row-major order; its ``start`` counts from the slice's first element.
     """
     found, position = [], 0
     for box in _flat_boxes(tuple(shape), start, stop):
@@ -173,14 +163,9 @@ def part_view(shard: ShardedTensor, part: FlatPart) -> torch.Tensor:
 
 
 def cut_box(box: Box, itemsize: int, most: int) -> Iterator[Box]:
-    """Cut a box of a tensor along its first axes into boxes of at most ``most`` bytes.
+    """Cut a box of a tensor along its first axes into boxes of at most ``most`` bytes, in the order of their elements.
 
-    Args:
-        itemsize: Bytes of an element.
-        most: Bytes; an element may have more.
-
-    Yields:
-        The boxes, in the order of their elements.
+    An element may have more.
     """
     nbytes = box.volume * itemsize
     if nbytes <= most:

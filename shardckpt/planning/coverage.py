@@ -13,13 +13,7 @@ if TYPE_CHECKING:
 
 
 class Overlap(NamedTuple):
-    """Two boxes that overlap.
-
-    Attributes:
-        first: Number of one box in the list.
-        second: Number of the other box, which is larger.
-        common: The elements that both have.
-    """
+    """Two boxes that overlap, by their numbers in the list, and the elements that both have; the second is larger."""
 
     first: int
     second: int
@@ -42,14 +36,7 @@ def find_overlap(boxes: Sequence[Box]) -> Overlap | None:
 
 
 def find_hole(shape: Ints, boxes: Sequence[Box]) -> Box | None:
-    """Find elements of a tensor that no box has.
-
-    Args:
-        boxes: Boxes inside that shape that do not overlap.
-
-    Returns:
-        A box of such elements, or None if the boxes fill the tensor.
-    """
+    """Return a box of elements of a tensor that no box has, or None if the boxes, which do not overlap, fill it."""
     full = Box((0,) * len(shape), tuple(shape))
     if sum(box.volume for box in boxes) >= full.volume:  # enough, as none overlap
         return None

@@ -25,18 +25,11 @@ _CAST_ADVICE = ", or load them as torch casts them: allow_dtype_cast=True"
 def check_dtypes(
     wanted: Iterable[ShardedBase], stored: Mapping[str, torch.dtype], *, allow_cast: bool, advise: bool = True
 ) -> Casts:
-    """Compare the dtypes of wanted tensors with those that are stored.
+    """Compare the dtypes of wanted tensors with those that are stored, by key; shards of other keys are not checked.
 
-    Args:
-        stored: Dtype by key; shards of other keys are not checked.
-        allow_cast: Whether a cast may lose more than precision.
-        advise: Whether the error may name the argument that allows it: whether the caller can pass it.
-
-    Returns:
-        The casts that a load has to make: keys by stored and wanted dtype.
-
-    Raises:
-        DtypeMismatchError: a cast would lose more than precision; names all such tensors, with both dtypes.
+    Returns the casts that a load has to make: keys by stored and wanted dtype. Unless ``allow_cast``, one that would
+    lose more than precision is a DtypeMismatchError, which names all such tensors, with both dtypes. It may ``advise``
+    the argument that allows it if the caller can pass that.
     """
     casts: Casts = defaultdict(list)
     for shard in wanted:

@@ -20,13 +20,10 @@ Run: TypeAlias = tuple[int, int]
 class Split:
     """One sharding step, as one mesh dimension makes it.
 
-    Attributes:
-        dim: Axis of the tensor that is split.
-        count: Number of shards: the size of the mesh dimension.
-        index: Number of this rank's shard: its coordinate in the mesh dimension.
-        factor: 1 for ``Shard``, which splits as :func:`torch.chunk` does. Else the ``split_factor`` of
-            ``_StridedShard``: the axis is split into ``factor`` blocks, each block into ``count`` shards, and the rank
-            holds the shard with its number of every block.
+    ``dim`` is the axis of the tensor that is split into ``count`` shards, the size of the mesh dimension. ``index`` is
+    the number of this rank's shard: its coordinate in the mesh dimension. ``factor`` is 1 for ``Shard``, which splits
+    as :func:`torch.chunk` does. Else it is the ``split_factor`` of ``_StridedShard``: the axis is split into ``factor``
+    blocks, each block into ``count`` shards, and the rank holds the shard with its number of every block.
     """
 
     dim: int
@@ -36,12 +33,7 @@ class Split:
 
 
 class HeldBox(NamedTuple):
-    """A box of the global tensor that is one block of the local tensor.
-
-    Attributes:
-        box: Where it lies in the global tensor.
-        place: Its offset in the local tensor, along every axis.
-    """
+    """A box of the global tensor that is one block of the local tensor, and its offset there, along every axis."""
 
     box: Box
     place: Ints
@@ -50,15 +42,10 @@ class HeldBox(NamedTuple):
 def find_held_runs(shape: Sequence[int], splits: Iterable[Split]) -> tuple[tuple[Run, ...], ...]:
     """Return the global indices that a rank holds along every axis.
 
-    Args:
-        splits: The steps. Each splits what the one before left, as DTensor's placements do from left to right.
-
-    Returns:
-        The ranges of each axis, ascending, in the order of the local tensor; adjacent ranges are merged, and an axis of
-        which the rank holds nothing has none.
-
-    Raises:
-        ShardingError: a step splits an axis that the tensor lacks, or names a shard that does not exist.
+    Each step splits what the one before left, as DTensor's placements do from left to right. The ranges of an axis are
+    ascending, in the order of the local tensor; adjacent ranges are merged, and an axis has none if the rank holds
+    nothing of it. A step that splits an axis that the tensor lacks, or names a shard that does not exist, is a
+    ShardingError.
     """
     held: list[list[Run]] = [[(0, size)] if size else [] for size in shape]
     for split in splits:

@@ -16,15 +16,11 @@ if TYPE_CHECKING:
 
 
 def check_shapes(wanted: Iterable[ShardedBase], stored: Mapping[str, Ints], *, advise: bool = True) -> None:
-    """Compare the global shapes of wanted tensors with those that are stored.
+    """Compare the global shapes of wanted tensors with those that are stored, by key; other keys are not checked.
 
-    Args:
-        wanted: Shards; tensors with ``allow_shape_mismatch`` need the same number of axes only.
-        stored: Global shape by key; shards of other keys are not checked.
-        advise: Whether hints may name arguments of ShardedTensor: whether the caller has made the shards.
-
-    Raises:
-        ShapeMismatchError: some shapes differ; it names all such tensors, with both shapes and a hint.
+    Tensors with ``allow_shape_mismatch`` need the same number of axes only. The ShapeMismatchError names all tensors
+    that differ, with both shapes and a hint; hints may ``advise`` arguments of ShardedTensor if the caller has made the
+    shards.
     """
     faults = set()
     for shard in wanted:

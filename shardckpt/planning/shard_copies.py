@@ -27,10 +27,8 @@ _K = TypeVar("_K", bound="Hashable")
 class ShardCopy(NamedTuple):
     """A rank's copy of a shard, as other ranks need to know it.
 
-    Attributes:
-        shard: The id of the shard, which can be hashed.
-        nbytes: Its bytes; :data:`OBJECT_BYTES` for an object.
-        is_main: Whether this copy is the main replica.
+    ``shard`` is the id of the shard, which can be hashed; ``nbytes`` are its bytes, :data:`OBJECT_BYTES` for an object.
+    ``is_main``: this copy is the main replica.
     """
 
     shard: Any
@@ -39,12 +37,7 @@ class ShardCopy(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """The rank that reads or writes a shard.
-
-    Attributes:
-        rank: The rank that does.
-        holders: All ranks that hold a copy of the shard, ascending.
-    """
+    """The rank that reads or writes a shard, and all ranks that hold a copy of it, ascending."""
 
     rank: int
     holders: tuple[int, ...]
@@ -77,11 +70,8 @@ def describe_copy(shard: ShardedBase) -> ShardCopy:
 def find_holders(items_by_rank: Iterable[Iterable[_K]]) -> dict[_K, tuple[int, ...]]:
     """Return the ranks that list each item, ascending; items stand in the order in which they are first listed.
 
-    Args:
-        items_by_rank: Shard ids or other hashable items of every rank, in rank order; a rank may list one twice.
-
-    Returns:
-        The numbers of the ranks, by item.
+    The items, shard ids or others that can be hashed, are those of every rank, in rank order; a rank may list one
+    twice.
     """
     holders: dict[_K, list[int]] = {}
     for rank, items in enumerate(items_by_rank):
@@ -95,13 +85,9 @@ def find_holders(items_by_rank: Iterable[Iterable[_K]]) -> dict[_K, tuple[int, .
 def assign_shards(copies_by_rank: Sequence[Sequence[ShardCopy]], *, main_only: bool) -> dict[Any, Assignment]:
     """Assign every shard to one of the ranks that hold a copy of it, so that all ranks move about the same bytes.
 
-    Args:
-        copies_by_rank: The copies of every rank, in rank order.
-        main_only: Leave out shards without a main replica on these ranks. Otherwise these are assigned last, when
-            the loads of all others are known.
-
-    Returns:
-        The assignment of every shard by its id; the same on every rank that has the same arguments.
+    The result, by the shard's id, is the same on every rank that has the same arguments: the copies of every rank, in
+    rank order. With ``main_only`` shards without a main replica on these ranks are left out. Otherwise these are
+    assigned last, when the loads of all others are known.
     """
     nbytes = {copy.shard: copy.nbytes for copies in copies_by_rank for copy in copies}
     main = {copy.shard for copies in copies_by_rank for copy in copies if copy.is_main}
@@ -116,15 +102,9 @@ def assign_shards(copies_by_rank: Sequence[Sequence[ShardCopy]], *, main_only: b
 def assign_holders(holders: Sequence[tuple[int, ...]], sizes: Sequence[int], late: Collection[int] = ()) -> list[int]:
     """Choose one of its holders for every item: the least loaded, the scarcest and largest items first.
 
-    The result depends on the arguments alone, so ranks with the same arguments get the same result without
-    communication. Items with the same set of holders share a heap: S items on N ranks take O(S log N) steps.
-
-    Args:
-        holders: The ranks (or files) that may take each item, ascending; none is empty.
-        late: Numbers of items that are assigned after all others.
-
-    Returns:
-        The chosen holder of each item.
+    Holders are ranks (or files), ascending; no item is without. Items of ``late`` are assigned after all others. The
+    result depends on the arguments alone, so ranks with the same arguments get the same result without communication.
+    Items with the same set of holders share a heap: S items on N ranks take O(S log N) steps.
     """
     heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     heap_of = [heaps.get(ranks) or heaps.setdefault(ranks, [(0, rank) for rank in ranks]) for ranks in holders]

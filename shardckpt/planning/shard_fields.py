@@ -16,13 +16,9 @@ if TYPE_CHECKING:
 
 
 def list_fields(shards: Sequence[object], first: str, second: str, *others: str) -> list[tuple[Any, ...]]:
-    """Return at least two fields of objects.
+    """Return a column for each of at least two names of fields, with a value for each object.
 
-    Args:
-        first: The name of a field; it may be that of a field's field, such as ``data.dtype``.
-
-    Returns:
-        A column for each name, with a value for each object.
+    A name may be that of a field's field, such as ``data.dtype``.
     """
     names = (first, second, *others)
     return list(zip(*map(attrgetter(*names), shards), strict=True)) if shards else [()] * len(names)
@@ -31,9 +27,7 @@ def list_fields(shards: Sequence[object], first: str, second: str, *others: str)
 def list_boxes(shards: Sequence[ShardedTensor], spec: torch.Tensor) -> Table:
     """Return the box of each shard, as :func:`~shardckpt.planning.boxes.unflattened_box` does.
 
-    Args:
-        shards: The shards.
-        spec: int64 of shape (shards,): the number of each one's tensor.
+    ``spec`` is the number of each one's tensor, int64 of shape (shards,).
     """
     offsets, extents, prepended = list_fields(shards, "global_offset", "local_shape", "prepend_axis_num")
     if any(prepended):

@@ -36,11 +36,7 @@ _STEP = -0x61C8864680B583EB
 class TensorSpec(NamedTuple):
     """A global tensor or object: all that the ranks that have shards of it must agree on.
 
-    Attributes:
-        kind: ``"tensor"`` or ``"object"``.
-        key: Its name.
-        dtype: Its dtype as text; ``"None"`` for an object.
-        shape: Its global shape.
+    The kind is ``"tensor"`` or ``"object"``. The dtype is text; ``"None"`` for an object.
     """
 
     kind: str
@@ -51,13 +47,7 @@ class TensorSpec(NamedTuple):
 
 @dataclass
 class Boxes:
-    """A :class:`Table` under construction, in lists.
-
-    Attributes:
-        spec: The number of every box's tensor.
-        offsets: The global offset of every box.
-        extents: The extent of every box.
-    """
+    """A :class:`Table` under construction, in lists: each box's number of its tensor, global offset and extent."""
 
     spec: list[int] = field(default_factory=list)
     offsets: list[Ints] = field(default_factory=list)
@@ -76,12 +66,11 @@ class Boxes:
 
 
 class Table(NamedTuple):
-    """Boxes in columns.
+    """Boxes in columns, all int64.
 
-    Attributes:
-        spec: int64 of shape (n,): the number of each box's tensor in a list of :class:`TensorSpec` or the like.
-        offset: int64 of shape (n, axes): global offsets; 0 along axes that a tensor does not have.
-        extent: int64 of shape (n, axes): extents; 1 along axes that a tensor does not have.
+    ``spec``, of shape (n,), is the number of each box's tensor in a list of :class:`TensorSpec` or the like. ``offset``
+    and ``extent`` are of shape (n, axes): global offsets, with 0 along axes that a tensor does not have, and extents,
+    with 1 along these.
     """
 
     spec: torch.Tensor
@@ -141,13 +130,9 @@ def repeat_values(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def number_groups(ends: torch.Tensor) -> torch.Tensor:
-    """Return the number of the group that each row belongs to.
+    """Return the number of the group that each row belongs to: ``[0, 0, 1, 2, 2]`` for the ends ``[2, 3, 5]``.
 
-    Args:
-        ends: int64 of shape (groups,): the row behind the last one of each group, ascending.
-
-    Returns:
-        int64 of shape (rows,): ``[0, 0, 1, 2, 2]`` for the ends ``[2, 3, 5]``.
+    ``ends`` has the row behind the last one of each group, ascending. Both are int64, of shape (groups,) and (rows,).
     """
     # not repeat_interleave: it starts torch's threads even for a handful of rows
     total = int(ends[-1]) if len(ends) else 0
@@ -158,14 +143,7 @@ def number_groups(ends: torch.Tensor) -> torch.Tensor:
 
 
 def count_volumes(extents: torch.Tensor) -> torch.Tensor:
-    """Return the number of elements of boxes.
-
-    Args:
-        extents: int64 of shape (n, axes).
-
-    Returns:
-        int64 of shape (n,).
-    """
+    """Return the number of elements of boxes, int64 of shape (n,), by their extents, int64 of shape (n, axes)."""
     if len(extents) <= FEW and extents.shape[1]:
         volumes = list(map(math.prod, extents.tolist()))
         if all(-_LARGEST <= volume <= _LARGEST for volume in volumes):  # what an index claims may be more: it wraps
@@ -186,8 +164,7 @@ def make_matrix(rows: Sequence[Ints], axes: int, filler: int) -> torch.Tensor:
 def compute_weights(specs: list[TensorSpec]) -> torch.Tensor:
     """Return a pseudorandom element of the field, not 0, for every tensor and lane; the same on every rank.
 
-    Returns:
-        int64 of shape (n, LANES), a hash of each spec.
+    It is a hash of each spec: int64 of shape (n, LANES).
     """
     texts = (f"{kind}\0{key}\0{dtype}\0{shape}" for kind, key, dtype, shape in specs)
     digests = [hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest() for text in texts]
@@ -198,20 +175,14 @@ def compute_weights(specs: list[TensorSpec]) -> torch.Tensor:
 
 
 def fingerprint(table: Table, weights: torch.Tensor) -> list[int]:
-    """Return sums that equal those of :func:`fingerprint_specs` if the boxes fill their tensors exactly.
+    """Return sums that equal those of :func:`fingerprint_specs` if the boxes fill their tensors exactly: one per lane.
 
     If they do not, the sums are equal with odds of 1 in 10^16. A box is the product over its axes of (end - start).
     With every coordinate replaced by a random element of a prime field, the products of boxes add up to that of the
     global tensor only where all inner faces cancel: nothing is missing, nothing is there twice (Schwartz-Zippel). The
     sums of ranks add up as those of rows do, so no rank needs the boxes of another. It finds mistakes, not malice:
-    somebody who knows the elements could construct boxes that pass.
-
-    Args:
-        table: Boxes.
-        weights: Of their tensors, by :func:`compute_weights`.
-
-    Returns:
-        An element of the field per lane.
+    somebody who knows the elements could construct boxes that pass. The weights are those of the tensors, by
+    :func:`compute_weights`.
     """
     return ((_products(table) * weights[table.spec] % PRIME).sum(0) % PRIME).tolist()
 
@@ -219,8 +190,7 @@ def fingerprint(table: Table, weights: torch.Tensor) -> list[int]:
 def are_full(table: Table, extents: torch.Tensor) -> bool:
     """Return whether there is one box per tensor, in their order, and each fills its tensor.
 
-    Args:
-        extents: int64 of shape (tensors, axes): the global shape of each tensor, with 1 along axes that it lacks.
+    ``extents`` are the global shapes, int64 of shape (tensors, axes), with 1 along axes that a tensor lacks.
     """
     if len(extents) <= FEW:
         return (
@@ -239,8 +209,7 @@ def are_full(table: Table, extents: torch.Tensor) -> bool:
 def find_untiled(table: Table, shapes: list[Ints]) -> list[int]:
     """Find the tensors that their boxes do not fill exactly, with the odds of :func:`fingerprint`.
 
-    Returns:
-        The numbers of these tensors, ascending.
+    Returns their numbers, ascending.
     """
     full = _full_boxes(shapes)
     if are_full(table, full.extent):  # most tensors have one box

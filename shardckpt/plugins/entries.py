@@ -60,8 +60,7 @@ class Entry:
     def create(self) -> Any:
         """Return a strategy for one operation: a new instance, unless an instance was registered.
 
-        Raises:
-            PluginError: it cannot be imported or created, or is not what it was registered as.
+        It is a PluginError if it cannot be imported or created, or is not what it was registered as.
         """
         if not isinstance(self.target, str | type):
             return self.target
@@ -90,8 +89,7 @@ class MigrationEntry:
     def create(self) -> Migration:
         """Return a migration for one checkpoint.
 
-        Raises:
-            PluginError: it cannot be imported or created, or is not what it was registered as.
+        It is a PluginError if it cannot be imported or created, or is not what it was registered as.
         """
         kind = _import_class(self.target, Migration, self.distribution)
         claim = (self.backend, self.from_version, self.to_version)
@@ -106,8 +104,7 @@ BACKEND = re.compile(r"(?!\d+$)[^\s<>=!~,@]+")
 def check_key(backend: Any, *versions: Any) -> None:
     """Check what a strategy or migration is registered under, or a save records.
 
-    Raises:
-        PluginError: the backend is no text or no name, or a version no integer from 1 on.
+    It is a PluginError if the backend is no text or no name, or a version no integer from 1 on.
     """
     if not isinstance(backend, str) or not backend or any(type(each) is not int or each < 1 for each in versions):
         given = repr((backend, *versions))
@@ -122,11 +119,7 @@ def check_key(backend: Any, *versions: Any) -> None:
 
 
 def check_targets(**targets: Any) -> None:
-    """Check the texts by which classes and functions are registered; ``""`` is none.
-
-    Raises:
-        PluginError: one is not ``"module:Class"``.
-    """
+    """Check the texts by which classes and functions are registered: ``"module:Class"``; ``""`` is none."""
     for option, target in targets.items():
         parts = target.split(":") if isinstance(target, str) else ()
         if target != "" and not (len(parts) == 2 and all(parts)):  # noqa: PLR2004 - module and class
@@ -136,8 +129,7 @@ def check_targets(**targets: Any) -> None:
 def get_strategy_key(strategy: Any) -> tuple[str, int]:
     """Return the backend and version that a strategy, a class or an instance, names.
 
-    Raises:
-        PluginError: it names none, or what it says of itself in words is no text.
+    It is a PluginError if it names none, or what it says of itself in words is no text.
     """
     kind = strategy if isinstance(strategy, type) else type(strategy)
     backend, version = getattr(strategy, "backend", None), getattr(strategy, "version", None)

@@ -14,10 +14,9 @@ _FOLDERS = (".dist-info", ".egg-info", ".egg")
 
 
 def has_foreign_plugins() -> bool:
-    """Return whether a distribution beside this one may have plugins.
+    """Return whether a distribution other than this one may have plugins.
 
-    Returns:
-        True also where that cannot be said without ``importlib.metadata``: there are archives on ``sys.path``.
+    True also where that cannot be said without ``importlib.metadata``: there are archives on ``sys.path``.
     """
     return bool(settings.plugins()) or any(map(_has_plugins, dict.fromkeys(sys.path)))
 

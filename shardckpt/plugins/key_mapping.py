@@ -121,8 +121,7 @@ class Identity:
 def get_key_map_entries(mapping: KeyMapping, key: str, shape: Ints) -> Sequence[KeyMapEntry]:
     """Return the key map entries that a mapping has for a stored tensor.
 
-    Raises:
-        PluginError: an entry's regions are not inside both tensors.
+    One whose regions are not inside both tensors is a PluginError.
     """
     links = mapping.links(key, shape)
     for link in () if isinstance(mapping, Identity) else links:  # of 100,000 tensors the check takes a second

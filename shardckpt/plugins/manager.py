@@ -98,9 +98,8 @@ class PluginManager:
     def find_default(self) -> tuple[str, int]:
         """Return backend and version that a save uses if the caller names none.
 
-        Raises:
-            UnknownBackendError: A plugin that is disabled would have registered them.
-            PluginError: None has.
+        If none has registered them, it is a PluginError; if a plugin that is disabled would have, an
+        UnknownBackendError.
         """
         try:
             return self.registry.default
@@ -136,13 +135,9 @@ class PluginManager:
         return self._manager.get_plugins()
 
     def register(self, plugin: object, name: str | None = None) -> None:
-        """Add a plugin of this process, whose hooks are called from now on.
+        """Add a plugin of this process: a module, or an object with hooks as methods. They are called from now on.
 
-        Args:
-            plugin: A module, or an object with hooks as methods.
-
-        Raises:
-            PluginError: it is registered already, or has hooks that do not exist.
+        It is a PluginError if it is registered already, or has hooks that do not exist.
         """
         self.plugins()
         with self._registry.attribute_to(USER):

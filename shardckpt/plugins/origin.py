@@ -19,10 +19,9 @@ _CORE = __name__.partition(".")[0]
 
 
 def describe_strategy(strategy: Any, plugins: PluginManager) -> str:
-    """Return a strategy's class, backend and version, plugin, and source file, for errors about what it does.
+    """Return the class, backend and version, plugin, and source file of a strategy or migration, for errors.
 
-    Args:
-        strategy: A strategy or migration; of a wrapper of the core, what it wraps is described.
+    Of a wrapper of the core, what it wraps is described.
     """
     kinds = _unwrap(strategy)
     kind = next((kind for kind in kinds if _package(kind.__module__) != _CORE), kinds[0])
@@ -36,11 +35,9 @@ def describe_strategy(strategy: Any, plugins: PluginManager) -> str:
 def describe_origin(error: BaseException, plugins: PluginManager, code: Any = None) -> str:
     """Return which plugin's code raised an error: class, plugin, file and line; ``""`` if none did.
 
-    Errors of the family are left to the core and to this distribution's own strategies: their texts say what failed
-    and where, and a damaged file is no fault of a plugin.
-
-    Args:
-        code: The strategy, migration or work that was called; None: nothing but plugins is looked for.
+    ``code`` is the strategy, migration or work that was called; without it nothing but plugins is looked for. Errors of
+    the family are left to the core and to this distribution's own strategies: their texts say what failed and where,
+    and a damaged file is no fault of a plugin.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     is_ours = isinstance(error, CheckpointingException)
@@ -71,9 +68,8 @@ def bracket_origin(error: BaseException, plugins: PluginManager) -> str:
 class name_origin:  # noqa: N801 - used as a function; no generator, since each load has one
     """A context manager to call a plugin's code outside the phases of an operation: an error names the plugin.
 
-    Raises:
-        CheckpointingException: the code raised; the error's class is as
-            :class:`~shardckpt.distributed.ErrorReport` has it, and the original error is its cause.
+    It is a CheckpointingException, of a class as :class:`~shardckpt.distributed.ErrorReport` has it, with the original
+    error as its cause.
     """
 
     __slots__ = ("_code", "_plugins")

@@ -50,17 +50,10 @@ def is_object_key(name: str) -> bool:
 
 
 def cut_shapes(extents: Sequence[int], axes: Sequence[int], most_elements: int) -> list[tuple[int, ...]]:
-    """Return the shapes in a table, with 1 behind the shape in each row.
+    """Return the shapes in a table, with 1 behind the shape in each row; equal ones are one tuple.
 
-    Args:
-        extents: The table, row by row, as wide as the shape with the most axes.
-        most_elements: Each shape has fewer elements, where an extent of 0 counts as 1.
-
-    Returns:
-        The shapes; equal ones are one tuple.
-
-    Raises:
-        ValueError: It is no such table.
+    The table has ``extents`` row by row, and is as wide as the shape with the most axes. It is a ValueError if it is no
+    such table, or a shape has ``most_elements`` or more, where an extent of 0 counts as 1.
     """
     width = max(axes, default=0)
     if len(extents) != width * len(axes):
@@ -78,12 +71,8 @@ def cut_shapes(extents: Sequence[int], axes: Sequence[int], most_elements: int) 
 def hold_plain(directory: Path) -> tuple[Path, PlainRecord] | None:
     """Open the directory of a checkpoint, and return it with its record: all that is read through it is of one save.
 
-    Returns:
-        None if it is not what a save of this library has committed, as it was written.
-
-    Raises:
-        OSError: its JSON files cannot be read.
-        CheckpointingException: as OSError.
+    None if it is not what a save of this library has committed, as it was written. JSON files that cannot be read are
+    an OSError or a CheckpointingException.
     """
     # the name of what a save, an overwrite or a removal has not ended begins with a dot
     if directory.name.startswith(".") or not directory.is_dir():
@@ -96,17 +85,10 @@ def hold_plain(directory: Path) -> tuple[Path, PlainRecord] | None:
 def read_outline(directory: Path, record: PlainRecord, own: Mapping[tuple[str, int], str]) -> Outline | None:
     """Return the outline of a checkpoint of ours by the function that its strategy was registered with.
 
-    Args:
-        directory: The checkpoint, on this machine, as :func:`hold_plain` returned it.
-        record: Its record.
-        own: The functions of this distribution's formats, as their plugins register them, by backend and version: to
-            find plugins takes longer than to list a checkpoint, and is left out where no other distribution has any.
-
-    Returns:
-        None if there is no such function, or it leaves the checkpoint to the strategy.
-
-    Raises:
-        PluginError: the function cannot be imported.
+    None if there is no such function, or it leaves the checkpoint to the strategy. The directory is as
+    :func:`hold_plain` returned it. ``own`` has the functions of this distribution's formats, as their plugins register
+    them, by backend and version: to find plugins takes longer than to list a checkpoint, and is left out where no other
+    distribution has any. A function that cannot be imported is a PluginError.
     """
     registered, distribution = _find_function(record.backend, record.version, own)
     if not registered:
@@ -123,8 +105,7 @@ def read_outline(directory: Path, record: PlainRecord, own: Mapping[tuple[str, i
 def find_own_formats(own: Collection[tuple[str, int]]) -> frozenset[tuple[str, int]] | None:
     """Return the formats of this distribution that are read here, by backend and version.
 
-    Returns:
-        None if anyone else has registered a reader, which may know other files, too.
+    None if anyone else has registered a reader, which may know other files, too.
     """
     if _is_alone():
         return frozenset(own)

@@ -157,9 +157,7 @@ class StrategyRegistry:
     def put(self, action: StrategyAction, backend: str, version: int, strategy: Any) -> None:
         """Register a strategy as the user's override.
 
-        Raises:
-            CheckpointingException: there is no such action.
-            PluginError: it is not a strategy of that action, or names no backend and version, or other ones.
+        It is a PluginError if it is not a strategy of that action, or names no backend and version, or other ones.
         """
         if action not in BASES:
             names = " or ".join(one.name for one in StrategyAction)
@@ -194,12 +192,7 @@ class StrategyRegistry:
     def entries(self, action: StrategyAction | None = None, backend: str | None = None) -> list[Entry]:
         """Return the registered strategies, sorted by backend, the newest version first.
 
-        Args:
-            action: Only these; None: all.
-            backend: Only those of this backend; None: of all.
-
-        Returns:
-            The entries; none of their plugins is imported for this.
+        No plugin is imported for this.
         """
         chosen = (
             entry
@@ -239,9 +232,8 @@ class StrategyRegistry:
     def attribute_to(self, distribution: str, conflicts: dict[Any, str] | None = None) -> Iterator[None]:
         """Attribute what the block registers to a distribution; undo all of it if the block fails.
 
-        Args:
-            conflicts: If given, what others have registered before is no error of the block: it is switched off, alone,
-                and a text is put here. A strategy that saves goes with the one that loads the same backend and version.
+        If ``conflicts`` is given, what others have registered before is no error of the block: it is switched off,
+        alone, and a text is put there. A strategy that saves goes with the one that loads the same backend and version.
         """
         before = self.content
         self._distribution, self._conflicts, self._entries_before = distribution, conflicts, dict(self._entries)
@@ -324,14 +316,7 @@ class StrategyRegistry:
 def parse_key(value: Any) -> tuple[str, int | None]:
     """Return the backend and version that a caller names; the version is None if the caller leaves it open.
 
-    Args:
-        value: ``"npy"``, ``"npy@1"`` or ``("npy", 1)``.
-
-    Returns:
-        The backend, and the version or None.
-
-    Raises:
-        CheckpointingException: it is none of these.
+    The forms are ``"npy"``, ``"npy@1"`` and ``("npy", 1)``; anything else is a CheckpointingException.
     """
     if isinstance(value, str):
         backend, separator, version = value.partition("@")
@@ -373,11 +358,7 @@ def _is_number(value: Any) -> bool:
 
 
 def parse_keys(value: Any) -> list[tuple[str, int | None]]:
-    """Return the backends and versions that a caller names: one in a form of :func:`parse_key`, or several in a list.
-
-    Raises:
-        CheckpointingException: one is in no such form.
-    """
+    """Return the backends and versions that a caller names: in one form of :func:`parse_key`, or several in a list."""
     # ("npy", 1) is one key, as everywhere; ("npy", "ep") are two
     if isinstance(value, str) or (isinstance(value, tuple) and any(map(_is_number, value))):
         return [parse_key(value)]

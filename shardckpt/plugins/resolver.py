@@ -99,18 +99,11 @@ CALLER = "the caller's accept="
 
 
 def read_manifest(directory: Path, plugins: PluginManager, *, moved: bool = False) -> Manifest:
-    """Return the manifest of a checkpoint: its backend, version and record.
+    """Return the manifest of a checkpoint: its backend, version and record, checked against the schemas of its files.
 
-    Args:
-        moved: Also accept a checkpoint that an overwrite has moved aside.
-
-    Returns:
-        The manifest, checked against the schemas of its files.
-
-    Raises:
-        NotACheckpointError: there is no checkpoint.
-        IncompleteCheckpointError: a save to the directory did not end.
-        CorruptCheckpointError: its JSON files are damaged.
+    With ``moved`` one that an overwrite has moved aside is accepted, too. A save that did not end is an
+    IncompleteCheckpointError, a place without a checkpoint a NotACheckpointError, damaged JSON a
+    CorruptCheckpointError.
     """
     return retry_if_replaced(lambda: hold_checkpoint(directory, plugins, moved=moved)[1], directory)
 
@@ -120,16 +113,10 @@ def hold_checkpoint(
 ) -> tuple[Path, Manifest]:
     """Open a checkpoint's directory, and return it with the manifest: all that is read through it is of one save.
 
-    The other arguments and errors are those of :func:`read_manifest`. The directory is one by an open file descriptor
-    where the system can.
-
-    Args:
-        unmarked: Also accept a checkpoint that has lost its ``metadata.json`` and has ``shardckpt.json``, to look at
-            what is left of it.
-
-    Raises:
-        CheckpointReplacedError: another save replaced it meanwhile; :func:`~shardckpt.storage.retry_if_replaced` starts
-            over.
+    The directory is one by an open file descriptor where the system can. With ``unmarked`` a checkpoint is accepted
+    that has lost its ``metadata.json`` and has ``shardckpt.json``, to look at what is left of it. The rest is as for
+    :func:`read_manifest`, but that another save may replace it meanwhile: CheckpointReplacedError, after which
+    :func:`~shardckpt.storage.retry_if_replaced` starts over.
     """
     place = open_directory(directory)
     for pause in _RENAME_PAUSES:
@@ -150,9 +137,7 @@ def hold_checkpoint(
 def _hold_generation(place: Path, outer: Manifest, plugins: PluginManager) -> tuple[Path, Manifest]:
     """Open the generation that the marker at a URL names, or in a copy of it; as :func:`hold_checkpoint`.
 
-    Raises:
-        CorruptCheckpointError: it is not complete, or not of the backend that the marker says.
-        CheckpointReplacedError: another save has replaced it meanwhile.
+    It is a CorruptCheckpointError if it is not complete, or not of the backend that the marker says.
     """
     inner = open_below(place, outer.folder, plugins)
 
@@ -181,8 +166,7 @@ def _hold_generation(place: Path, outer: Manifest, plugins: PluginManager) -> tu
 def hold_same(directory: Path, manifest: Manifest, plugins: PluginManager) -> Path:
     """Open and return a checkpoint's directory, as :func:`hold_checkpoint` does, by the main rank's manifest.
 
-    Raises:
-        CheckpointReplacedError: the directory has another save than the one of the manifest.
+    If the directory has another save than that one, it is a CheckpointReplacedError.
     """
     place = open_directory(directory)
     if manifest.folder:
@@ -274,14 +258,9 @@ def choose_reader(
 ) -> LoadStrategy:
     """Return the strategy that reads a checkpoint; this is the version gate.
 
-    Args:
-        wanted: The strategy that the caller asks for: an instance, a backend, or (backend, version); None: any.
-
-    Returns:
-        The caller's instance, or a strategy of the newest registered version that can read the checkpoint.
-
-    Raises:
-        CannotLoadError: none reads it; a subclass for each case, with every candidate's reason.
+    ``wanted`` is what the caller asks for: an instance, which is returned, a backend, or (backend, version); None: any.
+    The result is of the newest registered version that can read the checkpoint. If there is none, it is a
+    CannotLoadError: a subclass for each case, with every candidate's reason.
     """
     check_policy(directory, manifest, accept, accept_of)
     return find_reader(directory, manifest, plugins, wanted)
@@ -348,8 +327,7 @@ def _rename_manifest(directory: Path, wanted: LoadStrategy, manifest: Manifest, 
 def parse_file(parse: Callable[[bytes], _T], path: Path, limit: int) -> _T:
     """Read one of a checkpoint's JSON files, of at most ``limit`` bytes, and return what ``parse`` makes of them.
 
-    Raises:
-        CorruptCheckpointError: ``parse`` raised ValueError or RecursionError.
+    If ``parse`` raises ValueError or RecursionError, it is a CorruptCheckpointError.
     """
     raw = read_file(path, limit)
     try:
@@ -473,11 +451,7 @@ def _has_tensors(path: Path) -> bool:
 def check_policy(directory: Path, manifest: Manifest, accept: Accept | None = None, accept_of: str = CALLER) -> None:
     """Check that a checkpoint may be read: that both the caller and the job's ``SHARDCKPT_ACCEPT`` accept its format.
 
-    Args:
-        accept: What the caller accepts; None: everything.
-
-    Raises:
-        RefusedByPolicyError: one of them leaves it out.
+    If one of them leaves it out, it is a RefusedByPolicyError.
     """
     for source, given in ((accept_of, accept), (settings.ACCEPT, settings.accept())):
         if is_accepted(manifest.backend, manifest.version, given):
@@ -500,8 +474,7 @@ def is_accepted(backend: str, version: int, accept: Accept | None) -> bool:
 def list_unknown_accepted(accept: Accept | None, plugins: PluginManager) -> list[str]:
     """Return a text for each format to accept that nothing installed reads: what is meant is refused at a load.
 
-    Args:
-        accept: What a caller, or ``SHARDCKPT_ACCEPT``, accepts; None: everything.
+    ``accept`` is what a caller, or ``SHARDCKPT_ACCEPT``, accepts; None: everything.
     """
     read = {(entry.backend, entry.version) for entry in plugins.registry.entries(StrategyAction.LOAD_SHARDED)}
     read |= {(backend, 1) for backend in FOREIGN_BACKENDS}

@@ -31,12 +31,8 @@ _METHODS = ("files", "read", "upload", "delete")
 def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
     """Return the store folder that the first plugin that serves a URL makes for it.
 
-    Args:
-        url: The URL; plugins get its scheme in lower case.
-
-    Raises:
-        StorageError: no plugin serves the URL, or the one that does has failed.
-        PluginError: what the plugin returned is no store.
+    Plugins get its scheme in lower case. It is a StorageError if no plugin serves the URL, or the one that does has
+    failed; what is no store is a PluginError.
     """
     url = _SCHEME.sub(lambda scheme: scheme[0].lower(), url)  # schemes are equal in any case, and plugins compare them
     hook = plugins.hook.shardckpt_filesystem
@@ -71,11 +67,7 @@ def open_below(place: Path, name: str, plugins: PluginManager) -> Path:
 
 
 def check_served(url: str, plugins: PluginManager) -> None:
-    """Check that a plugin may serve a URL, without opening it: of those that have ``serves(scheme)``, that says so.
-
-    Raises:
-        StorageError: none does.
-    """
+    """Check that a plugin may serve a URL, without opening it: of those that have ``serves(scheme)``, that says so."""
     scheme = url.partition("://")[0].lower()
     found = [getattr(impl.plugin, "serves", None) for impl in plugins.hook.shardckpt_filesystem.get_hookimpls()]
     if not any(serves is None or serves(scheme) for serves in found):
@@ -105,8 +97,7 @@ def find_options(url: str) -> dict[str, str]:
 def read_stores() -> dict[str, dict[str, str]]:
     """Return what the file of ``SHARDCKPT_STORES`` says, by bucket; ``{}`` if there is none.
 
-    Raises:
-        CheckpointingException: the file cannot be read, or is no object of buckets with an object of texts each.
+    It is an error if the file cannot be read, or is no object of buckets with an object of texts each.
     """
     file = settings.stores_file()
     if file is None:
@@ -133,7 +124,7 @@ def _make_parser() -> TypeAdapter[dict[str, dict[str, str]]]:
 
 
 def name_stored_siblings(url: str, plugins: PluginManager) -> str:
-    """Return, for an error that nothing is at a URL, the nearest name beside it, and the first of the others."""
+    """Return, for an error that nothing is at a URL, the nearest name next to it, and the first of the others."""
     above, _, name = url.rstrip("/").rpartition("/")
     try:
         folders = list_folders(RemotePath(open_folder(above, plugins)))

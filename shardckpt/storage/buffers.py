@@ -21,10 +21,8 @@ BLOCK_BYTES = 1 << 20
 class Buffer:
     """Memory at an address that is a multiple of 64; its contents are whatever was there before.
 
-    Args:
-        nbytes: The size, at least 1.
-        pinned: Whether it is pinned memory, from which a CUDA device copies asynchronously. Other memory begins on a
-            page boundary, and is private: what a forked child writes there, the parent does not see.
+    Pinned memory is what a CUDA device copies from asynchronously. Other memory begins on a page boundary, and is
+    private: what a forked child writes there, the parent does not see.
     """
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
@@ -38,9 +36,8 @@ class Buffer:
 class BufferPool:
     """Buffers for the threads of a process, last in first out: the pages of the last one may still be in the cache.
 
-    Args:
-        nbytes: The size of each, if no more is requested.
-        kept: How many free buffers of each kind are kept at most; further ones go back to the system.
+    Each has ``nbytes`` bytes if no more is requested. Of each kind at most ``kept`` free ones are kept; further ones go
+    back to the system.
     """
 
     def __init__(self, nbytes: int, kept: int = sys.maxsize) -> None:

@@ -104,14 +104,7 @@ class ColumnFile(NamedTuple):
 
 
 def parse_texts(data: bytes, name: str, source: str) -> list[str]:
-    """Parse a column of text.
-
-    Returns:
-        The texts.
-
-    Raises:
-        CorruptCheckpointError: It is not a JSON list of text.
-    """
+    """Parse a column of text; CorruptCheckpointError if it is not a JSON list of text."""
     try:
         found = json.loads(data.decode())
     except (ValueError, RecursionError) as exc:

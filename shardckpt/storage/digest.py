@@ -39,11 +39,9 @@ XXH3 = "xxh3_64"
 class Algorithm(NamedTuple):
     """A digest algorithm.
 
-    Attributes:
-        typecode: How a digest is stored: ``I`` for 32 bits, ``Q`` for 64.
-        load: Returns the function, or raises ImportError where its package is not installed.
-        extra: The extra of shardckpt that installs the package; ``""`` if none is needed.
-        load_joined: As ``load``, the function for bytes in several pieces of memory; None: they are copied to one.
+    ``typecode`` is how a digest is stored: ``I`` for 32 bits, ``Q`` for 64. ``load`` returns the function, or raises
+    ImportError where its package is not installed, which the ``extra`` of shardckpt installs (``""``: none is needed).
+    ``load_joined`` is the same for bytes in several pieces of memory; without it, they are copied to one.
     """
 
     typecode: str
@@ -119,9 +117,8 @@ def negotiate_digest(*votes: int) -> str:
 def digest_function(algorithm: str) -> Digest:
     """Return the function that computes digests of an algorithm.
 
-    Raises:
-        CorruptCheckpointError: there is no such algorithm.
-        CheckpointingException: its package is not installed.
+    A name that is no algorithm is a CorruptCheckpointError, since a record gave it; a package that is not installed is
+    a plain CheckpointingException.
     """
     return digest_functions(algorithm)[0]
 
@@ -141,12 +138,7 @@ def digest_functions(algorithm: str) -> tuple[Digest, JoinedDigest]:
 
 
 class Segments:
-    """Lengths and digests of the segments that tile a file, in file order.
-
-    Args:
-        lengths: Of the segments, in bytes.
-        digests: Of the segments, as unsigned integers.
-    """
+    """Lengths in bytes, and digests as unsigned integers, of the segments that tile a file, in file order."""
 
     def __init__(self, lengths: Iterable[int] = (), digests: Iterable[int] = (), algorithm: str = CRC32) -> None:
         self.lengths = array(_LENGTH, lengths)
@@ -181,20 +173,12 @@ class Segments:
     def cut(self, start: int, stop: int) -> int:
         """Return where the last segment ends that ends behind ``start`` and not behind ``stop``, or the first if none.
 
-        Args:
-            start: An offset in the file, before its end.
-
-        Returns:
-            An offset in the file, in bytes.
+        All are offsets in the file, in bytes; ``start`` is before its end.
         """
         return self._ends[max(bisect_right(self._ends, stop) - 1, bisect_right(self._ends, start))]
 
     def pack(self) -> str:
-        """Return the table as text, for :meth:`unpack`.
-
-        Raises:
-            StorageError: it has more segments than :meth:`unpack` accepts.
-        """
+        """Return the table as text, for :meth:`unpack`; StorageError if it has more segments than that accepts."""
         if len(self) * (self.lengths.itemsize + self.digests.itemsize) > _MAX_TABLE:
             raise StorageError(f"a file of {len(self)} records and pieces is more than is read: write several files")
         return base64.b64encode(zlib.compress(_little(self.lengths), 1) + _little(self.digests)).decode()
@@ -209,13 +193,9 @@ class Segments:
 
     @classmethod
     def unpack(cls, text: str, root: str, size: int, algorithm: str) -> Segments:
-        """Return the table that :meth:`pack` wrote.
+        """Return the table that :meth:`pack` wrote, if it has this digest and its segments tile the file.
 
-        Args:
-            size: Of the file in bytes; it bounds the memory that the table may take.
-
-        Raises:
-            CorruptCheckpointError: the text is not the table with this digest, or its segments do not tile the file.
+        The size of the file in bytes bounds the memory that the table may take.
         """
         try:
             inflate = zlib.decompressobj()
@@ -227,14 +207,7 @@ class Segments:
 
     @classmethod
     def from_bytes(cls, raw: bytes, root: str, size: int, algorithm: str) -> Segments:
-        """Return the table that :meth:`to_bytes` returned.
-
-        Args:
-            size: Of the file in bytes.
-
-        Raises:
-            CorruptCheckpointError: the bytes are not the table with this digest, or its segments do not tile the file.
-        """
+        """Return the table that :meth:`to_bytes` returned, if it has this digest and tiles a file of ``size`` bytes."""
         typecode = _find(algorithm).typecode
         wide = array(_LENGTH).itemsize + array(typecode).itemsize
         if len(raw) % wide or hashlib.sha256(raw).hexdigest() != root:
@@ -248,11 +221,7 @@ class Segments:
 
 
 def limit_table(size: int, algorithm: str) -> int:
-    """Return the most bytes that the table of a file of ``size`` bytes may have: no segment is empty.
-
-    Raises:
-        CorruptCheckpointError: there is no such algorithm.
-    """
+    """Return the most bytes that the table of a file of ``size`` bytes may have: no segment is empty."""
     return min(_MAX_TABLE, (array(_LENGTH).itemsize + array(_find(algorithm).typecode).itemsize) * size)
 
 

@@ -24,11 +24,10 @@ _DIRECT_TYPES = {0xEF53, 0x58465342, 0xF2F52010, 0x0BD00BD0}
 
 
 def open_direct(path: Path, fd: int) -> tuple[int, int]:
-    """Open a second descriptor of an open file, for direct writes.
+    """Open a second descriptor of an open file, for direct writes; return it and the alignment of memory for them.
 
-    Returns:
-        The descriptor, and the alignment in bytes that memory addresses need; (-1, 0) where the file system has no
-        direct writes, or gains nothing by them (tmpfs, network file systems).
+    The alignment is in bytes. Both are (-1, 0) where the file system has no direct writes, or gains nothing by them
+    (tmpfs, network file systems).
     """
     if not hasattr(os, "O_DIRECT") or not settings.direct_io():
         return _CLOSED, 0

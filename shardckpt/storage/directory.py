@@ -44,10 +44,8 @@ _again: ContextVar[bool] = ContextVar("_again", default=False)
 class RelativePath(OpenPath):
     """An open directory, or a file in it, with the part of pathlib's interface that reading a checkpoint needs.
 
-    Paths made from one another share one descriptor, which is closed with the last of them.
-
-    Args:
-        name: Name of a file in it; ``""`` is the directory itself.
+    Paths made from one another share one descriptor, which is closed with the last of them. The name ``""`` is the
+    directory itself.
     """
 
     def __init__(self, directory: _OpenDirectory, name: str = "") -> None:
@@ -192,12 +190,7 @@ class detect_replacement:  # noqa: N801 - used as a function; no generator, sinc
     """A context manager that turns an error of the block into CheckpointReplacedError if the checkpoint was replaced.
 
     Files that an overwrite has removed look damaged or missing: this gives the true reason, so that a caller can retry.
-
-    Args:
-        replaced: Returns whether it was replaced; by default :func:`was_replaced` of the path.
-
-    Raises:
-        CheckpointReplacedError: the block failed, and the checkpoint was replaced.
+    Whether it was replaced is what ``replaced`` returns, by default :func:`was_replaced` of the path.
     """
 
     __slots__ = ("_path", "_replaced")

@@ -47,10 +47,8 @@ def check_file_name(name: str) -> str:
 def check_foreign_name(name: str) -> str:
     """Return the relative path of a file that another library wrote, if it cannot lead out of the directory.
 
-    Other libraries name files and folders after keys, so any characters may be in it.
-
-    Raises:
-        CorruptCheckpointError: it is absolute, or has empty parts, ``.``, ``..`` or a null character.
+    Other libraries name files and folders after keys, so any characters may be in it. A name that is absolute, or has
+    empty parts, ``.``, ``..`` or a null character, is a CorruptCheckpointError.
     """
     if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
         raise CorruptCheckpointError(f"file name {name!r} is not allowed in a checkpoint: it may lead out of it")
@@ -68,10 +66,8 @@ def refuse_linked_folders(directory: Path, name: str) -> None:
 def make_folders(directory: Path, name: str) -> None:
     """Create the folders on the way from a staging directory to a file in it; other ranks may do so at a time.
 
-    They are durable only after :func:`sync_tree`.
-
-    Raises:
-        StorageError: something else than a folder has the name of one, or one cannot be created.
+    They are durable only after :func:`sync_tree`. What has the name of a folder and is none is a StorageError, and so
+    is a link to a folder.
     """
     for inner in list_parents(name):
         folder = directory / inner
@@ -91,10 +87,7 @@ _ADVICE = {errno.EFBIG: ": `ulimit -f` says how large a file of the process may 
 class wrap_os_errors:  # noqa: N801 - used as a function; no generator, since each opening of a file has one
     """A context manager that turns an OSError into a :class:`StorageError` with the action and the path.
 
-    Example:
-        >>> with wrap_os_errors("rename", path):  # doctest: +SKIP
-        ...     os.rename(path, target)
-        StorageError: cannot rename /checkpoints/step-10: Permission denied (EACCES)
+    For example "cannot rename /checkpoints/step-10: Permission denied (EACCES)" for the action "rename".
     """
 
     __slots__ = ("_action", "_path")
@@ -117,14 +110,8 @@ class wrap_os_errors:  # noqa: N801 - used as a function; no generator, since ea
 def open_new(path: Path, *, shared: bool = False) -> int:
     """Create a file for writing, and return its descriptor; the caller closes it.
 
-    Args:
-        shared: Whether another rank of the same save may have created it.
-
-    Returns:
-        The descriptor.
-
-    Raises:
-        StorageError: the file exists (a save never writes into an existing file), or cannot be created.
+    A file that exists is a StorageError, since a save never writes into one; ``shared``: another rank of the same save
+    may have created it.
     """
     with wrap_os_errors("create", path):
         # O_EXCL: a path that exists may be a link to elsewhere, or another save's file; 0o666 is cut by the umask
@@ -154,7 +141,7 @@ def find_size(path: Path) -> int:
 
 
 def name_siblings(path: Path) -> str:
-    """Return, for an error that nothing is at a local path, the nearest name beside it, and the first of the others."""
+    """Return, for an error that nothing is at a local path, the nearest name in its folder, and the first others."""
     try:
         beside = [each.name for each in path.parent.iterdir() if not each.name.startswith(".")]
     except OSError:
@@ -201,15 +188,9 @@ def write_some(
 def put_file(path: Path, data: bytes, temporary: str, *, makes_folder: bool = False) -> None:
     """Write a small file, or an object of a store, in one step: who reads it sees the old bytes or the new ones.
 
-    Args:
-        path: The file; its directory exists, or is made.
-        temporary: Name of the file beside it that is written first, and stays if the process is killed. No other
-            process or thread may use it. A store needs none.
-        makes_folder: Whether the directory is made if it does not exist.
-
-    Raises:
-        StorageError: it cannot be written.
-        FileNotFoundError: the directory does not exist.
+    A file of the name ``temporary`` in the same directory is written first, and stays if the process is killed; no
+    other process or thread may use it. A store needs none. A directory that does not exist is a FileNotFoundError, not
+    a StorageError, unless ``makes_folder``.
     """
     if (remote := on_store(path)) is not None:
         remote.write(data)

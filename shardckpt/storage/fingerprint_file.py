@@ -18,11 +18,7 @@ FINGERPRINTS_COLUMN = "fingerprints_2"
 
 
 def parse_fingerprints(data: bytes, source: str) -> dict[str, str]:
-    """Return the fingerprints by key; none if they are of another algorithm than this release computes.
-
-    Raises:
-        CorruptCheckpointError: It is something else.
-    """
+    """Return the fingerprints by key; none if they are of another algorithm than this release computes."""
     columns = ColumnFile.parse(data, source)
     keys = columns.texts("keys")
     if FINGERPRINTS_COLUMN not in columns.entries and any(name.startswith("fingerprints") for name in columns.entries):

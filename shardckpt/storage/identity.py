@@ -23,12 +23,8 @@ _TAIL_BYTES = 128
 def is_gone(place: Path, manifest: Manifest) -> bool:
     """Return whether the save with that manifest was replaced or removed since it was opened.
 
-    Args:
-        place: The checkpoint: a directory, held open if it is on this machine, or a folder on a store. Of a local
-            directory that is not held open the answer is always False.
-
-    Raises:
-        StorageError: the store does not answer.
+    The place is a directory, or a folder on a store. Of a local directory that is not held open the answer is always
+    False.
     """
     record = None if has_local_files(place) else manifest.record
     return (record is not None and not is_of_save(refresh_listing(place), record)) or has_changed(place)
@@ -43,11 +39,7 @@ def has_changed(place: Path) -> bool:
 
 
 def is_of_save(directory: Path, record: Record | None) -> bool:
-    """Return whether a directory's ``shardckpt.json`` is that record; None stands for a directory without one.
-
-    Raises:
-        StorageError: it cannot be read.
-    """
+    """Return whether a directory's ``shardckpt.json`` is that record; None stands for a directory without one."""
     path = directory / RECORD_NAME
     if not is_there(path):
         return record is None

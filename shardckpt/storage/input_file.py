@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 class InputFile(Protocol):
     """A file that is open for reading, by several threads at a time; a context manager that closes it.
 
-    Attributes:
-        path: The file.
-        size: Its size in bytes when it was opened.
-        status: What ``os.fstat`` said then; None for an object of a store.
+    ``size`` and ``status``, the result of ``os.fstat``, are of when it was opened; an object of a store has no status.
     """
 
     path: Path
@@ -39,12 +36,7 @@ class InputFile(Protocol):
         """Return the descriptor, as a file of :mod:`io` does: an ``io.UnsupportedOperation`` where there is none."""
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill the buffer with the file's bytes from ``offset`` on.
-
-        Raises:
-            CorruptCheckpointError: the file ends before.
-            StorageError: a read failed.
-        """
+        """Fill the buffer with the file's bytes from ``offset`` on; CorruptCheckpointError if the file ends before."""
 
     def close(self) -> None:
         """Close it; the caller does so once."""
@@ -59,9 +51,7 @@ class InputFile(Protocol):
 class LocalFile:
     """A regular file of this machine.
 
-    Raises:
-        StorageError: it cannot be opened, or is a symbolic link.
-        CorruptCheckpointError: it is a directory, device or pipe.
+    A symbolic link is a StorageError, a directory, device or pipe a CorruptCheckpointError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -109,11 +99,7 @@ class LocalFile:
 
 
 class StoredObject:
-    """An object of a store, which is only looked up: each read is a request.
-
-    Raises:
-        StorageError: it does not exist, or the store does not answer.
-    """
+    """An object of a store, which is only looked up: each read is a request."""
 
     def __init__(self, path: RemotePath) -> None:
         self.path: Path = path
@@ -147,9 +133,7 @@ class StoredObject:
 def open_existing(path: Path) -> InputFile:
     """Open a regular file, or an object of a store, for reading.
 
-    Raises:
-        StorageError: it cannot be opened, or is a symbolic link.
-        CorruptCheckpointError: it is a directory, device or pipe.
+    A symbolic link is a StorageError, a directory, device or pipe a CorruptCheckpointError.
     """
     return LocalFile(path) if (remote := on_store(path)) is None else StoredObject(remote)
 
@@ -157,9 +141,7 @@ def open_existing(path: Path) -> InputFile:
 def read_joined(file: InputFile, buffers: Sequence[memoryview], offset: int) -> None:
     """Fill several buffers, one after the other, with the bytes of a local file; one call does it, as a rule.
 
-    Raises:
-        CorruptCheckpointError: the file ends before.
-        StorageError: a read failed.
+    If the file ends before, it is a CorruptCheckpointError.
     """
     try:
         done = patiently(os.preadv, file.fileno(), buffers, offset)
@@ -173,12 +155,7 @@ def read_joined(file: InputFile, buffers: Sequence[memoryview], offset: int) -> 
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Return all bytes of a small regular file.
-
-    Raises:
-        CorruptCheckpointError: it has more than ``limit`` bytes, which is checked before memory is allocated.
-        StorageError: it cannot be read.
-    """
+    """Return all bytes of a small regular file; more than ``limit`` are refused before memory is allocated."""
     with open_existing(path) as file:
         if file.size > limit:
             raise CorruptCheckpointError(

@@ -27,14 +27,9 @@ _HEX = 8
 
 
 class FileProgress(NamedTuple):
-    """The written part of a file.
+    """The written part of a file: up to which byte, how many records, and the length and digest of each segment.
 
-    Attributes:
-        position: Bytes from the beginning of the file.
-        records: Number of records that they are.
-        digest: Digest of the sizes, names and small contents of these records.
-        lengths: Bytes of each segment.
-        digests: Digest of each segment.
+    ``digest`` is of the sizes, names and small contents of these records.
     """
 
     position: int
@@ -51,9 +46,8 @@ class FileProgress(NamedTuple):
 class Journal:
     """The journal of one write. :meth:`begin` or :meth:`resume` comes first.
 
-    Args:
-        identity: What is written from what: a journal of another identity is not continued.
-        collect: Returns what else a line keeps, as JSON: what the caller has learned since the line before.
+    Its identity says what is written from what: a journal of another one is not continued. ``collect`` returns what
+    else a line keeps, as JSON: what the caller has learned since the line before.
     """
 
     def __init__(self, identity: str, collect: Callable[[], Any]) -> None:
@@ -83,13 +77,10 @@ class Journal:
         self._write({"identity": self._identity})
 
     def resume(self, folder: Path) -> bool:
-        """Go on with a staging directory that another process has left.
+        """Go on with a staging directory that another process has left, and return True, if it is of the same identity.
 
-        Args:
-            folder: The directory, which this process owns now. Files that the journal does not name are removed.
-
-        Returns:
-            Whether it is of the same identity; if not, nothing is changed.
+        If not, nothing is changed. This process owns the directory now. Files that the journal does not name are
+        removed.
         """
         path = folder / JOURNAL_NAME
         lines, size = _read_lines(path)

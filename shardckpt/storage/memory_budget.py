@@ -45,24 +45,14 @@ _MOST_PARTS = 9_000
 
 
 class ReadLimits(NamedTuple):
-    """Sizes of the buffers that a checkpoint is read with.
-
-    Attributes:
-        threads: How many read at a time.
-        request_bytes: Bytes of one request to a store at most.
-    """
+    """How many threads read a checkpoint at a time, and how many bytes one request to a store has at most."""
 
     threads: int
     request_bytes: int
 
 
 class UploadLimits(NamedTuple):
-    """Sizes of the parts that an object is sent to a store with.
-
-    Attributes:
-        parts: How many of its parts are on their way at a time.
-        part_bytes: Bytes of a part.
-    """
+    """How many parts of an object are on their way to a store at a time, and how many bytes a part has."""
 
     parts: int
     part_bytes: int
@@ -98,24 +88,12 @@ def parse_size(size: int | str, argument: str = "max_shard_size") -> int:
 
 
 def parse_memory_budget(budget: int | str | None) -> int | None:
-    """Return a caller's ``memory_budget`` in bytes; None if there is none.
-
-    Raises:
-        ConfigurationError: it is not a size.
-    """
+    """Return a caller's ``memory_budget`` in bytes; None if there is none."""
     return None if budget is None else parse_size(budget, "memory_budget")
 
 
 def check_memory_budget(budget: int | None, least: int, action: str) -> None:
-    """Refuse a budget that is too small.
-
-    Args:
-        least: What it must be at least, in bytes.
-        action: What it is for, for the error: "to load needs".
-
-    Raises:
-        CheckpointingException: it is less; says the smallest that works.
-    """
+    """Refuse a budget of less than ``least`` bytes; the error says how many work, and what for: "to load needs"."""
     if budget is not None and budget < least:
         raise CheckpointingException(f"{show_budget(budget)}: {action} at least {show_mib(least)}")
 
@@ -131,12 +109,7 @@ def show_mib(nbytes: int) -> str:
 
 
 def plan_reading(budget: int | None, *, by_requests: bool) -> ReadLimits:
-    """Return how to read within a budget.
-
-    Args:
-        budget: Bytes; None for none.
-        by_requests: Whether the checkpoint is on a store, and not in a directory.
-    """
+    """Return how to read within a budget of so many bytes, from a store (``by_requests``) or from a directory."""
     if not by_requests:
         threads = settings.io_threads()
         if budget is not None:
@@ -160,12 +133,10 @@ def plan_write_threads(budget: int | None) -> int:
 
 
 def plan_upload(room: int | None, nbytes: int = 0) -> UploadLimits:
-    """Return in which parts to send an object to a store.
+    """Return in which parts to send an object of ``nbytes`` bytes to a store, which takes no more than 10,000 parts.
 
-    Args:
-        room: Bytes of parts that may be in memory at a time, or None; with fewer than the smallest parts have, these
-            are returned.
-        nbytes: Bytes of the object: stores take no more than 10,000 parts.
+    ``room`` is how many bytes of parts may be in memory at a time; with less than the smallest parts have, these are
+    returned.
     """
     least = max(_LEAST_PART, -(-nbytes // _MOST_PARTS // _MIB) * _MIB)  # of MiB: some stores take no odd sizes
     parts, part_bytes = settings.remote_parts(), max(least, settings.remote_part_mib() * _MIB)

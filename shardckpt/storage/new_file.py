@@ -49,11 +49,9 @@ os.register_at_fork(after_in_child=_cached_writes.renew)
 class NewFile:
     """A file that did not exist before; several threads may write to it, each to a range of its own.
 
-    Args:
-        nbytes: The least size in bytes, if it is known: the space is allocated in one call, before the first direct
-            write.
-        shared: Whether other ranks write to the file, too, which has ``nbytes`` bytes: it may exist already.
-        count: Called by each thread with the number of bytes that it has written since the last call.
+    ``nbytes`` is the least size, if it is known: the space is allocated in one call, before the first direct write. A
+    ``shared`` file has exactly that size; other ranks write to it, too, and it may exist already. Each thread calls
+    ``count`` with the number of bytes that it has written since the last call.
     """
 
     def __init__(
@@ -107,9 +105,7 @@ class NewFile:
     def write(self, view: memoryview, offset: int, what: str = "") -> None:
         """Write bytes: full pages by direct writes, if they are enough, the rest through the page cache.
 
-        Args:
-            offset: Of the first byte in the file; need not be a page boundary.
-            what: What the bytes are (a key), named in errors.
+        The offset need not be a page boundary. Errors name ``what`` (a key).
         """
         done = 0
         low, high = full_pages(offset, view.nbytes)
@@ -124,8 +120,7 @@ class NewFile:
     def finish(self, size: int) -> None:
         """Cut the file to ``size`` bytes, which frees the space allocated beyond them, and fsync it.
 
-        Raises:
-            StorageError: it has fewer bytes than were written, or the fsync failed.
+        It is a StorageError if the file has fewer bytes: something else wrote to it.
         """
         if self._cut(size) < size:
             raise StorageError(
@@ -137,8 +132,8 @@ class NewFile:
     def close(self) -> None:
         """Close it; no thread may be writing: the number of a closed descriptor may be another file's by then.
 
-        Raises:
-            StorageError: the system reported an error of earlier writes, as network file systems do. It is closed.
+        It is closed even if this raises a StorageError, where the system reports an error of earlier writes, as network
+        file systems do.
         """
         # forgotten first: a descriptor is gone even if its close fails, and a second close would hit another file's
         opened, self._fd, self._direct = (self._fd, self._direct), _CLOSED, _CLOSED

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 class ObjectStream:
     """The content of a new object, appended by one thread at a time; :class:`FileWriter` fills it as a FileStream.
 
-    Args:
-        count: Called with the number of bytes appended since the last call.
+    ``count`` is called with the number of bytes appended since the last call.
     """
 
     def __init__(
@@ -98,14 +97,7 @@ class ObjectStream:
         self._call(writer.close, "complete")
 
     def finish(self) -> Segments:
-        """Send the last part, and let the object appear.
-
-        Returns:
-            The table of digests.
-
-        Raises:
-            BaseException: The first error.
-        """
+        """Send the last part, and let the object appear; return its table of digests, or raise the first error."""
         if self.error is not None:
             raise self.error
         writer = self._writer

@@ -16,8 +16,7 @@ else:
 class OpenPath(_Base):
     """The part of pathlib's interface that reading a checkpoint needs; each class adds how it looks and lists.
 
-    Attributes:
-        url: The path or URL that opens it again, in any process; a URL with any password in it.
+    ``url`` is the path or URL that opens it again, in any process; a URL with any password in it.
     """
 
     url: str

@@ -30,10 +30,7 @@ def find_bucket(url: str) -> str:
 def list_names(place: Path) -> list[str]:
     """Return the names of what is directly in a directory, or of a folder's objects, as they are now.
 
-    None if it does not exist.
-
-    Raises:
-        StorageError: it cannot be listed.
+    There are none if it does not exist.
     """
     if (remote := on_store(place)) is not None:
         return [*attempt("list", remote, remote.folder.files)]
@@ -51,8 +48,7 @@ def list_entries(place: Path) -> list[str]:
 def list_folders(place: Path) -> list[str]:
     """Return the names of the folders directly in a place, as they are now; none if it does not exist.
 
-    Raises:
-        StorageError: it cannot be listed; the plugin of a store cannot list folders.
+    It is a StorageError, too, if the plugin of a store cannot list folders.
     """
     if (remote := on_store(place)) is None:
         return _scan(place, _is_directory)
@@ -98,11 +94,7 @@ def attach_listing(place: Path, listings: Mapping[str, dict[str, int]] | None, n
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file, or an object of a store; no error if it does not exist.
-
-    Raises:
-        StorageError: it cannot be removed.
-    """
+    """Remove a file, or an object of a store; no error if it does not exist."""
     if (remote := on_store(path)) is not None:
         remote.delete()
         return

@@ -35,20 +35,14 @@ def batch_ranges(
     *,
     joined: bool,
 ) -> Iterator[list[RangeRead]]:
-    """Cut long ranges and join short ones to batches, each read by one thread.
+    """Cut long ranges and join short ones to batches, each read by one thread; iterate over the batches in order.
 
-    Args:
-        ranges: The ranges; each lies in its file. Empty ones are left out.
-        segments_of: Returns the table of digests of a range's file, if they are checked; called for ranges that are
-            cut. They are cut where segments end, so that no segment is read twice.
-        most: Bytes of a batch; more where a segment is longer.
-        least: Bytes that a batch may have, however few are left.
-        shares: A batch has at most the bytes that are left, divided by this: the last batches are small, so that all
-            threads end at about the same time.
-        joined: Whether a batch may have several ranges.
+    Ranges are cut where segments end, so that no segment is read twice; ``segments_of`` returns the table of digests of
+    a range's file, if they are checked. Empty ranges are left out. Only if ``joined`` has a batch several ranges.
 
-    Returns:
-        An iterator of the batches, in order.
+    A batch has at most ``most`` bytes (more where a segment is longer), and at most the bytes that are left, divided by
+    ``shares``, but may always have ``least``: the last batches are small, so that all threads end at about the same
+    time.
     """
     batch: list[RangeRead] = []
     left = sum(found.memory.nbytes for found in ranges)

@@ -26,8 +26,7 @@ class _End(NamedTuple):
 class ReadEnds:
     """The ends that are kept, in blocks of the pool; for several threads.
 
-    Args:
-        most: Bytes of blocks that are kept at most; the oldest goes first. One block at least.
+    The blocks have ``most`` bytes at most, and are one at least; the oldest goes first.
     """
 
     def __init__(self, most: int) -> None:
@@ -50,11 +49,7 @@ class ReadEnds:
             block_pool.release(each)
 
     def take(self, name: str, offset: int, memory: memoryview) -> int:
-        """Fill the beginning of memory with what is kept from an offset on.
-
-        Returns:
-            The number of bytes that were filled.
-        """
+        """Fill the beginning of memory with what is kept from an offset on; return the number of bytes filled."""
         with self._lock:
             end = self._ends.pop((name, offset), None)
         if end is None:

@@ -121,11 +121,9 @@ class ListsFolders(Protocol):
 class RemotePath(OpenPath):
     """A URL's folder, or an object in it, with the part of pathlib's interface that reading a checkpoint needs.
 
-    Paths made from one another share one listing of the folder, which is requested when it is first needed. A path that
-    was pickled requests one of its own; the pickle has what the plugin's folder has, credentials included.
-
-    Args:
-        name: The object's path in it; ``""`` is the folder itself.
+    The name ``""`` is the folder itself. Paths made from one another share one listing of the folder, which is
+    requested when it is first needed. A path that was pickled requests one of its own; the pickle has what the plugin's
+    folder has, credentials included.
     """
 
     #: Read by :mod:`shardckpt.storage.abilities`.
@@ -160,11 +158,7 @@ class RemotePath(OpenPath):
         return not before.items() <= _list(self.folder, self.folder.files).items()
 
     def use_listing(self, listing: Mapping[str, int]) -> RemotePath:
-        """Return the folder with a listing that was requested before.
-
-        Args:
-            listing: The size in bytes of each object below, at any depth, by path.
-        """
+        """Return the folder with a listing that was requested before: bytes by path, of the objects at any depth."""
         path = RemotePath(self.folder)
         sizes = {name: size for name, size in listing.items() if "/" not in name}
         path._sizes = functools.cache(lambda: sizes)
@@ -192,8 +186,7 @@ class RemotePath(OpenPath):
     def list_tree(self) -> Mapping[str, int]:
         """Return the size in bytes of each object in the folder and in those below it, by its path in the folder.
 
-        Raises:
-            StorageError: the plugin cannot list folders, or the store fails.
+        It is a StorageError, too, if the plugin cannot list folders.
         """
         if not isinstance(self.folder, HasFolders):
             raise StorageError(
@@ -239,8 +232,7 @@ class RemotePath(OpenPath):
     def read_range(self, offset: int, nbytes: int) -> bytes:
         """Return ``nbytes`` bytes of the object from ``offset`` on; fewer only where it ends.
 
-        Raises:
-            StorageError: the store failed, or gave more bytes than were asked for.
+        A store that gives more bytes than were asked for is refused with StorageError.
         """
         found = attempt(f"read at offset {offset} of", self, lambda: self.folder.read(self._name, offset, nbytes))
         if len(found) > nbytes:
@@ -251,11 +243,7 @@ class RemotePath(OpenPath):
         return found
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fill the start of the buffer from an offset of the object on; return the number of bytes.
-
-        Raises:
-            StorageError: the store failed, or gave more bytes than were asked for.
-        """
+        """Fill the start of the buffer from an offset of the object on; return the number of bytes."""
         folder = self.folder
         if isinstance(folder, ReadsInto):
             return attempt(f"read at offset {offset} of", self, partial(folder.read_into, self._name, offset, buffer))
@@ -273,9 +261,8 @@ class RemotePath(OpenPath):
     def create(self, data: bytes) -> bool:
         """Write a small object unless one of that name exists; only for folders that :class:`CreatesObjects`.
 
-        Returns:
-            False if an object of that name was there. It may be this call's own: an attempt may have created it, and
-            its answer been lost.
+        Returns False if one was there. It may be this call's own: an attempt may have created it, and its answer been
+        lost.
         """
         folder = self.folder
         if not isinstance(folder, CreatesObjects):
@@ -283,13 +270,9 @@ class RemotePath(OpenPath):
         return self._put_if("create", partial(folder.create, self._name, data))
 
     def read_tagged(self) -> tuple[bytes, object]:
-        """Return all bytes of a small object, and the store's tag of this content.
+        """Return all bytes of a small object, and the store's tag of this content, for :meth:`replace_tagged`.
 
-        Returns:
-            The bytes, and the tag for :meth:`replace_tagged`: None where the store cannot replace by a condition.
-
-        Raises:
-            StorageError: it is gone, or the store failed in every attempt.
+        The tag is None where the store cannot replace by a condition.
         """
         folder = self.folder
         if isinstance(folder, ReplacesObjects):
@@ -300,9 +283,8 @@ class RemotePath(OpenPath):
     def replace_tagged(self, data: bytes, tag: object) -> bool:
         """Write a small object in the place of the one with that tag; None as the tag replaces any.
 
-        Returns:
-            False if the object has changed since, or is gone. The change may be this call's own: an attempt may have
-            written it, and its answer been lost.
+        Returns False if the object has changed since, or is gone. The change may be this call's own: an attempt may
+        have written it, and its answer been lost.
         """
         folder = self.folder
         if tag is None or not isinstance(folder, ReplacesObjects):
@@ -417,10 +399,9 @@ class RemotePath(OpenPath):
 
 
 def list_objects(folder: RemoteFolder) -> dict[str, int]:
-    """Return the size in bytes of each object in a folder, from the store, not a cache.
+    """Return the size in bytes of each object in a folder, by name, from the store, not a cache.
 
-    Returns:
-        Sizes by name; of a store that :class:`HasFolders` also those in folders, by path.
+    Of a store that :class:`HasFolders` there are also those in folders, by path.
     """
     return _list(folder, folder.tree if isinstance(folder, HasFolders) else folder.files)
 
@@ -464,11 +445,9 @@ def quiet_attempts() -> Iterator[None]:
 def limit_attempts(seconds: float | None = None) -> Iterator[None]:
     """Give up what fails in calls of this thread in the block after so many seconds in all.
 
-    For calls that a training waits for: one that a store does not answer takes ``SHARDCKPT_REMOTE_TIMEOUT`` seconds at
-    each attempt. When the time is used up, all further calls fail at once.
-
-    Args:
-        seconds: By default that timeout; with 0, what fails once is not repeated.
+    For calls that a training waits for: one that a store does not answer takes ``SHARDCKPT_REMOTE_TIMEOUT`` seconds,
+    the default here, at each attempt. When the time is used up, all further calls fail at once; with 0, what fails once
+    is not repeated.
     """
     token = _patience.set([settings.remote_timeout() if seconds is None else seconds])
     try:
@@ -480,13 +459,8 @@ def limit_attempts(seconds: float | None = None) -> Iterator[None]:
 def attempt(action: str, path: Path, call: Callable[[], _T]) -> _T:
     """Call a store, and repeat the call after errors that may pass, ``SHARDCKPT_REMOTE_ATTEMPTS`` times in all.
 
-    In a block of :func:`limit_attempts` less often, once that has no time left.
-
-    Returns:
-        What the call returned.
-
-    Raises:
-        StorageError: every attempt failed, or another attempt cannot help; names the path and the last error.
+    In a block of :func:`limit_attempts` less often, once that has no time left. If every attempt failed, or another
+    cannot help, it is a StorageError with the path and the last error.
     """
     attempts = settings.remote_attempts()
     patience = _patience.get()

@@ -33,8 +33,7 @@ _DIGEST_BYTES = 16
 class ResumableFile(FileWriter):
     """A file whose first records an earlier process may have written.
 
-    Args:
-        journal: Has what is written already, and gets what is written now.
+    The journal has what is written already, and gets what is written now.
     """
 
     _stream: FileStream

@@ -87,11 +87,8 @@ def read_box(source: Source, stored: StoredArray, start: Ints, target: torch.Ten
 def find_range(stored: StoredArray, start: Ints, target: torch.Tensor) -> int | None:
     """Return where a box lies in the file, if its bytes are one range there, and the target takes them as they are.
 
-    Args:
-        start: Index of the box's first element, one number for each axis.
-
-    Returns:
-        The offset of the first byte; None if the bytes must be copied or converted.
+    ``start`` is the index of the box's first element, the result the offset of the first byte; None if the bytes must
+    be copied or converted.
     """
     if not _takes_bytes(target, stored.dtype):
         return None
@@ -110,8 +107,7 @@ def _scatter(
 ) -> Callable[[], None] | None:
     """Copy those of the elements at an offset of the file that are in the requested box to their places in the target.
 
-    Returns:
-        A function that waits until a CUDA device has copied them; None for other devices.
+    Returns a function that waits until a CUDA device has copied them; None for other devices.
     """
     if not memory.nbytes:
         return None

@@ -166,13 +166,9 @@ def cut_segments(nbytes: int) -> list[int]:
 
 
 def merge_parts(parts: Iterable[FilePart], algorithm: str) -> list[FileRecord]:
-    """Return the records of files, by what the ranks have written of them.
+    """Return the records of files, by what the ranks have written of them; a file's rank is the lowest with a part.
 
-    Returns:
-        A record of each file; its rank is the lowest that has written a part.
-
-    Raises:
-        StorageError: Parts of a file overlap, or leave a hole, or are of files of several sizes.
+    It is a StorageError if parts of a file overlap, leave a hole, or are of files of several sizes.
     """
     by_name: dict[str, list[FilePart]] = {}
     for part in parts:

@@ -18,13 +18,7 @@ _STRETCH = 2 * MAX_SEGMENT
 
 
 class Span(NamedTuple):
-    """A range of a file that one call reads.
-
-    Attributes:
-        start: Offset of the first byte.
-        stop: Offset after the last byte.
-        segments: The segments that tile it, if digests are checked.
-    """
+    """A range of a file that one call reads, up to before ``stop``; with its segments if digests are checked."""
 
     start: int
     stop: int
@@ -32,13 +26,7 @@ class Span(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """A run of elements in a file.
-
-    Attributes:
-        start: Offset of the first element in the file, in bytes.
-        stop: Offset after the last element.
-        unit: Size of an element in bytes.
-    """
+    """A run of elements in a file: offsets of the first and after the last, and the size of one, in bytes."""
 
     start: int
     stop: int
@@ -53,17 +41,13 @@ class Elements(NamedTuple):
 def cut_spans(
     segments: Segments | None, ranges: Iterable[tuple[int, int]], most: int, elements: Elements
 ) -> Iterator[Span]:
-    """Cut ranges of a file into spans, in file order.
+    """Cut ranges of a file, ascending and disjoint, into spans, in file order.
 
-    Args:
-        segments: The file's table, if digests are checked: each span is then of complete segments.
-        ranges: (start, stop) offsets, ascending and disjoint.
-        most: Bytes of a span at most; more only where a segment is longer, or where an element crosses the end of a
-            segment. If elements cross all ends, a span repeats the segments that hold the start of such an element.
-        elements: The elements in the file; a span has each element completely or leaves it to another span.
+    Where digests are checked, each span is of complete segments. It has each element completely, or leaves it to
+    another span.
 
-    Returns:
-        An iterator of the spans.
+    A span has ``most`` bytes at most; more only where a segment is longer, or where an element crosses the end of a
+    segment. If elements cross all ends, a span repeats the segments that hold the start of such an element.
     """
     if segments is not None:
         return _checked(segments, ranges, most, elements)

@@ -32,14 +32,9 @@ _KINDS = {
 class FilePart(NamedTuple):
     """A rank's part of a file: segments with their digests, in any order.
 
-    Attributes:
-        name: The file.
-        size: Bytes of the entire file.
-        rank: The rank.
-        keys: How many stored items are counted with this part, for reports.
-        starts: Where each segment begins in the file, uint64.
-        lengths: Bytes of each, uint32.
-        digests: The digest of each, uint32 or uint64.
+    ``size`` is that of the entire file in bytes; ``keys`` is how many stored items are counted with this part, for
+    reports. A segment has its start in the file (uint64), its length in bytes (uint32) and its digest (uint32 or
+    uint64).
     """
 
     name: str
@@ -54,13 +49,9 @@ class FilePart(NamedTuple):
 def digest_file(
     directory: Path, name: str, algorithm: str, keys: int, rank: int, *, sha256: bool
 ) -> tuple[FileRecord, str]:
-    """Fsync a file that other code has written into a staging directory, and compute its digests.
+    """Fsync a file that other code has written into a staging directory; return its record and SHA-256.
 
-    Returns:
-        The file's record, and its SHA-256 in hex, or ``""`` if it is not requested.
-
-    Raises:
-        CheckpointingException: it is not a regular file, or it changes while it is read.
+    The SHA-256 is in hex, ``""`` if it is not requested. A file that changes while it is read is an error.
     """
     digest, sha = digest_function(algorithm), hashlib.sha256()
     path = directory / name
@@ -89,12 +80,9 @@ def make_record(name: str, size: int, rank: int, keys: int, table: Segments) -> 
 
 
 def check_as_recorded(directory: Path, files: Iterable[FileRecord | FilePart]) -> None:
-    """Raise an error if a file is gone, is not a regular file, or has another size than its record.
+    """Raise StorageError if a file is gone, is not a regular file, or has another size than its record.
 
     Every rank checks its own files: on a network file system the client that wrote a file sees its true state.
-
-    Raises:
-        StorageError: names the files.
     """
     changed = [fault for file in files if (fault := _change(directory, file))]
     if changed:
@@ -105,15 +93,9 @@ def check_as_recorded(directory: Path, files: Iterable[FileRecord | FilePart]) -
 
 
 def refuse_unrecorded(directory: Path, recorded: Collection[str]) -> None:
-    """Raise an error for every file in the directory without a record, and every folder without a recorded file.
+    """Raise StorageError for every file in the directory without a record, and every folder without a recorded file.
 
     On a network file system the listing may be stale; the caller has just created a file there, which refreshes it.
-
-    Args:
-        recorded: Names of the files that have a record with digests.
-
-    Raises:
-        StorageError: names the files without a record.
     """
     with wrap_os_errors("list", directory):
         found = sorted(_find_unrecorded(directory, "", recorded, find_folders(recorded)))

@@ -56,12 +56,9 @@ def start(pool: ThreadPoolExecutor, task: Callable[[], None]) -> Future[None] | 
 class WriterPool:
     """The threads that write files, and the limits on unwritten data: ``threads + 1`` large records, as many blocks.
 
-    The caller continues while they write. (Where the caller waits for results instead, as in reading,
-    :class:`~shardckpt.storage.workers.Workers` use its thread, too.)
-
-    Args:
-        threads: How many; with 1 there is no pool, and the caller writes.
-        count: Called by each thread with the number of bytes that it has written since the last call.
+    The caller continues while they write; with one thread there is no pool, and the caller writes. (Where the caller
+    waits for results instead, as in reading, :class:`~shardckpt.storage.workers.Workers` use its thread, too.) Each
+    thread calls ``count`` with the number of bytes that it has written since the last call.
     """
 
     def __init__(self, threads: int, count: Callable[[int], None] | None = None) -> None:
@@ -86,15 +83,11 @@ class WriterPool:
         self._files[number] -= 1
 
     def start(self, task: Callable[[], None], own: int | None = None) -> Future[None] | None:
-        """Run a task in a thread, or now if there is none.
+        """Run a task in a thread, or now if there is none; return its Future, or None if it has run.
 
-        Args:
-            own: What :meth:`add_file` returned, for a file that is written through the page cache: the kernel allows
-                one such write to a file at a time. If several files are open, one thread then does all its tasks, and
-                the other threads write other files instead of waiting.
-
-        Returns:
-            The task's Future; None if it has run.
+        A file that is written through the page cache passes ``own``, which :meth:`add_file` returned: the kernel allows
+        one such write to a file at a time. If several files are open, one thread then does all its tasks, and the other
+        threads write other files instead of waiting.
         """
         if self._pool is None:
             task()
@@ -166,23 +159,14 @@ class FileStream:
         self.sync_seconds = 0.0
 
     def resume(self, lengths: Iterable[int], digests: Iterable[int], tail: bytes) -> None:
-        """Go on behind what another process has written.
-
-        Args:
-            lengths: Bytes of each segment that is in the file.
-            tail: The last bytes in the file, from a page boundary on.
-        """
+        """Go on behind what another process has written: its segments, and the last bytes from a page boundary on."""
         self._lengths.extend(lengths)
         self._digests.extend(digests)
         self._start = sum(self._lengths) - len(tail)
         self._fill(tail)
 
     def drain(self) -> None:
-        """Wait until all that was appended is in the file.
-
-        Raises:
-            BaseException: the first error of any write.
-        """
+        """Wait until all that was appended is in the file, or raise the first error of any write."""
         self._wait()
         if self.error is None and self._block is not None and self._filled:
             # the block stays: it is written once more when it is full
@@ -203,12 +187,9 @@ class FileStream:
             self._fill(data)
 
     def put(self, parts: list[memoryview], release: Callable[[], None], what: str = "") -> None:
-        """Append a record of more than ``SMALL_RECORD`` bytes.
+        """Append a record of more than ``SMALL_RECORD`` bytes, which must not change until ``release`` is called.
 
-        Args:
-            parts: The record's bytes, which must not change until ``release`` is called.
-            release: Called once, when all parts are written or have failed.
-            what: What the record is (a key), named in errors.
+        That is called once, when all parts are written or have failed. Errors name ``what`` (a key).
         """
         pieces: list[_Piece] = []
         self._what = what or self._what
@@ -233,13 +214,9 @@ class FileStream:
             self._flush_small()  # the file is one block: a small file needs no thread
 
     def finish(self) -> Segments:
-        """Wait until the file is written and fsynced.
+        """Wait until the file is written and fsynced; return the table of digests.
 
-        Returns:
-            The table of digests.
-
-        Raises:
-            BaseException: the first error of any write.
+        It raises the first error of any write.
         """
         self.end()
         self._wait()

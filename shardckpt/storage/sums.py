@@ -42,11 +42,8 @@ class _Part(NamedTuple):
 def sum_shards(stored: PackedShards, tensors: Sequence[torch.Tensor], aliases: Mapping[str, str]) -> bytes:
     """Return the sums of a rank's boxes of each tensor, packed; several threads compute them.
 
-    Args:
-        aliases: Further keys of tensors, and the key by which each is stored.
-
-    Raises:
-        ShardingError: A tensor has no values that can be read.
+    ``aliases`` has further keys of tensors, and the key by which each is stored. A tensor that has no values that can
+    be read is a ShardingError.
     """
     specs = Columns(stored.specs, "the columns of stored shards")
     keys, dtypes = specs.texts("keys"), specs.texts("dtypes")
@@ -112,11 +109,7 @@ def pack_fingerprints(fingerprints: Mapping[str, str]) -> bytes:
 
 
 def read_fingerprints(reader: CheckpointReader) -> dict[str, str]:
-    """Return the fingerprints by key that a checkpoint has stored; none if it has no file of them.
-
-    Raises:
-        CorruptCheckpointError: The file is damaged.
-    """
+    """Return the fingerprints by key that a checkpoint has stored; none if it has no file of them."""
     record = reader.manifest.record
     if record is None or FINGERPRINTS_NAME not in record.list_files():
         return {}

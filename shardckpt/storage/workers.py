@@ -78,21 +78,14 @@ class Workers:
         *,
         nests: bool = True,
     ) -> dict[int, _R]:
-        """Call a function on all items; the function may call this method, too, for pieces of its item.
+        """Call a function on all (number, item) pairs; it may call this method, too, for pieces of its item.
 
-        No item is begun after a failure or an interrupt. This returns when all threads have ended what they began.
+        Return the results by number. The iterator is read item by item, in order; the calling thread first does the
+        items of ``own``, alone. No item is begun after a failure or an interrupt. This returns when all threads have
+        ended what they began, and raises what the function raised for the failed item with the lowest number.
 
-        Args:
-            items: (number, item) pairs; the iterator is read item by item, in order.
-            own: More such pairs, which the calling thread does first, alone.
-            nests: Whether the function may call this method for any of ``items``. If not, a thread that finds no item
-                left ends at once, while the others do their last ones.
-
-        Returns:
-            The results by number.
-
-        Raises:
-            Exception: what the function raised for the failed item with the lowest number.
+        With ``nests=False`` the function does not call this method for any of ``items``: a thread that finds no item
+        left ends at once, while the others do their last ones.
         """
         own = list(own)
         job = _Job(function, items, nests=nests or bool(own))

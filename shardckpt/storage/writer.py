@@ -56,10 +56,8 @@ _TABLES_AT_ONCE = 16
 class WriteTimes(NamedTuple):
     """When a rank wrote its files, by ``time.perf_counter``, which all processes of a host share.
 
-    Attributes:
-        began: When the first file was created; 0.0 if none was.
-        ended: When the last one was durable.
-        synced: Seconds of that in which it waited for fsync.
+    From when the first file was created, 0.0 if none was, until the last one was durable; ``synced`` is how many
+    seconds of that it waited for fsync.
     """
 
     began: float = 0.0
@@ -411,8 +409,8 @@ class CheckpointWriter:
     def _choose_part_bytes(self, name: str, nbytes: int) -> int:
         """Return the size of the parts in which an object is sent.
 
-        Raises:
-            CheckpointingException: The memory budget has no room for them.
+        It is an error if the memory budget has no room for them, or if two files are in parts at a time within a
+        budget.
         """
         budget = self._memory_budget
         found = plan_upload(find_upload_room(budget), nbytes)

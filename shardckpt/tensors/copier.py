@@ -16,13 +16,9 @@ if TYPE_CHECKING:
 class Copier:
     """Copies a tensor to the CPU piece by piece, through one buffer (pinned for a CUDA tensor).
 
-    Args:
-        tensor: On any device, of any strides, with memory of its own.
-        most: Most bytes of a piece; less than ``LARGE``, so that a writer copies the piece into a block at once.
-
-    Raises:
-        ValueError: ``most`` is not less than ``LARGE``: a writer would write the piece later, from this buffer, which
-            holds the next piece by then.
+    The tensor has memory of its own, on any device, of any strides. A piece has ``most`` bytes at most, which is less
+    than ``LARGE`` (else a ValueError), so that a writer copies the piece into a block at once: it would write a larger
+    one later, from this buffer, which holds the next piece by then.
     """
 
     def __init__(self, tensor: torch.Tensor, most: int) -> None:

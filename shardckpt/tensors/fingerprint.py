@@ -54,18 +54,11 @@ _Box = tuple[torch.Tensor, "Sequence[int]", "Sequence[int]"]
 
 
 def sum_boxes(boxes: Sequence[_Box]) -> list[tuple[int, int]]:
-    """Return what each box adds to the sums of its global tensor.
+    """Return what each box adds to the sums of its global tensor: two numbers, to be added modulo 2^64.
 
-    Args:
-        boxes: The values of each box, any tensor that :func:`plain_cpu` accepts (one that is not contiguous is copied),
-            which may lack leading axes of extent 1; where it begins in the global tensor, along every axis; and the
-            global shape.
-
-    Returns:
-        Two numbers below 2^64 for each box, to be added to those of other boxes modulo 2^64.
-
-    Raises:
-        ShardingError: A tensor has no values that can be read.
+    Of each box there are its values, any tensor that :func:`plain_cpu` accepts (one that is not contiguous is copied),
+    which may lack leading axes of extent 1; where it begins in the global tensor, along every axis; and the global
+    shape. A tensor that has no values that can be read is a ShardingError.
     """
     sums = torch.zeros(len(boxes), 2, dtype=torch.int64, device="cpu")
     # Small boxes of one form are multiplied together: a call of torch takes longer than to sum one of them. Numbers of
@@ -105,12 +98,7 @@ def sum_boxes(boxes: Sequence[_Box]) -> list[tuple[int, int]]:
 
 
 def finish_fingerprint(dtype: str, shape: Sequence[int], sums: Sequence[int]) -> str:
-    """Return the fingerprint of a tensor.
-
-    Args:
-        dtype: The name of its dtype: ``"bfloat16"``.
-        sums: Both sums of all its boxes, which are taken modulo 2^64.
-    """
+    """Return the fingerprint of a tensor of a dtype (``"bfloat16"``), from both sums of all its boxes, modulo 2^64."""
     text = f"{dtype} {list(shape)} {' '.join(str(number % (1 << 64)) for number in sums)}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -118,16 +106,10 @@ def finish_fingerprint(dtype: str, shape: Sequence[int], sums: Sequence[int]) ->
 class _Form(NamedTuple):
     """A box's form, and the rows of it and of its tensor: what they share with boxes at other places.
 
-    Attributes:
-        itemsize: Bytes of an element.
-        extent: The box's extent, along all axes of the tensor.
-        shape: The tensor's shape.
-        axis: The first axis along a row.
-        is_cut: Whether a row's bytes do not lie together: the box lacks some along a later axis.
-        height: Number of rows of the box.
-        width: Bytes of each.
-        unit: Bytes of an index of ``axis``.
-        strides: By how many blocks the position changes along each axis before ``axis``.
+    ``extent`` is the box's, along all axes of the tensor. ``axis`` is the first axis along a row, and ``unit`` the
+    bytes of an index of it. ``is_cut``: a row's bytes do not lie together: the box lacks some along a later axis. The
+    box has ``height`` rows, of ``width`` bytes each. ``strides`` says by how many blocks the position changes along
+    each axis before ``axis``.
     """
 
     itemsize: int
@@ -197,14 +179,9 @@ class _Form(NamedTuple):
 class _Piece(NamedTuple):
     """A part of a box's rows that is multiplied at a time.
 
-    Attributes:
-        low: The first row.
-        high: The row after the last.
-        left: The first byte of each row.
-        right: The byte after the last.
-        begin: Zeros before these bytes, in the first block.
-        nbytes: Bytes of a block.
-        positions: The positions of its blocks, row by row, from that of the box's first.
+    It is rows ``low`` to before ``high``, and of each row bytes ``left`` to before ``right``. ``begin`` is how many
+    zeros are before these bytes, in the first block. A block has ``nbytes``. ``positions`` are those of its blocks, row
+    by row, from that of the box's first.
     """
 
     low: int
@@ -253,11 +230,9 @@ def _join_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _sum_piece(data: torch.Tensor, bases: torch.Tensor, piece: _Piece, memory: torch.Tensor) -> torch.Tensor:
     """Return what a piece of each box adds to its sums, int64 of shape (boxes, 2).
 
-    Args:
-        data: The bytes of boxes of one form, of shape (boxes, rows, bytes).
-        bases: The position of the first block of each, of shape (boxes, 1).
-        piece: A piece of each; bytes that a box does not have are zeros.
-        memory: As many bytes as are multiplied at a time, which are overwritten.
+    ``data`` has the bytes of boxes of one form, of shape (boxes, rows, bytes), ``bases`` the position of the first
+    block of each, of shape (boxes, 1). Bytes that a box does not have are zeros. ``memory`` is as many bytes as are
+    multiplied at a time, which are overwritten.
     """
     part = data[:, piece.low : piece.high, piece.left : piece.right]
     row_bytes = len(piece.positions) // (piece.high - piece.low) * piece.nbytes

@@ -19,11 +19,10 @@ INNER, SHARED = "(inner)", "(shared)"
 
 
 class InnerNames(NamedTuple):
-    """Those tensors inside the tensors of a class that are not one part each of their elements.
+    """Those tensors inside the tensors of a class that are not one part each of their elements, by name.
 
-    Attributes:
-        shared: The names of those that all elements share: a table from codes to values.
-        values: The name of one that has the values as they are; empty if there is none.
+    ``shared`` are those that all elements share: a table from codes to values. ``values`` has the values as they are;
+    empty if there is none such.
     """
 
     shared: frozenset[str] = frozenset()

@@ -163,10 +163,8 @@ def has_values_on_host(tensor: torch.Tensor) -> bool:
 def find_host_addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
     """Return where each tensor begins in the host's memory, with any strides.
 
-    It asks each question of all tensors, which is fast.
-
-    Returns:
-        The addresses; None if :func:`has_values_on_host` is False for a tensor, or may be: ask for each then.
+    None if :func:`has_values_on_host` is False for a tensor, or may be: ask for each then. It asks each question of all
+    tensors, which is fast.
     """
     return read_addresses(tensors) if all(map(attrgetter("is_cpu"), tensors)) else None
 

@@ -26,11 +26,7 @@ def view_tensor(tensor: torch.Tensor) -> memoryview:
 
 
 def pack_bytes(data: bytes, nbytes: int | None = None) -> torch.Tensor:
-    """Copy bytes to a uint8 tensor whose memory torch owns.
-
-    Returns:
-        A tensor of shape ``(nbytes,)``, by default the length of ``data``; the rest is zeros.
-    """
+    """Copy bytes to a uint8 tensor, of ``nbytes`` if they are given, whose memory torch owns; the rest is zeros."""
     # Not torch.frombuffer: a thread of gloo may drop the last reference to a tensor in a collective. To free Python's
     # memory it would need the interpreter's lock (GIL), at a time when the interpreter may have ended.
     tensor = torch.empty(len(data) if nbytes is None else nbytes, dtype=torch.uint8, device="cpu")

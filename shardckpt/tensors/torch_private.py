@@ -28,11 +28,7 @@ OLDEST_TORCH = (2, 10)
 
 
 def check_torch(version: str) -> None:
-    """Check that a release of torch is not older than what this package works with.
-
-    Raises:
-        ImportError: it is older.
-    """
+    """Check that a release of torch is not older than what this package works with; ImportError if it is."""
     # major and minor alone: 2.10.0a0+... of a vendor's container is a 2.10
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and tuple(map(int, numbers.groups())) < OLDEST_TORCH:
@@ -79,8 +75,7 @@ def group_timeout(group: Any) -> dt.timedelta:
 def group_store(group: Any, prefix: str) -> Any:
     """Return the store through which a group's ranks met, with a prefix that separates the caller's keys from others.
 
-    Raises:
-        ValueError: the group was destroyed.
+    If the group was destroyed, it is a ValueError.
     """
     try:
         _, store = dist.distributed_c10d._world.pg_map[group]  # noqa: SLF001

@@ -41,8 +41,7 @@ def is_quantized(tensor: object) -> TypeGuard[torch.Tensor]:
 def dequantize(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of a quantized tensor as a plain tensor of its outward dtype, on its device.
 
-    Raises:
-        ShardingError: its ``dequantize`` fails, or the outward dtype cannot hold the values.
+    It is a ShardingError if its ``dequantize`` fails, or the outward dtype cannot hold the values.
     """
     try:
         with torch.no_grad(), _on(tensor.device):
@@ -62,17 +61,11 @@ def dequantize(tensor: torch.Tensor) -> torch.Tensor:
 def fill(key: str, destination: torch.Tensor, values: torch.Tensor) -> None:
     """Copy plain values into a tensor, cast to its dtype, or quantized into its memory with its configuration.
 
-    To quantize, it uses the first of these that the destination has: its ``quantize_`` (Transformer Engine 2); a class
-    method that quantizes, called with the destination's configuration (torchao; what a tensor does not store, as the
-    choice of scales, is the method's default); its ``copy_`` (Transformer Engine 1).
-
-    Args:
-        key: Named in errors.
-        destination: Filled in place.
-        values: Plain, of the destination's shape; any dtype and device.
-
-    Raises:
-        ShardingError: a quantized destination has none that works; it is unchanged unless its method failed halfway.
+    The values have the destination's shape, and any dtype and device. To quantize, it uses the first of these that the
+    destination has: its ``quantize_`` (Transformer Engine 2); a class method that quantizes, called with the
+    destination's configuration (torchao; what a tensor does not store, as the choice of scales, is the method's
+    default); its ``copy_`` (Transformer Engine 1). If it has none that works, it is a ShardingError; the destination is
+    unchanged unless its method failed halfway.
     """
     if not is_quantized(destination):
         copy_values(destination.detach(), values)
