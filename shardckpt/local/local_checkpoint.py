@@ -10,7 +10,7 @@ from shardckpt.distributed import Comm
 from shardckpt.engine import LoadOptions, SaveOptions, load_checkpoint, locate_local, open_checkpoint, save_checkpoint
 from shardckpt.errors import CheckpointingException, parse_globals
 from shardckpt.local.tensor_aware import TensorAwareStateDict
-from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
+from shardckpt.mapping import BlockScales, ShardedBase, ShardedObject, ShardedTensor
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.state_dict import dict_list_map_outplace, nested_values
 from shardckpt.storage import retry_if_replaced
@@ -112,14 +112,17 @@ def _describe(shard: ShardedBase) -> dict[str, Any]:
     if kind is None:
         raise CheckpointingException(f"save_local: {shard.key!r} is a {type(shard).__name__}, not a shard")
     fields = {field.name: getattr(shard, field.name) for field in dataclasses.fields(_KINDS[kind])}  # type: ignore[arg-type]
-    part = fields.pop("flattened_range", None)
-    return {**fields, "data": None, "kind": kind, "kept": _is_kept(shard), "flat": part and (part.start, part.stop)}
+    part, scales = fields.pop("flattened_range", None), fields.pop("block_scales", None)
+    flat, scaled = part and (part.start, part.stop), scales and (*scales,)
+    return {**fields, "data": None, "kind": kind, "kept": _is_kept(shard), "flat": flat, "scaled": scaled}
 
 
 def _make_shard(description: dict[str, Any]) -> ShardedBase:
-    fields = {name: value for name, value in description.items() if name not in ("kind", "kept", "flat")}
+    fields = {name: value for name, value in description.items() if name not in ("kind", "kept", "flat", "scaled")}
     if description["flat"] is not None:
         fields["flattened_range"] = slice(*description["flat"])
+    if (scaled := description.get("scaled")) is not None:  # older copies lack it
+        fields["block_scales"] = BlockScales(*scaled)
     return _KINDS[description["kind"]](**fields)
 
 
