@@ -10,7 +10,8 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, KeyMismatchError, NotACheckpointError
 from shardckpt.local import TensorAwareStateDict, load_local, save_local
-from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.mapping import BlockScales, ShardedObject, ShardedTensor
+from shardckpt.state_dict import nested_values
 from tests import backends
 from tests.local.shards import MODES, check_state, make_part, make_state, make_tensor
 from tests.names import METADATA
@@ -50,6 +51,17 @@ def _saved(path: Path) -> TensorAwareStateDict:
     part, _ = TensorAwareStateDict.from_state_dict(state)
     save_local(part, path)
     return part
+
+
+def test_block_scales_come_back(tmp_path: Path) -> None:
+    """What scales a tensor is a part of its description."""
+    codes = ShardedTensor.from_rank_offsets("codes", make_tensor(1))
+    codes.block_scales = BlockScales("scales", tuple(codes.global_shape))
+    part, _ = TensorAwareStateDict.from_state_dict({"codes": codes})
+    save_local(part, tmp_path / "0")
+    (loaded,) = nested_values(load_local(tmp_path / "0").sharded_state_dict)
+    assert isinstance(loaded, ShardedTensor)
+    assert loaded.block_scales == codes.block_scales
 
 
 @backends.both_in_proof
