@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 
 
 class Region(NamedTuple):
-    """A box of a stored chunk, and the tensor of its shape that it is read into.
+    """A box of a stored chunk, and the tensor that it is read into.
 
-    ``number`` is that of the stored tensor; ``start`` is where the box begins in the chunk, along each axis.
-    ``is_entire``: the box is the entire chunk.
+    Attributes:
+        number: Number of the stored tensor.
+        chunk: The chunk.
+        start: Where the box begins in the chunk, along each axis.
+        target: The tensor to fill; its shape is the box's.
+        is_entire: Whether the box is the entire chunk.
     """
 
     number: int

@@ -34,8 +34,11 @@ _waits: list[LongWait] = []
 class LongWait:
     """A wait of this rank in a collective, from its start to :meth:`end`.
 
-    It began at ``started``, in seconds of the clock by which it is reported. Ranks are by their numbers in the whole
-    job. ``phase`` is what this rank is doing, as errors name it; "" if no phase has begun.
+    Args:
+        started: When it began, in seconds of the clock by which it is reported.
+        rank: This rank, by its number in the whole job.
+        members: The ranks of the group, by their numbers in the whole job.
+        phase: What this rank is doing, as errors name it; "" if no phase has begun.
     """
 
     def __init__(self, started: float, rank: int, members: Sequence[int], phase: str) -> None:

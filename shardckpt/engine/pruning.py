@@ -77,9 +77,11 @@ _warned: set[str] = set()
 class PruneResult:
     """A leftover, and whether it was removed.
 
-    On a store its path is the URL that the save or removal was of. ``nbytes`` are those that its removal frees.
-    ``kept`` says why it is needed; ``""`` if it is not: it was removed, or with ``dry_run`` would be. ``error`` says
-    why it could not be removed.
+    Attributes:
+        path: Its path; on a store the URL that the save or removal was of.
+        nbytes: Bytes that its removal frees.
+        kept: Why it is needed; ``""`` if it is not: it was removed, or with ``dry_run`` would be.
+        error: Why it could not be removed; ``""`` if it could.
     """
 
     path: Path

@@ -35,8 +35,12 @@ _SMALL_TABLE = 64 << 10
 class OpenFile:
     """A file open for reading; CorruptCheckpointError if it does not have the recorded size.
 
-    It has no record where nothing recorded it, and no algorithm where digests are not checked. ``advise`` returns what
-    to do about another size. With ``takes_cut`` a shorter one is no error: what is before its end is read.
+    Args:
+        name: Its name in the checkpoint.
+        record: The record of the file as it was written, if there is one.
+        algorithm: Name of the digest algorithm, if digests are checked.
+        advise: Returns what to do about a file of another size than was recorded.
+        takes_cut: Whether one that is shorter is no error: what is before its end is read.
     """
 
     def __init__(
