@@ -33,7 +33,7 @@ _BITS = 32
 
 
 def check_memory(data: bytes | bytearray | memoryview, crc: int, what: str) -> None:
-    """Compare bytes in memory with their CRC-32; zero is none."""
+    """Compare bytes in memory with their CRC-32 (zero is none); CorruptCheckpointError if they differ."""
     if crc and zlib.crc32(data) != crc:
         raise _differs_error(what)
 
@@ -191,7 +191,7 @@ class _SummedSource:
 def check_member(reader: CheckpointReader, file: str, member: Member, what: str) -> None:
     """Read a member in blocks, once in the life of a reader, and compare it with its CRC-32; zero is none.
 
-    The member's offset is one of the file.
+    The member's offset is one of the file. One that differs is a CorruptCheckpointError.
     """
 
     def check() -> bool:
