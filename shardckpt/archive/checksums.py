@@ -81,8 +81,9 @@ def summed(
     """Give what reads a tensor's storage, and compares it with its CRC-32 at the end of the block.
 
     A storage that is read as a whole is summed while it is read. One that is read in part is read once more, as a
-    whole, if it is small, or if the reader is to check every part that it reads. ``nbytes`` says how many of its bytes
-    will be read, ``first`` where the archive begins in the file.
+    whole, if it is small, or if the reader is to check every part that it reads. A storage that differs is a
+    CorruptCheckpointError. ``nbytes`` says how many of its bytes will be read, ``first`` where the archive begins in
+    the file.
     """
     member = Member(first + stored.offset, stored.nbytes, stored.crc)
     if not stored.crc or reader.crcs == "none":

@@ -52,6 +52,8 @@ class LocalItems:
 
     Attributes:
         keys: The keys of the tensors that it stores parts of.
+        dtypes: Their dtypes.
+        shapes: Their global shapes.
         boxes: The boxes that it stores.
         tensors: The values of each box.
         sources: Where each of these comes from.

@@ -43,6 +43,8 @@ class MergedPlan(NamedTuple):
 
     Attributes:
         keys: The keys of the tensors.
+        dtypes: Their dtypes.
+        shapes: Their global shapes.
         bounds: int64 of shape (tensors + 1,): the boxes of tensor ``n`` are rows ``bounds[n]`` to ``bounds[n + 1]``.
         boxes: The boxes of all tensors, those of a tensor one after the other.
         locations: The location of each box, int64 of shape (boxes, columns); the first is the number of the file.
@@ -121,7 +123,7 @@ def merge_rows(
     aliases: Mapping[str, str] = MappingProxyType({}),
     scaled: Iterable[tuple[int, Columns]] = (),
 ) -> MergedPlan:
-    """Merge the boxes that at least one rank stores, in the order of the ranks; of each tensor those of all ranks.
+    """Merge the boxes of at least one rank, in the order of the ranks; of each tensor there are those of all ranks.
 
     Returns the tensors and boxes, without files and objects. No tensor may have one of ``object_keys``. ``scaled`` has
     the locations of each rank's plan, unpacked, which say what scales its tensors. The rest is as for

@@ -46,7 +46,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A stored tensor of a true global shape; its chunks are by their offsets in it."""
+    """A stored tensor: its dtype, its true global shape, and its chunks by their offsets in it."""
 
     dtype: torch.dtype
     shape: Ints

@@ -95,9 +95,10 @@ def is_waiting(thread: int) -> bool:
 
 
 def is_news(name: str, seconds: float, first: float) -> bool:
-    """Return whether what has the name has taken long enough to be reported, the first time after ``first`` seconds.
+    """Return whether something has taken long enough to be reported; the next report of it is after twice as long.
 
-    The next report of it is after twice as long.
+    ``name`` says what it is, ``seconds`` how long it has taken; it is reported for the first time after ``first``
+    seconds.
     """
     after = _next_notice.get(name, first)
     if seconds < after:

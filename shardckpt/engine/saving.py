@@ -59,6 +59,7 @@ class SaveOptions:
     Attributes:
         validate: Whether to check the shards of all ranks, and compare their common state.
         overwrite: Whether to replace what is at the target.
+        content_metadata: Anything that describes the content.
         preprocess_common: Removes from the common state what may differ between ranks.
         allow_globals: Classes and functions that pickles may name.
         sha256: Whether to write ``integrity.json``.

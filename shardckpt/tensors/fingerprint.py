@@ -107,7 +107,9 @@ class _Form(NamedTuple):
     """A box's form, and the rows of it and of its tensor: what they share with boxes at other places.
 
     Attributes:
+        itemsize: Bytes of an element.
         extent: The box's extent, along all axes of the tensor.
+        shape: The tensor's shape.
         axis: The first axis along a row.
         is_cut: Whether a row's bytes do not lie together: the box lacks some along a later axis.
         height: Number of rows of the box.
