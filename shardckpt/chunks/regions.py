@@ -54,8 +54,12 @@ class Region(NamedTuple):
 class StagedRegion(NamedTuple):
     """A region of a destination that is filled from a plain tensor, which exists from its first region to its last.
 
-    ``slices`` says where the region lies in its ``part`` of the destination. The other fields are as of
-    :class:`Region`.
+    The fields that are not listed are as of :class:`Region`.
+
+    Attributes:
+        staged: The destination.
+        part: The part of it that the region belongs to.
+        slices: Where the region lies in the part.
     """
 
     number: int

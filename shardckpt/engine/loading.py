@@ -308,12 +308,12 @@ def load_checkpoint(
     Returns the loaded state dict, and the keys that do not match. Everything that can be checked without data is
     checked before any destination is filled; errors are the same on every rank.
 
-    ``validate`` and ``verify`` are ``validate_access_integrity`` and ``verify_integrity`` there.
-    ``advise`` says whether errors may name arguments of ``dist_checkpointing.load`` and of ShardedTensor: whether the
-    user can pass them. ``on_unused`` is what to do about stored tensors and objects that no rank asks for, if
-    ``strict`` does not look for them; ``counts_unused`` says of a key whether it should have been asked for.
-    ``filled_by_twins`` are keys that are not stored, and whose destination is that of one that is. ``resize`` has
-    patterns of the keys of tensors that may have another shape than is stored.
+    ``validate`` and ``verify`` are ``validate_access_integrity`` and ``verify_integrity`` there. ``advise`` says
+    whether errors may name arguments of ``dist_checkpointing.load`` and of ShardedTensor: whether the user can pass
+    them. ``on_unused`` is what to do about stored tensors and objects that no rank asks for, if ``strict`` does not
+    look for them; ``counts_unused`` says of a key whether it should have been asked for. ``filled_by_twins`` are keys
+    that are not stored, and whose destination is that of one that is. ``resize`` has patterns of the keys of tensors
+    that may have another shape than is stored.
     """
     comm = checkpoint.context.comm
     # these decide which collectives a rank calls: with different ones the ranks would wait for each other

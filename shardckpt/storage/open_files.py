@@ -113,8 +113,10 @@ class OpenFile:
 class OpenFiles:
     """Open files by name; the least recently used are closed where too many are open. For several threads.
 
-    ``records`` is None if the checkpoint has no record, the algorithm is None where digests are not checked. Files are
-    opened in the context that ``detect_replacement`` returns; see :func:`directory.detect_replacement`.
+    Args:
+        records: The files' records by name; None if the checkpoint has no record.
+        algorithm: Name of the digest algorithm, if digests are checked.
+        detect_replacement: Returns the context in which files are opened; see :func:`directory.detect_replacement`.
     """
 
     def __init__(

@@ -78,14 +78,17 @@ class _Index(BaseModel):
 
 
 class PathSaver(SaveStrategy):
-    """Saves by a strategy of Megatron's kind, which writes to a path.
+    """Saves by a strategy of Megatron's kind.
 
-    The engine cannot see what such a strategy stores: it is trusted to store all shards that it is given. One without a
-    base of Megatron's gets objects, too, unless its ``can_handle_sharded_objects`` is false.
+    The engine cannot see what such a strategy stores: it is trusted to store all shards that it is given. One with a
+    base of Megatron's that has no backend or version is a PluginError.
 
-    ``backend`` and ``version`` are those that it is registered for, which a strategy without a base may leave out; one
-    with a base that has no backend or version is a PluginError. The backend is ``""`` if it is not registered: then
-    what it leaves out is that of ("torch_dist", 1), and each save warns.
+    Args:
+        strategy: Writes to a path. One without a base of Megatron's gets objects, too, unless its
+            ``can_handle_sharded_objects`` is false.
+        backend: The backend that it is registered for, which a strategy without a base may leave out; ``""`` if it is
+            not registered: then what it leaves out is that of ("torch_dist", 1), and each save warns.
+        version: The version that it is registered for.
     """
 
     def __init__(self, strategy: Any, backend: str = "", version: int = 0) -> None:
@@ -218,11 +221,13 @@ class _RequestWork:
 
 
 class PathLoader(LoadStrategy):
-    """Loads by a strategy of Megatron's kind, which reads from a path.
+    """Loads by a strategy of Megatron's kind.
 
-    ``backend`` and ``version`` are those that it is registered for. Where the backend is ``""``, the strategy itself
-    says what it reads, by its checks, or, without a base of Megatron's, by its ``backend`` and ``version``; by default
-    it reads what it is given.
+    Args:
+        strategy: Reads from a path.
+        backend: The backend that it is registered for; ``""``: it says itself what it reads, by its checks, or, without
+            a base of Megatron's, by its ``backend`` and ``version``; by default it reads what it is given.
+        version: The version that it is registered for.
     """
 
     backend = ""
