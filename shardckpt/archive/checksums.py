@@ -33,7 +33,7 @@ _BITS = 32
 
 
 def check_memory(data: bytes | bytearray | memoryview, crc: int, what: str) -> None:
-    """Compare bytes in memory with their CRC-32; zero is none."""
+    """Compare bytes in memory with their CRC-32 (zero is none); CorruptCheckpointError if they differ."""
     if crc and zlib.crc32(data) != crc:
         raise _differs_error(what)
 
@@ -81,8 +81,9 @@ def summed(
     """Give what reads a tensor's storage, and compares it with its CRC-32 at the end of the block.
 
     A storage that is read as a whole is summed while it is read. One that is read in part is read once more, as a
-    whole, if it is small, or if the reader is to check every part that it reads. ``nbytes`` says how many of its bytes
-    will be read, ``first`` where the archive begins in the file.
+    whole, if it is small, or if the reader is to check every part that it reads. A storage that differs is a
+    CorruptCheckpointError. ``nbytes`` says how many of its bytes will be read, ``first`` where the archive begins in
+    the file.
     """
     member = Member(first + stored.offset, stored.nbytes, stored.crc)
     if not stored.crc or reader.crcs == "none":
@@ -191,7 +192,7 @@ class _SummedSource:
 def check_member(reader: CheckpointReader, file: str, member: Member, what: str) -> None:
     """Read a member in blocks, once in the life of a reader, and compare it with its CRC-32; zero is none.
 
-    The member's offset is one of the file.
+    The member's offset is one of the file. One that differs is a CorruptCheckpointError.
     """
 
     def check() -> bool:

@@ -33,7 +33,7 @@ class LazyTensor:
     """A tensor in an archive, not read: a plain one, or the local tensor of a DTensor.
 
     Of a DTensor there are ``global_shape``, its shape, and ``spec``, the stub of its ``DTensorSpec``, which says how it
-    is cut.
+    is cut. Both are None for a plain tensor.
     """
 
     payload: StoredPayload

@@ -11,9 +11,13 @@ if TYPE_CHECKING:
 class StoredPayload(NamedTuple):
     """The location of a tensor in an archive.
 
-    Strides are in elements, and ``first`` is the index of its first element in the storage. The storage begins at
-    ``offset`` in the archive and has ``nbytes``, both in bytes. ``lazy`` has the lazy view bits, ``conj`` and ``neg``,
-    that are to be applied to the stored values. ``crc`` is the CRC-32 of the storage; 0 if the writer made none.
+    Attributes:
+        stride: Its strides, in elements.
+        first: Index of its first element in the storage.
+        offset: Where the storage begins in the archive, in bytes.
+        nbytes: Size of the storage, in bytes.
+        lazy: The lazy view bits, ``conj`` and ``neg``, that are to be applied to the stored values.
+        crc: The CRC-32 of the storage; 0 if the writer made none.
     """
 
     dtype: torch.dtype

@@ -86,7 +86,10 @@ class Archive:
         return cls(read, size, f"{reader.directory / name}")
 
     def check_members(self, reader: CheckpointReader, file: str, first: int = 0) -> None:
-        """Read all members, and compare them with their CRC-32, if the reader is to check these."""
+        """Read all members, and compare them with their CRC-32, if the reader is to check these.
+
+        One that differs is a CorruptCheckpointError.
+        """
         if reader.crcs == "none":
             return
         reader.note_crcs(file, all_members=all(member.crc or not member.size for member in self.members.values()))

@@ -44,8 +44,10 @@ class Storage(NamedTuple):
 class Geometry(NamedTuple):
     """A tensor's layout in its storage, checked to lie inside it.
 
-    Strides are in elements, ``first`` is the index of its first element in the storage, and ``lazy`` has the lazy view
-    bits that are set: ``conj``, ``neg``.
+    Attributes:
+        stride: Its strides, in elements.
+        first: Index of its first element in the storage.
+        lazy: The lazy view bits that are set: ``conj``, ``neg``.
     """
 
     storage: Storage

@@ -115,9 +115,11 @@ def make_plain_archive(value: Any) -> bytes:
 class StateDictFrame(NamedTuple):
     """An archive of a value with many tensors, without their bytes.
 
-    ``parts`` has all other bytes, each with its offset, in the order of the file, ``starts`` where the bytes of each
-    tensor begin, in the order in which the value was walked. ``crcs`` says where the CRC-32 of each tensor belongs,
-    twice: until these are written, there are zeros, which say that there is none.
+    Attributes:
+        parts: All other bytes, each with its offset, in the order of the file.
+        starts: Where the bytes of each tensor begin, in the order in which the value was walked.
+        crcs: Where the CRC-32 of each tensor belongs, twice: until these are written, there are zeros, which say that
+            there is none.
     """
 
     parts: list[tuple[int, bytes]]

@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 class CoalescedRead:
     """Items that one thread reads one after the other.
 
-    ``file`` is that of the first item, which begins at ``start``, in bytes. If the items are ``small``, the last one
-    ends at ``stop``, and [start, stop) is read at once.
+    Attributes:
+        file: The file of the first item.
+        start: Where the first item begins, in bytes.
+        stop: Where the last item ends, in bytes, if the items are small.
+        small: Whether the items are small, so that [start, stop) is read at once.
     """
 
     items: list[Any]

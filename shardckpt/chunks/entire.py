@@ -27,9 +27,14 @@ MOST_GAP = 4 << 10
 class EntireChunks(NamedTuple):
     """Chunks whose bytes in a file are the values of a contiguous tensor in CPU memory, which the caller keeps.
 
-    The columns are int64 of shape (chunks,): the number of each chunk's ``file`` in ``files``; where its bytes begin in
-    the file, and how many they are; the ``address`` where they go in memory; the number of its ``tensor`` in ``keys``,
-    for errors. None share bytes, except where a chunk is there twice.
+    Attributes:
+        file: The number of each chunk's file: int64 of shape (chunks,), as the other columns.
+        start: Where its bytes begin in the file. None share bytes, except where a chunk is there twice.
+        length: How many they are.
+        address: Where they go in memory.
+        tensor: The number of its tensor.
+        files: The names of the files, by number.
+        keys: The keys of the tensors, by number, for errors.
     """
 
     file: torch.Tensor
@@ -96,10 +101,14 @@ class EntireChunks(NamedTuple):
 
 
 class _Runs(NamedTuple):
-    """Chunks that follow each other in a file and in memory, in columns.
+    """Chunks that follow each other in a file and in memory.
 
-    Of each run there are the row of its first chunk, the number of its file, where it begins and ends there, in bytes,
-    and where it begins in memory.
+    Attributes:
+        first: The row of the first chunk of each run.
+        file: The number of its file.
+        start: Where it begins in the file, in bytes.
+        stop: Where it ends.
+        address: Where it begins in memory.
     """
 
     first: list[int]

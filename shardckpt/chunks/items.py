@@ -50,9 +50,15 @@ class Sources:
 class LocalItems:
     """The items that a rank stores.
 
-    ``keys``, ``dtypes`` and global ``shapes`` are those of the tensors that it stores parts of. ``tensors`` are the
-    values of each of the ``boxes``, and ``sources`` says where each comes from. ``objects`` are the positions of the
-    ShardedObjects among the rank's shards, by unique key. ``scales`` says what scales a tensor, by its key.
+    Attributes:
+        keys: The keys of the tensors that it stores parts of.
+        dtypes: Their dtypes.
+        shapes: Their global shapes.
+        boxes: The boxes that it stores.
+        tensors: The values of each box.
+        sources: Where each of these comes from.
+        objects: The positions of the ShardedObjects among the rank's shards, by unique key.
+        scales: What scales a tensor, by its key.
     """
 
     keys: list[str] = field(default_factory=list)

@@ -196,7 +196,10 @@ class _StoredTensor:
 
 
 def read_targets(reads: Sequence[ReadT], read: Callable[[ReadT], None], reader: CheckpointReader) -> None:
-    """Fill tensors by several threads, in the order of the files; devices have the values when it returns."""
+    """Fill tensors by several threads; devices have the values when it returns.
+
+    ``reads`` are what to read, each with its target, in the order of the files.
+    """
     # these have streams of their own: work of the caller's that uses the destinations must be done
     synchronize_devices(each.target for each in reads)
 

@@ -41,11 +41,17 @@ class LocalPlan(NamedTuple):
 class MergedPlan(NamedTuple):
     """The items that all ranks store. A tensor's number is its position in ``keys``.
 
-    The ``boxes`` of a tensor follow each other: those of tensor ``n`` are rows ``bounds[n]`` to ``bounds[n + 1]``,
-    int64 of shape (tensors + 1,). ``locations`` has that of each box, int64 of shape (boxes, columns); the first is the
-    number of the file in ``files``. ``objects`` has the location of each object, by the key that it is listed by.
-    ``aliases`` has the number of a tensor by each of its further keys, ``scales``, by the number of a tensor, that of
-    its scales, and a block's size along each axis.
+    Attributes:
+        keys: The keys of the tensors.
+        dtypes: Their dtypes.
+        shapes: Their global shapes.
+        bounds: int64 of shape (tensors + 1,): the boxes of tensor ``n`` are rows ``bounds[n]`` to ``bounds[n + 1]``.
+        boxes: The boxes of all tensors, those of a tensor one after the other.
+        locations: The location of each box, int64 of shape (boxes, columns); the first is the number of the file.
+        files: The names of all files.
+        objects: The location of each object, by the key that it is listed by.
+        aliases: The number of a tensor by each of its further keys.
+        scales: By the number of a tensor, that of its scales, and a block's size along each axis.
     """
 
     keys: list[str]
@@ -70,11 +76,13 @@ class _GlobalTensor(NamedTuple):
 
 
 class RankRows(NamedTuple):
-    """The boxes that a rank stores of some tensors; the rank is for errors.
+    """The boxes that a rank stores of some tensors.
 
-    ``specs`` are packed as in :class:`shardckpt.storage.PackedShards`, and often equal on many ranks; the table's
-    tensor numbers count in them. ``locations`` has that of each box, with the number of its file among those of all
-    ranks.
+    Attributes:
+        rank: The rank, for errors.
+        specs: Packed specs of the tensors, as in :class:`shardckpt.storage.PackedShards`; often equal on many ranks.
+        table: The boxes, whose tensor numbers count in the specs.
+        locations: The location of each box, with the number of its file among those of all ranks.
     """
 
     rank: int
@@ -115,7 +123,7 @@ def merge_rows(
     aliases: Mapping[str, str] = MappingProxyType({}),
     scaled: Iterable[tuple[int, Columns]] = (),
 ) -> MergedPlan:
-    """Merge the boxes that at least one rank stores, in the order of the ranks; of each tensor those of all ranks.
+    """Merge the boxes of at least one rank, in the order of the ranks; of each tensor there are those of all ranks.
 
     Returns the tensors and boxes, without files and objects. No tensor may have one of ``object_keys``. ``scaled`` has
     the locations of each rank's plan, unpacked, which say what scales its tensors. The rest is as for

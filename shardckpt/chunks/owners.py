@@ -86,8 +86,11 @@ def pack_file_counts(plans: Sequence[LocalPlan]) -> bytes:
 class SpecsByPart:
     """The tensors of a rank, by the part that they are in.
 
-    ``owners`` is the part of each, int64 of shape (tensors,). Of each part there are the ``numbers`` of its tensors,
-    its ``packed`` specs, and the ``digests``, a hash of these.
+    Attributes:
+        owners: int64 of shape (tensors,): the part of each.
+        numbers: The numbers of the tensors of each part.
+        packed: The packed specs of each part.
+        digests: A hash of these.
     """
 
     def __init__(self, packed: bytes, count: int) -> None:

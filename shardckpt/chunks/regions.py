@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 
 
 class Region(NamedTuple):
-    """A box of a stored chunk, and the tensor of its shape that it is read into.
+    """A box of a stored chunk, and the tensor that it is read into.
 
-    ``number`` is that of the stored tensor; ``start`` is where the box begins in the chunk, along each axis.
-    ``is_entire``: the box is the entire chunk.
+    Attributes:
+        number: Number of the stored tensor.
+        chunk: The chunk.
+        start: Where the box begins in the chunk, along each axis.
+        target: The tensor to fill; its shape is the box's.
+        is_entire: Whether the box is the entire chunk.
     """
 
     number: int
@@ -50,8 +54,12 @@ class Region(NamedTuple):
 class StagedRegion(NamedTuple):
     """A region of a destination that is filled from a plain tensor, which exists from its first region to its last.
 
-    ``slices`` says where the region lies in its ``part`` of the destination. The other fields are as of
-    :class:`Region`.
+    The fields that are not listed are as of :class:`Region`.
+
+    Attributes:
+        staged: The destination.
+        part: The part of it that the region belongs to.
+        slices: Where the region lies in the part.
     """
 
     number: int

@@ -38,9 +38,13 @@ ObjectT = TypeVar("ObjectT")
 
 @dataclass(frozen=True)
 class GlobalFiles(Generic[IndexT]):
-    """The part that only the main rank writes: the index of what all ranks store, and the encoded common state.
+    """The part that only the main rank writes: the index and the common state.
 
-    No other save has the ``save_id``. ``lineage`` is the checkpoint that the job was resumed from, and the step.
+    Attributes:
+        index: What all ranks store, as the format describes it.
+        save_id: A name that no other save has.
+        common: The encoded common state.
+        lineage: The checkpoint that the job was resumed from, and the step.
     """
 
     index: IndexT
@@ -150,11 +154,16 @@ class ChunkWork(ABC, Generic[IndexT, ObjectT]):
 class SavePlan(Generic[IndexT, ObjectT]):
     """A rank's part of a plan, for saves of shards with the same metadata. It holds no values.
 
-    ``ties`` are the keys of the rank that share their memory; ``tie_finder`` finds those of the next save. ``sources``
-    says where the values of each box come from. ``objects`` are the positions of the ShardedObjects among the rank's
-    shards, ``sizes`` is what the layout depends on of each encoded one, both by unique key. ``nbytes`` is the size of
-    all tensors, ``files`` the number of files. ``work`` is what the rank writes, ``index`` what all ranks store; None
-    except on the main rank.
+    Attributes:
+        ties: The keys of the rank that share their memory.
+        tie_finder: Finds those of the next save.
+        sources: Where the values of each box come from.
+        objects: The positions of the ShardedObjects among the rank's shards, by unique key.
+        sizes: What the layout depends on of each encoded object, by unique key.
+        nbytes: The size of all tensors, in bytes.
+        files: The number of files.
+        work: What the rank writes, without values.
+        index: What all ranks store; None except on the main rank.
     """
 
     ties: list[tuple[str, ...]]

@@ -27,10 +27,15 @@ class Item(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor, in its true global coordinates, and the item that holds its elements.
+    """A box of a tensor, and where its elements are stored.
 
-    Several chunks may share an item: a flattened shard is one stored tensor with several boxes. ``first`` is the index
-    of the box's first element in the item's tensor, which has ``volume`` elements; the others follow without gaps.
+    Several chunks may share an item: a flattened shard is one stored tensor with several boxes.
+
+    Attributes:
+        box: The box, in the tensor's true global coordinates.
+        item: The item that holds it.
+        first: Index of the box's first element in the item's tensor; the others follow without gaps.
+        volume: Number of elements of the item's tensor.
     """
 
     box: Box
@@ -41,7 +46,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A stored tensor of a true global shape; its chunks are by their offsets in it."""
+    """A stored tensor: its dtype, its true global shape, and its chunks by their offsets in it."""
 
     dtype: torch.dtype
     shape: Ints
@@ -56,8 +61,13 @@ class StoredTensor:
 class Chunks:
     """The chunks of all tensors as columns of integers, of shape (chunks,). The rows of a tensor follow each other.
 
-    ``box`` has the number of the tensor for each. ``file`` is the number of the file that holds the item, which begins
-    at ``start`` and has ``length``, in bytes. ``first`` and ``volume`` are as of :class:`Chunk`.
+    Attributes:
+        box: Their boxes, with the number of the tensor for each.
+        file: Number of the file that holds the item.
+        start: Where the item begins in the file, in bytes.
+        length: Size of the item, in bytes.
+        first: Index of the box's first element in the item's tensor.
+        volume: Number of elements of the item's tensor.
     """
 
     box: Table

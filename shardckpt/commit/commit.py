@@ -82,7 +82,8 @@ def create_staging(target: Path, save_id: str) -> Path:
 def staging_directory(target: Path) -> Iterator[Path]:
     """Create a staging directory for the block, which fills and commits it; remove it if the block does not.
 
-    The block calls :func:`commit_staging`, :func:`publish_staging` or :func:`replace_target` with the same target.
+    The context manager gives its path. The block calls :func:`commit_staging`, :func:`publish_staging` or
+    :func:`replace_target` with the same target.
     """
     staging = create_staging(target, new_save_id())
     try:
@@ -117,7 +118,10 @@ def discard_staging(staging: Path) -> None:
 
 
 def is_free(target: Path) -> bool:
-    """Return whether a save may use the path: nothing is there, or an empty directory; a file is a StorageError."""
+    """Return whether a save may use the path: nothing is there, or an empty directory.
+
+    It is a StorageError if a file is there, or the system does not say.
+    """
     with wrap_os_errors("look at", target):
         if not target.exists():
             return True

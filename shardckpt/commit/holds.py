@@ -60,11 +60,13 @@ Kind = Literal["lease", "pin", "removal", "save", "job"]
 class Hold(SmallFile):
     """The content of a file of the directory.
 
-    ``directory`` is the name of the step's directory. The kind is ``lease`` or ``pin``; ``removal`` or ``save``, which
-    are no holds but marks: of a removal, and of a save that takes the place of the checkpoint; or ``job``, which says
-    who saves to the folder, and holds nothing. ``holder`` says who holds it, for people: a label, or a host and a
-    process id. ``until`` is in seconds since 1970; None for a pin. ``owner`` is the process that made it, as
-    :attr:`shardckpt.commit.Owner.text` has it; ``""`` for a pin.
+    Attributes:
+        directory: The name of the step's directory.
+        kind: ``lease`` or ``pin``; ``removal`` or ``save``, which are no holds but marks: of a removal, and of a save
+            that takes the place of the checkpoint; or ``job``, which says who saves to the folder, and holds nothing.
+        holder: Who holds it, for people: a label, or a host and a process id.
+        until: When it ends, in seconds since 1970; None for a pin.
+        owner: The process that made it, as :attr:`shardckpt.commit.Owner.text` has it; ``""`` for a pin.
     """
 
     directory: str

@@ -35,7 +35,10 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def make_tombstone(directory: Path) -> None:
-    """Rename a directory to a tombstone, which :func:`clear_tombstones` removes; StorageError if there is none."""
+    """Rename a directory to a tombstone, which :func:`clear_tombstones` removes.
+
+    It is a StorageError if the rename fails, or the directory does not exist.
+    """
     with wrap_os_errors("rename, in order to remove,", directory):
         os.rename(directory, directory.with_name(temporary_name(directory.name, REMOVED, new_save_id())))
 
@@ -52,7 +55,8 @@ def delete_checkpoint(target: RemotePath) -> None:
     """Delete a checkpoint's objects from a store; after a crash no load finds it, and another call continues.
 
     These are all objects at its URL, its generations, and what its record names in other folders, where the rest may be
-    anybody's. Without a record, as of another library, they are all but those of checkpoints in folders below.
+    anybody's. Without a record, as of another library, they are all but those of checkpoints in folders below. If some
+    could not be deleted, it is a StorageError.
     """
     is_continued = REMOVAL_IN_PROGRESS in list_marks(target)
     # before the marker goes: what a crash leaves without a marker must be known as a removal, not as a save

@@ -42,11 +42,14 @@ _DIGEST_DIGITS = 16
 
 
 class Leftover(NamedTuple):
-    """A temporary directory, or file, that may no longer be in use; its path is never a link.
+    """A temporary directory, or file, that may no longer be in use.
 
-    ``stem`` is the :func:`stem` of its target's name, ``""`` for a spool directory; ``kind`` is ``STAGING``,
-    ``REPLACED`` or ``REMOVED``. There is no owner if an older release created it. ``is_garbage``: it may be removed
-    whoever owns it: it was discarded, or is a checkpoint being removed.
+    Attributes:
+        path: Its path; never a link.
+        stem: The :func:`stem` of its target's name; ``""`` for a spool directory.
+        kind: ``STAGING``, ``REPLACED`` or ``REMOVED``.
+        owner: The process that owns it; None if an older release created it.
+        is_garbage: Whether it may be removed whoever owns it: it was discarded, or is a checkpoint being removed.
     """
 
     path: Path

@@ -34,11 +34,14 @@ _HOUR = 3600.0
 
 
 class Unfinished(NamedTuple):
-    """The objects of saves and removals at a URL that have not ended, with their sizes in bytes.
+    """The objects of saves and removals at a URL that have not ended.
 
-    ``marks`` are the names of the claim and the in-progress objects among these. ``begun`` is when the last save began,
-    in seconds since 1970; 0 if nothing says it. ``is_removal``: a removal has made the checkpoint invisible, so that it
-    may be continued, whoever began it.
+    Attributes:
+        objects: Size in bytes of each object that goes with them, by name.
+        marks: Names of the claim and the in-progress objects among these.
+        owners: The process of each save.
+        begun: When the last save began, in seconds since 1970; 0 if nothing says it.
+        is_removal: Whether a removal has made the checkpoint invisible, so that it may be continued, whoever began it.
     """
 
     path: RemotePath

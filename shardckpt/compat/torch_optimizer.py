@@ -51,8 +51,7 @@ def _create_colwise_spec(pg: dist.ProcessGroup | None = None) -> Any:
 def _is_nested_tensor(val: Any) -> bool:
     """Return whether a tensor is a ShardedTensor of ShardedTensors: FSDP1 over tensor parallelism.
 
-    Raises:
-        ValueError: it has a DTensor inside, or is a DTensor of sharded tensors.
+    One with a DTensor inside, and a DTensor of sharded tensors, are a ValueError.
     """
     if is_sharded_tensor(val):
         first = next((shard.tensor for shard in val.local_shards()), None)
@@ -87,15 +86,9 @@ def _alloc_tensor(props: Any, size: Sequence[int], device_type: str = "cuda") ->
 def _get_state_dict_2d_layout(state_dict: Mapping[str, Any]) -> tuple[STATE_DICT_2D_LAYOUT, dist.ProcessGroup | None]:
     """Return the part of each tensor that this rank's tensor-parallel group has, and the data-parallel group.
 
-    Args:
-        state_dict: FSDP1's sharded state dict of the model.
-
-    Returns:
-        By key: the offset of the part, or None for a tensor that is not nested, and its shape; and the group that
-        shards the parts, or None if no tensor is nested.
-
-    Raises:
-        ShardingError: a nested tensor has several shards on this rank.
+    The parts are by key: the offset, or None for a tensor that is not nested, and the shape. The group shards the
+    parts; it is None if no tensor is nested. The state dict is FSDP1's sharded one of the model. A nested tensor with
+    several shards on this rank is a ShardingError.
     """
     layout: STATE_DICT_2D_LAYOUT = {}
     group = None
@@ -113,13 +106,9 @@ def _get_state_dict_2d_layout(state_dict: Mapping[str, Any]) -> tuple[STATE_DICT
 class _ReaderWithOffset(DefaultLoadPlanner):
     """A planner for ``dcp.load`` that reads ShardedTensors from a place inside of larger stored tensors.
 
-    Args:
-        fqn_to_offset: The offset in the stored tensor of each ShardedTensor's first element, by key; tensors without an
-            offset are read as usual.
-
-    Attributes:
-        fqn_to_offset: As given.
-        translation: The index in the ShardedTensor by that in the stored tensor, of the last plan.
+    ``fqn_to_offset`` has the offset in the stored tensor of each ShardedTensor's first element, by key; tensors without
+    an offset are read as usual. ``translation`` is the index in the ShardedTensor by that in the stored tensor, of the
+    last plan.
     """
 
     def __init__(self, fqn_to_offset: Mapping[str, Sequence[int]]) -> None:
@@ -128,11 +117,7 @@ class _ReaderWithOffset(DefaultLoadPlanner):
         self.translation: dict[MetadataIndex, MetadataIndex] = {}
 
     def create_local_plan(self) -> LoadPlan:
-        """Return this rank's plan.
-
-        Raises:
-            KeyMismatchError: a tensor with an offset is not stored.
-        """
+        """Return this rank's plan; KeyMismatchError if a tensor with an offset is not stored."""
         self.translation = {}
         if self.metadata is None:
             raise CheckpointingException("create_local_plan before set_up_planner: let dcp.load call the methods")

@@ -27,12 +27,8 @@ def make_sharded_tensor(
 ) -> Any:
     """Return a ShardedTensor of torch's without a collective; its default group must exist.
 
-    Args:
-        shards: This rank's tensors, contiguous, of one dtype and device, each with its offset.
-        others: Offset and shape of all other shards.
-        shape: The global shape.
-        rank: This rank.
-        other_rank: A rank that all other shards are said to lie on.
+    ``shards`` are this rank's tensors, contiguous, of one dtype and device, each with its offset. ``others`` has offset
+    and shape of all other shards, which are said to lie on ``other_rank``.
     """
     first, _ = shards[0]
     local = [Shard.from_tensor_and_offsets(tensor, list(offset), rank) for tensor, offset in shards]

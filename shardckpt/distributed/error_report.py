@@ -41,10 +41,14 @@ class ErrorReport:
     ``__str__`` does not make the same text from the attributes that have arrived. The rule is the same on one rank,
     where nothing travels, so an error's class does not depend on the number of ranks.
 
-    ``where`` is rank and phase, or the process, for the text. ``class_name`` is for the text, too; it is empty if the
-    text begins with it. ``class_path`` is ``module:qualified.name``, empty where that does not import the class.
-    ``attributes`` has pickles of the error's attributes and ``args``, one each: what cannot be pickled costs no other.
-    ``traceback`` is formatted, with all causes, or empty.
+    Attributes:
+        where: Rank and phase, or the process, for the text.
+        class_name: Name of the class, for the text; empty if ``text`` begins with it.
+        class_path: ``module:qualified.name`` of the class; empty where that does not import it.
+        text: The error's text.
+        attributes: Pickles of the error's attributes and ``args``, one each: what cannot be pickled costs no other.
+        traceback: The formatted traceback with all causes, or empty.
+        phase: The phase in which it was raised, or empty.
     """
 
     where: str

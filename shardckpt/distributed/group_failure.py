@@ -44,13 +44,14 @@ _DIAGNOSIS_KEY = "diagnosis"
 class Deadlines(NamedTuple):
     """Seconds after which a diagnosis goes on without those that have not answered.
 
-    ``survivors`` is for a rank whose connection is open to write that it is alive. It is more than POLL_INTERVAL,
-    because a waiting rank learns of the failure only when it polls. ``closed`` is the same for a rank whose connection
-    is closed. Most often it died. But gloo closes the connections of a rank that times out before that rank knows.
-
-    ``readers`` is for the other survivors to read the diagnosis before the store's process may end. ``store`` is for
-    the store or gloo to answer: the store's host may have died, or its process may be stopped. ``closing`` is for the
-    system to close the connections of ranks that die together.
+    Attributes:
+        survivors: For a rank whose connection is open to write that it is alive. More than POLL_INTERVAL, because a
+            waiting rank learns of the failure only when it polls.
+        closed: The same for a rank whose connection is closed. Most often it died. But gloo closes the connections of
+            a rank that times out before that rank knows.
+        readers: For the other survivors to read the diagnosis before the store's process may end.
+        store: For the store or gloo to answer: the store's host may have died, or its process may be stopped.
+        closing: For the system to close the connections of ranks that die together.
     """
 
     survivors: float
@@ -109,11 +110,18 @@ class Call(Generic[_T]):
 class GroupView:
     """A diagnosis's view of a process group, of the system and of the time; tests have a simulated one.
 
-    The group moves CPU tensors; one that was destroyed is a ValueError. ``rank`` and ``ranks`` are by numbers in the
-    whole job. ``since`` is when this process first used the group, by :meth:`time`. Through ``store`` the group's ranks
-    met; ``alive`` is the same of the whole job: a rank that is busy with the failure of a smaller group is alive in
-    larger ones, too. ``store_host`` is the rank whose process hosts the store; None if no rank does, or if it cannot be
-    known.
+    Args:
+        group: The process group, which moves CPU tensors; one that was destroyed is a ValueError.
+
+    Attributes:
+        rank: This process's number in the whole job.
+        ranks: The group's ranks, by these numbers.
+        world_size: The number of ranks in the whole job.
+        since: When this process first used the group, by :meth:`time`.
+        store: The store through which the group's ranks met.
+        alive: The same of the whole job: a rank that is busy with the failure of a smaller group is alive in larger
+            ones, too.
+        store_host: The rank whose process hosts the store; None if no rank does, or if it cannot be known.
     """
 
     def __init__(self, group: Any) -> None:

@@ -34,8 +34,11 @@ _waits: list[LongWait] = []
 class LongWait:
     """A wait of this rank in a collective, from its start to :meth:`end`.
 
-    It began at ``started``, in seconds of the clock by which it is reported. Ranks are by their numbers in the whole
-    job. ``phase`` is what this rank is doing, as errors name it; "" if no phase has begun.
+    Args:
+        started: When it began, in seconds of the clock by which it is reported.
+        rank: This rank, by its number in the whole job.
+        members: The ranks of the group, by their numbers in the whole job.
+        phase: What this rank is doing, as errors name it; "" if no phase has begun.
     """
 
     def __init__(self, started: float, rank: int, members: Sequence[int], phase: str) -> None:
@@ -92,9 +95,10 @@ def is_waiting(thread: int) -> bool:
 
 
 def is_news(name: str, seconds: float, first: float) -> bool:
-    """Return whether what has the name has taken long enough to be reported, the first time after ``first`` seconds.
+    """Return whether something has taken long enough to be reported; the next report of it is after twice as long.
 
-    The next report of it is after twice as long.
+    ``name`` says what it is, ``seconds`` how long it has taken; it is reported for the first time after ``first``
+    seconds.
     """
     after = _next_notice.get(name, first)
     if seconds < after:

@@ -99,7 +99,7 @@ def split_parts(message: bytes | memoryview) -> Iterator[tuple[int, bytes]]:
 
 
 def check_targets(targets: Iterable[int], world_size: int) -> None:
-    """Raise an error if a part goes to a rank that does not exist."""
+    """Raise a CheckpointingException that names the rank if a part goes to a rank that does not exist."""
     wrong = [target for target in targets if not 0 <= target < world_size]
     if wrong:
         raise CheckpointingException(

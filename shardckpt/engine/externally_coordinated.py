@@ -28,7 +28,14 @@ if TYPE_CHECKING:
 
 
 class ExternalSavePart(NamedTuple):
-    """The data of a save that a rank needs to write its files to the staging directory; the target is for events."""
+    """The data of a save that a rank needs to write its files.
+
+    Attributes:
+        target: The checkpoint, for events.
+        staging: The directory to which the rank writes its files.
+        save_id: The save's id.
+        algorithm: Digest algorithm of all files.
+    """
 
     rank: int
     target: Path
@@ -114,8 +121,8 @@ def locate_checkpoint(path: str | os.PathLike[str]) -> Path:
 def open_reader(path: str | os.PathLike[str], strategy: LoadStrategy) -> CheckpointReader:
     """Open a checkpoint for a strategy, and return a reader of its files; all that it reads is of one save.
 
-    It is a CannotLoadError if the strategy does not read it, a CheckpointReplacedError if another save replaced it
-    meanwhile.
+    It is a CannotLoadError if there is no checkpoint, or the strategy does not read it, a CheckpointReplacedError if
+    another save replaced it meanwhile.
     """
     directory = locate_checkpoint(path)
     place, manifest = hold_checkpoint(directory, get_plugin_manager())

@@ -138,10 +138,13 @@ def is_damage(error: CheckpointingException) -> bool:
 
 
 class IncompleteFile(NamedTuple):
-    """A file of a checkpoint that is missing or has the wrong size, and what is wrong with it.
+    """A file of a checkpoint that is missing or has the wrong size.
 
-    ``keys`` are the tensors and objects that have lost bytes in it, empty if that is not known; ``kept`` are those
-    whose bytes in it are all before the end of what is left.
+    Attributes:
+        name: Its name.
+        fault: What is wrong with it.
+        keys: The tensors and objects that have lost bytes in it; empty if that is not known.
+        kept: Those whose bytes in it are all before the end of what is left.
     """
 
     name: str

@@ -56,10 +56,15 @@ class _Slot(NamedTuple):
 class LoadTemplate:
     """The structure of the state dict to load; the caller's dict and descriptions are not changed.
 
-    ``shards`` are copies of the descriptions of all shards, factories' included, in the order of the leaves. What is
-    wanted of optional entries depends on what the checkpoint stores: ``list_stored`` returns that, and is called once
-    if there are any; by default it has nothing of them. ``left_out`` are the names of those without stored values. A
-    leaf that is one rank's part of a tensor, and that nothing describes, is a ShardingError.
+    A leaf that is one rank's part of a tensor, and that nothing describes, is a ShardingError.
+
+    Args:
+        list_stored: Returns what the checkpoint stores, which decides what is wanted of optional entries; called once
+            if there are any. By default it has nothing of them.
+
+    Attributes:
+        shards: Copies of the descriptions of all shards, factories' included, in the order of the leaves.
+        left_out: The names of optional entries without stored values.
     """
 
     def __init__(self, wanted: ShardedStateDict, list_stored: Callable[[], StoredNames] = StoredNames.nothing) -> None:

@@ -82,11 +82,13 @@ class _NotesRescue(Protocol):
 class LoadOptions:
     """Options for opening a checkpoint; see :func:`shardckpt.dist_checkpointing.load`.
 
-    The strategy is a LoadStrategy, a backend, or (backend, version); None: as the checkpoint says. ``accept`` has the
-    backends and versions that the caller accepts (None: all), and ``accept_of`` says where that is given, for errors.
-    Legacy pickles may name ``allow_globals``. ``memory_budget``: bytes that reading may hold at a time in addition to
-    the tensors; None: as many as are fast. ``crcs`` is as for :class:`~shardckpt.storage.CheckpointReader`: ``parts``
-    if what is read is written anew.
+    Attributes:
+        strategy: A LoadStrategy, a backend, or (backend, version); None: as the checkpoint says.
+        accept: The backends and versions that the caller accepts; None: all.
+        accept_of: Where that is given, for errors.
+        allow_globals: Classes and functions that legacy pickles may name.
+        memory_budget: Bytes that reading may hold at a time in addition to the tensors; None: as many as are fast.
+        crcs: As for :class:`~shardckpt.storage.CheckpointReader`: ``parts`` if what is read is written anew.
     """
 
     strategy: Any = None
@@ -101,11 +103,17 @@ class LoadOptions:
 class OpenCheckpoint:
     """A checkpoint that is open, with the strategy that reads it.
 
-    The methods are collective if :func:`open_checkpoint` was: then all ranks call them. ``fully_parallel``: the
-    strategy shares the reading among the ranks. ``names`` has what stored keys begin with, and what is read in its
-    place; see :func:`~shardckpt.engine.rename_stored`. ``damaged`` are names of tensors and objects that cannot be
-    read, and so are not in the index; with :data:`COMMON_STATE`, the common state is empty. See
-    :func:`~shardckpt.engine.hide_damaged`.
+    The methods are collective if :func:`open_checkpoint` was: then all ranks call them.
+
+    Attributes:
+        strategy: Reads the checkpoint.
+        context: Its files, and the ranks.
+        operation: Reports the phases.
+        fully_parallel: Whether the strategy shares the reading among the ranks.
+        names: What keys that are stored begin with, and what is read in its place; see
+            :func:`~shardckpt.engine.rename_stored`.
+        damaged: Names of tensors and objects that cannot be read, and so are not in the index; with
+            :data:`COMMON_STATE`, the common state is empty. See :func:`~shardckpt.engine.hide_damaged`.
     """
 
     strategy: LoadStrategy
@@ -300,11 +308,12 @@ def load_checkpoint(
     Returns the loaded state dict, and the keys that do not match. Everything that can be checked without data is
     checked before any destination is filled; errors are the same on every rank.
 
-    ``advise`` says whether errors may name arguments of ``dist_checkpointing.load`` and of ShardedTensor: whether the
-    user can pass them. ``on_unused`` is what to do about stored tensors and objects that no rank asks for, if
-    ``strict`` does not look for them; ``counts_unused`` says of a key whether it should have been asked for.
-    ``filled_by_twins`` are keys that are not stored, and whose destination is that of one that is. ``resize`` has
-    patterns of the keys of tensors that may have another shape than is stored.
+    ``validate`` and ``verify`` are ``validate_access_integrity`` and ``verify_integrity`` there. ``advise`` says
+    whether errors may name arguments of ``dist_checkpointing.load`` and of ShardedTensor: whether the user can pass
+    them. ``on_unused`` is what to do about stored tensors and objects that no rank asks for, if ``strict`` does not
+    look for them; ``counts_unused`` says of a key whether it should have been asked for. ``filled_by_twins`` are keys
+    that are not stored, and whose destination is that of one that is. ``resize`` has patterns of the keys of tensors
+    that may have another shape than is stored.
     """
     comm = checkpoint.context.comm
     # these decide which collectives a rank calls: with different ones the ranks would wait for each other

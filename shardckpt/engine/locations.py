@@ -76,7 +76,8 @@ def refuse_overlap(sources: Iterable[Path], target: Path, *, in_place: bool = Fa
     """Raise an error if what is to be written would replace what is read, or would be a part of it.
 
     Call it before anything is written. Paths are as :func:`locate` returned them, and compared as files are: by links,
-    too. With ``in_place`` the target may be a source as a whole, which it replaces in one step when it is complete.
+    too. With ``in_place`` the target may be a source as a whole, which it replaces in one step when it is complete. The
+    target need not exist. The error names both.
     """
     for source in sources:
         found = _find_overlap(source, target)

@@ -102,8 +102,12 @@ os.register_at_fork(after_in_child=saved_plans.clear)
 class Block(NamedTuple):
     """The metadata of some of a rank's shards, in lists and tuples: comparing these is faster than comparing objects.
 
-    The fields of each ShardedTensor are ``tensors``, its flattened range in ``slices``, the shape and dtype of its data
-    in ``forms``; those of each other shard are ``objects``.
+    Attributes:
+        kinds: The class of each shard.
+        tensors: The fields of each ShardedTensor.
+        slices: Their flattened ranges.
+        forms: The shapes and the dtypes of their data.
+        objects: The fields of each other shard.
     """
 
     kinds: list[type[Any]]
@@ -117,11 +121,15 @@ class Block(NamedTuple):
 class CachedPlan:
     """This rank's part of a save that all ranks have checked and planned.
 
-    ``description`` is the metadata of this rank's shards, ``_BLOCK`` a block. ``save_id`` is the same on all ranks.
-    ``validated``: the shards of all ranks were. ``plan`` is the :attr:`shardckpt.strategy.PreparedSave.plan` of the
-    save. ``replicas`` says which ranks have which of the replicated shards. ``given`` are the shards that the strategy
-    was given, to compare with what it stores. ``nbytes`` are those of the tensors that this rank stores. ``layout`` has
-    the offsets of the tensors in the staging memory of a background save.
+    Attributes:
+        description: The metadata of this rank's shards, ``_BLOCK`` a block.
+        save_id: The save's id, the same on all ranks.
+        validated: Whether the shards of all ranks were validated.
+        plan: The :attr:`shardckpt.strategy.PreparedSave.plan` of the save.
+        replicas: Which ranks have which of the replicated shards.
+        given: The shards that the strategy was given, to compare with what it stores.
+        nbytes: The bytes of the tensors that this rank stores.
+        layout: Offsets of the tensors in the staging memory of a background save.
     """
 
     description: list[Block]

@@ -77,9 +77,11 @@ _warned: set[str] = set()
 class PruneResult:
     """A leftover, and whether it was removed.
 
-    On a store its path is the URL that the save or removal was of. ``nbytes`` are those that its removal frees.
-    ``kept`` says why it is needed; ``""`` if it is not: it was removed, or with ``dry_run`` would be. ``error`` says
-    why it could not be removed.
+    Attributes:
+        path: Its path; on a store the URL that the save or removal was of.
+        nbytes: Bytes that its removal frees.
+        kept: Why it is needed; ``""`` if it is not: it was removed, or with ``dry_run`` would be.
+        error: Why it could not be removed; ``""`` if it could.
     """
 
     path: Path
@@ -125,7 +127,7 @@ def prune_spools(
     """Remove the local directories in which killed processes had files to upload to a store. Not collective.
 
     They are in ``folder``, by default ``SHARDCKPT_SPOOL_DIR``, or the system's temporary directory. Returns every such
-    directory, sorted by name.
+    directory, sorted by name. It is a StorageError if the folder does not exist.
     """
     place = spool_folder() if folder is None else locate_local(folder, "prune")
     if not place.is_dir():
@@ -164,8 +166,8 @@ def clear_uploads(
     """Abort the uploads below a URL that began so long ago that their processes count as dead.
 
     Their saves have left nothing else that says whose they are: what they had was removed, or overwritten. Those to the
-    place of a save that may live stay at any age. Returns a result for each upload that has not ended; none of a
-    directory, or if they cannot be listed.
+    place of a save that may live stay at any age; it is a StorageError if the store does not say whether a save lives.
+    Returns a result for each upload that has not ended; none of a directory, or if they cannot be listed.
     """
     limit = settings.leftover_hours() if older_than is None else older_than
     old, results = [], []

@@ -56,11 +56,18 @@ _LARGE = 1 << 20
 class SaveOptions:
     """Options of a save; see :func:`shardckpt.dist_checkpointing.save`.
 
-    ``validate``: check the shards of all ranks, and compare their common state. ``preprocess_common`` removes from the
-    common state what may differ between ranks. Pickles may name ``allow_globals``. ``sha256``: write
-    ``integrity.json``. ``lineage`` is the checkpoint that the job was resumed from, and the step. ``memory_budget``:
-    bytes that a rank may hold at a time in addition to the tensors; None: as many as are fast. ``before`` is what each
-    rank does first, in phases of the operation that it gets. ``room`` has the limits of the space of the save.
+    Attributes:
+        validate: Whether to check the shards of all ranks, and compare their common state.
+        overwrite: Whether to replace what is at the target.
+        content_metadata: Anything that describes the content.
+        preprocess_common: Removes from the common state what may differ between ranks.
+        allow_globals: Classes and functions that pickles may name.
+        sha256: Whether to write ``integrity.json``.
+        lineage: The checkpoint that the job was resumed from, and the step.
+        fingerprints: Whether to store fingerprints of the tensors.
+        memory_budget: Bytes that a rank may hold at a time in addition to the tensors; None: as many as are fast.
+        before: What each rank does first, in phases of the operation that it gets.
+        room: The limits of the space of the save.
     """
 
     validate: bool = True
@@ -80,10 +87,14 @@ class SaveOptions:
 class CheckedState:
     """A state dict that is split into shards and common state, and checked across ranks.
 
-    The strategy is wrapped with the plan cache if its plans are cached. ``given`` are the shards that it is given, to
-    compare with what it stores. ``lookup`` is what the plan cache has for the shards; once the save is planned, its
-    plan, if that is cached. ``nbytes`` are those of the tensors that this rank stores. ``forecast`` is what is forecast
-    of the space: nothing if the strategy may write less than the tensors have.
+    Attributes:
+        saver: The strategy; wrapped with the plan cache if its plans are cached.
+        header: What the checkpoint's header will say.
+        common: The state that is not sharded.
+        given: The shards that the strategy is given, to compare with what it stores.
+        lookup: What the plan cache has for the shards; once the save is planned, its plan, if that is cached.
+        nbytes: The bytes of the tensors that this rank stores.
+        forecast: What is forecast of the space: nothing if the strategy may write less than the tensors have.
     """
 
     saver: SaveStrategy

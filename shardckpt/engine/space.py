@@ -58,12 +58,14 @@ class EarlierSave(NamedTuple):
 class Room(NamedTuple):
     """The caller's settings for the space of a save. Only the main rank calls ``find_used`` and ``find_earlier``.
 
-    ``make`` is collective: it is called before a save is refused, which may fit after it, and when a write has found no
-    space; it returns whether it removed anything. None if nothing makes room. ``quota`` is the bytes that the folder of
-    the save may hold; 0: as many as its file system. ``find_used`` returns those that it holds; it is called only where
-    there is a quota. ``find_earlier`` gets the free bytes, and returns what an earlier save took, by which the forecast
-    knows of more than the tensors. ``explain`` is collective: it returns the error of a background save that found no
-    space with what could go.
+    Attributes:
+        make: Collective: called before a save is refused, which may fit after it, and when a write has found no space;
+            returns whether it removed anything. None if nothing makes room.
+        quota: Bytes that the folder of the save may hold; 0: as many as its file system.
+        find_used: Returns those that it holds; called only where there is a quota.
+        find_earlier: Returns what an earlier save took, by which the forecast knows of more than the tensors; gets the
+            free bytes.
+        explain: Collective: returns the error of a background save that found no space with what could go.
     """
 
     make: Callable[[], bool] | None = None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class TensorSums:
     """Adds up the fingerprints of tensors, box by box; a box that is read twice counts once.
 
-    One that ``is_logged`` expects that :meth:`take_log` is called from time to time.
+    ``is_logged`` says that :meth:`take_log` is called from time to time.
     """
 
     def __init__(self, *, is_logged: bool = False) -> None:

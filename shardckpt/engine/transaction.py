@@ -79,11 +79,15 @@ class CheckpointHeader(NamedTuple):
 
 
 class WrittenFiles(NamedTuple):
-    """The files that a rank has written: their records, and their SHA-256 by name, if the save asks for it.
+    """The files that a rank has written.
 
-    ``parts`` is what it has written of files that other ranks write, too. ``sums`` are of the bits of its boxes, if the
-    save asks for fingerprints. ``timeline`` is as :meth:`Timeline.pack` returns it. ``streamed`` are the names of those
-    that were streamed to a store.
+    Attributes:
+        files: Their records.
+        sha256: Their SHA-256 by name, if the save asks for it.
+        parts: What it has written of files that other ranks write, too.
+        sums: Sums of the bits of its boxes, if the save asks for fingerprints.
+        timeline: When its phases began and ended, as :meth:`Timeline.pack` returns it.
+        streamed: Names of those that were streamed to a store.
     """
 
     files: list[FileRecord]
@@ -100,18 +104,19 @@ class Transaction:
     If the target is a directory, all ranks write to one staging directory next to it. If it is a URL, each rank streams
     its files to the store; where the store cannot do that, it writes to a local directory of its own, and uploads them.
 
-    ``overwrite``: the target may have a checkpoint, or other files; at a URL, a checkpoint or what an interrupted save
-    has left. There is a ``journal`` of what one process writes to a directory, if another may go on with it after a
-    kill.
-
-    ``check`` is called on the main rank when all is written and nothing is committed: with a directory that has the
-    record and ``metadata.json``, and the place of all other files, which is the same directory or the target's URL. If
-    it raises, nothing is committed.
-
-    ``forecast`` is what this rank will store. A save to a directory is refused, before it writes a file, if that of all
-    ranks is more than its file system has free; ``room`` has the limits of its space. ``memory_budget``: bytes that
-    this rank may hold at a time in addition to the tensors; None: as many as are fast. ``given``: this rank gives the
-    strategy shards or common values; if any rank does, a save without a file is refused.
+    Args:
+        overwrite: Whether ``target`` may have a checkpoint, or other files; at a URL, a checkpoint or what an
+            interrupted save has left.
+        journal: The journal of what one process writes to a directory, if another may go on with it after a kill.
+        check: Called on the main rank when all is written and nothing is committed: with a directory that has the
+            record and ``metadata.json``, and the place of all other files, which is the same directory or the target's
+            URL. If it raises, nothing is committed.
+        forecast: What this rank will store. A save to a directory is refused, before it writes a file, if that of all
+            ranks is more than its file system has free.
+        room: The limits of its space.
+        memory_budget: Bytes that this rank may hold at a time in addition to the tensors; None: as many as are fast.
+        given: Whether this rank gives the strategy shards or common values: if any rank does, a save without a file is
+            refused.
     """
 
     def __init__(

@@ -17,10 +17,13 @@ _PAIRS = 1 << 20
 
 
 class Overlaps(NamedTuple):
-    """Regions that a wanted and a stored box have in common, in columns, all int64.
+    """Regions that a wanted and a stored box have in common, in columns.
 
-    ``wanted`` and ``stored``, of shape (n,), are the rows of the boxes of each region; ``offset``, global, and
-    ``extent`` are of shape (n, axes).
+    Attributes:
+        wanted: int64 of shape (n,): the wanted box of each region, by its row.
+        stored: int64 of shape (n,): the stored box of each region, by its row.
+        offset: int64 of shape (n, axes): global offsets of the regions.
+        extent: int64 of shape (n, axes): extents of the regions.
     """
 
     wanted: torch.Tensor

@@ -36,7 +36,10 @@ def find_overlap(boxes: Sequence[Box]) -> Overlap | None:
 
 
 def find_hole(shape: Ints, boxes: Sequence[Box]) -> Box | None:
-    """Return a box of elements of a tensor that no box has, or None if the boxes, which do not overlap, fill it."""
+    """Return a box of elements of a tensor that no box has, or None if the boxes fill it.
+
+    The boxes are inside the shape, and do not overlap.
+    """
     full = Box((0,) * len(shape), tuple(shape))
     if sum(box.volume for box in boxes) >= full.volume:  # enough, as none overlap
         return None

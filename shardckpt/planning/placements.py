@@ -20,10 +20,13 @@ Run: TypeAlias = tuple[int, int]
 class Split:
     """One sharding step, as one mesh dimension makes it.
 
-    ``dim`` is the axis of the tensor that is split into ``count`` shards, the size of the mesh dimension. ``index`` is
-    the number of this rank's shard: its coordinate in the mesh dimension. ``factor`` is 1 for ``Shard``, which splits
-    as :func:`torch.chunk` does. Else it is the ``split_factor`` of ``_StridedShard``: the axis is split into ``factor``
-    blocks, each block into ``count`` shards, and the rank holds the shard with its number of every block.
+    Attributes:
+        dim: Axis of the tensor that is split.
+        count: Number of shards: the size of the mesh dimension.
+        index: Number of this rank's shard: its coordinate in the mesh dimension.
+        factor: 1 for ``Shard``, which splits as :func:`torch.chunk` does. Else the ``split_factor`` of
+            ``_StridedShard``: the axis is split into ``factor`` blocks, each block into ``count`` shards, and the rank
+            holds the shard with its number of every block.
     """
 
     dim: int

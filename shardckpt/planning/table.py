@@ -36,7 +36,11 @@ _STEP = -0x61C8864680B583EB
 class TensorSpec(NamedTuple):
     """A global tensor or object: all that the ranks that have shards of it must agree on.
 
-    The kind is ``"tensor"`` or ``"object"``. The dtype is text; ``"None"`` for an object.
+    Attributes:
+        kind: ``"tensor"`` or ``"object"``.
+        key: Its name.
+        dtype: Its dtype as text; ``"None"`` for an object.
+        shape: Its global shape.
     """
 
     kind: str
@@ -66,11 +70,12 @@ class Boxes:
 
 
 class Table(NamedTuple):
-    """Boxes in columns, all int64.
+    """Boxes in columns.
 
-    ``spec``, of shape (n,), is the number of each box's tensor in a list of :class:`TensorSpec` or the like. ``offset``
-    and ``extent`` are of shape (n, axes): global offsets, with 0 along axes that a tensor does not have, and extents,
-    with 1 along these.
+    Attributes:
+        spec: int64 of shape (n,): the number of each box's tensor in a list of :class:`TensorSpec` or the like.
+        offset: int64 of shape (n, axes): global offsets; 0 along axes that a tensor does not have.
+        extent: int64 of shape (n, axes): extents; 1 along axes that a tensor does not have.
     """
 
     spec: torch.Tensor

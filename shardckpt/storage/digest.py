@@ -39,9 +39,11 @@ XXH3 = "xxh3_64"
 class Algorithm(NamedTuple):
     """A digest algorithm.
 
-    ``typecode`` is how a digest is stored: ``I`` for 32 bits, ``Q`` for 64. ``load`` returns the function, or raises
-    ImportError where its package is not installed, which the ``extra`` of shardckpt installs (``""``: none is needed).
-    ``load_joined`` is the same for bytes in several pieces of memory; without it, they are copied to one.
+    Attributes:
+        typecode: How a digest is stored: ``I`` for 32 bits, ``Q`` for 64.
+        load: Returns the function, or raises ImportError where its package is not installed.
+        extra: The extra of shardckpt that installs the package; ``""`` if none is needed.
+        load_joined: As ``load``, the function for bytes in several pieces of memory; None: they are copied to one.
     """
 
     typecode: str

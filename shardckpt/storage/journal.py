@@ -27,9 +27,14 @@ _HEX = 8
 
 
 class FileProgress(NamedTuple):
-    """The written part of a file: up to which byte, how many records, and the length and digest of each segment.
+    """The written part of a file.
 
-    ``digest`` is of the sizes, names and small contents of these records.
+    Attributes:
+        position: Bytes from the beginning of the file.
+        records: Number of records that they are.
+        digest: Digest of the sizes, names and small contents of these records.
+        lengths: Bytes of each segment.
+        digests: Digest of each segment.
     """
 
     position: int

@@ -49,9 +49,11 @@ os.register_at_fork(after_in_child=_cached_writes.renew)
 class NewFile:
     """A file that did not exist before; several threads may write to it, each to a range of its own.
 
-    ``nbytes`` is the least size, if it is known: the space is allocated in one call, before the first direct write. A
-    ``shared`` file has exactly that size; other ranks write to it, too, and it may exist already. Each thread calls
-    ``count`` with the number of bytes that it has written since the last call.
+    Args:
+        nbytes: The least size in bytes, if it is known: the space is allocated in one call, before the first direct
+            write.
+        shared: Whether other ranks write to the file, too, which has ``nbytes`` bytes: it may exist already.
+        count: Called by each thread with the number of bytes that it has written since the last call.
     """
 
     def __init__(

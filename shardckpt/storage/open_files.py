@@ -35,8 +35,12 @@ _SMALL_TABLE = 64 << 10
 class OpenFile:
     """A file open for reading; CorruptCheckpointError if it does not have the recorded size.
 
-    It has no record where nothing recorded it, and no algorithm where digests are not checked. ``advise`` returns what
-    to do about another size. With ``takes_cut`` a shorter one is no error: what is before its end is read.
+    Args:
+        name: Its name in the checkpoint.
+        record: The record of the file as it was written, if there is one.
+        algorithm: Name of the digest algorithm, if digests are checked.
+        advise: Returns what to do about a file of another size than was recorded.
+        takes_cut: Whether one that is shorter is no error: what is before its end is read.
     """
 
     def __init__(
@@ -109,8 +113,10 @@ class OpenFile:
 class OpenFiles:
     """Open files by name; the least recently used are closed where too many are open. For several threads.
 
-    ``records`` is None if the checkpoint has no record, the algorithm is None where digests are not checked. Files are
-    opened in the context that ``detect_replacement`` returns; see :func:`directory.detect_replacement`.
+    Args:
+        records: The files' records by name; None if the checkpoint has no record.
+        algorithm: Name of the digest algorithm, if digests are checked.
+        detect_replacement: Returns the context in which files are opened; see :func:`directory.detect_replacement`.
     """
 
     def __init__(

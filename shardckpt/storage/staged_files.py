@@ -32,9 +32,12 @@ _KINDS = {
 class FilePart(NamedTuple):
     """A rank's part of a file: segments with their digests, in any order.
 
-    ``size`` is that of the entire file in bytes; ``keys`` is how many stored items are counted with this part, for
-    reports. A segment has its start in the file (uint64), its length in bytes (uint32) and its digest (uint32 or
-    uint64).
+    Attributes:
+        size: Bytes of the entire file.
+        keys: How many stored items are counted with this part, for reports.
+        starts: Where each segment begins in the file, uint64.
+        lengths: Bytes of each, uint32.
+        digests: The digest of each, uint32 or uint64.
     """
 
     name: str

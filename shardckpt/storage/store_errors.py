@@ -31,10 +31,14 @@ _SIGNED = re.compile(
 
 
 class StoreProblem(NamedTuple):
-    """A cause of errors of stores: what it means and what to do, and whether another attempt would meet it again.
+    """A cause of errors of stores.
 
-    It is recognised by ``codes`` of stores and names of classes; where there is no code, by ``texts`` in messages;
-    where there is neither, by HTTP ``statuses``.
+    Attributes:
+        advice: What it means, and what to do.
+        is_permanent: Whether another attempt would meet it again.
+        codes: Codes of stores and names of classes, by which it is recognised.
+        texts: Parts of messages, by which it is recognised where there is no code.
+        statuses: HTTP statuses, by which it is recognised where there is neither.
     """
 
     advice: str

@@ -106,10 +106,16 @@ def finish_fingerprint(dtype: str, shape: Sequence[int], sums: Sequence[int]) ->
 class _Form(NamedTuple):
     """A box's form, and the rows of it and of its tensor: what they share with boxes at other places.
 
-    ``extent`` is the box's, along all axes of the tensor. ``axis`` is the first axis along a row, and ``unit`` the
-    bytes of an index of it. ``is_cut``: a row's bytes do not lie together: the box lacks some along a later axis. The
-    box has ``height`` rows, of ``width`` bytes each. ``strides`` says by how many blocks the position changes along
-    each axis before ``axis``.
+    Attributes:
+        itemsize: Bytes of an element.
+        extent: The box's extent, along all axes of the tensor.
+        shape: The tensor's shape.
+        axis: The first axis along a row.
+        is_cut: Whether a row's bytes do not lie together: the box lacks some along a later axis.
+        height: Number of rows of the box.
+        width: Bytes of each.
+        unit: Bytes of an index of ``axis``.
+        strides: By how many blocks the position changes along each axis before ``axis``.
     """
 
     itemsize: int
@@ -179,9 +185,14 @@ class _Form(NamedTuple):
 class _Piece(NamedTuple):
     """A part of a box's rows that is multiplied at a time.
 
-    It is rows ``low`` to before ``high``, and of each row bytes ``left`` to before ``right``. ``begin`` is how many
-    zeros are before these bytes, in the first block. A block has ``nbytes``. ``positions`` are those of its blocks, row
-    by row, from that of the box's first.
+    Attributes:
+        low: The first row.
+        high: The row after the last.
+        left: The first byte of each row.
+        right: The byte after the last.
+        begin: Zeros before these bytes, in the first block.
+        nbytes: Bytes of a block.
+        positions: The positions of its blocks, row by row, from that of the box's first.
     """
 
     low: int

@@ -73,12 +73,7 @@ def _port_file(path: Path) -> tuple[bool, list[tuple[int, str]]]:
 def port(source: bytes, package: str = "") -> bytes:
     """Return a module's source with Megatron's checkpoint modules replaced by those here.
 
-    Args:
-        source: The source.
-        package: The package that has the module, by which its relative imports are resolved.
-
-    Raises:
-        SyntaxError: It is not Python.
+    Relative imports are resolved by ``package``, which has the module. What is no Python is a SyntaxError.
     """
     if source.startswith(codecs.BOM_UTF8):  # Python counts columns behind it
         return codecs.BOM_UTF8 + port(source.removeprefix(codecs.BOM_UTF8), package)
@@ -165,9 +160,7 @@ def _list_unread(path: Path) -> Iterator[tuple[Path, str]]:
 def _walk(path: Path, faults: list[OSError] | None = None) -> list[Path]:
     """Return the files of a folder, but those of hidden folders and of other people's packages.
 
-    Args:
-        path: The folder.
-        faults: Gets the errors of folders that cannot be listed.
+    ``faults`` gets the errors of folders that cannot be listed.
     """
     found: list[Path] = []
     for folder, folders, files in os.walk(path, onerror=None if faults is None else faults.append):

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 def make_request(writer: Any, save_state_dict_ret: Sequence[Any]) -> AsyncRequest:
     """Return the request to write what another library's writer has planned, and to finish it.
 
-    Args:
-        writer: Its ``get_save_function_and_args`` returns the function that writes, the one that stages, or None, and
-            the arguments of the first.
-        save_state_dict_ret: The arguments of :func:`save_state_dict_async_finalize`.
+    The writer's ``get_save_function_and_args`` returns the function that writes, the one that stages, or None, and the
+    arguments of the first. ``save_state_dict_ret`` are the arguments of :func:`save_state_dict_async_finalize`.
     """
     write, preload, arguments = writer.get_save_function_and_args()
     finish = partial(save_state_dict_async_finalize, *save_state_dict_ret)

@@ -68,9 +68,7 @@ class _StoredTensor(BaseModel):
 class _Index(BaseModel):
     """``shardckpt_index.json``.
 
-    Attributes:
-        tensors: By key.
-        objects: By unique key: the file that has the object, ``""`` if the strategy stores it.
+    ``objects`` has by unique key the file that has the object, ``""`` if the strategy stores it.
     """
 
     model_config = ConfigDict(strict=True)
@@ -82,7 +80,8 @@ class _Index(BaseModel):
 class PathSaver(SaveStrategy):
     """Saves by a strategy of Megatron's kind.
 
-    The engine cannot see what such a strategy stores: it is trusted to store all shards that it is given.
+    The engine cannot see what such a strategy stores: it is trusted to store all shards that it is given. One with a
+    base of Megatron's that has no backend or version is a PluginError.
 
     Args:
         strategy: Writes to a path. One without a base of Megatron's gets objects, too, unless its
@@ -90,9 +89,6 @@ class PathSaver(SaveStrategy):
         backend: The backend that it is registered for, which a strategy without a base may leave out; ``""`` if it is
             not registered: then what it leaves out is that of ("torch_dist", 1), and each save warns.
         version: The version that it is registered for.
-
-    Raises:
-        PluginError: A strategy with a base of Megatron's has no backend.
     """
 
     def __init__(self, strategy: Any, backend: str = "", version: int = 0) -> None:
@@ -322,10 +318,7 @@ class PathLoader(LoadStrategy):
 def adapt_saver(strategy: Any, backend: str = "", version: int = 0) -> Any:
     """Return an adapter for a save strategy of Megatron's kind; anything else unchanged.
 
-    Args:
-        strategy: A strategy, or what else a caller may name one by.
-        backend: The backend that it is registered for; ``""`` if it is not.
-        version: The version that it is registered for.
+    ``backend`` and ``version`` are as for :class:`PathSaver`.
     """
     _refuse_class(strategy, SaveStrategy, ("save", "async_save"))
     if isinstance(strategy, SaveStrategy) or not _takes_path(strategy, ("save", "async_save")):
@@ -337,10 +330,7 @@ def adapt_saver(strategy: Any, backend: str = "", version: int = 0) -> Any:
 def adapt_loader(strategy: Any, backend: str = "", version: int = 0) -> Any:
     """Return an adapter for a load strategy of Megatron's kind; anything else unchanged.
 
-    Args:
-        strategy: A strategy, or what else a caller may name one by.
-        backend: The backend that it is registered for; ``""``: it says itself what it reads.
-        version: The version that it is registered for.
+    ``backend`` and ``version`` are as for :class:`PathLoader`.
     """
     _refuse_class(strategy, LoadStrategy, ("load",))
     if isinstance(strategy, LoadStrategy) or not _takes_path(strategy, ("load",)):
@@ -387,8 +377,7 @@ def _record(
 def _list_files(directory: Path, author: str) -> dict[str, int]:
     """Return the sizes of the files in a staging directory, at any depth, by path, sorted.
 
-    Raises:
-        PluginError: there is a link, an empty folder or the like, or a file with a name that no checkpoint can have.
+    A link, an empty folder or the like, and a file with a name that no checkpoint can have, are a PluginError.
     """
     files: dict[str, int] = {}
     refused: list[str] = []

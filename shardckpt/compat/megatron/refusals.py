@@ -16,12 +16,7 @@ QUEUE = "dist_checkpointing.save(..., async_sharded_save=True) plans, and an Asy
 
 
 def make_refusal(module: str, instead: str) -> ImportError:
-    """Return the error for a name or module that is not here.
-
-    Args:
-        module: Its full name.
-        instead: What to do instead.
-    """
+    """Return the error for a name or module that is not here, which says what to do ``instead``."""
     return ImportError(f"{module} has no counterpart in shardckpt: {instead}", name=module)
 
 
@@ -30,14 +25,9 @@ def make_refusing_getattr(
 ) -> Callable[[str], Any]:
     """Make a module's ``__getattr__`` that refuses names, and finds those that Megatron's module imports from others.
 
-    Args:
-        module: The module's name.
-        refused: What to do instead, by name.
-        imported: Names of other modules, which callers import from this one too, by the module, relative to
-            :mod:`shardckpt.compat.megatron.dist_checkpointing`.
-
-    Returns:
-        The function. It raises ImportError for refused names, and AttributeError for any other name.
+    ``refused`` says what to do instead, by name. ``imported`` has names of other modules, which callers import from
+    this one too, by the module, relative to :mod:`shardckpt.compat.megatron.dist_checkpointing`. The function raises
+    ImportError for refused names, and AttributeError for any other name.
     """
 
     def __getattr__(name: str) -> Any:  # noqa: N807 - becomes the module's

@@ -250,14 +250,10 @@ _MEGATRONS: dict[type[Any], type[Any]] = {
 
 
 def callable_with_path(strategy: Any) -> Any:
-    """Make a strategy callable with a path.
+    """Make a save or load strategy callable with a path.
 
-    Args:
-        strategy: A save or load strategy.
-
-    Returns:
-        The strategy itself if it can be called with a path, or the one of Megatron's kind that it adapts; else a copy
-        that can, of Megatron's class if there is one.
+    Returns the strategy itself if it can be called with a path, or the one of Megatron's kind that it adapts; else a
+    copy that can, of Megatron's class if there is one.
     """
     if isinstance(strategy, PathLoader | PathSaver):
         return strategy.strategy

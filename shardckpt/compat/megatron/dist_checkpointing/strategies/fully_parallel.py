@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 class _TakesMegatrons:
     """Takes strategies of Megatron's kind; refuses a cache on disk: nothing checks it.
 
-    Attributes:
-        base_strategy: The wrapped strategy, as it was given.
+    ``base_strategy`` is the wrapped strategy, as it was given.
     """
 
     _adapt: Callable[[Any], Any]
