@@ -55,10 +55,8 @@ class FilePlan(NamedTuple):
 class WritePlan(ChunkWork[EncodedIndex, Payload]):
     """Everything that a rank writes.
 
-    Attributes:
-        files: The files.
-        whole: The files with whole tensors, whose tensors come after those of the items; None if there are none.
-        parts: The parts of the index that this rank writes, by file name.
+    ``whole`` are the files with whole tensors, whose tensors come after those of the items; None if there are none.
+    ``parts`` are the parts of the index that this rank writes, by file name.
     """
 
     # the whole tensors' part has the assets, which are read anew

@@ -68,29 +68,11 @@ def decode_object(codec: str, data: bytes | bytearray | memoryview, what: str) -
 
 
 def encode_tree_file(value: Any, what: str) -> bytes:
-    """Encode a value by the codec ``safetensors``, also if it has no tensors.
-
-    Args:
-        what: What the value is, for errors: ``"common state"``.
-
-    Returns:
-        The bytes of a safetensors file.
-
-    Raises:
-        ShardingError: As by :func:`encode_object`.
-    """
+    """Encode a value by the codec ``safetensors``, also if it has no tensors; ``what`` it is, is for errors."""
     return pack_file(*encode_tree(value, what), what)
 
 
 def decode_tree_file(data: bytes | bytearray | memoryview, what: str) -> Any:
-    """Decode what :func:`encode_tree_file` has encoded, from anyone.
-
-    Returns:
-        The value, as by :func:`decode_object`.
-
-    Raises:
-        CorruptCheckpointError: The file is damaged.
-        CheckpointingException: As by :func:`decode_object`.
-    """
+    """Decode what :func:`encode_tree_file` has encoded, from anyone; value and errors as of :func:`decode_object`."""
     tree, tensors = parse_file(memoryview(data).cast("B").toreadonly(), what)
     return decode_tree(tree, tensors, what)
