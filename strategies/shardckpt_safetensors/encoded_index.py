@@ -38,7 +38,7 @@ class EncodedIndex(NamedTuple):
     has_scales: bool
 
     def to_bytes(self, header: IndexHeader) -> bytes:
-        """Return the bytes of the index: its required features, block scales, dtypes and codecs replace the header's."""
+        """Return the bytes of the index; its required features, scales, dtypes and codecs replace the header's."""
         optional = set(header.optional_features) - {BLOCK_SCALES} | ({BLOCK_SCALES} if self.has_scales else set())
         used = {
             "required_features": self.features,

@@ -96,8 +96,8 @@ def lay_out_file(items: Sequence[Placed]) -> FileLayout:
 def lay_out(items: LocalItems, objects: Mapping[str, Payload], rank: int, count: int) -> tuple[WritePlan, LocalPlan]:
     """Assign the items to files by bytes, and give each a position; return what the rank writes.
 
-    It is returned a second time as the main rank needs it. There are ``count`` files, or more if one had too many items. It is a
-    ShardingError if the format cannot hold a key or a dtype.
+    It is returned a second time as the main rank needs it. There are ``count`` files, or more if one had too many
+    items. It is a ShardingError if the format cannot hold a key or a dtype.
     """
     keys = [items.keys[number] for number in items.boxes.spec]
     placed = [
