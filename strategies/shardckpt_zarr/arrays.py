@@ -126,9 +126,7 @@ def _cells(ranges: Sequence[range]) -> Iterator[Ints]:
 def read_array(key: str, reader: CheckpointReader) -> ChunkedArray:
     """Return the description of a tensor: shape, dtype and chunks.
 
-    Raises:
-        CorruptCheckpointError: Its ``.zarray`` is damaged.
-        CheckpointingException: Megatron did not write it, and it is stored in a way that is not read.
+    One that Megatron did not write, and that is stored in a way that is not read, is a CheckpointingException.
     """
     name = f"{key}/{ARRAY_FILE}"
     path = reader.directory / name
