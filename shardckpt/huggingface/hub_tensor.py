@@ -39,9 +39,7 @@ class HubTensor(NamedTuple):
     """A tensor that is to be written to the folder.
 
     Attributes:
-        name: Its name.
         dtype: The dtype in which it is written.
-        shape: Its shape.
         parts: The parts of stored tensors that make it up; none if its values are in memory.
     """
 

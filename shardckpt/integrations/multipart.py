@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 def list_uploads(url: str, options: Mapping[str, str]) -> list[PendingUpload] | None:
     """Return the uploads below a URL, at any depth, that are neither complete nor aborted; None without s3fs.
+
     Credentials, region and endpoint come from where botocore looks for them; ``options`` of the bucket are added. A
     store that refuses is an OSError, as s3fs says it; botocore's errors pass, too.
     """

@@ -30,10 +30,8 @@ class CheckpointHeader(NamedTuple):
     Attributes:
         name: How the caller names it.
         backend: Name of the format.
-        version: Its version.
         save_id: The id of the save.
         parent: The save id of the checkpoint that the job was resumed from.
-        step: The step.
         writer: Releases of the libraries that wrote it, by name.
         library: Which other library wrote it.
         ranks: How many ranks saved it.

@@ -25,7 +25,6 @@ class Claim(NamedTuple):
         dtype: Dtype of a tensor, as text; empty for objects.
         expert_dim: The axis that counts experts.
         main: Whether the rank holds the main replica, which is written.
-        box: The box.
     """
 
     key: str

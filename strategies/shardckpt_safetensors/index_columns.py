@@ -30,7 +30,6 @@ class TensorColumns(NamedTuple):
 
     Attributes:
         keys: Their names.
-        dtypes: Their dtypes.
         shapes: Their global shapes.
         axes: Their numbers of axes, of shape (tensors,).
         extents: Their shapes, of shape (tensors, axes), with 1 along the axes that a tensor does not have.

@@ -33,7 +33,6 @@ class FilePlan(NamedTuple):
     """A file to write: a header, then objects, then tensors, each with padding behind it.
 
     Attributes:
-        name: Its name.
         head: Its first bytes: the header.
         objects: Bytes of padding behind each object, by unique key.
         positions: The tensors, by their positions among the rank's, ascending.

@@ -41,9 +41,6 @@ class LocalTensor:
     """A tensor in a rank's file.
 
     Attributes:
-        file: The file.
-        dtype: Its dtype.
-        shape: Its shape.
         stride: Its strides, in elements.
         first: Index of its first element in the storage.
         offset: Where the storage begins in the file, in bytes.

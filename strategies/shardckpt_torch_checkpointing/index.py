@@ -42,7 +42,6 @@ class StoredTensor:
     Attributes:
         key: Its key: the item's and the path in it, joined by dots.
         path: The path under which the files have it.
-        dtype: Its dtype.
         shape: Its global shape.
         pieces: Its boxes in the files, each once.
         copies: Ranks that may have all of it; empty if it is cut, or was compared already.

@@ -49,7 +49,6 @@ class Declared:
     """A tensor as the metadata declares it.
 
     Attributes:
-        dtype: Its dtype.
         shape: Its global shape.
         pieces: Its boxes in the files of the ranks; each box once.
         copies: Ranks that have all of it, or nothing of it if they have other parts of the model; empty if it is cut.

@@ -122,10 +122,7 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         return _read_nested_state(index, context).build_all(tensors, keeps) if index.by_megatron is False else None
 
     def load_common(self, context: LoadContext) -> StateDict:
-        """Read the common state, from where the dialect keeps it: an object, ``common.pt``, or single values.
-
-        Its tensors are on the CPU.
-        """
+        """Read the common state, with its tensors on the CPU: from an object, ``common.pt``, or single values."""
         reader = context.reader
         index = read_index(reader)
         if index.common is not None:

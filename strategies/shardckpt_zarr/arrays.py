@@ -66,7 +66,6 @@ class ChunkedArray:
 
     Attributes:
         key: Its key, which is the path of its folder.
-        dtype: Its dtype.
         shape: Its global shape.
         chunks: Shape of every chunk; those at the end of an axis are stored in full size, too.
         compressor: The id of the chunks' compressor; ``""`` where they are the bytes of the values.

@@ -305,8 +305,8 @@ def _open_store(
     """Open a bucket by its URL; one that was opened before is used again, with its connections.
 
     To make a client takes 6 ms of processor time, and each of its first requests a handshake. ``variables`` are the
-    environment that configures it, ``timeout`` is the seconds that a request may take, ``attempts`` are those at each
-    request. Another number at the end makes another client.
+    environment that configures it, ``timeout`` is the seconds that a request may take, ``attempts`` is how often it is
+    sent at most. Another number at the end makes another client.
     """
     endpoints = [value for name, value in variables if name in _ENDPOINTS]
     endpoints += [value for name, value in options if name == "endpoint"]

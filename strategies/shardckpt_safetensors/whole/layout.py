@@ -69,7 +69,6 @@ class WholeLayout:
     Attributes:
         tensors: The checkpoint's tensors.
         cuts: The folder's tensors.
-        files: The files.
         places: File and offset of each cut.
     """
 

@@ -90,8 +90,6 @@ class _Tensors(NamedTuple):
     """The tensors of an index file.
 
     Attributes:
-        keys: Their keys.
-        dtypes: Their dtypes.
         shapes: Their global shapes.
         itemsizes: Bytes per element, int64 of shape (tensors,).
         sizes: The shapes as int64 of shape (tensors, most axes), with 1 along axes that a tensor lacks.

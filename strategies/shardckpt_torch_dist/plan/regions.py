@@ -123,10 +123,10 @@ def find_payloads(reader: CheckpointReader, chunks: Sequence[tuple[Chunk, torch.
 
 
 def copy_chunk(chunk: Chunk, target: torch.Tensor, ahead: ReadAhead) -> bool:
-    """Copy an entire chunk to a tensor from what was read ahead, without parsing the archive; return whether it was.
+    """Copy an entire chunk to a tensor from what was read ahead, without parsing the archive.
 
-    It was not if the archive is not, byte for byte, as we write it. The target is contiguous, of the stored dtype, on
-    the CPU.
+    Return False if the archive is not, byte for byte, as we write it: then nothing is copied. The target is contiguous,
+    of the stored dtype, on the CPU.
     """
     ours, data = build_own_archive(target.dtype, chunk.box.shape, chunk.item.length), ahead.view(chunk.item)
     if ours is None or data is None:

@@ -30,7 +30,6 @@ class FilePlan:
     """A file to write.
 
     Attributes:
-        name: Its name.
         objects: Unique keys of its objects, which come before the tensors, as in Megatron's files.
         tensors: Its tensors, by their positions in the plan.
         nbytes: Its size, in bytes.
