@@ -77,7 +77,7 @@ def _refuse_misspelt_word(path: str) -> None:
 
 
 def refuse_checkpoint(path: str) -> None:
-    """Raise if a path is that of a checkpoint, the folder of which was meant, or cannot be listed."""
+    """Raise if a path is that of a checkpoint: the folder that it is in was meant."""
     from shardckpt.cli.ls import list_folder
     from shardckpt.engine import find_local, locate
     from shardckpt.errors import CheckpointingException

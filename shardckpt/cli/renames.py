@@ -23,7 +23,7 @@ def add_rename_option(parser: Any, what: str) -> None:
 
 
 def read_renames(options: Any) -> dict[str, str]:
-    """Return the new names by the old ones, each of which is given once."""
+    """Return the new names by the old ones; an old one that is given twice is an error."""
     from shardckpt.errors import CheckpointingException
 
     found: dict[str, str] = {}

@@ -64,7 +64,7 @@ def parse_casts(dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | Non
 
     ``dtype`` is a dtype or its name; or dtypes by patterns of names as of :mod:`fnmatch`, of which ``"*"`` stands for
     the others: ``{"*": "bfloat16", "*.A_log": "bfloat16"}``. It is an error if one is no floating-point dtype of 16
-    bits or more, if ``keep`` is one text, or if there is no dtype for it.
+    bits or more, or if ``keep`` is one text, or is given without a dtype.
     """
     if isinstance(keep, str):
         raise CheckpointingException(f"keep={keep!r}: give a list of patterns, such as [{keep!r}]")

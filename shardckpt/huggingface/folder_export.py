@@ -152,7 +152,7 @@ class FolderExport:
     def _adapt_config(self) -> bytes | None:
         """Return the text of ``config.json``; None if none is there, or it is true of the tensors as it is.
 
-        It is an error if it is of another model, or an adapter is written without its own configuration.
+        It is an error if it has another vocabulary, or ties tensors that differ; so is an adapter without its own.
         """
         if ADAPTER_WEIGHTS in dict(self.plan.files):
             if ADAPTER not in {path.name for path in self.options.assets}:

@@ -167,7 +167,7 @@ def _choose_missing(
 ) -> list[str]:
     """Return which missing names are the adapter's; the main rank warns of what the adapter has and the model has not.
 
-    Keys of several adapters, of which none is named, are a KeyMismatchError.
+    If the keys are of several adapters, and none is named, that is a KeyMismatchError.
     """
     names.check_keys(keys)
     unused = sorted({*names.stored} - {*map(names.find_name, keys)})

@@ -174,7 +174,7 @@ def _derive_head_dim(config: HubConfig, heads: int) -> int | None:
 def split_vocabulary(rows: int, config: HubConfig | None) -> Sequence[Rows]:
     """Return the rows of the vocabulary, without those that pad it if these are to be cut.
 
-    Else rows that the config's ``vocab_size`` does not count are a ShapeMismatchError.
+    Other rows than the config's ``vocab_size``, unless they are cut or kept, are a ShapeMismatchError.
     """
     size = config.values.get("vocab_size") if config is not None else None
     if config is None or not _is_count(size) or rows == size or config.padding == "keep":

@@ -42,7 +42,10 @@ def list_uploads(url: str, options: Mapping[str, str]) -> list[PendingUpload] | 
 
 
 def abort_upload(url: str, upload: PendingUpload, options: Mapping[str, str]) -> None:
-    """Abort an upload that :func:`list_uploads` found below this URL, and delete its parts; one may have ended."""
+    """Abort an upload that :func:`list_uploads` found below this URL, and delete its parts.
+
+    To abort one that has ended is no error.
+    """
     client = _make_client(url, options)
     bucket, prefix = _split(url)
     try:

@@ -61,7 +61,7 @@ class FileLayout(NamedTuple):
 
 
 def lay_out_file(items: Sequence[Placed]) -> FileLayout:
-    """Return the header of a data file, and where each of its items, at least one, lies, in their order.
+    """Lay out the items of a data file, at least one, in their order: return its header, and where each lies.
 
     It is a ShardingError if the header would be longer than readers accept.
     """

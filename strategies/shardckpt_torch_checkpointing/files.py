@@ -134,9 +134,9 @@ def join_path(path: Path) -> str:
 def find_files(reader: CheckpointReader, declared: Mapping[str, DeclaredItem]) -> dict[str, dict[int, Layout]]:
     """Return the files of all items by item and rank: those that the metadata names, and by their names all others.
 
-    A file ``<item>_<rank>.<suffix>`` is the item's on that rank, if there are files of all ranks from 0 on; if some are
-    missing, that is a CorruptCheckpointError. Otherwise it is a file that one rank has written, and so is ``<item>.pt``
-    or ``<item>.json``.
+    A file ``<item>_<rank>.<suffix>`` is the item's on that rank, if there are files of all ranks from 0 on. Files of
+    several ranks, and not of all, are a CorruptCheckpointError. Any other is a file that one rank has written, and so
+    is ``<item>.pt`` or ``<item>.json``.
     """
     found = {key: dict(item.layouts) for key, item in declared.items()}
     named = {METADATA_FILE, *(layout.file for item in declared.values() for layout in item.layouts.values())}
@@ -170,7 +170,7 @@ def find_files(reader: CheckpointReader, declared: Mapping[str, DeclaredItem]) -
 
 
 def read_content(reader: CheckpointReader, item: str, layout: Layout, allow_globals: Iterable[Any]) -> Content:
-    """Read the structure of an item's file; return its values, of which those of tensors are located, not read.
+    """Read the structure of an item's file; return its values; those of tensors are located, not read.
 
     Its pickle may name ``allow_globals``, in addition to the plain ones. At another global nothing is run.
     """
@@ -243,7 +243,7 @@ def _name_parameters(loaded: Any, names: dict[Any, str]) -> Any:
 
 
 class _Flattener:
-    """Takes state dicts apart into values with their paths, of which the file's ``size`` in bytes limits the number.
+    """Takes state dicts apart into values with their paths; the file's ``size`` in bytes limits their number.
 
     Dicts with text as keys, and lists of containers, are entered, and any container with tensors. Other containers are
     values: so they keep their types, and the integers that are keys of dicts.

@@ -118,8 +118,7 @@ class _EntireTensor:
 def plan_shard(shard: ShardedBase, index: Index) -> RequestedTensor | RequestedObject:
     """Return what a requested shard is read from.
 
-    It is a ShardingError if it is neither a tensor nor an object, or is an object of another number of ranks than
-    saved.
+    What is neither a tensor nor an object, or an object of another number of ranks than saved, is a ShardingError.
     """
     if isinstance(shard, ShardedTensor):
         return RequestedTensor(shard, index)
