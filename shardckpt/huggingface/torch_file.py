@@ -41,7 +41,10 @@ def is_archive(first: bytes) -> bool:
 
 
 def read_torch_file(path: Path) -> dict[Any, Any]:
-    """Return the state dict in a file, on the CPU; tensors are memory-mapped if the file's format allows."""
+    """Return the state dict in a file, on the CPU; tensors are memory-mapped if the file's format allows.
+
+    A file that needs more than tensors and plain values is an UnsafePickleError.
+    """
     with wrap_os_errors("open", path), path.open("rb") as file:
         kind = file.read(len(_ZIP))
     if kind != _ZIP and not kind.startswith(_PICKLE):

@@ -14,11 +14,11 @@ _RAW, _JSON, _SAFETENSORS = "raw", "json", "safetensors"
 
 
 def encode_object(value: Any, what: str) -> tuple[str, bytes]:
-    """Encode a value by the simplest codec that holds it; return the codec, ``raw``, ``json`` or ``safetensors``, and payload.
+    """Encode a value by the simplest codec that holds it; return the name of the codec, and the payload.
 
     It may have plain values, containers of them, tensors, numpy's arrays and scalars, argparse and simple namespaces,
-    and instances of classes with a codec (:func:`register_codec`). ``what`` it is, ``"object 'rng'"``, is for errors:
-    what cannot be represented, or a load would refuse, is a ShardingError that names the place, the class, and what to
+    and instances of classes with a codec (:func:`register_codec`). ``what`` it is, ``"object 'rng'"``, is for errors.
+    What cannot be represented, or a load would refuse, is a ShardingError that names the place, the class, and what to
     do.
     """
     if type(value) is bytes:
