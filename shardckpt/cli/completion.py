@@ -54,11 +54,9 @@ def add(verbs: Any) -> None:
 
 
 def run(options: Any, verbs: Any) -> int:
-    """Print the script. Return the exit code.
+    """Print the script for the shell that the options name; return the exit code.
 
-    Args:
-        options: Name the shell.
-        verbs: argparse's subparsers, when the verbs of plugins are among them.
+    ``verbs`` are argparse's subparsers, when the verbs of plugins are among them.
     """
     say(_write_fish(verbs) if options.shell == "fish" else _write_bash(verbs, zsh=options.shell == "zsh"), end="")
     return FINE

@@ -100,11 +100,7 @@ class _Checked(NamedTuple):
 
 
 def _check(files: Sequence[str], section: str) -> Output:
-    """Return a line about each file, where the settings of all are right.
-
-    Raises:
-        ConfigurationError: Some cannot be read, or have a wrong setting: says each.
-    """
+    """Return a line about each file, where the settings of all are right; else the error says each that is wrong."""
     from shardckpt.errors import ConfigurationError, SettingFault, format_many
     from shardckpt.settings import list_variables
 
@@ -132,11 +128,7 @@ def _check(files: Sequence[str], section: str) -> Output:
 
 
 def _check_file(file: str, section: str) -> _Checked:
-    """Return what a file has, where its settings are right.
-
-    Raises:
-        ConfigurationError: It cannot be read, or has a wrong setting: says each.
-    """
+    """Return what a file has, where its settings are right; else the error says each that is wrong."""
     from shardckpt.errors import ConfigurationError, SettingFault, format_many, name_known
     from shardckpt.manager import find_faults, make_fault
 
@@ -254,11 +246,7 @@ def _read(file: str) -> Any:
 
 
 def _parse_yaml(text: str) -> Any:
-    """Return what a text of YAML has.
-
-    Raises:
-        ValueError: A mapping has a key twice: PyYAML takes the last.
-    """
+    """Return what a text of YAML has; a mapping that has a key twice is a ValueError: PyYAML takes the last."""
     import yaml  # type: ignore[import-untyped]
 
     to_check, checked = [yaml.compose(text, yaml.SafeLoader)], set[int]()

@@ -227,10 +227,8 @@ def describe_damaged(names: Sequence[str]) -> list[str]:
 def describe_conversion(report: ConversionReport, target: str, how: str = "", *, verbose: bool) -> list[str]:
     """Return the lines about what was written, and what not.
 
-    Args:
-        target: Where it was written, as the caller calls it.
-        how: What was done, if it was no plain conversion.
-        verbose: Whether the proof is a line for each tensor, too.
+    ``target`` is where it was written, as the caller calls it, ``how`` what was done, if it was no plain conversion.
+    ``verbose`` makes the proof a line for each tensor, too.
     """
     from shardckpt.cli.amounts import format_many
     from shardckpt.errors import listed

@@ -91,11 +91,7 @@ def run(options: Any) -> Output:
 
 
 def _convert_file(options: Any) -> Output:
-    """Export a file, which has no index to plan an export by: conversions read it.
-
-    Raises:
-        ConfigurationError: its weights are to be written in another format than safetensors.
-    """
+    """Export a file, which has no index to plan an export by: conversions read it, and write safetensors alone."""
     if options.format != "safetensors":
         raise ConfigurationError(
             f"--format {options.format} is written of a checkpoint alone: "

@@ -17,13 +17,9 @@ _WORDS = ("/latest", "/best")
 def name_steps(options: Any) -> None:
     """Put the paths of steps in the place of ``FOLDER/latest`` and ``FOLDER/best`` in what a verb reads.
 
-    Args:
-        options: Those of a verb; ``reads`` has the names of its arguments that are checkpoints, or lists of these,
-            ``writes`` that of the one that becomes a checkpoint.
-
-    Raises:
-        CheckpointingException: there is no such step, or it is not known which it is; or the word is misspelt, or
-            beside steps it is what a verb is to write.
+    Of the options, ``reads`` has the names of the arguments that are checkpoints, or lists of these, and ``writes``
+    that of the one that becomes a checkpoint. It is an error if there is no such step, or it is not known which it is;
+    if the word is misspelt; or if, next to steps, it is what a verb is to write.
     """
     if hasattr(options, "writes") and _is_word(getattr(options, options.writes)):
         from shardckpt.manager import refuse_named_step
@@ -81,11 +77,7 @@ def _refuse_misspelt_word(path: str) -> None:
 
 
 def refuse_checkpoint(path: str) -> None:
-    """Raise if a path is that of a checkpoint: the folder that it is in was meant.
-
-    Raises:
-        CheckpointingException: It is, or the path cannot be listed.
-    """
+    """Raise if a path is that of a checkpoint: the folder that it is in was meant."""
     from shardckpt.cli.ls import list_folder
     from shardckpt.engine import find_local, locate
     from shardckpt.errors import CheckpointingException
@@ -100,11 +92,7 @@ def refuse_checkpoint(path: str) -> None:
 
 @contextmanager
 def named_folders(path: str) -> Iterator[None]:
-    """Say, where the block finds that a local folder is no checkpoint, what it is: a folder of some, most often.
-
-    Raises:
-        NotACheckpointError: It is known.
-    """
+    """Say, where the block finds that a local folder is no checkpoint, what it is: a folder of some, most often."""
     from shardckpt.engine import find_local
     from shardckpt.errors import CannotLoadError, NotACheckpointError
     from shardckpt.maintenance import describe_folder

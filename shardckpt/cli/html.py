@@ -20,15 +20,7 @@ if TYPE_CHECKING:
 def write_checkpoint_page(
     checkpoint: StoredCheckpoint, directory: str, prefix: str, target: str, *, with_values: bool
 ) -> Output:
-    """Write the page of a checkpoint; return how large it is.
-
-    Args:
-        directory: How the caller names it.
-
-    Raises:
-        KeyMismatchError: No key begins with the prefix.
-        StorageError: The page cannot be written.
-    """
+    """Write the page of a checkpoint, by the name that the caller gives it; return how large it is."""
     from shardckpt.engine import expand_home
     from shardckpt.errors import format_many
     from shardckpt.pages import write_page
@@ -50,11 +42,7 @@ def write_checkpoint_page(
 
 
 def write_difference_page(report: DiffReport, options: Any) -> str:
-    """Write the page of two checkpoints; return what to print.
-
-    Raises:
-        CheckpointingException: One of them cannot be read, or the page cannot be written.
-    """
+    """Write the page of two checkpoints; return what to print."""
     from shardckpt.engine import expand_home
     from shardckpt.maintenance import open_any
     from shardckpt.pages import describe_difference, write_page

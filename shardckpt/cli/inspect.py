@@ -84,11 +84,7 @@ def add(verbs: Any) -> None:
 
 
 def run(options: Any) -> Output:
-    """Return what is stored, and what is missing.
-
-    Raises:
-        KeyMismatchError: no key begins with the prefix.
-    """
+    """Return what is stored, and what is missing."""
     from shardckpt.engine import pause_gc
     from shardckpt.storage import retry_if_replaced
 
@@ -141,8 +137,7 @@ def _inspect(options: Any) -> Output:
 def _inspect_open(options: Any, lost: str = "") -> Output:
     """Do the same by the strategy that reads the checkpoint, which needs torch.
 
-    Args:
-        lost: That it has lost its ``metadata.json``, and what to do about that; ``""``: it must have it.
+    ``lost`` says that it has lost its ``metadata.json``, and what to do about that; ``""``: it must have it.
     """
     from shardckpt.cli.html import write_checkpoint_page
     from shardckpt.cli.values import find_common, list_statistics, read_values, show_common, split_region

@@ -36,8 +36,7 @@ def identify_target(options: argparse.Namespace) -> object:
 def find_published(options: argparse.Namespace, before: object) -> str:
     """Return DST, if an interrupted verb has given it its name already, so that it is complete; else ``""``.
 
-    Args:
-        before: What :func:`identify_target` has returned before the verb ran.
+    ``before`` is what :func:`identify_target` has returned before the verb ran.
     """
     return find_target(options) if identify_target(options) not in (None, before) else ""
 

@@ -62,8 +62,7 @@ def add(verbs: Any) -> None:
 def run(options: Any) -> Output:
     """Return a row per directory, and what they are together; of several folders, of each.
 
-    Raises:
-        CheckpointingException: no checkpoint has the metric that is asked for, or the only folder cannot be listed.
+    It is an error if no checkpoint has the metric that is asked for, or the only folder cannot be listed.
     """
     listings: dict[str, list[CheckpointSummary]] = {}
     for folder in dict.fromkeys(options.folders):
@@ -136,11 +135,7 @@ def list_folder(folder: str, *, recursive: bool = False) -> list[CheckpointSumma
 
 
 def _refuse_other_file(path: str, found: Sequence[CheckpointSummary]) -> None:
-    """Raise if a path is that of a file which is no checkpoint: in a folder it is a row, alone a wrong argument.
-
-    Raises:
-        NotACheckpointError: It is.
-    """
+    """Raise if a path is that of a file which is no checkpoint: in a folder it is a row, alone a wrong argument."""
     from shardckpt.engine import find_local
 
     place = find_local(path)
@@ -151,8 +146,7 @@ def _refuse_other_file(path: str, found: Sequence[CheckpointSummary]) -> None:
 def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: Sequence[Path] = ()) -> list[str]:
     """Return a line for a folder, and for each folder of checkpoints in it, where killed saves have left something.
 
-    Args:
-        inside: The real paths of other folders in it that have leftovers.
+    ``inside`` are the real paths of other folders in it that have leftovers.
     """
     from shardckpt.cli.amounts import format_bytes
     from shardckpt.engine import find_local

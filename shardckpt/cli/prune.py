@@ -259,8 +259,7 @@ class Plan(NamedTuple):
 def _plan_all(folders: Sequence[argparse.Namespace], policies: Sequence[Any]) -> Plan:
     """Return what is to be done, before anything is removed of any folder.
 
-    Raises:
-        CheckpointingException: What is asked for cannot be done in a folder, or with --skip-errors in none of them.
+    What cannot be done in a folder is an error; with --skip-errors, if it can be done in none of them.
     """
     from shardckpt.cli.failure import print_error
     from shardckpt.manager import UnknownMetricError
@@ -304,11 +303,7 @@ def _refuse_empty(plan: Plan, policies: Sequence[Any]) -> None:
 
 
 def _plan(options: Any, policies: Sequence[Any], *, is_alone: bool) -> list[StepResult]:
-    """Return what would become of the steps of one folder.
-
-    Raises:
-        CheckpointingException: A metric or step is not there that an option names.
-    """
+    """Return what would become of the steps of one folder; a metric or step that an option names must be there."""
     from shardckpt.engine import prune_leftovers
 
     if not _chooses_steps(options, policies):
@@ -544,11 +539,9 @@ def _describe_inner_leftovers(path: str) -> list[str]:
 def _verify_newest(options: Any) -> tuple[list[Verified], list[str], dict[str, Mark]]:
     """Mark the newest intact step of each way to name steps, and the newer ones that are not; with --damaged, all.
 
-    Steps of other libraries are read as well, and have no mark.
-
-    Returns:
-        What was read, and what an earlier call has found damaged; the names of those that are damaged and cannot be
-        marked; and by their names the marks that a dry run does not write.
+    Steps of other libraries are read as well, and have no mark. Returned are what was read, and what an earlier call
+    has found damaged; the names of those that are damaged and cannot be marked; and by their names the marks that a dry
+    run does not write.
     """
     from shardckpt.cli.progress import show_progress
 

@@ -28,11 +28,7 @@ def add(verbs: Any) -> None:
 
 
 def run(options: Any) -> Output:
-    """Remove, and return the keys, the files and the freed bytes.
-
-    Raises:
-        KeyMismatchError: no key begins with the prefix.
-    """
+    """Remove, and return the keys, the files and the freed bytes."""
     from shardckpt.cli.amounts import format_many
     from shardckpt.cli.progress import show_progress
     from shardckpt.dist_checkpointing import load_sharded_metadata

@@ -11,11 +11,7 @@ from typing import Any
 
 
 def add_rename_option(parser: Any, what: str) -> None:
-    """Add the option.
-
-    Args:
-        what: What the verb calls the checkpoint that is renamed.
-    """
+    """Add the option; ``what`` is what the verb calls the checkpoint that is renamed."""
     parser.add_argument(
         "--rename",
         type=_parse_rename,
@@ -27,11 +23,7 @@ def add_rename_option(parser: Any, what: str) -> None:
 
 
 def read_renames(options: Any) -> dict[str, str]:
-    """Return the new names by the old ones.
-
-    Raises:
-        CheckpointingException: an old one is given twice.
-    """
+    """Return the new names by the old ones; an old one that is given twice is an error."""
     from shardckpt.errors import CheckpointingException
 
     found: dict[str, str] = {}
@@ -42,11 +34,7 @@ def read_renames(options: Any) -> dict[str, str]:
 
 
 def split_renames(options: Any, count: int) -> list[dict[str, str]]:
-    """Return the new names by the old ones for each of several sources: those of ``N:OLD=NEW`` for the N-th alone.
-
-    Raises:
-        CheckpointingException: There is no N-th source, or an old name is given twice.
-    """
+    """Return the new names by the old ones for each of several sources: those of ``N:OLD=NEW`` for the N-th alone."""
     from shardckpt.errors import CheckpointingException
 
     found: list[dict[str, str]] = [{} for _ in range(count)]

@@ -30,11 +30,8 @@ _BELOW = "    "
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], styles: Sequence[Style] = (), styled: int = -1) -> str:
     """Return a table as text: left-aligned columns under a header.
 
-    Args:
-        header: Names of the columns.
-        rows: Cells, converted by ``str``.
-        styles: Of each row, in what colour one of its cells is, if standard output shows colours.
-        styled: The number of the column of that cell; the last.
+    ``styles`` say of each row in what colour one of its cells is, if standard output shows colours: that of the column
+    ``styled``, by default the last.
     """
     cells = zip(*rows, strict=True) if rows else ([] for _ in header)
     columns = ([*map(str, column)] for column in cells)
@@ -59,13 +56,12 @@ def fit_table(
     """Return a table without empty columns as one text; on a terminal, one whose lines have the terminal's width.
 
     There columns are left out that can be missed, and cells are cut in the middle, those of the first column last, or
-    where they would be alike then, stand above their rows; of the last column, which may have long reasons, they go on
-    below their row.
+    where they would be the same then, stand above their rows; of the last column, which may have long reasons, they go
+    on below their row.
 
-    Args:
-        optional: Names of columns that can be missed, the first of all first. Another text names those left out.
-        copied: Whether the first cells are arguments of other commands: those that a line has no room for are not cut,
-            and stand above their rows.
+    ``optional`` are the names of columns that can be missed, the first of all first; another text names those left out.
+    ``copied`` says that the first cells are arguments of other commands: those that a line has no room for are not cut,
+    and stand above their rows.
     """
     names, cells = drop_empty(header, [[escape_text(str(cell)) for cell in row] for row in rows])
     if not sys.stdout.isatty():
@@ -152,11 +148,7 @@ def _wrap_lasts(
 def columns_table(
     header: Sequence[str], *columns: Sequence[str], styles: Sequence[Style] = (), styled: int = -1
 ) -> str:
-    """Return the same of columns: a listing may have 100,000 rows.
-
-    Args:
-        columns: The texts of each column, as many in each.
-    """
+    """Return the same of columns, with as many texts in each: a listing may have 100,000 rows."""
     full = []
     is_painted = bool(styles) and has_colours()
     for number, (name, given) in enumerate(zip(header, columns, strict=True), 1):
@@ -181,9 +173,7 @@ def grouped_table(
 ) -> str:
     """Return the same, where all cells behind the first are those of one of a few rows: 100,000 in few steps.
 
-    Args:
-        groups: The number of the row that has its other cells.
-        rows: The other cells, of rows that are all in ``groups``.
+    ``groups`` has the number of the row that has a line's other cells; all ``rows`` are in it.
     """
     firsts = _escape_cells(firsts)
     if not rows:
@@ -198,10 +188,7 @@ def grouped_table(
 def _lift_long(name: str, firsts: Sequence[str], others: int) -> tuple[Sequence[str], int]:
     """Return the first cells of lines, and their width: on a terminal, what leaves no room for the others stands above.
 
-    Args:
-        name: The name of the column.
-        firsts: Its cells.
-        others: Terminal cells that the other columns take.
+    ``name`` is that of the column; the other columns take ``others`` terminal cells.
     """
     width = measure_widest((name, *firsts))
     room = max(shutil.get_terminal_size().columns - others, _SHORTEST) if sys.stdout.isatty() else width

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 def make_tree(sizes: Iterable[tuple[str, int]], depth: int | None = None) -> str:
     """Return a table of the modules in keys, indented by depth, each with the sums of all below it.
 
-    Args:
-        sizes: Key and bytes of each tensor; the parts of a key are joined by dots, and the last one is no module.
-        depth: The deepest level that is shown; by default all are.
+    ``sizes`` are key and bytes of each tensor; the parts of a key are joined by dots, and the last one is no module.
+    ``depth`` is the deepest level that is shown; by default all are.
     """
     modules: dict[str, tuple[int, int]] = {"": (0, 0)}
     for key, size in sizes:

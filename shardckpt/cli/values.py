@@ -28,11 +28,7 @@ _REGION = re.compile(r"(.+)\[([^\[\]]*)\]", re.DOTALL)
 
 
 def split_region(text: str) -> tuple[str, tuple[Any, ...]] | None:
-    """Return the key and the index of ``KEY[0:4, ...]``; None if the text does not end with brackets.
-
-    Raises:
-        CheckpointingException: what is in the brackets is no index.
-    """
+    """Return the key and the index of ``KEY[0:4, ...]``; None if the text does not end with brackets."""
     found = _REGION.fullmatch(text)
     if found is None:
         return None
@@ -42,9 +38,7 @@ def split_region(text: str) -> tuple[str, tuple[Any, ...]] | None:
 def read_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...]) -> Output:
     """Return what is known of a region: what it is, its statistics, and its values or the first of them.
 
-    Raises:
-        KeyMismatchError: no such tensor is stored.
-        CheckpointingException: The index selects nothing of it.
+    An index that selects nothing of the tensor is an error.
     """
     from shardckpt.cli.progress import show_progress
     from shardckpt.engine import Progress
@@ -149,14 +143,9 @@ def _count_odd(statistics: Statistics) -> str:
 def find_common(checkpoint: StoredCheckpoint, path: str) -> tuple[str, Any] | None:
     """Return the value at a dotted path of the common state, after ``common.`` or without it, and its path.
 
-    Args:
-        path: ``common``, ``common.args.lr`` or ``args.lr``; keys of dicts, and numbers of items of lists.
-
-    Returns:
-        None if there is no such value, or a key of a tensor or object begins so.
-
-    Raises:
-        KeyMismatchError: the path begins with ``common.``, and there is no such value.
+    The path is ``common``, ``common.args.lr`` or ``args.lr``; its parts are keys of dicts, and numbers of items of
+    lists. It is None if there is no such value, or a key of a tensor or object begins so; but a KeyMismatchError if a
+    path that begins with ``common.`` has no value.
     """
     columns = checkpoint.columns
     if any(key.startswith(path) for key in (*columns.keys, *columns.objects)):

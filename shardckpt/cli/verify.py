@@ -169,17 +169,12 @@ def run(options: Any) -> Output:
 def check(
     path: str, *, mark: bool = False, require_digests: bool = False, repair: bool = False, dry_run: bool = False
 ) -> Answer:
-    """Verify a checkpoint, and keep the verdict beside it if that is asked for.
+    """Verify a checkpoint, or a file, and with ``mark`` keep the verdict next to it.
 
-    Args:
-        path: The checkpoint's directory or URL, or a file.
-        mark: Whether to keep the verdict.
-        require_digests: Whether a file without a digest counts as damaged, for the exit code.
-        repair: As for :func:`shardckpt.maintenance.verify_checkpoint`.
-        dry_run: Whether the verdict is in the answer alone, as it would be kept.
-
-    Returns:
-        What was found; an error that is a checkpoint's, or a store's, is in it.
+    What was found is returned; an error that is a checkpoint's, or a store's, is in it. With ``require_digests`` a file
+    without a digest counts as damaged, for the exit code. ``repair`` is as for
+    :func:`shardckpt.maintenance.verify_checkpoint`. With ``dry_run`` the verdict is in the answer alone, as it would be
+    kept.
     """
     from shardckpt.maintenance import INTACT, NO_ANSWER, find_refusal, get_exit_code, has_digests, verify_checkpoint
     from shardckpt.manager import NotMarkedError, identify_save, mark_checkpoint

@@ -26,9 +26,8 @@ _ADVICE = "make a universal checkpoint of it with DeepSpeed's ds_to_universal, o
 class DeepSpeedFiles:
     """The files of one checkpoint.
 
-    Attributes:
-        models: The file of each rank with names, shapes and buffers; one for all ranks but in ZeRO stage 3.
-        partitions: The file of each rank with its part of the optimizer; none in a universal checkpoint.
+    ``models`` has the file of each rank with names, shapes and buffers; one for all ranks but in ZeRO stage 3.
+    ``partitions`` has the file of each rank with its part of the optimizer; none in a universal checkpoint.
     """
 
     models: tuple[str, ...]
@@ -38,9 +37,7 @@ class DeepSpeedFiles:
 def find_files(folder: Path, names: Collection[str]) -> DeepSpeedFiles | None:
     """Return the files of a ZeRO or universal checkpoint of DeepSpeed; None if the folder is something else.
 
-    Raises:
-        CannotLoadError: It is one of a job that was cut in a way that is not read here.
-        CorruptCheckpointError: The file of a rank is missing.
+    A checkpoint of a job that was cut in a way that is not read here is a CannotLoadError.
     """
     partitions = [found for name in sorted(names) if (found := _PARTITION.fullmatch(name))]
     models = [found for name in sorted(names) if (found := _MODEL.fullmatch(name))]

@@ -93,8 +93,8 @@ class Index:
 class ModelStates:
     """The files with names, shapes, buffers and frozen parameters.
 
-    Args:
-        files: What is in the file of each rank, with a LazyTensor for each tensor, by name; none if there is no file.
+    ``files`` has what is in the file of each rank, by name, with a LazyTensor for each tensor; nothing if there is no
+    file.
     """
 
     def __init__(self, files: Mapping[str, Any], place: str, read: Callable[[StoredTensorFile], torch.Tensor]) -> None:
@@ -118,8 +118,7 @@ class ModelStates:
     def add_rest(self, index: Index, *, is_cut: bool) -> None:
         """Add what is not trained: frozen parameters, buffers, extra state, names of tied weights, the job's values.
 
-        Args:
-            is_cut: Whether frozen parameters are cut over the ranks.
+        ``is_cut`` says whether frozen parameters are cut over the ranks.
         """
         tied = self._take_dict(self._first, "shared_params")
         index.tensors.update({MODEL + name: tensor for name, tensor in self._list_frozen(is_cut=is_cut)})
@@ -173,8 +172,7 @@ def index_partitions(
 ) -> Index:
     """Return what a ZeRO checkpoint has, of stage 1, 2 or 3.
 
-    Args:
-        files: What is in the file of each rank's partition, in the order of ranks, with LazyTensors, by name.
+    ``files`` has what is in the file of each rank's partition, in the order of ranks, with LazyTensors, by name.
     """
     ranks = [_Partition(name, state, place, read) for name, state in files.items()]
     first = ranks[0]
@@ -258,13 +256,9 @@ class _Partition:
 
 
 def pick_options(stored: Any, group: int, count: int) -> dict[str, Any] | None:
-    """Return the optimizer's options for a group of parameters.
+    """Return the optimizer's options for a group of parameters; None if it is not known which are the group's.
 
-    Args:
-        count: The number of groups; stage 3 cuts a large group into smaller ones.
-
-    Returns:
-        The options; None if it is not known which are the group's.
+    ``count`` is the number of groups; stage 3 cuts a large group into smaller ones.
     """
     if not isinstance(stored, list) or len(stored) not in (1, count):
         return None

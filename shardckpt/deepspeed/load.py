@@ -71,11 +71,7 @@ class DeepSpeedLoadStrategy(ChunkLoadStrategy):
         return dict(self._index(context).common)
 
     def read_step(self, context: LoadContext) -> int | None:
-        """Return the step of the training, by DeepSpeed's own count; None if it is not stored.
-
-        Raises:
-            CheckpointingException: A file is damaged, missing, or of a kind that is not read here.
-        """
+        """Return the step of the training, by DeepSpeed's own count; None if it is not stored."""
         step = self._index(context).common.get("global_steps")
         return step if type(step) is int and 0 <= step < 1 << 53 else None  # a pickle may have any number
 
@@ -98,8 +94,7 @@ class DeepSpeedLoadStrategy(ChunkLoadStrategy):
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
         """Return the error of each file, or None: it is compared with the CRC-32 that it has of its values, if any.
 
-        Raises:
-            CheckpointingException: the files do not fit together, or a pickle cannot be read.
+        Files that do not fit together, or a pickle that cannot be read, raise.
         """
 
         def check(name: str) -> None:

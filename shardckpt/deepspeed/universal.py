@@ -47,8 +47,7 @@ def index_universal(
 ) -> Index:
     """Return what a universal checkpoint has.
 
-    Args:
-        describe: Returns what is in a file, with a LazyTensor for each tensor.
+    ``describe`` returns what is in a file, with a LazyTensor for each tensor.
     """
     index, shapes = Index(), dict(chain.from_iterable(group.items() for group in models.groups))
     folders = _list_parameters(directory)

@@ -50,9 +50,8 @@ def find_adapter_mapping(mapping: object) -> AdapterNames | None:
 class AdapterNames(Identity):
     """The mapping of the names of a model of PEFT to those of an adapter's folder; the base model has none there.
 
-    Args:
-        adapter: The adapter's name in the model; ``""`` for the only one.
-        stored: The names in a folder that is loaded, which may have the base model's embedding, too.
+    ``adapter`` is its name in the model; ``""`` for the only one. ``stored`` are the names in a folder that is loaded,
+    which may have the base model's embedding, too.
     """
 
     def __init__(self, adapter: str = "", stored: Collection[str] = ()) -> None:

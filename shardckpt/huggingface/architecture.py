@@ -36,10 +36,9 @@ _NO_CLASS = "it names no class (architectures)"
 class Fit(NamedTuple):
     """The fit of weights to a class.
 
-    Attributes:
-        fault: What the class misses or refuses; ``""`` if there is nothing, or it was not tried.
-        said: What fits, which tensors the class does not know, or why it was not tried.
-        has_unknown: Whether there are such tensors.
+    ``fault`` is what the class misses or refuses; ``""`` if there is nothing, or it was not tried. ``said`` is what
+    fits, which tensors the class does not know, or why it was not tried. ``has_unknown`` says whether there are such
+    tensors.
     """
 
     fault: str
@@ -59,12 +58,9 @@ def own_process() -> Iterator[None]:
 
 
 def try_class(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Ints]) -> Fit:
-    """Return how the weights of a folder fit the model's class.
+    """Return how the weights of a folder, on this machine, fit the model's class. No code in the folder is run.
 
-    The class is built without memory, and no value is read: 0.1 s for a model of 600 MB, beside transformers' import.
-
-    Args:
-        folder: The folder, on this machine. No code in it is run.
+    The class is built without memory, and no value is read: 0.1 s for a model of 600 MB, plus transformers' import.
     """
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
@@ -138,8 +134,7 @@ def _find_odd_shapes(shapes: Mapping[str, Ints]) -> list[str]:
 def _load_without_values(folder: Path, name: str) -> tuple[str, dict[str, Collection[Any]]]:
     """Return the class, and what transformers tells of a load of a folder into it.
 
-    Raises:
-        ImportError: It has no such class.
+    If transformers has no such class, that is an ImportError.
     """
     with _LOCK, _quietly():
         import transformers

@@ -23,15 +23,10 @@ _LIMIT = 1 << 30
 
 
 def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -> list[Path]:
-    """Return a model's files that are not weights.
+    """Return a model's files that are not weights: of a folder or the URL of one, or of a list of files.
 
-    Args:
-        assets: A folder or the URL of one, whose files but weights count; or a list of files.
-        mapping: The mapping, as a caller gives it: with that of an adapter, of a folder its configuration alone counts.
-
-    Raises:
-        CheckpointingException: There are none, or two have one name.
-        StorageError: The folder does not exist, or cannot be listed.
+    ``mapping`` is as a caller gives it: with that of an adapter, of a folder its configuration alone counts. It is an
+    error if there are no files, or two have one name.
     """
     if isinstance(assets, (str, os.PathLike)):
         folder = locate(assets, get_plugin_manager()) if "://" in os.fspath(assets) else Path(expand_home(assets))
@@ -53,11 +48,7 @@ def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -
 
 
 def read_asset(path: Path) -> bytes:
-    """Return the content of a file; links are followed, as those of the Hub's cache.
-
-    Raises:
-        CheckpointingException: It cannot be read, or has more than 1 GiB.
-    """
+    """Return the content of a file of at most 1 GiB; links are followed, as those of the Hub's cache."""
     return read_file(path.resolve(), _LIMIT)
 
 

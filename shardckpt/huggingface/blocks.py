@@ -30,8 +30,7 @@ WRITER_BYTES: int = 3 * BLOCK_BYTES
 def open_writer(folder: Path, journal: Journal | None = None) -> CheckpointWriter:
     """Return a writer of files of tensors in a folder of this machine.
 
-    Args:
-        journal: The journal of what is written, if another process may go on with it after a kill.
+    ``journal`` has what is written, if another process may go on with it after a kill.
     """
     if journal is None:
         return CheckpointWriter(folder, 0, memory_budget=LEAST_WRITING)
@@ -39,11 +38,7 @@ def open_writer(folder: Path, journal: Journal | None = None) -> CheckpointWrite
 
 
 def write_blocks(writer: CheckpointWriter, name: str, layout: FileLayout, checkpoint: OpenCheckpoint) -> None:
-    """Write a new file, durable when this returns.
-
-    Args:
-        checkpoint: Has the values of the tensors; this thread reads them.
-    """
+    """Write a new file, durable when this returns; this thread reads the values of the tensors."""
     file = writer.create(name, layout.size)
     file.describe(partial(_digest, layout))
     pool = BufferPool(BLOCK_BYTES)

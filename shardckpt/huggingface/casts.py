@@ -24,10 +24,9 @@ _FLOAT32_NAMES = ("*e_score_correction_bias", "*.A_log")
 class Casts(NamedTuple):
     """The casts of an export.
 
-    Attributes:
-        dtype: What floating-point tensors of 16 bits and more are cast to; None keeps their dtypes.
-        named: Patterns of names with the dtype of the tensors that match, which is theirs whatever they hold.
-        keep: Patterns of names that keep their dtype.
+    ``dtype`` is what floating-point tensors of 16 bits and more are cast to; None keeps their dtypes. ``named`` are
+    patterns of names with the dtype of the tensors that match, which is theirs whatever they hold. ``keep`` are
+    patterns of names that keep their dtype.
     """
 
     dtype: torch.dtype | None = None
@@ -43,11 +42,7 @@ class Casts(NamedTuple):
         return matches_any(name, self.keep)
 
     def choose(self, name: str, dtype: torch.dtype, model: torch.dtype | None) -> torch.dtype:
-        """Return the dtype in which a tensor is written.
-
-        Args:
-            model: That of the model's weights, as :func:`find_model_dtype` returns it.
-        """
+        """Return the dtype in which a tensor is written; ``model`` is that of :func:`find_model_dtype`."""
         if not is_castable(dtype) or self.keeps(name):
             return dtype
         for pattern, target in self.named:
@@ -67,13 +62,9 @@ class Casts(NamedTuple):
 def parse_casts(dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None, keep: Collection[str] = ()) -> Casts:
     """Parse a caller's ``dtype`` and ``keep``.
 
-    Args:
-        dtype: A dtype or its name; or dtypes by patterns of names as of :mod:`fnmatch`, of which ``"*"`` stands for the
-            others: ``{"*": "bfloat16", "*.A_log": "bfloat16"}``.
-
-    Raises:
-        CheckpointingException: One is no floating-point dtype of 16 bits or more; or ``keep`` is one text,
-            or there is no dtype.
+    ``dtype`` is a dtype or its name; or dtypes by patterns of names as of :mod:`fnmatch`, of which ``"*"`` stands for
+    the others: ``{"*": "bfloat16", "*.A_log": "bfloat16"}``. It is an error if one is no floating-point dtype of 16
+    bits or more, or if ``keep`` is one text, or is given without a dtype.
     """
     if isinstance(keep, str):
         raise CheckpointingException(f"keep={keep!r}: give a list of patterns, such as [{keep!r}]")

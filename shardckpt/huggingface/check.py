@@ -29,12 +29,8 @@ _JSON_LIMIT = 256 << 20
 def check_folder(folder: Path) -> dict[str, CheckpointingException | None]:
     """Check every weight file of a folder, and that each has the tensors that the index promises; no value is read.
 
-    Returns:
-        By file name: what is wrong with it, or None. Of JSON files beside the index those with a fault.
-
-    Raises:
-        NotACheckpointError: It has neither ``model.safetensors`` nor the index.
-        CorruptCheckpointError: The index is damaged, so that there is no list of files.
+    By file name, what is wrong with it, or None, is returned; of JSON files next to the index those with a fault. If
+    the index itself is damaged, so that there is no list of files, that is raised.
     """
     weight_map, _ = read_index(folder)
     promised: dict[str, list[str]] = {}
@@ -63,15 +59,7 @@ def _check_text(folder: Path, name: str) -> None:
 
 
 def check_weights(path: Path, promised: Collection[str] = ()) -> None:
-    """Check one file of safetensors.
-
-    Args:
-        promised: The tensors that it must have, by the index.
-
-    Raises:
-        CorruptCheckpointError: Its header contradicts itself or the file's length, or a tensor is not in it.
-        StorageError: It is not there, or cannot be read.
-    """
+    """Check one file of safetensors: its header, its length, and that it has the tensors that the index promises."""
     tensors, _ = read_head(path)
     absent = sorted(set(promised) - tensors.keys())
     if absent:

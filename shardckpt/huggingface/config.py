@@ -53,11 +53,7 @@ class ModelConfig(NamedTuple):
 
 
 def find_config(assets: Iterable[Path], target: Path | None = None) -> ModelConfig | None:
-    """Return the ``config.json`` that a folder will have: that of the assets, else its own; None if there is none.
-
-    Raises:
-        CorruptCheckpointError: It is not a JSON object.
-    """
+    """Return the ``config.json`` that a folder will have: that of the assets, else its own; None if there is none."""
     places = [*assets, *([] if target is None else [target / CONFIG])]
     source = next((path for path in places if path.name == CONFIG and is_there(path)), None)
     return None if source is None else ModelConfig(source, parse_object(read_asset(source), source))
@@ -72,17 +68,10 @@ def read_config(assets: Iterable[Path], target: Path | None = None) -> dict[str,
 def adapt_config(
     config: ModelConfig, tensors: Sequence[HubTensor], *, is_cast: bool, refuses: bool = True
 ) -> bytes | None:
-    """Return the text of a ``config.json`` that is true of tensors: their dtype, and whether they are quantized.
+    """Return the text of a ``config.json`` that is true of tensors; None if the file is true as it is.
 
-    Args:
-        is_cast: Whether a config without a dtype gets one.
-        refuses: Whether another vocabulary than that of the tensors is an error, and not a warning.
-
-    Returns:
-        The text; None if the file is true as it is.
-
-    Raises:
-        CheckpointingException: It has another vocabulary than the tensors.
+    It says their dtype, and whether they are quantized. ``is_cast`` says whether a config without a dtype gets one,
+    ``refuses`` whether another vocabulary than that of the tensors is an error, and not a warning.
     """
     source, content = config
     wrong = _compare_vocabulary(config, tensors)

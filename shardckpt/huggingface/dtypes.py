@@ -53,18 +53,11 @@ def get_dtype_size(dtype: torch.dtype) -> int:
 def parse_dtype(
     dtype: torch.dtype | str | None, argument: str = "dtype", *, bits: Literal[8, 16] = 16
 ) -> torch.dtype | None:
-    """Parse the dtype that floating-point tensors are cast to.
+    """Return the dtype that floating-point tensors are cast to; None for None.
 
-    Args:
-        dtype: A floating-point dtype, or its name: ``bfloat16``, ``torch.bfloat16``, ``bf16``.
-        argument: The name of the caller's argument, for the error.
-        bits: The fewest bits that it may have: below 16, values cannot be cast without scales.
-
-    Returns:
-        The dtype; None for None.
-
-    Raises:
-        ConfigurationError: it is not a floating-point dtype, or has fewer bits.
+    It is given as a dtype or its name: ``bfloat16``, ``torch.bfloat16``, ``bf16``. ``argument`` is the caller's name of
+    it, for the error. ``bits`` is the fewest that it may have: below 16, values cannot be cast without scales. Another
+    dtype is a ConfigurationError.
     """
     if dtype is None:
         return None

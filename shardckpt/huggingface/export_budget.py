@@ -31,7 +31,7 @@ class ExportBudget(NamedTuple):
     """The shares of a budget; None in the place of a share where there is no budget.
 
     Attributes:
-        whole: All bytes that a rank may hold beside the index.
+        whole: All bytes that a rank may hold, not counting the index.
         reading: What the checkpoint's reader may hold.
         writing: What a block, and the parts of an object on its way to a store, may take; None for a directory.
         is_local: Whether no store is read or written.
@@ -43,11 +43,7 @@ class ExportBudget(NamedTuple):
     is_local: bool = True
 
     def check_plan(self, plan: ExportPlan, target: Path) -> None:
-        """Refuse a budget that a file of the plan does not fit in.
-
-        Raises:
-            CheckpointingException: it is too small; says the smallest that works.
-        """
+        """Refuse a budget that a file of the plan does not fit in; the error says the smallest that works."""
         largest = max((sum(tensor.nbytes for tensor in tensors) for _, tensors in plan.files), default=0)
         least = 0
         if plan.file_format != SAFETENSORS:  # the tensors of a file of torch.save are in memory as a whole
@@ -58,13 +54,9 @@ class ExportBudget(NamedTuple):
 
 
 def split_export_budget(memory_budget: int | str | None, source: Path, target: Path, file_format: str) -> ExportBudget:
-    """Return the shares of what the caller of an export gave.
+    """Return the shares of what the caller of an export gave: bytes, text, or None.
 
-    Args:
-        memory_budget: Bytes, text, or None.
-
-    Raises:
-        CheckpointingException: it is no size, or too small; says the smallest that works.
+    If it is too small, the error says the smallest that works.
     """
     budget = parse_memory_budget(memory_budget)
     if budget is None:

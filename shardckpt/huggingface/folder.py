@@ -53,12 +53,7 @@ _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 
 
 class TensorLocation(NamedTuple):
-    """The location of a tensor.
-
-    Attributes:
-        file: The file's name in the folder.
-        tensor: Its dtype, shape and offset in the file.
-    """
+    """The location of a tensor: its file's name in the folder, and its dtype, shape and offset there."""
 
     file: str
     tensor: FileTensor
@@ -83,9 +78,9 @@ class Folder:
         config: The content of ``config.json``; empty without one.
         stamp: Inode number, size in bytes and modification time in ns of the first file of weights; None on an object
             store. An export writes new files, so the stamp tells two exports apart.
-        origin: What an export has said of its source: ``version`` of shardckpt, ``source``, ``fingerprint``, and of a
-            rescue ``rescued`` and ``rescued_keys``, as JSON: how many keys are left out as damaged, and the first of
-            them. Some or all may be missing.
+        origin: What an export has said of its source, some or all of: ``version`` of shardckpt, ``source``,
+            ``fingerprint``, and of a rescue ``rescued`` and ``rescued_keys``, as JSON: how many keys are left out as
+            damaged, and the first of them.
         adapter: The content of ``adapter_config.json``, if the folder has an adapter of PEFT and no model; else None.
     """
 
@@ -120,18 +115,9 @@ class Folder:
 def read_folder(folder: Path, *, skip_damaged: bool = False) -> Folder:
     """Read the headers of ``model.safetensors``, or of the files that ``model.safetensors.index.json`` names.
 
-    Args:
-        folder: The folder, local or on a store. It may be a snapshot in the Hugging Face cache, or a folder in one:
-            links into the cache's ``blobs`` are followed, other links are not.
-        skip_damaged: Whether tensors that are missing or cut are listed as ``lost``, and no error.
-
-    Returns:
-        The content of the folder.
-
-    Raises:
-        NotACheckpointError: the folder has neither of these files.
-        CorruptCheckpointError: a file is missing, cut short, or contradicts the index.
-        CheckpointReplacedError: an export has replaced the folder while it was read.
+    The folder is local or on a store. It may be a snapshot in the Hugging Face cache, or a folder in one: links into
+    the cache's ``blobs`` are followed, other links are not. With ``skip_damaged`` tensors that are missing or cut are
+    listed as ``lost``, and no error. An export that replaces the folder meanwhile is a CheckpointReplacedError.
     """
     with detect_replacement(folder):
         found = _read_folder(folder, {} if skip_damaged else None)
@@ -144,8 +130,7 @@ def read_folder(folder: Path, *, skip_damaged: bool = False) -> Folder:
 def read_file_as_folder(folder: Path, file: str, *, skip_damaged: bool = False) -> Folder:
     """Read the header of one safetensors file, of any name, as if it were all that its folder has.
 
-    Raises:
-        CorruptCheckpointError: the file is damaged or cut short; with ``skip_damaged``, in its header.
+    With ``skip_damaged`` a file that is cut short is no error, but a damaged header is.
     """
     cut: dict[str, int] = {}
     header, origin = read_head(folder / file, cut if skip_damaged else None)
@@ -271,9 +256,7 @@ def _find_unlisted(folder: Path) -> list[str]:
 def find_only_file(folder: Path) -> str:
     """Return the name of the one file of weights, or of an adapter's.
 
-    Raises:
-        NotACheckpointError: It is not there.
-        CorruptCheckpointError: Several are, whose index has been lost.
+    Several, whose index has been lost, are a CorruptCheckpointError.
     """
     (name,) = file_names(1, SAFETENSORS)
     if not is_there(folder / name):
@@ -337,11 +320,7 @@ def _find_origin(metadata: object) -> dict[str, str]:
 def read_head(path: Path, cut: dict[str, int] | None = None) -> tuple[dict[str, FileTensor], dict[str, str]]:
     """Return the tensors of a file by name, and what its metadata says of its source.
 
-    Args:
-        cut: If given, tensors whose bytes are cut off are added to it with the end of their bytes, and are no error.
-
-    Raises:
-        CorruptCheckpointError: Its header or its length is wrong.
+    If ``cut`` is given, tensors whose bytes are cut off are added to it with the end of their bytes, and are no error.
     """
     with open_existing(path) as file:
         size = file.size
@@ -379,11 +358,7 @@ def _locate_tensors(
 
 
 def read_json(path: Path, limit: int) -> dict[str, Any]:
-    """Return the object in a JSON file of at most ``limit`` bytes.
-
-    Raises:
-        CorruptCheckpointError: the file is longer, or is not a JSON object.
-    """
+    """Return the object in a JSON file of at most ``limit`` bytes."""
     return parse_object(read_file(path, limit), path)
 
 

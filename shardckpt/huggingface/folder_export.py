@@ -152,8 +152,7 @@ class FolderExport:
     def _adapt_config(self) -> bytes | None:
         """Return the text of ``config.json``; None if none is there, or it is true of the tensors as it is.
 
-        Raises:
-            CheckpointingException: It is not; or an adapter is written without its own configuration.
+        It is an error if it has another vocabulary, or ties tensors that differ; so is an adapter without its own.
         """
         if ADAPTER_WEIGHTS in dict(self.plan.files):
             if ADAPTER not in {path.name for path in self.options.assets}:
@@ -190,8 +189,7 @@ class FolderExport:
     def _report_misfits(self, staging: Path) -> None:
         """Warn of tensors that the class in ``config.json`` misses or does not know, if transformers can say.
 
-        Raises:
-            KeyMismatchError: It misses some, or they have another shape, and the export is strict.
+        If it misses some, or has them in another shape, and the export is strict, that is a KeyMismatchError.
         """
         config = find_config([], staging) if self.plan.file_format == SAFETENSORS else None
         fit = (

@@ -45,12 +45,9 @@ class FramePart(NamedTuple):
 
 
 class FileLayout(NamedTuple):
-    """The layout of a file that is to be written, in which every byte is of the frame or of a tensor.
+    """The layout of a file that is to be written: every byte is of the frame or of a tensor, both in file order.
 
-    Attributes:
-        frame: What is no tensor, in file order.
-        tensors: The tensors, in file order.
-        rest: Of a file of safetensors, where those begin that do not fill pages, or are small.
+    ``rest`` says, of a file of safetensors, where those tensors begin that do not fill pages, or are small.
     """
 
     frame: list[FramePart]
@@ -65,13 +62,7 @@ class FileLayout(NamedTuple):
 
 
 class FileTensor(NamedTuple):
-    """A tensor in a file.
-
-    Attributes:
-        kind: The format's name of its dtype.
-        shape: Its shape, as torch has it.
-        start: Offset of its first byte in the file, in bytes.
-    """
+    """A tensor in a file: the format's name of its dtype, its shape as torch has it, and its offset in bytes."""
 
     kind: str
     shape: Ints
@@ -93,13 +84,8 @@ def lay_out(tensors: Sequence[HubTensor], metadata: Mapping[str, str] | None = N
 
     Payloads of full pages come first, and begin at pages: ranks that write a file together write pages of their own,
     and readers can map them. Those of odd sizes come last, large elements before small ones: each payload begins at a
-    multiple of its element without padding, which the format forbids.
-
-    Args:
-        metadata: Put into the header; ``format: pt`` is added, without which transformers refuses a file.
-
-    Raises:
-        CheckpointingException: the header is longer than readers accept.
+    multiple of its element without padding, which the format forbids. ``format: pt`` is added to the metadata, without
+    which transformers refuses a file. A header that is longer than readers accept is an error.
     """
     ordered = sorted(tensors, key=lambda tensor: (*_find_alignment(tensor), natural_order(tensor.name)))
     entries = []
@@ -156,20 +142,12 @@ def _is_text(name: object) -> bool:
 
 
 def parse_header(text: bytes, size: int, source: str) -> dict[str, FileTensor]:
-    """Return the tensors of a file of ``size`` bytes by name, tied ones by every name; their bytes lie within the file.
-
-    Raises:
-        CorruptCheckpointError: the header contradicts itself or the file.
-    """
+    """Return the tensors of a file of ``size`` bytes by name, tied ones by every name; their bytes lie within it."""
     return parse_head(text, size, source)[0]
 
 
 def parse_head(text: bytes, size: int, source: str) -> tuple[dict[str, FileTensor], dict[str, Any]]:
-    """Do the same, and return the file's metadata, too.
-
-    Raises:
-        CorruptCheckpointError: the header contradicts itself or the file.
-    """
+    """Do the same, and return the file's metadata, too."""
     first = LENGTH_BYTES + len(text)
     try:
         entries = parse_json(text)

@@ -21,12 +21,9 @@ if TYPE_CHECKING:
 
 
 class StoredPart(NamedTuple):
-    """A part of a stored tensor that goes into a tensor of the folder.
+    """A part of a stored tensor, of this global shape, that goes into a tensor of the folder.
 
-    Attributes:
-        key: The stored tensor's key.
-        shape: Its global shape.
-        link: The key map entry: which elements, and where they are in the folder's tensor.
+    ``link`` is the key map entry: which elements, and where they are in the folder's tensor.
     """
 
     key: str
@@ -42,9 +39,7 @@ class HubTensor(NamedTuple):
     """A tensor that is to be written to the folder.
 
     Attributes:
-        name: Its name.
         dtype: The dtype in which it is written.
-        shape: Its shape.
         parts: The parts of stored tensors that make it up; none if its values are in memory.
     """
 

@@ -167,8 +167,7 @@ def _choose_missing(
 ) -> list[str]:
     """Return which missing names are the adapter's; the main rank warns of what the adapter has and the model has not.
 
-    Raises:
-        KeyMismatchError: the keys are of several adapters, and none is named.
+    If the keys are of several adapters, and none is named, that is a KeyMismatchError.
     """
     names.check_keys(keys)
     unused = sorted({*names.stored} - {*map(names.find_name, keys)})
@@ -242,9 +241,5 @@ def huggingface_index(folder: str | os.PathLike[str]) -> dict[str, tuple[torch.d
 
 
 def read_hub_folder(folder: str | os.PathLike[str]) -> Folder:
-    """Read what a Hugging Face folder holds; only headers are read. Needs no other rank.
-
-    Raises:
-        CheckpointingException: as for :func:`load_from_huggingface`.
-    """
+    """Read what a Hugging Face folder holds; only headers are read. Needs no other rank."""
     return retry_if_replaced(lambda: _read(open_directory(locate(folder, get_plugin_manager()))), folder)

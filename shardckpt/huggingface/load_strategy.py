@@ -43,12 +43,8 @@ class _Read(NamedTuple):
 class HuggingFaceLoadStrategy(LoadStrategy):
     """Reads requested shards from a folder.
 
-    Args:
-        mapping: Maps keys, without the prefix, to the folder's names.
-        prefix: Prefix of the keys that the folder's names do not have.
-
-    Attributes:
-        absent: The keys of those that the folder lacks; a tied one is filled by the other that the folder has.
+    ``mapping`` maps keys, without the prefix, to the folder's names. ``absent`` are the keys of shards that the folder
+    lacks; a tied one is filled by the other that the folder has.
     """
 
     backend = "huggingface"
@@ -73,11 +69,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         self._block = block_size(folder.config)
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
-        """Collective: plan on every rank, then read into the shards' data.
-
-        Returns:
-            The tensors of the shards, in order.
-        """
+        """Collective: plan on every rank, then read into the shards' data."""
         tensors = [shard for shard in wanted if isinstance(shard, ShardedTensor)]
         with context.comm.collective_phase("planning the load"):
             filled = [with_memory(shard) for shard in tensors]
@@ -206,8 +198,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
     def _source(self, name: str, requested: torch.dtype) -> StoredArray | Scaled:
         """Return the source of a tensor's values in the requested dtype.
 
-        Raises:
-            ShardingError: the stored dtype cannot be converted to it.
+        A stored dtype that cannot be converted to it is a ShardingError.
         """
         stored = self._array(name)
         if stored.dtype == requested:

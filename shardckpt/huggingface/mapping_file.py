@@ -28,14 +28,9 @@ _SPLITS = {"qkv": split_qkv, "vocabulary": split_vocabulary}
 def find_file_mapping(text: str) -> KeyMapping | None:
     """Return the key mapping that a text names as a file; None if it names no file.
 
-    Args:
-        text: ``FILE.json``, which has an object: the stored names, each with its name in the folder, a list of names,
-            null for what is not written, or an object with the other arguments of :class:`Rule`. Or ``FILE.py:NAME``, a
-            Python file that is run, with a KeyMapping, a list of rules, or a dict as in JSON; ``MAPPING`` if no name is
-            given.
-
-    Raises:
-        CheckpointingException: The file is not there, fails, or has no mapping.
+    It is ``FILE.json``, which has an object: the stored names, each with its name in the folder, a list of names, null
+    for what is not written, or an object with the other arguments of :class:`Rule`. Or ``FILE.py:NAME``, a Python file
+    that is run, with a KeyMapping, a list of rules, or a dict as in JSON; ``MAPPING`` if no name is given.
     """
     path, name = _find_file(text) or (None, "")
     if path is None:
@@ -45,11 +40,7 @@ def find_file_mapping(text: str) -> KeyMapping | None:
 
 
 def find_code(mapping: str) -> Path | None:
-    """Return the Python file that a search for this mapping runs; None if it runs none.
-
-    Raises:
-        CheckpointingException: The file is not there.
-    """
+    """Return the Python file that a search for this mapping runs, which must exist; None if it runs none."""
     path, _ = _find_file(mapping) or (None, "")
     return path if path is not None and path.suffix == ".py" else None
 

@@ -65,9 +65,7 @@ def list_latent_attention_rules() -> Iterator[Rule]:
 def list_prediction_rules(rules: Sequence[Rule], config: Mapping[str, Any]) -> Iterator[Rule]:
     """Yield the rules of layers that predict further tokens, which folders number after the others.
 
-    Args:
-        rules: The rules of other layers, which serve for the layers in these.
-        config: The content of ``config.json``, which has the numbers of both.
+    ``rules`` are those of other layers, which serve for the layers in these. ``config.json`` has the numbers of both.
     """
     first, count = (config.get(name) for name in ("num_hidden_layers", "num_nextn_predict_layers"))
     if not (_is_count(first) and _is_count(count)):
@@ -132,8 +130,7 @@ def _layer(stored: str, *hub: str, **options: Any) -> Iterator[Rule]:
 def split_qkv(rows: int, config: HubConfig | None) -> Sequence[Rows]:
     """Return the rows of queries, keys and values: each group has those of its queries, of a key and of a value.
 
-    Raises:
-        CheckpointingException: There is no config, or the rows are not those of its heads and groups.
+    It is an error if there is no config, or the rows are not those of its heads and groups.
     """
     if config is None:
         raise CheckpointingException(
@@ -177,8 +174,7 @@ def _derive_head_dim(config: HubConfig, heads: int) -> int | None:
 def split_vocabulary(rows: int, config: HubConfig | None) -> Sequence[Rows]:
     """Return the rows of the vocabulary, without those that pad it if these are to be cut.
 
-    Raises:
-        ShapeMismatchError: There are other rows than the config's ``vocab_size``, and they are not to be cut.
+    Other rows than the config's ``vocab_size``, unless they are cut or kept, are a ShapeMismatchError.
     """
     size = config.values.get("vocab_size") if config is not None else None
     if config is None or not _is_count(size) or rows == size or config.padding == "keep":

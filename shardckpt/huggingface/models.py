@@ -153,22 +153,14 @@ def find_mapping(
 ) -> KeyMapping:
     """Find the key mapping for a caller's argument.
 
-    Args:
-        mapping: A key mapping; the ``model_type`` of a model, which plugins resolve before the built-in mappings; a
-            file, ``"rules.json"`` or ``"rules.py:MAPPING"``; the path of a model's ``config.json``, for the mapping of
-            its ``model_type``; or None, which keeps names and shapes.
-        config: Returns the content of the model's ``config.json``, which has the numbers of heads; None if there is
-            none. It is called if the mapping may need them.
-        padding: What becomes of rows of the embedding that the config's ``vocab_size`` does not count: ``"refuse"``,
-            ``"cut"`` or ``"keep"``.
+    ``mapping`` is a key mapping; the ``model_type`` of a model, which plugins resolve before the built-in mappings; a
+    file, ``"rules.json"`` or ``"rules.py:MAPPING"``; the path of a model's ``config.json``, for the mapping of its
+    ``model_type``; or None, which keeps names and shapes.
 
-    Returns:
-        The key mapping.
-
-    Raises:
-        CheckpointingException: there is no mapping for the model, or none in the file; or rows are to be cut, by a
-            mapping, or without a config, that does not say how many.
-        PluginError: a plugin fails, or returns something that is not a key mapping.
+    ``config`` returns the content of the model's ``config.json``, which has the numbers of heads; None if there is
+    none. It is called if the mapping may need them. ``padding`` says what becomes of rows of the embedding that the
+    config's ``vocab_size`` does not count; to cut them, by a mapping, or without a config, that does not say how many
+    is an error. So is a model or file without a mapping, and a plugin that returns something else.
     """
     if isinstance(mapping, str) and (found := read_config_file(mapping)) is not None:
         mapping, config = found["model_type"], lambda: found

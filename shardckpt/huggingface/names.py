@@ -63,14 +63,10 @@ def list_numbered_files(names: Collection[str]) -> list[str]:
 
 
 def assign_files(sizes: Mapping[str, int], limit: int, file_format: str = SAFETENSORS) -> dict[str, list[str]]:
-    """Assign tensors to files in their order; a tensor above the limit gets its own file.
+    """Assign tensors to files in their order; return the names of those in each file, by the file's name.
 
-    Args:
-        sizes: Bytes of every tensor by name, in order.
-        limit: Bytes of tensors in a file.
-
-    Returns:
-        The names of the tensors in each file, by the file's name.
+    ``sizes`` are bytes of every tensor by name, ``limit`` those of the tensors in a file; a tensor above it gets its
+    own.
     """
     files: list[list[str]] = []
     current: list[str] = []
@@ -106,8 +102,7 @@ def index_name(file_format: str) -> str:
 def encode_weights_index(weight_map: Mapping[str, str], total: int, origin: Mapping[str, str] | None = None) -> bytes:
     """Return the content of the index, as transformers reads it.
 
-    Args:
-        origin: What the metadata says of the checkpoint that the folder has.
+    ``origin`` is what the metadata says of the checkpoint that the folder has.
     """
     index = {"metadata": {"total_size": total, **(origin or {})}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
@@ -116,8 +111,7 @@ def encode_weights_index(weight_map: Mapping[str, str], total: int, origin: Mapp
 def parse_leave_out(names: Collection[str]) -> frozenset[str]:
     """Return the names that a caller leaves out; one with a dot at its end is the name without it.
 
-    Raises:
-        CheckpointingException: It is one text, whose letters would be the names.
+    One text, whose letters would be the names, is an error.
     """
     if isinstance(names, str):
         raise CheckpointingException(f"leave_out={names!r}: give a list of names, such as [{names!r}]")
@@ -147,7 +141,6 @@ def is_asset(name: str) -> bool:
 def is_replaced(name: str, *, has_assets: bool) -> bool:
     """Return whether an export over a folder removes a file of this name: what a loader might prefer to it, or add.
 
-    Args:
-        has_assets: Whether the export brings the model's other files. Else those of the folder stay.
+    ``has_assets`` says whether the export brings the model's other files. Else those of the folder stay.
     """
     return _LOADED.fullmatch(name) is not None or (has_assets and is_configuration(name))

@@ -51,10 +51,8 @@ _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 class LeftOut(NamedTuple):
     """Keys that are stored and not written to a folder.
 
-    Attributes:
-        optimizer: Of tensors of an optimizer's state.
-        outside: Of other tensors beside the model, unless the caller has named its prefix.
-        unmapped: Of objects, and of tensors that the mapping leaves out.
+    ``optimizer`` are of tensors of an optimizer's state, ``outside`` of other tensors that are not the model's, unless
+    the caller has named its prefix, and ``unmapped`` of objects, and of tensors that the mapping leaves out.
     """
 
     optimizer: tuple[str, ...] = ()
@@ -116,8 +114,7 @@ class ExportPlan(NamedTuple):
 def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: str) -> ExportPlan:
     """Return the files of an export of these stored shards, which have no data; ``source`` is named in errors.
 
-    Raises:
-        CheckpointingException: there is no tensor to write, or a tensor cannot be written.
+    It is an error if there is no tensor to write, or a tensor cannot be written.
     """
     # by the stored tensors alone, not by how they were sharded: the same files come out at any world size
     stored = sorted(index, key=lambda shard: natural_order(stored_key(shard)))
@@ -156,16 +153,10 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
 def choose_model(
     stored: Sequence[ShardedBase], options: ExportOptions, *, optimizer: bool = False
 ) -> tuple[str, list[ShardedBase], LeftOut]:
-    """Choose what of a checkpoint is the model.
+    """Choose what of a checkpoint is the model; return its keys' prefix, its shards, and the keys of other tensors.
 
-    Args:
-        options: Their prefix is the model's, if it is not None; keys that their mapping knows are the model's.
-
-    Returns:
-        The prefix of the model's keys; the chosen shards with it; and the keys of other tensors.
-
-    Raises:
-        CheckpointingException: the model has quantized parameters.
+    The prefix of the options is the model's, if it is not None; keys that their mapping knows are the model's.
+    Quantized parameters are an error.
     """
     keys = [stored_key(shard) for shard in stored]
     sections = find_sections(keys)
@@ -217,15 +208,9 @@ class PlannedTensors(NamedTuple):
 def plan_tensors(stored: Iterable[ShardedBase], options: ExportOptions, others: Collection[str] = ()) -> PlannedTensors:
     """Plan the tensors that these shards become under the prefix, the mapping, the dtype and the names left out.
 
-    A warning names the tensors that the mapping does not know.
-
-    Args:
-        options: What to write. A prefix of None is none.
-        others: What may be left out beside tensors, for the error about a name that is neither.
-
-    Raises:
-        KeyMismatchError: the options are strict, and the mapping does not know a tensor.
-        CheckpointingException: a tensor is not stored as a whole, or two are mapped to one.
+    A warning names the tensors that the mapping does not know; with strict options they are a KeyMismatchError. A
+    prefix of None is none. ``others`` is what may be left out that is no tensor, for the error about a name that is
+    neither. It is an error if a tensor is not stored as a whole, or two are mapped to one.
     """
     prefix = options.prefix or ""
     cut = len(prefix)
@@ -261,8 +246,7 @@ def plan_tensors(stored: Iterable[ShardedBase], options: ExportOptions, others: 
 def _find_unmatched(options: ExportOptions, keys: Collection[str]) -> list[str]:
     """Return the keys that the mapping does not know, after a warning.
 
-    Raises:
-        KeyMismatchError: They are all, or the options are strict.
+    If they are all, or the options are strict, that is a KeyMismatchError.
     """
     mapping, cut = options.mapping, len(options.prefix or "")
     if not isinstance(mapping, KnowsKeys):

@@ -28,10 +28,8 @@ _MISTRAL = "consolidated*.safetensors"
 class Review(NamedTuple):
     """The findings.
 
-    Attributes:
-        fault: Why the configuration and the weights are not of one model; None if they are.
-        note: What is no fault and may surprise.
-        file: The file of the configuration; ``""`` if there is none.
+    ``fault`` says why the configuration and the weights are not of one model; None if they are. ``note`` is what is no
+    fault and may surprise. ``file`` is that of the configuration; ``""`` if there is none.
     """
 
     fault: CorruptCheckpointError | None
@@ -68,14 +66,7 @@ def review_others(place: Path, weights: Collection[str]) -> dict[str, str]:
 
 
 def review_folder(place: Path, checkpoint: OpenCheckpoint) -> Review:
-    """Compare a folder's configuration with its weights.
-
-    Args:
-        checkpoint: The same, opened: of tied pairs values are read.
-
-    Raises:
-        CheckpointingException: It cannot be read.
-    """
+    """Compare a folder's configuration with its weights; of tied pairs values are read, by ``checkpoint``."""
     strategy = checkpoint.strategy
     if not isinstance(strategy, HuggingFaceLoadStrategy):
         raise TypeError(f"{place} was opened by {type(strategy).__name__}")

@@ -34,10 +34,7 @@ _AXES = 2
 class Scaled(NamedTuple):
     """A stored matrix with block scales, or a stack of them along leading axes.
 
-    Attributes:
-        weight: The 8-bit values.
-        scale: One value for each block.
-        block: Rows and columns of a block.
+    ``weight`` has the 8-bit values, ``scale`` one value for each block, and ``block`` the rows and columns of a block.
     """
 
     weight: StoredArray
@@ -83,11 +80,7 @@ class Scaled(NamedTuple):
 
 
 def block_size(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the rows and columns of a block by a model's ``config.json``; 128 x 128 if it says nothing.
-
-    Raises:
-        CorruptCheckpointError: its ``weight_block_size`` is not two numbers above 0.
-    """
+    """Return the rows and columns of a block by a model's ``config.json``; 128 x 128 if it says nothing."""
     quantization = config.get("quantization_config")
     found = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
     if found is None:

@@ -22,12 +22,7 @@ _SAMPLE = 64
 
 
 class Sections(NamedTuple):
-    """The sections of a checkpoint.
-
-    Attributes:
-        model: The prefix of the model's keys; ``""`` if they have none.
-        optimizers: The prefixes of the optimizers' keys.
-    """
+    """The prefixes of the keys of a checkpoint's model, ``""`` if they have none, and of its optimizers."""
 
     model: str
     optimizers: frozenset[str]
@@ -42,7 +37,7 @@ def find_sections(keys: Collection[str]) -> Sections:
 
     An optimizer is known by its name (``optimizer``, ``optim``, ``optimizer_0`` and others), or by its structure:
     ``S.state.<parameter>.<value>`` of a parameter that the checkpoint has. The model is what has these parameters; else
-    what stands beside the optimizer under a name that trainers give a model.
+    what stands next to the optimizer under a name that trainers give a model.
     """
     optimizers = frozenset(_find_optimizers(keys))
     found = Sections("", optimizers)

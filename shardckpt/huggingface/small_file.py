@@ -27,8 +27,7 @@ _STAGED = "file"
 def replace_file(path: Path, journal: Journal | None = None) -> Iterator[Path]:
     """Yield a staging path for a file; at the end, the written and durable file replaces the one at ``path``.
 
-    Args:
-        journal: The journal of what is written, if another process may go on with it after a kill.
+    ``journal`` has what is written, if another process may go on with it after a kill.
     """
     check_names(path)
     staging, _ = open_staging(path, lambda *_: False, restore=False, journal=journal)

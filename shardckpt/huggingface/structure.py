@@ -27,14 +27,9 @@ def make_structure(state_dict: dict[Any, Any]) -> StateDict:
 
 
 def make_state_dict(common: StateDict, values: StateDict) -> StateDict:
-    """Return the plain state dict of a checkpoint.
+    """Return the plain state dict of a checkpoint, from its common state, and tensors and objects by their plain names.
 
-    Args:
-        common: Its common state.
-        values: Its tensors and objects by their plain names.
-
-    Returns:
-        For a checkpoint with the structure of a state dict, that one with its tensors; else all by name.
+    For a checkpoint with the structure of a state dict, it is that one with its tensors; else all by name.
     """
     structure = (common.get(CONTENT) or {}).get(_STRUCTURE)
     return _insert_tensors(structure, values) if structure is not None else {**common, **values}
@@ -43,8 +38,7 @@ def make_state_dict(common: StateDict, values: StateDict) -> StateDict:
 def nest_stored(checkpoint: OpenCheckpoint, common: StateDict, values: StateDict) -> StateDict:
     """Return the plain state dict of an open checkpoint, nested as it was saved if the checkpoint says how.
 
-    Args:
-        values: Its tensors and objects by their plain names, or what stands for them.
+    ``values`` are its tensors and objects by their plain names, or what stands for them.
     """
     strategy, nested = checkpoint.strategy, None
     if isinstance(strategy, NestsState):

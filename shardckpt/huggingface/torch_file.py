@@ -29,14 +29,7 @@ _REFUSAL = re.compile(r"WeightsUnpickler error: .*|.*[Uu]nsupported.*")
 
 
 def is_torch_file(path: Path) -> bool:
-    """Return whether a file begins as those of ``torch.save`` do.
-
-    Returns:
-        True for any zip archive, and for a file of before torch 1.6.
-
-    Raises:
-        StorageError: It cannot be read.
-    """
+    """Return whether a file begins as those of ``torch.save`` do: any zip archive, or a file of before torch 1.6."""
     with wrap_os_errors("open", path), path.open("rb") as file:
         first = file.read(_LEGACY_AT + len(_LEGACY))
     return is_archive(first) or first[_LEGACY_AT:] == _LEGACY
@@ -48,15 +41,9 @@ def is_archive(first: bytes) -> bool:
 
 
 def read_torch_file(path: Path) -> dict[Any, Any]:
-    """Read the state dict in a file; tensors are memory-mapped if the file's format allows.
+    """Return the state dict in a file, on the CPU; tensors are memory-mapped if the file's format allows.
 
-    Returns:
-        The state dict, with tensors on the CPU.
-
-    Raises:
-        UnsafePickleError: the file needs more than tensors and plain values.
-        CorruptCheckpointError: it is not a file of ``torch.save``, or is damaged.
-        CheckpointingException: it does not hold a dict.
+    A file that needs more than tensors and plain values is an UnsafePickleError.
     """
     with wrap_os_errors("open", path), path.open("rb") as file:
         kind = file.read(len(_ZIP))

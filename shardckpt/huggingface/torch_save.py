@@ -43,8 +43,7 @@ _ADVICE = "leave it out (--leave-out), or convert to a format that stores object
 class TorchFile:
     """A state dict that is to be written to a file of ``torch.save``.
 
-    Attributes:
-        rewritten: Places of values that were of other classes than builtin ones, with the class.
+    ``rewritten`` are the places of values that were of other classes than builtin ones, with the class.
     """
 
     tensors: Mapping[str, HubTensor]
@@ -71,16 +70,11 @@ class TorchFile:
         journal: Journal | None = None,
         check: Callable[[Path], None] | None = None,
     ) -> None:
-        """Write the file, and put it in its place when it is durable.
+        """Write the file, and put it in the place of any other when it is durable.
 
-        Args:
-            path: The file; an existing one is replaced.
-            journal: The journal of what is written, if another process may go on with it after a kill.
-            check: Gets the path of the durable file before it is put in its place; if it raises, the file is removed.
-
-        Raises:
-            ShardingError: A value is of a class that has no builtin counterpart.
-            StorageError: The file cannot be written.
+        ``journal`` has what is written, if another process may go on with it after a kill. ``check`` gets the path of
+        the durable file before it is put in its place; if it raises, the file is removed. A value of a class that has
+        no builtin counterpart is a ShardingError.
         """
         plain = self._make_plain(state_dict, "")
         declared = [*self._declared.values(), *(stand_in for stand_in, _ in self._in_memory)]

@@ -56,10 +56,8 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
     The key of a tensor is its path in the state dict, joined by dots; all other values are common state. Ranges of
     tensors are read from the files, so that memory is bounded; one of before torch 1.6 is in memory as a whole.
 
-    Args:
-        file: The name of the only file; ``""`` for several.
-        weight_map: The file of each tensor of the state dict that several files have.
-        lost: The tensors of other files, which are missing.
+    ``file`` is the name of the only one; ``""`` for several, with the file of each tensor in ``weight_map``. ``lost``
+    are the tensors of other files, which are missing.
     """
 
     backend = "torch_save"
@@ -209,12 +207,8 @@ def find_torch_weights(
 ) -> TorchFileLoadStrategy | None:
     """Return what reads the model in a folder of the Hub that has it in files of ``torch.save``; None if it has none.
 
-    Args:
-        names: Those of the files in the folder.
-        skip_damaged: Whether files that the index names may be missing, but not all of them.
-
-    Raises:
-        CorruptCheckpointError: The index of several files is damaged.
+    ``names`` are those of the files in the folder. With ``skip_damaged`` files that the index names may be missing, but
+    not all of them.
     """
     (only,) = file_names(1, BIN)
     if index_name(BIN) in names:

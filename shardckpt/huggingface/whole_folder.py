@@ -33,18 +33,11 @@ if TYPE_CHECKING:
 def read_all_of_folder(
     place: Path, file: str = "", *, skip_damaged: bool = False
 ) -> tuple[HuggingFaceLoadStrategy, Path]:
-    """Return a strategy that reads every tensor of a folder under its own name, in its own dtype.
+    """Return a strategy that reads every tensor of a folder under its own name and dtype, and the files' directory.
 
-    Args:
-        file: The only file to read, of any name; by default those of the folder's model.
-        skip_damaged: Whether tensors that are missing or cut are left out, and no error.
-
-    Returns:
-        The strategy, and the directory that has the files.
-
-    Raises:
-        NotACheckpointError: ``place`` is not a Hugging Face folder of safetensors.
-        CorruptCheckpointError: A file is missing or damaged, or has a dtype that this torch lacks.
+    ``file`` is the only one to read, of any name; by default those of the folder's model are read. With
+    ``skip_damaged`` tensors that are missing or cut are left out. A dtype that this torch lacks is a
+    CorruptCheckpointError.
     """
     found = (
         read_file_as_folder(place, file, skip_damaged=skip_damaged)
@@ -61,16 +54,9 @@ def name_for_trainer(
 ) -> HuggingFaceLoadStrategy:
     """Return a strategy that reads the same folder under a trainer's names, in a trainer's shapes.
 
-    Tensors that no rule names keep their names.
-
-    Args:
-        mapping: Maps the trainer's names to those of the folder.
-        dtype: The dtype in which weights of 8 bits with scales are read.
-
-    Raises:
-        CheckpointingException: There are such weights, and no dtype.
-        KeyMismatchError: A part of what is one tensor for the trainer is missing.
-        ShardingError: Tensors that are one for the trainer have several dtypes.
+    Tensors that no rule names keep their names. ``dtype`` is that in which weights of 8 bits with scales are read; such
+    weights and no dtype are an error. What is one tensor for the trainer is a KeyMismatchError if a part of it is
+    missing, and a ShardingError if its parts have several dtypes.
     """
     folder = strategy.folder
     folder = replace(folder, tensors={n: found for n, found in folder.tensors.items() if n not in damaged})
@@ -100,8 +86,7 @@ def name_for_trainer(
 class StoredNames(Identity):
     """The mapping of tensors that have a trainer's names already: of those of some rules, a cast keeps the dtype.
 
-    Args:
-        mapping: Maps the trainer's names to those of a folder.
+    ``mapping`` maps the trainer's names to those of a folder.
     """
 
     def __init__(self, mapping: RuleMapping) -> None:

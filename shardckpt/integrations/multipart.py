@@ -17,17 +17,10 @@ if TYPE_CHECKING:
 
 
 def list_uploads(url: str, options: Mapping[str, str]) -> list[PendingUpload] | None:
-    """Return the uploads below a URL that are neither complete nor aborted.
+    """Return the uploads below a URL, at any depth, that are neither complete nor aborted; None without s3fs.
 
-    Args:
-        url: The URL, ``s3://bucket/path``. Credentials, region and endpoint come from where botocore looks for them.
-        options: Of the bucket, beside these.
-
-    Returns:
-        The uploads, at any depth; None if s3fs is not installed.
-
-    Raises:
-        OSError: The store refuses, as s3fs says it; botocore's errors pass, too.
+    Credentials, region and endpoint come from where botocore looks for them; ``options`` of the bucket are added. A
+    store that refuses is an OSError, as s3fs says it; botocore's errors pass, too.
     """
     if (client := _make_client(url, options)) is None:
         return None
@@ -49,12 +42,9 @@ def list_uploads(url: str, options: Mapping[str, str]) -> list[PendingUpload] | 
 
 
 def abort_upload(url: str, upload: PendingUpload, options: Mapping[str, str]) -> None:
-    """Abort an upload, and delete its parts; to abort one that has ended is no error.
+    """Abort an upload that :func:`list_uploads` found below this URL, and delete its parts.
 
-    Args:
-        url: The URL that was given to :func:`list_uploads`.
-        upload: What that returned.
-        options: Of the bucket.
+    To abort one that has ended is no error.
     """
     client = _make_client(url, options)
     bucket, prefix = _split(url)

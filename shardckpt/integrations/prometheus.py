@@ -76,11 +76,8 @@ class _FolderCollector:
     """Gauges of a folder, most by listing it: each scrape gives what was measured last, and has it measured anew.
 
     A store that does not answer keeps no scrape waiting: Prometheus would give up, and have no metric of this rank.
-    What is not known has no sample: a NaN would be in every sum, and in a forecast for hours.
-
-    Args:
-        place: The folder.
-        quota: Bytes that it may hold; None for no such limit.
+    What is not known has no sample: a NaN would be in every sum, and in a forecast for hours. ``quota`` is the bytes
+    that the folder may hold; None for no such limit.
     """
 
     _TEXTS: ClassVar = {

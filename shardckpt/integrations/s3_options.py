@@ -26,8 +26,7 @@ _PROFILE = "profile"
 def make_obstore_options(url: str, options: Mapping[str, str]) -> dict[str, Any]:
     """Return what ``obstore.store.from_url`` takes for the options of a URL; those of other stores are obstore's own.
 
-    Raises:
-        CheckpointingException: an option of S3 is not known; a profile needs boto3.
+    An option of S3 that is not known is an error; a profile needs boto3.
     """
     if url.partition("://")[0] not in SCHEMES:
         return {"config": dict(options)} if options else {}
@@ -52,8 +51,7 @@ def make_obstore_options(url: str, options: Mapping[str, str]) -> dict[str, Any]
 def make_s3fs_options(url: str, options: Mapping[str, str]) -> dict[str, Any]:
     """Return what fsspec takes for the options of a URL; those of other stores are the filesystem's own.
 
-    Raises:
-        CheckpointingException: an option of S3 is not known.
+    An option of S3 that is not known is an error.
     """
     if url.partition("://")[0] not in SCHEMES:
         return dict(options)

@@ -148,14 +148,9 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
 
 def checkpoint_config(config: TitanCheckpointManager.Config, base_folder: str = "") -> CheckpointConfig:
-    """Convert torchtitan's options.
+    """Convert torchtitan's options to those of a CheckpointManager.
 
-    Args:
-        config: torchtitan's options.
-        base_folder: The folder or URL that ``config.folder`` is relative to, unless that is a URL.
-
-    Returns:
-        The same options for a CheckpointManager.
+    ``base_folder`` is the folder or URL that ``config.folder`` is relative to, unless that is a URL.
     """
     options = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in _NOT_PASSED}
     return make_titan_config({"enable_checkpoint": config.enable, **options}, base_folder)

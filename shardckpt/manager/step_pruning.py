@@ -44,7 +44,6 @@ class StepResult:
 
     Attributes:
         path: Its path or URL; a password is masked.
-        step: The step.
         nbytes: Bytes on disk that its removal frees.
         kept: Why it is kept; ``""`` if it was removed, or with ``dry_run`` would be.
         error: Why it could not be removed.

@@ -70,7 +70,6 @@ class StepCheckpoint:
     """The state of a step's directory, as known from its JSON files and the sizes of the others.
 
     Attributes:
-        step: The step.
         manifest: None if it cannot be read.
         error: Why it is not a complete checkpoint: it was never committed, or is damaged.
         refusal: Why no installed strategy can read a complete one.

@@ -30,10 +30,8 @@ class CheckpointHeader(NamedTuple):
     Attributes:
         name: How the caller names it.
         backend: Name of the format.
-        version: Its version.
         save_id: The id of the save.
         parent: The save id of the checkpoint that the job was resumed from.
-        step: The step.
         writer: Releases of the libraries that wrote it, by name.
         library: Which other library wrote it.
         ranks: How many ranks saved it.
@@ -68,9 +66,8 @@ def describe_checkpoint(
 ) -> dict[str, Any]:
     """Return the data of a page: the header, tensors, boxes, files and timings.
 
-    Args:
-        prefix: Only tensors and objects whose keys begin with it.
-        compute: Reads the values of tensors, by their keys, and returns their statistics; None: no value is read.
+    Only tensors and objects whose keys begin with ``prefix`` are in it. ``compute`` reads the values of tensors, by
+    their keys, and returns their statistics; None: no value is read.
     """
     keys = [key for key in sorted(checkpoint) if key.startswith(prefix)]
     tensors = [checkpoint[key] for key in keys]
@@ -91,10 +88,9 @@ def describe_checkpoint(
 
 
 def describe_tensors(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> dict[str, Any]:
-    """Return columns of tensors; each dtype and each shape stands in the page once.
+    """Return columns of tensors, by the key, dtype, shape and bytes of an element of each.
 
-    Args:
-        tensors: Key, dtype, shape and bytes of an element of each.
+    Each dtype and each shape stands in the page once.
     """
     dtypes, shapes = dict[str, int](), dict[tuple[int, ...], int]()
     keys, dtype, shape, nbytes = [], [], [], []
@@ -146,16 +142,12 @@ def describe_files(record: Record | None, listed: Iterable[StoredFile]) -> dict[
 def describe_layouts(
     boxes: Iterable[StoredBox], keys: Sequence[str], files: Sequence[str], most: int = MOST_BOXES
 ) -> dict[str, Any]:
-    """Return how each tensor is cut: a layout for all tensors that are cut alike into the same files.
+    """Return how each tensor is cut: a layout for all tensors that are cut in one way into the same files.
 
-    Args:
-        boxes: Of all tensors, those of a tensor after each other.
-        files: Names of the files on the page. One that a box names and that is not among them is added.
-
-    Returns:
-        ``layouts``: each a list of (file, offset along each axis, extent along each axis) in one row, without the axes'
-        number, which the tensor's shape says; ``layout``: its number for each key, -1 if there is none; ``boxFiles``:
-        names of all files, ``files`` first; ``boxesLeftOut``: how many there is no room for.
+    The boxes of a tensor come after each other. ``layouts`` has for each a list of (file, offset along each axis,
+    extent along each axis) in one row, without the axes' number, which the tensor's shape says. ``layout`` has its
+    number for each key, -1 if there is none. ``boxFiles`` names all files: ``files`` first, those of the page, then
+    others that a box names. ``boxesLeftOut`` is how many there is no room for.
     """
     numbers = {name: number for number, name in enumerate(files)}
     wanted = set(keys)

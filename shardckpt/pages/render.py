@@ -45,11 +45,7 @@ def render_page(title: str, data: Mapping[str, Any]) -> str:
 def write_page(path: Path, title: str, data: Mapping[str, Any]) -> int:
     """Write a page, and return its size in bytes.
 
-    Args:
-        path: The file; if there is one, it is replaced, if it is a page.
-
-    Raises:
-        StorageError: The file is no page, such as one of the checkpoint, or cannot be written.
+    A file at the path is replaced if it is a page; any other, such as one of the checkpoint, is a StorageError.
     """
     # a path may have bytes that are no text, which Python keeps as what UTF-8 cannot hold
     content = render_page(title, data).encode(errors="replace")

@@ -25,7 +25,6 @@ class Claim(NamedTuple):
         dtype: Dtype of a tensor, as text; empty for objects.
         expert_dim: The axis that counts experts.
         main: Whether the rank holds the main replica, which is written.
-        box: The box.
     """
 
     key: str
@@ -40,10 +39,7 @@ def check_experts(shards: Sequence[ShardedTensor | ShardedObject], expert_dims: 
     """Collective: check that the ranks describe every expert exactly once; all raise the same error if not.
 
     ``shards`` are this rank's expert tensors and objects of single experts; ``expert_dims`` has the axis that counts
-    experts, by tensor key.
-
-    Raises:
-        ShardingError: for every tensor, it names the experts that no rank has, or several.
+    experts, by tensor key. The ShardingError names for every tensor the experts that no rank has, or several.
     """
     # The general validation is cheap: it compares sums. Claims are gathered only to name experts once it has failed.
     try:

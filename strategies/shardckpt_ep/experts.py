@@ -42,10 +42,8 @@ class Experts:
     def layout_of(self, key: str, value: Any) -> ExpertLayout | None:
         """Return the layout of a value of any type, under a key with dots, of the state dict.
 
-        It is None if the value is not an expert's tensor, or is optimizer state without a layout (a step count).
-
-        Raises:
-            ShardingError: it is an expert's and has no layout, or its shape is not that of its layout.
+        It is None if the value is not an expert's tensor, or is optimizer state without a layout (a step count). An
+        expert's that has no layout, or another shape than its layout, is a ShardingError.
         """
         if not isinstance(value, torch.Tensor):
             return None
@@ -84,8 +82,7 @@ class Experts:
     def check_shards(self, shards: Iterable[ShardedBase], comm: Comm) -> None:
         """Collective: check those of this rank's shards that are expert tensors against their layouts.
 
-        Raises:
-            ShardingError: a shard is not described as its layout says; the same on every rank.
+        A shard that is not described as its layout says is a ShardingError, the same on every rank.
         """
         with comm.collective_phase("comparing experts with their layouts"):
             for shard in shards:
@@ -109,10 +106,8 @@ def expert_shards(
 ) -> list[ShardedTensor]:
     """Return a tensor as shards of the tensor of all experts, whose data are views of its memory.
 
-    An empty tensor is one shard without elements; a rank outside the mesh has no shard.
-
-    Raises:
-        ShardingError: it is quantized and consists of several boxes: its scales cannot be divided.
+    An empty tensor is one shard without elements; a rank outside the mesh has no shard. A quantized tensor that
+    consists of several boxes is a ShardingError: its scales cannot be divided.
     """
     local = get_local_tensor(value)
     pieces = layout.described_pieces()

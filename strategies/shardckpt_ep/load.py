@@ -36,14 +36,7 @@ class EPLoadStrategy(TorchDistLoadShardedStrategy):
         """Recognise nothing: directories without ``metadata.json`` belong to the strategy of (torch_dist, 1)."""
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
-        """Collective: check the experts against their layouts, then load as (torch_dist, 1) does.
-
-        Returns:
-            As :meth:`shardckpt.strategy.LoadStrategy.load`.
-
-        Raises:
-            ShardingError: a shard is not described as its layout says.
-        """
+        """Collective: check the experts against their layouts, then load as (torch_dist, 1) does."""
         # here: it imports DTensor, for half a second, and every reader is asked whether it recognises a directory
         from shardckpt_ep.experts import Experts
 

@@ -56,10 +56,8 @@ class LocalExpertsLoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """Return this rank's plan: read items for its experts, then DCP's own.
 
-        Raises:
-            KeyMismatchError: an expert tensor is not stored, unless partial loads are allowed.
-            ShapeMismatchError: the tensor of all experts is stored in another shape.
-            DtypeMismatchError: it is stored in a dtype that the wanted one cannot hold.
+        An expert tensor that is not stored is an error unless partial loads are allowed. So is one that is stored in
+        another shape with all experts, or in a dtype that the wanted one cannot hold.
         """
         if self.metadata is None:
             raise CheckpointingException("the planner was given no metadata: the storage reader has none")
@@ -131,20 +129,10 @@ def local_plan(
     *,
     strict: bool,
 ) -> tuple[LoadPlan, list[str]]:
-    """Plan what this rank reads into a flat state dict.
+    """Plan what this rank reads into a flat state dict; return the plan, and the keys of the expert tensors in it.
 
-    Args:
-        state_dict: The state dict.
-        metadata: The checkpoint's.
-        layout_of: As :meth:`LocalExpertsLoadPlanner.layout_of`.
-        strict: Whether a key that is not stored is an error.
-
-    Returns:
-        The plan, and the keys of the expert tensors in it.
-
-    Raises:
-        KeyMismatchError: an expert tensor is not stored, and ``strict``.
-        ShapeMismatchError: the tensor of all experts is stored in another shape.
+    ``layout_of`` is as :meth:`LocalExpertsLoadPlanner.layout_of`. With ``strict`` a key that is not stored is a
+    KeyMismatchError. A tensor of all experts that is stored in another shape is a ShapeMismatchError.
     """
     layouts = {key: layout for key, value in state_dict.items() if (layout := layout_of(key, value, metadata))}
     absent = [key for key in layouts if key not in metadata.state_dict_metadata]

@@ -24,11 +24,7 @@ FSDP_NAMES: Names = ("efsdp", "ep_fsdp", "dp_shard_mod_ep")
 
 
 def find_mesh_dim(mesh: DeviceMesh, names: Names) -> int:
-    """Return the index of the mesh dimension that has one of these names.
-
-    Raises:
-        ShardingError: no dimension has one, or several have.
-    """
+    """Return the index of the mesh dimension that has one of these names; a ShardingError if none or several have."""
     found = _find_dims(mesh, names)
     if len(found) != 1:
         accepted = (names,) if isinstance(names, str) else names
@@ -52,13 +48,9 @@ def _find_dims(mesh: DeviceMesh, names: Names) -> list[int]:
 
 
 def gather_experts_per_rank(experts: int, mesh: DeviceMesh, ep: Names = EP_NAMES) -> tuple[int, ...]:
-    """Collective: return the number of experts of every rank along the expert-parallel dimension.
+    """Collective: return the number of experts of every rank along the expert-parallel dimension, in order.
 
-    Args:
-        experts: Number of experts of this rank.
-
-    Returns:
-        One number for each rank of that dimension, in order; empty on a rank outside the mesh.
+    ``experts`` is this rank's number. A rank outside the mesh gets ``()``.
     """
     if mesh.get_coordinate() is None:
         return ()
@@ -70,10 +62,8 @@ def get_outer_replica_coordinates(inner: DeviceMesh, mesh: DeviceMesh, ep_dim: i
 
     These are the dimensions that neither split experts nor are covered by the inner mesh. The inner mesh must consist
     of the ranks along some of the other dimensions of ``mesh``. If ``mesh`` has the expert-parallel dimension alone,
-    the two must have only this rank in common; else the DTensor was sharded on another mesh.
-
-    Raises:
-        ShardingError: the meshes do not match.
+    the two must have only this rank in common; else the DTensor was sharded on another mesh. Meshes that do not match
+    are a ShardingError.
     """
     here = mesh.get_coordinate() or ()
     inner_ranks = set(inner.mesh.flatten().tolist())

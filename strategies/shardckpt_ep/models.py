@@ -119,8 +119,7 @@ def expert_parameters(model: Module, modules: str | Collection[str]) -> list[tup
 def _expand_braces(part: str, place: str) -> list[str]:
     """Return the patterns, as ``fnmatch`` takes them, that a part of a pattern stands for.
 
-    Raises:
-        ShardingError: braces hold something else than ``*`` or numbers, which would match nothing.
+    Braces that hold something else than ``*`` or numbers would match nothing: they are a ShardingError.
     """
     pieces = re.split(r"\{([^{}]*)\}", part)  # every second one was in braces
     choices = [_read_numbers(piece, place) if number % 2 else [piece] for number, piece in enumerate(pieces)]

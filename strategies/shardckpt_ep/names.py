@@ -26,12 +26,9 @@ class ExpertName(NamedTuple):
 class ExpertNames:
     """The names of expert parameters, and the keys that belong to them.
 
-    A parameter's key is its name; the key of its optimizer state is ``state.<name>.<slot>``. Before either may stand a
-    section of the state dict. Where two names match, the longer one counts.
-
-    Args:
-        fqns: The parameters' names; wrappers in them (``_orig_mod.``) are ignored.
-        sections: What may stand before a name in a key.
+    A parameter's key is its name; the key of its optimizer state is ``state.<name>.<slot>``. Before either may stand
+    one of the ``sections`` of the state dict. Where two names match, the longer one counts. Wrappers in names
+    (``_orig_mod.``) are ignored.
     """
 
     def __init__(self, fqns: Iterable[str], sections: Iterable[str] = SECTIONS) -> None:

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 
 def get_stored_tensor(key: str, metadata: Metadata) -> TensorStorageMetadata:
-    """Return the metadata of the tensor that is stored under a key.
-
-    Raises:
-        ShapeMismatchError: an object is stored under the key.
-    """
+    """Return the metadata of the tensor that is stored under a key; an object there is a ShapeMismatchError."""
     stored = metadata.state_dict_metadata[key]
     if not isinstance(stored, TensorStorageMetadata):
         raise ShapeMismatchError(f"{key!r}: an object is stored under the name of an expert tensor")
@@ -36,11 +32,9 @@ def get_stored_tensor(key: str, metadata: Metadata) -> TensorStorageMetadata:
 def expert_read_items(key: str, layout: ExpertLayout, stored: TensorStorageMetadata) -> list[ReadItem]:
     """Return the read items that fill this rank's tensor from any number of stored chunks; none outside the mesh.
 
-    Their destinations are offsets in the rank's own tensor, so that every DCP planner resolves them.
-
-    Raises:
-        ShapeMismatchError: the tensor of all experts is stored in another shape.
-        CorruptCheckpointError: the checkpoint lacks some of the elements, or has them twice.
+    Their destinations are offsets in the rank's own tensor, so that every DCP planner resolves them. If the tensor of
+    all experts is stored in another shape, that is a ShapeMismatchError; if elements are missing or there twice, a
+    CorruptCheckpointError.
     """
     if not layout.inside:
         return []

@@ -56,13 +56,6 @@ class EPSaveStrategy(TorchDistSaveShardedStrategy):
         return super().plan_cache_key, self if self._has_layouts else self._sections
 
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
-        """Collective: check the experts against their layouts, then plan as (torch_dist, 1) does.
-
-        Returns:
-            As :meth:`shardckpt.strategy.AsyncSaveStrategy.prepare`.
-
-        Raises:
-            ShardingError: a shard is not described as its layout says.
-        """
+        """Collective: check the experts against their layouts, then plan as (torch_dist, 1) does."""
         self._experts.check_shards(shards, context.comm)
         return super().prepare(shards, common, context)

@@ -109,14 +109,7 @@ class EPSavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Check that every expert is there exactly once, and make DCP's global plan; the coordinator calls it.
 
-        Args:
-            all_plans: The plans of all ranks, in rank order.
-
-        Returns:
-            The plan of each rank, and the checkpoint's metadata.
-
-        Raises:
-            ShardingError: it names the experts that no rank has, or several.
+        ``all_plans`` are in rank order. The ShardingError names the experts that no rank has, or several.
         """
         check_claims([plan.claims if isinstance(plan, ExpertSavePlan) else () for plan in all_plans])
         return super().create_global_plan(all_plans)

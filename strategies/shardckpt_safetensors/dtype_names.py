@@ -6,12 +6,7 @@ from typing import NamedTuple
 
 
 class KnownDtype(NamedTuple):
-    """A dtype of the format.
-
-    Attributes:
-        torch_name: torch's name of it.
-        itemsize: Bytes of an element.
-    """
+    """A dtype of the format: torch's name of it, and the bytes of an element."""
 
     torch_name: str
     itemsize: int

@@ -38,11 +38,7 @@ class EncodedIndex(NamedTuple):
     has_scales: bool
 
     def to_bytes(self, header: IndexHeader) -> bytes:
-        """Return the bytes of the index.
-
-        Args:
-            header: What the index says of itself; its required features, block scales, dtypes and codecs are replaced.
-        """
+        """Return the bytes of the index; its required features, scales, dtypes and codecs replace the header's."""
         optional = set(header.optional_features) - {BLOCK_SCALES} | ({BLOCK_SCALES} if self.has_scales else set())
         used = {
             "required_features": self.features,
@@ -54,15 +50,11 @@ class EncodedIndex(NamedTuple):
 
 
 def encode_index(plan: MergedPlan, parts: Mapping[str, int] | None = None) -> EncodedIndex:
-    """Encode what all ranks store.
+    """Encode what all ranks store as the columns of the index, which FORMAT.md describes.
 
-    Args:
-        plan: The merged plan. The location of a box is file and start, that of an object file, start, size and codec.
-        parts: If the tensors are in parts, and not in the plan: the bytes before the rows of each, by name. Aliases and
-            scales of the plan then have numbers of tensors of the parts.
-
-    Returns:
-        The columns of the index, as FORMAT.md describes them.
+    In the merged plan the location of a box is file and start, that of an object file, start, size and codec. If the
+    tensors are in parts, and not in the plan, ``parts`` has the bytes before the rows of each part, by name. Aliases
+    and scales of the plan then have numbers of tensors of the parts.
     """
     strings = StringTable()
     axes = [len(shape) for shape in plan.shapes]

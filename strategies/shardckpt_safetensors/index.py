@@ -75,14 +75,9 @@ class _Columns:
 
 
 class StoredIndex(ChunkIndex):
-    """The index of a checkpoint. Names, dtypes and shapes are decoded, and boxes checked, when they are requested.
+    """The index of a checkpoint; ``header`` is its JSON.
 
-    Attributes:
-        header: Its JSON.
-
-    Raises:
-        CorruptCheckpointError: It contradicts itself.
-        VersionTooNewError: It needs a newer release.
+    Names, dtypes and shapes are decoded, and boxes checked, when they are requested.
     """
 
     def __init__(
@@ -205,11 +200,9 @@ class StoredIndex(ChunkIndex):
     ) -> tuple[Chunks, torch.Tensor]:
         """Return the chunks of some tensors, after a check of what the index says of them; see the base.
 
-        Of an index in parts only the pages are read that may have boxes with elements of the wanted ones.
-
-        Raises:
-            CorruptCheckpointError: A box is outside of its tensor, or its payload of its file; elements are missing or
-                there twice; or payloads overlap.
+        Of an index in parts only the pages are read that may have boxes with elements of the wanted ones. The index is
+        damaged if a box is outside of its tensor, or its payload of its file; if elements are missing or there twice;
+        or if payloads overlap.
         """
         kept = self._selected
         if kept is not None and torch.equal(kept[0], numbers):
@@ -262,12 +255,7 @@ class StoredIndex(ChunkIndex):
         return chunks, bounds
 
     def take_object(self, name: str) -> StoredObject:
-        """Return an object, after a check of where it lies.
-
-        Raises:
-            KeyMismatchError: There is none of this name.
-            CorruptCheckpointError: Its payload is outside of its file.
-        """
+        """Return an object, after a check of where it lies; it is damaged if its payload is outside of its file."""
         if name not in self.objects:
             raise KeyMismatchError(f"not in the checkpoint: {name}")
         found = self.objects[name]
@@ -277,11 +265,7 @@ class StoredIndex(ChunkIndex):
         return found
 
     def check(self) -> None:
-        """Check everything that the index says.
-
-        Raises:
-            CorruptCheckpointError: It contradicts itself, or the files.
-        """
+        """Check everything that the index says, of itself and of the files."""
         self._check_payloads(self._every_chunk, torch.arange(self._count, device="cpu"))
         if isinstance(self._boxes, IndexParts):
             self._boxes.check(self._every_chunk.box)
@@ -434,8 +418,7 @@ class StoredIndex(ChunkIndex):
     def _refuse(self, bad: torch.Tensor, find_numbers: Callable[[], torch.Tensor], fault: str) -> None:
         """Raise CorruptCheckpointError with the key of the first row that is bad.
 
-        Args:
-            find_numbers: Returns the number of each row's tensor; called if one is bad.
+        ``find_numbers`` returns the number of each row's tensor; it is called if one is bad.
         """
         if bool(bad.any()):
             self._fail(self.keys[int(find_numbers()[bad][0])], fault)
@@ -452,10 +435,6 @@ def read_index(reader: CheckpointReader) -> StoredIndex:
     """Return the index of a checkpoint, which callers share and must not change.
 
     It is read once per reader. That of a small checkpoint is not parsed again for a later reader of the same bytes.
-
-    Raises:
-        CorruptCheckpointError: It is damaged.
-        VersionTooNewError: It needs a newer release.
     """
     return reader.parsed(INDEX_FILE, lambda: _read_index(reader))
 
@@ -463,8 +442,7 @@ def read_index(reader: CheckpointReader) -> StoredIndex:
 def find_part_errors(reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
     """Return the error of each part of the index that is in a file of its own, or None, by file name.
 
-    Raises:
-        CorruptCheckpointError: The index itself is damaged.
+    If the index itself is damaged, that is raised.
     """
     source = f"{reader.directory / INDEX_FILE}"
     columns = Columns(_read_bytes(reader, source), source)

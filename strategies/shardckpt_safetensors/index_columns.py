@@ -30,7 +30,6 @@ class TensorColumns(NamedTuple):
 
     Attributes:
         keys: Their names.
-        dtypes: Their dtypes.
         shapes: Their global shapes.
         axes: Their numbers of axes, of shape (tensors,).
         extents: Their shapes, of shape (tensors, axes), with 1 along the axes that a tensor does not have.
@@ -46,14 +45,7 @@ class TensorColumns(NamedTuple):
 
 
 def read_tensors(columns: Columns, strings: Strings, dtypes: Sequence[str]) -> TensorColumns:
-    """Return the tensors of a file.
-
-    Returns:
-        Their names, dtypes and shapes, which are decoded when they are asked for, and the columns of the others.
-
-    Raises:
-        CorruptCheckpointError: The columns contradict each other.
-    """
+    """Return the tensors of a file: names, dtypes and shapes are decoded when they are asked for."""
     pairs = read_column(columns, "tensor", (-1, 2), len(strings))
     count = len(pairs)
     codes = read_column(columns, "tensor_dtype", (count,), len(dtypes))
@@ -99,16 +91,9 @@ def join_tensors(parts: Sequence[TensorColumns]) -> TensorColumns:
 
 
 def read_column(columns: Columns, name: str, shape: Ints, below: int | None = None) -> torch.Tensor:
-    """Return a column in its stored dtype, after a check of its values.
+    """Return a column in its stored dtype, uint8 to int64, after a check of its values.
 
-    Args:
-        shape: The shape that it must have; -1 for any size.
-
-    Returns:
-        A tensor of the dtype that the file has, uint8 to int64, and of the given shape.
-
-    Raises:
-        CorruptCheckpointError: It is not there, or has another shape or other values.
+    The file must have it, in the given shape; -1 stands for any size.
     """
     found = read_unchecked(columns, name, shape)
     low, high = find_limits(found)

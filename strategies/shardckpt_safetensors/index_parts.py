@@ -54,13 +54,7 @@ class _PartHeader(BaseModel):
 
 
 class EncodedPart(NamedTuple):
-    """A part of the index as bytes.
-
-    Attributes:
-        data: All of it.
-        head: Bytes before the rows.
-        page: Bytes of a page of rows.
-    """
+    """A part of the index as bytes: all of it, the bytes of its head, before the rows, and those of a page of rows."""
 
     data: bytes
     head: int
@@ -73,15 +67,7 @@ class EncodedPart(NamedTuple):
 
 
 def encode_part(plan: MergedPlan, page_rows: int = PAGE_ROWS) -> EncodedPart:
-    """Encode some tensors as a part of the index.
-
-    Args:
-        plan: The tensors, with their boxes in order.
-        page_rows: Rows of a page.
-
-    Returns:
-        Its bytes: the head, then the rows in pages.
-    """
+    """Encode some tensors, with their boxes in order, as a part of the index: the head, then the rows in pages."""
     strings = StringTable()
     axes = [len(shape) for shape in plan.shapes]
     width = max(axes, default=0)
@@ -121,15 +107,7 @@ def sort_rows(spec: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
 class IndexParts:
     """The parts of an index that are in files of their own: tensors and pages in memory, boxes when they are requested.
 
-    Args:
-        files: Their names, and the bytes of each before its rows.
-
-    Attributes:
-        names: Their names.
-        tensors: The tensors of all parts.
-
-    Raises:
-        CorruptCheckpointError: A part contradicts itself, or the index.
+    ``files`` has their names, and the bytes of each before its rows. ``tensors`` are those of all parts.
     """
 
     def __init__(self, files: Sequence[tuple[str, int]], reader: CheckpointReader) -> None:
@@ -156,8 +134,7 @@ class IndexParts:
     def take(self, which: torch.Tensor | slice) -> tuple[torch.Tensor, ...]:
         """Return offset, extent, file and start of boxes as int64, after reading the pages that they are in.
 
-        Args:
-            which: Their rows, ascending; parts follow each other.
+        ``which`` are their rows, ascending; parts follow each other.
         """
         rows = torch.arange(which.start, which.stop, device="cpu") if isinstance(which, slice) else which
         cuts = torch.searchsorted(rows, self._rows).tolist()
@@ -185,8 +162,7 @@ class IndexParts:
     def find_rows(self, numbers: torch.Tensor, wanted: Table) -> torch.Tensor:
         """Return the rows, ascending, of all boxes that share elements with some wanted ones; others are among them.
 
-        Args:
-            wanted: Boxes, with the place of their tensor in ``numbers`` for each.
+        ``wanted`` are boxes, with the place of their tensor in ``numbers`` for each.
         """
         wanted = wanted.pad_axes(self._offset.shape[1])
         owner = numbers[wanted.spec]
@@ -216,11 +192,7 @@ class IndexParts:
         return sort_unique(torch.arange(len(run), device="cpu") + (end - ends)[run])
 
     def check(self, boxes: Table) -> None:
-        """Check what the heads say of the rows.
-
-        Raises:
-            CorruptCheckpointError: They say something else.
-        """
+        """Check what the heads say of the rows."""
         reach = _find_reach(boxes, len(self.tensors.keys))
         for number, file in enumerate(self._files):
             tensors = slice(int(self._numbers[number]), int(self._numbers[number + 1]))

@@ -51,10 +51,8 @@ class Placed(NamedTuple):
 class FileLayout(NamedTuple):
     """The layout of a data file.
 
-    Attributes:
-        head: Its first bytes, up to the first payload.
-        starts: Where each payload begins, in bytes.
-        tails: Bytes of padding behind each payload.
+    ``head`` are its first bytes, up to the first payload. ``starts`` says where each payload begins, in bytes, and
+    ``tails`` has the bytes of padding behind each.
     """
 
     head: bytes
@@ -63,16 +61,9 @@ class FileLayout(NamedTuple):
 
 
 def lay_out_file(items: Sequence[Placed]) -> FileLayout:
-    """Lay out the items of a data file, in their order.
+    """Lay out the items of a data file, at least one, in their order: return its header, and where each lies.
 
-    Args:
-        items: The items, at least one.
-
-    Returns:
-        The header, and where each item lies.
-
-    Raises:
-        ShardingError: Its header would be longer than readers accept.
+    It is a ShardingError if the header would be longer than readers accept.
     """
     # modulo a page, positions are known before the header is: it is padded to begin the first payload at its place
     align = PAGE if any(item.place is not None for item in items) else ALIGN
@@ -103,16 +94,10 @@ def lay_out_file(items: Sequence[Placed]) -> FileLayout:
 
 
 def lay_out(items: LocalItems, objects: Mapping[str, Payload], rank: int, count: int) -> tuple[WritePlan, LocalPlan]:
-    """Assign the items to files by bytes, and give each a position.
+    """Assign the items to files by bytes, and give each a position; return what the rank writes.
 
-    Args:
-        count: How many files; more if one had too many items.
-
-    Returns:
-        What the rank writes, and the same as the main rank needs it.
-
-    Raises:
-        ShardingError: The format cannot hold a key or a dtype.
+    It is returned a second time as the main rank needs it. There are ``count`` files, or more if one had too many
+    items. It is a ShardingError if the format cannot hold a key or a dtype.
     """
     keys = [items.keys[number] for number in items.boxes.spec]
     placed = [

@@ -30,18 +30,9 @@ class SafetensorsLoadShardedStrategy(LoadStrategy):
     version = 1
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
-        """Collective: plan, and after all ranks have planned, read into the destinations.
+        """Collective: plan, and after all ranks have planned, read into the destinations; see the base.
 
-        Args:
-            wanted: This rank's shards; those with data are filled in place.
-            context: The checkpoint's files, and the ranks that load together.
-
-        Returns:
-            A tensor for each ShardedTensor and an object for each ShardedObject, in order.
-
-        Raises:
-            CheckpointReplacedError: The ranks have read different saves, because the checkpoint is being overwritten.
-            CheckpointingException: A shard does not match what is stored, or the checkpoint is damaged.
+        If the checkpoint is being overwritten, and ranks have read different saves, that is a CheckpointReplacedError.
         """
         index = read_index(context.reader)
         with context.comm.local_phase("planning the load"):
@@ -52,15 +43,7 @@ class SafetensorsLoadShardedStrategy(LoadStrategy):
         return [shard.data for shard in wanted]
 
     def load_common(self, context: LoadContext) -> StateDict:
-        """Read the common state.
-
-        Returns:
-            The common state, with its tensors on the CPU.
-
-        Raises:
-            CorruptCheckpointError: It is damaged.
-            CheckpointingException: It has values of a codec that is not registered.
-        """
+        """Read the common state, with its tensors on the CPU. A codec that is not registered is an error."""
         path = f"{context.reader.directory / COMMON_FILE}"
         found = decode_tree_file(context.reader.read(COMMON_FILE, "the common state"), path)
         if not isinstance(found, dict):
@@ -76,11 +59,7 @@ class SafetensorsLoadShardedStrategy(LoadStrategy):
         return read_index(context.reader).columns()
 
     def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
-        """Return the objects whose names are not those of ShardedObjects: other programs may write such.
-
-        Returns:
-            The objects, in the order of the index.
-        """
+        """Return the objects whose names are not those of ShardedObjects: other programs may write such."""
         found = []
         for name in read_index(context.reader).plain_objects:
             stored, what = read_index(context.reader).take_object(name), f"object {name!r}"
@@ -93,11 +72,7 @@ class SafetensorsLoadShardedStrategy(LoadStrategy):
         return read_index(context.reader).plain_objects
 
     def remove(self, prefix: str, reader: CheckpointReader) -> Removal:
-        """Plan the removal of the tensors and objects whose keys begin with a prefix.
-
-        Returns:
-            What changes in the directory; nothing is changed yet.
-        """
+        """Plan the removal of the tensors and objects whose keys begin with a prefix; nothing is changed yet."""
         return plan_removal(prefix, reader)
 
     def list_files(self, reader: CheckpointReader) -> list[StoredFile]:

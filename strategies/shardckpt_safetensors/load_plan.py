@@ -30,11 +30,7 @@ class _ObjectRead(NamedTuple):
 
 
 class LoadPlan:
-    """The reads of one rank, checked before anything is read.
-
-    Raises:
-        CheckpointingException: A shard does not match what is stored, or the index contradicts itself.
-    """
+    """The reads of one rank, checked before anything is read."""
 
     def __init__(self, requested: Sequence[ShardedBase], index: StoredIndex, reader: CheckpointReader) -> None:
         self._index = index

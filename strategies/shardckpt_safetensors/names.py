@@ -55,11 +55,7 @@ class StringTable:
         return self._numbers.setdefault(text, len(self._numbers))
 
     def add_names(self, names: Collection[str]) -> torch.Tensor:
-        """Return names as pairs of strings, int64 of shape (names, 2): up to the last dot, and the rest.
-
-        Raises:
-            ShardingError: The format cannot hold a name.
-        """
+        """Return names as pairs of strings, int64 of shape (names, 2): up to the last dot, and the rest."""
         check_names(names)
         pairs = []
         for name in names:
@@ -81,15 +77,7 @@ class StringTable:
 
 
 class Strings:
-    """The strings of an index.
-
-    Args:
-        text: The column ``text``.
-        ends: The column ``text_end``.
-
-    Raises:
-        CorruptCheckpointError: The columns contradict each other.
-    """
+    """The strings of an index, from its columns ``text`` and ``text_end``."""
 
     def __init__(self, text: memoryview, ends: torch.Tensor) -> None:
         if ends.dim() != 1 or (len(ends) and (int(ends[-1]) != len(text) or not bool((ends[:-1] <= ends[1:]).all()))):
@@ -111,11 +99,7 @@ class Strings:
         return self._decode([ends[number - 1] if number else 0 for number in numbers], map(ends.__getitem__, numbers))
 
     def names(self, column: str, pairs: torch.Tensor) -> list[str]:
-        """Return the names of pairs.
-
-        Raises:
-            CorruptCheckpointError: One is empty, too long, not UTF-8, or there twice.
-        """
+        """Return the names of pairs, after a check: none is empty, too long, not UTF-8, or there twice."""
         if not len(pairs):
             return []
         texts: Sequence[str] | dict[int, str]

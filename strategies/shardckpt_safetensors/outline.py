@@ -41,12 +41,8 @@ class _UnusualError(Exception):
 def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
     """Return what a checkpoint stores, or None to leave it to the strategy.
 
-    Args:
-        directory: The checkpoint, on this machine, held open.
-        record: What its ``shardckpt.json`` says.
-
-    Returns:
-        None if its index is in several parts, has block scales or anything unexpected, or a file is damaged.
+    The directory is on this machine, and held open; the record is what its ``shardckpt.json`` says. It is None if the
+    index is in several parts, has block scales or anything unexpected, or a file is damaged.
     """
     if sys.byteorder != "little":
         return None

@@ -28,15 +28,9 @@ if TYPE_CHECKING:
 
 
 def plan_removal(prefix: str, reader: CheckpointReader) -> Removal:
-    """Plan the removal of the tensors and objects whose keys begin with a prefix.
+    """Plan the removal of the tensors and objects whose keys begin with a prefix; nothing is changed yet.
 
     A tensor with several names goes when all of them are removed; until then it has the others.
-
-    Returns:
-        The files to create, to delete and to rewrite; nothing is changed yet.
-
-    Raises:
-        CorruptCheckpointError: The index contradicts itself.
     """
     index = read_index(reader)
     index.check()

@@ -144,17 +144,8 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
         """Collective: plan with all ranks; values of whole tensors that other ranks write are sent to them.
 
-        Args:
-            shards: This rank's shards.
-            common: The common state; the main rank's is stored.
-            context: The ranks that save together, and what they save to.
-
-        Returns:
-            This rank's part of the save, to be written without other ranks.
-
-        Raises:
-            ShardingError: Ranks disagree on a tensor, its boxes do not fill it, or the format cannot hold a key, a
-                dtype or a value.
+        What is returned is this rank's part of the save, to be written without other ranks. It is a ShardingError if
+        ranks disagree on a tensor, its boxes do not fill it, or the format cannot hold a key, a dtype or a value.
         """
         if not self._options.patterns:
             prepared = super().prepare(shards, common, context)
@@ -172,17 +163,10 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
     def replan(  # type: ignore[override] # its own plan has the base's
         self, plan: _Plan, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
     ) -> PreparedSave | None:
-        """Collective: prepare a save by an earlier plan, for shards with the same metadata.
+        """Collective: prepare a save by an earlier plan of this rank, for shards with the same metadata.
 
-        Args:
-            plan: The plan of the earlier save, on this rank.
-            shards: This rank's shards.
-            common: The common state; the main rank's is stored.
-            context: The ranks that save together, and what they save to.
-
-        Returns:
-            The save; None on all ranks if an encoded object has another size now, other tensors are tied, or another
-            number of files is better.
+        It is None on all ranks if an encoded object has another size now, other tensors are tied, or another number of
+        files is better.
         """
         whole, rest = ([], shards) if plan.whole is None else plan.whole.split(shards)
         if plan.whole is not None:

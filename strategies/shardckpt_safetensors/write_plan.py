@@ -33,7 +33,6 @@ class FilePlan(NamedTuple):
     """A file to write: a header, then objects, then tensors, each with padding behind it.
 
     Attributes:
-        name: Its name.
         head: Its first bytes: the header.
         objects: Bytes of padding behind each object, by unique key.
         positions: The tensors, by their positions among the rank's, ascending.
@@ -55,10 +54,8 @@ class FilePlan(NamedTuple):
 class WritePlan(ChunkWork[EncodedIndex, Payload]):
     """Everything that a rank writes.
 
-    Attributes:
-        files: The files.
-        whole: The files with whole tensors, whose tensors come after those of the items; None if there are none.
-        parts: The parts of the index that this rank writes, by file name.
+    ``whole`` are the files with whole tensors, whose tensors come after those of the items; None if there are none.
+    ``parts`` are the parts of the index that this rank writes, by file name.
     """
 
     # the whole tensors' part has the assets, which are read anew

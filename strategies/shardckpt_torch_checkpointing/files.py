@@ -41,17 +41,14 @@ class LocalTensor:
     """A tensor in a rank's file.
 
     Attributes:
-        file: The file.
-        dtype: Its dtype.
-        shape: Its shape.
         stride: Its strides, in elements.
         first: Index of its first element in the storage.
         offset: Where the storage begins in the file, in bytes.
         nbytes: Size of the storage, in bytes.
         lazy: The lazy view bits to be applied to the stored values.
         crc: The CRC-32 of the storage; None if the file does not have it.
-        global_shape: If it is the local tensor of a DTensor: the DTensor's shape.
-        spec: If it is the local tensor of a DTensor: the stub of its pickled ``DTensorSpec``.
+        global_shape: The shape of the DTensor that it is the local tensor of, if any.
+        spec: The stub of that DTensor's pickled ``DTensorSpec``.
     """
 
     file: str
@@ -67,11 +64,7 @@ class LocalTensor:
     spec: Any = None
 
     def read(self, reader: CheckpointReader, start: Ints, target: torch.Tensor, key: str) -> None:
-        """Read the box of the target's shape that begins at ``start``, and cast it to the target's dtype.
-
-        Args:
-            start: Index of the box's first element, one number for each axis.
-        """
+        """Read the box of the target's shape that begins at index ``start``, and cast it to the target's dtype."""
         geometry = (self.dtype, self.shape, self.stride, self.first)
         stored = StoredPayload(*geometry, self.offset, self.nbytes, self.lazy, self.crc or 0)
         read_payload(reader, self.file, stored, start, target, key)
@@ -79,8 +72,7 @@ class LocalTensor:
     def cut(self, rank: int) -> list[Piece]:
         """Return the boxes of a DTensor that this is, as its pickled mesh and placements describe them.
 
-        Raises:
-            CorruptCheckpointError: The mesh is described in a way that is not known here.
+        A mesh that is described in a way that is not known here is a CorruptCheckpointError.
         """
         try:
             mesh, layout = self.spec.mesh.state, self.spec.mesh.state["_layout"].state
@@ -114,9 +106,8 @@ class LocalTensor:
 class Content:
     """The content of a file.
 
-    Attributes:
-        values: Its values by path, which begins with the item's key; a :class:`LocalTensor` for each tensor.
-        names: The names of parameters by their number, where an optimizer's state has numbers, and its groups names.
+    ``values`` are by path, which begins with the item's key; each tensor is a :class:`LocalTensor`. ``names`` has the
+    names of parameters by their number, where an optimizer's state has numbers, and its groups names.
     """
 
     values: dict[Path, Any]
@@ -141,16 +132,11 @@ def join_path(path: Path) -> str:
 
 
 def find_files(reader: CheckpointReader, declared: Mapping[str, DeclaredItem]) -> dict[str, dict[int, Layout]]:
-    """Return the files of all items: those that the metadata names, and by their names all others.
+    """Return the files of all items by item and rank: those that the metadata names, and by their names all others.
 
-    A file ``<item>_<rank>.<suffix>`` is the item's on that rank, if there are files of all ranks from 0 on. Otherwise
-    it is a file that one rank has written, and so is ``<item>.pt`` or ``<item>.json``.
-
-    Returns:
-        By item, the layout on each rank.
-
-    Raises:
-        CorruptCheckpointError: An item has files of several ranks, and not of all.
+    A file ``<item>_<rank>.<suffix>`` is the item's on that rank, if there are files of all ranks from 0 on. Files of
+    several ranks, and not of all, are a CorruptCheckpointError. Any other is a file that one rank has written, and so
+    is ``<item>.pt`` or ``<item>.json``.
     """
     found = {key: dict(item.layouts) for key, item in declared.items()}
     named = {METADATA_FILE, *(layout.file for item in declared.values() for layout in item.layouts.values())}
@@ -184,17 +170,9 @@ def find_files(reader: CheckpointReader, declared: Mapping[str, DeclaredItem]) -
 
 
 def read_content(reader: CheckpointReader, item: str, layout: Layout, allow_globals: Iterable[Any]) -> Content:
-    """Read the structure of an item's file.
+    """Read the structure of an item's file; return its values; those of tensors are located, not read.
 
-    Args:
-        allow_globals: Classes and functions that the pickle may name, in addition to the plain ones.
-
-    Returns:
-        Its values; those of tensors are located, not read.
-
-    Raises:
-        UnsafePickleError: Its pickle names a global outside the allow-list; nothing was run.
-        CorruptCheckpointError: It is missing or damaged.
+    Its pickle may name ``allow_globals``, in addition to the plain ones. At another global nothing is run.
     """
     source = f"{reader.directory / layout.file}"
     size = reader.size(layout.file)
@@ -265,13 +243,10 @@ def _name_parameters(loaded: Any, names: dict[Any, str]) -> Any:
 
 
 class _Flattener:
-    """Takes state dicts apart into values with their paths.
+    """Takes state dicts apart into values with their paths; the file's ``size`` in bytes limits their number.
 
     Dicts with text as keys, and lists of containers, are entered, and any container with tensors. Other containers are
     values: so they keep their types, and the integers that are keys of dicts.
-
-    Args:
-        size: Size of the file in bytes, which limits the number of values.
     """
 
     def __init__(self, size: int) -> None:

@@ -42,7 +42,6 @@ class StoredTensor:
     Attributes:
         key: Its key: the item's and the path in it, joined by dots.
         path: The path under which the files have it.
-        dtype: Its dtype.
         shape: Its global shape.
         pieces: Its boxes in the files, each once.
         copies: Ranks that may have all of it; empty if it is cut, or was compared already.
@@ -76,10 +75,7 @@ class StoredTensor:
 class Part:
     """A box of a tensor that is in one file.
 
-    Attributes:
-        local: The tensor in the file.
-        start: Where the box begins in it, along every axis.
-        box: The box, in the global tensor.
+    It begins at ``start`` in the tensor of the file, along every axis; ``box`` is in the global tensor.
     """
 
     local: LocalTensor
@@ -90,10 +86,8 @@ class Part:
 class Listing:
     """The files of a checkpoint, and what the metadata says of them; no other file is read.
 
-    Attributes:
-        metadata: The bytes of the metadata; empty if there is none.
-        declared: The items that the metadata describes.
-        files: The file of each item on each rank.
+    ``metadata`` is empty if there is none. ``declared`` are the items that it describes, ``files`` the file of each
+    item on each rank.
     """
 
     def __init__(self, reader: CheckpointReader) -> None:
@@ -106,11 +100,9 @@ class Listing:
 class Index:
     """Everything that a checkpoint stores.
 
-    Of an item that the metadata describes, the structure of as many files is read as together have all its tensors;
-    the others are opened when a tensor is read that is in them. Of any other item, the structure of all files is read.
-
-    Args:
-        allow_globals: Classes and functions that pickles may name, in addition to the plain ones.
+    Of an item that the metadata describes, the structure of as many files is read as together have all its tensors; the
+    others are opened when a tensor is read that is in them. Of any other item, the structure of all files is read.
+    Pickles may name ``allow_globals``, in addition to the plain classes and functions; at another one nothing is run.
 
     Attributes:
         files: The file of each item on each rank.
@@ -119,10 +111,6 @@ class Index:
         per_rank: For each item that differs between ranks as a whole: its content on each rank, by path.
         nbytes: Bytes of all files.
         identity: Identifies the save, to compare it across ranks.
-
-    Raises:
-        UnsafePickleError: A pickle names a global outside the allow-list; nothing was run.
-        CorruptCheckpointError: A file is missing or damaged, or the files contradict each other.
     """
 
     def __init__(self, reader: CheckpointReader, allow_globals: tuple[Any, ...]) -> None:
@@ -153,13 +141,9 @@ class Index:
         return self._reader.parsed(layout.file, lambda: read_content(self._reader, item, layout, self._allow_globals))
 
     def find_parts(self, key: str, wanted: Box) -> list[Part]:
-        """Return where the elements of a box of a tensor are.
+        """Return where the elements of a box of a tensor are; the box may reach beyond the tensor.
 
-        Args:
-            wanted: The box, which may reach beyond the tensor.
-
-        Raises:
-            CorruptCheckpointError: A file has another tensor than is declared.
+        A file that has another tensor than is declared is a CorruptCheckpointError.
         """
         tensor = self.tensors[key]
         return [self.locate(tensor, tensor.pieces[number], common) for number, common in tensor.finder.touching(wanted)]
@@ -177,13 +161,8 @@ class Index:
     def check_copies(self, keys: Iterable[str], share: int, shares: int) -> None:
         """Compare the plain tensors that several ranks have saved, of all items with requested ones.
 
-        torch_checkpointing declares every plain tensor as replicated, also the local parts of what is no DTensor.
-
-        Args:
-            share: Which of the ranks' files are compared here: those of rank ``share``, ``share + shares`` and so on.
-
-        Raises:
-            ShardingError: The files have different values.
+        torch_checkpointing declares every plain tensor as replicated, also the local parts of what is no DTensor. Here
+        are compared the files of rank ``share``, ``share + shares`` and so on. Different values are a ShardingError.
         """
         requested = [self.tensors[key] for key in keys if key in self.tensors]
         items = {tensor.path[0] for tensor in requested if self._is_copied(tensor)}
@@ -215,8 +194,7 @@ class Index:
     def locate(self, tensor: StoredTensor, piece: Piece, common: Box) -> Part:
         """Return where a box of a tensor is in the file that has a piece of it.
 
-        Raises:
-            CorruptCheckpointError: The file has no such tensor, or another one than is declared.
+        A file that has no such tensor, or another one than is declared, is a CorruptCheckpointError.
         """
         item = str(tensor.path[0])
         local = self.content(item, piece.rank).by_key.get(tensor.key)

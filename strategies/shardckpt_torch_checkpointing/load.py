@@ -35,18 +35,9 @@ class TorchCheckpointingLoadStrategy(LoadStrategy):
     version = 1
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
-        """Collective: plan, and after all ranks have planned, read into the destinations.
+        """Collective: plan, and after all ranks have planned, read into the destinations; see the base.
 
-        Args:
-            wanted: This rank's shards; those with data are filled in place.
-            context: The checkpoint's files, and the ranks that load together.
-
-        Returns:
-            A tensor for each ShardedTensor and an object for each ShardedObject, in order.
-
-        Raises:
-            CheckpointReplacedError: The ranks have read different saves, because the checkpoint is being overwritten.
-            CheckpointingException: A shard does not match what is stored, or the checkpoint is damaged.
+        If the checkpoint is being overwritten, and ranks have read different saves, that is a CheckpointReplacedError.
         """
         index = _read_index(context.reader, context.allow_globals)
         with context.comm.local_phase("planning the load"):
@@ -65,11 +56,7 @@ class TorchCheckpointingLoadStrategy(LoadStrategy):
         return [shard.key in index.per_rank or index.nested.has(shard.key) for shard in wanted]
 
     def load_common(self, context: LoadContext) -> StateDict:
-        """Return all values that are not tensors, and that are the same on all ranks, by item.
-
-        Returns:
-            The nested dicts and lists that were saved, without their tensors.
-        """
+        """Return the values, by item, that are not tensors and are the same on all ranks, nested as saved."""
         values = _read_index(context.reader, context.allow_globals).values
         found: StateDict = nest_values((path, deepcopy(value)) for path, value in values.items())
         return found

@@ -30,13 +30,7 @@ _MOST_RANKS, _MOST_PIECES = 1 << 20, 1 << 22
 
 
 class Piece(NamedTuple):
-    """A box of a tensor, and where it is.
-
-    Attributes:
-        box: The box, in the global tensor.
-        place: Its offset in the rank's local tensor, along every axis.
-        rank: The rank whose file has it.
-    """
+    """A box of a global tensor, and where it is: its offset, along every axis, in the local tensor of a rank's file."""
 
     box: Box
     place: Ints
@@ -44,12 +38,7 @@ class Piece(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The file of an item on one rank.
-
-    Attributes:
-        file: Its name.
-        form: How it is serialized: ``torch``, ``json``, ``raw`` or ``safetensors``.
-    """
+    """The file of an item on one rank; its form is ``torch``, ``json``, ``raw`` or ``safetensors``."""
 
     file: str
     form: str
@@ -60,7 +49,6 @@ class Declared:
     """A tensor as the metadata declares it.
 
     Attributes:
-        dtype: Its dtype.
         shape: Its global shape.
         pieces: Its boxes in the files of the ranks; each box once.
         copies: Ranks that have all of it, or nothing of it if they have other parts of the model; empty if it is cut.
@@ -78,10 +66,8 @@ class Declared:
 class DeclaredItem:
     """An item with a resharder.
 
-    Attributes:
-        tensors: Its tensors by path.
-        layouts: Its file on each rank.
-        holders: Ranks that have, between them, every tensor of the item.
+    It has its tensors by path, and its file on each rank. ``holders`` are ranks that have, between them, every tensor
+    of the item.
     """
 
     tensors: dict[tuple[str | int, ...], Declared]
@@ -90,15 +76,9 @@ class DeclaredItem:
 
 
 def parse_metadata(data: bytes, source: str) -> dict[str, DeclaredItem]:
-    """Parse the metadata.
+    """Parse the metadata; return the items with a resharder, by key.
 
-    Returns:
-        The items with a resharder, by key.
-
-    Raises:
-        VersionTooNewError: It is of a version that is not known here.
-        UnsafePickleError: Its pickle names a class or function.
-        CorruptCheckpointError: It is damaged.
+    A version that is not known here is a VersionTooNewError, a class or function in its pickle an UnsafePickleError.
     """
     raw = load_metadata(data, source)
     try:
@@ -267,11 +247,7 @@ def cut_for_rank(
     placements: Sequence[tuple[int, int] | None],
     rank: int,
 ) -> list[Piece]:
-    """Return the boxes that a rank holds of a tensor.
-
-    Args:
-        placements: For each axis of the mesh, what :func:`parse_placement` returns.
-    """
+    """Return the boxes that a rank holds of a tensor; ``placements`` are, by mesh axis, of :func:`parse_placement`."""
     _check_pieces(shape, placements, 1)
     steps = zip(placements, mesh_shape, coordinates, strict=True)
     splits = [Split(way[0], count, index, way[1]) for way, count, index in steps if way is not None]

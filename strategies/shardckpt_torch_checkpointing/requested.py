@@ -53,8 +53,7 @@ class Read(NamedTuple):
 class RequestedTensor:
     """A shard of a tensor, and where its elements are.
 
-    Raises:
-        CorruptCheckpointError: Not all elements are stored, or a file has another tensor than is declared.
+    It is a CorruptCheckpointError if not all elements are stored, or a file has another tensor than is declared.
     """
 
     def __init__(self, shard: ShardedTensor, index: Index) -> None:
@@ -119,9 +118,7 @@ class _EntireTensor:
 def plan_shard(shard: ShardedBase, index: Index) -> RequestedTensor | RequestedObject:
     """Return what a requested shard is read from.
 
-    Raises:
-        ShardingError: It is neither, or an object of another number of ranks than saved.
-        CorruptCheckpointError: Not all of it is stored.
+    What is neither a tensor nor an object, or an object of another number of ranks than saved, is a ShardingError.
     """
     if isinstance(shard, ShardedTensor):
         return RequestedTensor(shard, index)

@@ -72,18 +72,9 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
             self._planner = planner
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
-        """Collective: plan, and after all ranks have planned, read into the destinations.
+        """Collective: plan, and after all ranks have planned, read into the destinations; see the base.
 
-        Args:
-            wanted: This rank's shards; those with data are filled in place.
-            context: The checkpoint's files, and the ranks that load together.
-
-        Returns:
-            A tensor for each ShardedTensor and an object for each ShardedObject, in order.
-
-        Raises:
-            CheckpointReplacedError: The ranks have read different saves, because the checkpoint is being overwritten.
-            CheckpointingException: A shard does not match what is stored, or the checkpoint is damaged.
+        If the checkpoint is being overwritten, and ranks have read different saves, that is a CheckpointReplacedError.
         """
         # they import torch's planners, which listings do without
         from shardckpt_torch_dist.plan import LoadPlan, PlannedLoad, make_planner, name_planner
@@ -114,9 +105,7 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
     def can_build(self, wanted: Sequence[ShardedObject], context: LoadContext) -> list[bool]:
         """Return for each object whether a plain DCP directory has its values, stored one by one below its key.
 
-        Args:
-            wanted: Objects that :meth:`load_index` does not list.
-            context: The checkpoint's files.
+        :meth:`load_index` does not list these objects.
         """
         nested = _read_nested_state(read_index(context.reader), context)
         return [nested.has(shard.key) for shard in wanted]
@@ -126,27 +115,14 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
     ) -> StateDict | None:
         """Return the state dict that plain DCP flattened; None for other dialects, which store no paths.
 
-        Args:
-            tensors: The values of tensors by key, or what stands for them.
-            keeps: Says of a path, joined by dots, whether a value that is no tensor is wanted.
-            context: The checkpoint's files, and what the caller allows.
+        ``tensors`` are values by key, or what stands for them. ``keeps`` says of a path, joined by dots, whether a
+        value that is no tensor is wanted.
         """
         index = read_index(context.reader)
         return _read_nested_state(index, context).build_all(tensors, keeps) if index.by_megatron is False else None
 
     def load_common(self, context: LoadContext) -> StateDict:
-        """Read the common state, from where the dialect keeps it: an object, ``common.pt``, or single values.
-
-        Args:
-            context: The checkpoint's files.
-
-        Returns:
-            The common state, with its tensors on the CPU.
-
-        Raises:
-            CorruptCheckpointError: It is damaged, or the file that has it is missing.
-            UnsafePickleError: Its pickle names a global outside the allow-list.
-        """
+        """Read the common state, with its tensors on the CPU: from an object, ``common.pt``, or single values."""
         reader = context.reader
         index = read_index(reader)
         if index.common is not None:
@@ -183,11 +159,7 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
     def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
         """Return the objects that are stored under plain keys, also those of plain DCP directories.
 
-        Args:
-            context: The checkpoint's files, and what the caller allows.
-
-        Returns:
-            The objects; one that is listed under several keys is there once, with all of them.
+        One that is listed under several keys is there once, with all of them.
         """
         keys: dict[Item, list[str]] = {}  # one archive may be listed under several keys
         for key, item in _list_plain(read_index(context.reader)).items():
@@ -202,11 +174,7 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
     def list_plain_objects(self, context: LoadContext) -> list[str]:
         """Return the keys of these objects, without reading them; none if the common state is made of them.
 
-        Args:
-            context: The checkpoint's files.
-
-        Returns:
-            The keys, those of one object by which several readers find it, too.
+        Of an object that several readers find by keys of their own, all of these are there.
         """
         index = read_index(context.reader)
         is_common = index.common is None and not context.reader.has(COMMON_FILE)  # as plain DCP stores it
@@ -218,15 +186,7 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         return 1 if (directory / METADATA_FILE).is_file() else None
 
     def remove(self, prefix: str, reader: CheckpointReader) -> Removal:
-        """Plan the removal of the tensors and objects whose keys begin with a prefix, in any dialect.
-
-        Args:
-            prefix: The prefix of their keys.
-            reader: The checkpoint's files.
-
-        Returns:
-            What changes in the directory; nothing is changed yet.
-        """
+        """Plan the removal of what has keys that begin with a prefix, in any dialect; nothing is changed yet."""
         from shardckpt_torch_dist.remove import plan_removal  # it imports torch's planners, too
 
         return plan_removal(prefix, reader)

@@ -38,12 +38,8 @@ class _UnusualError(Exception):
 def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
     """Return what a checkpoint stores, or None to leave it to the strategy.
 
-    Args:
-        directory: The checkpoint, on this machine, held open.
-        record: What its ``shardckpt.json`` says.
-
-    Returns:
-        None if it has no index of ours, or anything unexpected, or a file is damaged.
+    The directory is on this machine, and held open; the record is what its ``shardckpt.json`` says. It is None if there
+    is no index of ours, or anything unexpected, or a file is damaged.
     """
     names = {file.name for file in record.files}
     if sys.byteorder != "little" or not names >= {INDEX_FILE, COMMON_FILE}:

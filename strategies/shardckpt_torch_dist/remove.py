@@ -47,14 +47,7 @@ _DATA_SUFFIX = ".distcp"
 
 
 def plan_removal(prefix: str, reader: CheckpointReader) -> Removal:
-    """Plan the removal of the tensors and of Megatron's objects whose keys begin with a prefix.
-
-    Returns:
-        The files to create, to delete and to rewrite; nothing is changed yet.
-
-    Raises:
-        CorruptCheckpointError: The index is damaged, or of an unknown dialect.
-    """
+    """Plan the removal of tensors and of Megatron's objects whose keys begin with a prefix; nothing is changed yet."""
     record = reader.manifest.record
     is_ours = has_own_index(reader)
     raw: Any = None
@@ -119,8 +112,8 @@ def _repack(
 ) -> list[KeptItem]:
     """Place the archives of a file behind one another, each at a multiple of 64 bytes if all of them are now.
 
-    Raises:
-        CorruptCheckpointError: They claim more bytes together than the file has, so the rewrite could be of any size.
+    It is a CorruptCheckpointError if they claim more bytes together than the file has: the rewrite could be of any
+    size.
     """
     size, claimed = reader.size(name), sum(item.length for item in items)
     if claimed > size:

@@ -126,12 +126,7 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
     def encode_objects(
         self, objects: Mapping[str, int], shards: Sequence[ShardedBase], context: PlanContext
     ) -> dict[str, bytes]:
-        """Return the archives of a rank's objects; arguments as of the base.
-
-        Raises:
-            ShardingError: An object cannot be pickled, or has the name of the common state.
-            UnsafePickleError: A load would refuse an object.
-        """
+        """Return the archives of a rank's objects, by unique key; arguments and errors as of :func:`pickle_objects`."""
         return pickle_objects(objects, shards, context.allow_globals)
 
     def encode_common(self, common: CommonStateDict, context: PlanContext) -> bytes:

@@ -66,7 +66,6 @@ class ChunkedArray:
 
     Attributes:
         key: Its key, which is the path of its folder.
-        dtype: Its dtype.
         shape: Its global shape.
         chunks: Shape of every chunk; those at the end of an axis are stored in full size, too.
         compressor: The id of the chunks' compressor; ``""`` where they are the bytes of the values.
@@ -126,9 +125,7 @@ def _cells(ranges: Sequence[range]) -> Iterator[Ints]:
 def read_array(key: str, reader: CheckpointReader) -> ChunkedArray:
     """Return the description of a tensor: shape, dtype and chunks.
 
-    Raises:
-        CorruptCheckpointError: Its ``.zarray`` is damaged.
-        CheckpointingException: Megatron did not write it, and it is stored in a way that is not read.
+    One that Megatron did not write, and that is stored in a way that is not read, is a CheckpointingException.
     """
     name = f"{key}/{ARRAY_FILE}"
     path = reader.directory / name

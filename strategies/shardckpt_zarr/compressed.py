@@ -28,20 +28,10 @@ def check_compressor(name: str, nbytes: int, source: str) -> None:
 
 
 def decompress(data: bytes, name: str, nbytes: int, source: str) -> bytearray:
-    """Return the values of a compressed chunk.
+    """Return the values of a compressed chunk as bytes, in memory of their own.
 
-    Args:
-        data: The chunk.
-        name: Its compressor.
-        nbytes: How many bytes its values have.
-        source: Its name, for errors.
-
-    Returns:
-        The bytes of its values, in memory of their own.
-
-    Raises:
-        CheckpointingException: The numcodecs package is not installed.
-        CorruptCheckpointError: The chunk is damaged, or its values have another size.
+    ``nbytes`` is how many its values must have; ``source`` is for errors. Without the numcodecs package, it is a
+    CheckpointingException.
     """
     try:
         numcodecs: Any = importlib.import_module("numcodecs")  # it has no types

@@ -38,21 +38,14 @@ class Index:
 
 
 def read_index(reader: CheckpointReader) -> Index:
-    """Return what a checkpoint stores; once read, it is kept with the reader.
-
-    Raises:
-        CorruptCheckpointError: The description of a tensor is damaged.
-    """
+    """Return what a checkpoint stores; once read, it is kept with the reader."""
     return reader.parsed("zarr index", lambda: _read_index(reader))
 
 
 class Folder(NamedTuple):
-    """A folder of a tensor or of objects.
+    """A folder of a tensor or of objects, by its path in the checkpoint.
 
-    Attributes:
-        name: Its path in the checkpoint.
-        is_array: Whether it has a tensor.
-        objects: The names of its files that are objects; none of a tensor's.
+    ``objects`` are the names of its files that are objects; none of a tensor's.
     """
 
     name: str
@@ -63,9 +56,7 @@ class Folder(NamedTuple):
 def find_folders(directory: Path) -> Iterator[Folder]:
     """Yield the folders of tensors and objects in a directory, or in a URL's folder.
 
-    Raises:
-        OSError: The directory cannot be listed.
-        StorageError: The store cannot list folders.
+    A directory that cannot be listed is an OSError; a store that cannot list folders is a StorageError.
     """
     store = on_store(directory)
     return _walk(directory) if store is None else _group(store.list_tree())

@@ -46,8 +46,7 @@ class ZarrLoadShardedStrategy(ChunkLoadStrategy):
     def match(self, shard: ShardedTensor, context: LoadContext) -> Mapping[FlatPart, Sequence[tuple[StoredChunk, Box]]]:
         """Return the chunks that a shard needs, by the grid: a tensor may have a million; see the base.
 
-        Raises:
-            CorruptCheckpointError: One is missing or has another size.
+        A chunk that is missing or has another size is a CorruptCheckpointError.
         """
         array, checked = read_index(context.reader).arrays[shard.key], set()
         found: dict[FlatPart, list[tuple[StoredChunk, Box]]] = {}
@@ -91,15 +90,7 @@ class ZarrLoadShardedStrategy(ChunkLoadStrategy):
         return repr(read_index(context.reader)).encode()
 
     def load_common(self, context: LoadContext) -> StateDict:
-        """Read ``common.pt``.
-
-        Returns:
-            The common state, with its tensors on the CPU.
-
-        Raises:
-            CorruptCheckpointError: It is damaged or missing.
-            UnsafePickleError: Its pickle names a global outside the allow-list.
-        """
+        """Read ``common.pt``, with its tensors on the CPU."""
         path = context.reader.directory / COMMON_FILE
         if not context.reader.has(COMMON_FILE):
             raise CorruptCheckpointError(

@@ -30,13 +30,10 @@ _TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
 
 
 class FsspecFolder:
-    """The objects directly below a URL.
+    """The objects directly below a URL, which has no slash at its end.
 
-    Args:
-        url: The URL, without a slash at its end.
-        filesystem: fsspec's filesystem of the protocol.
-        root: The folder's path in that filesystem.
-        options: As for :func:`open_folder`.
+    ``filesystem`` is fsspec's of the protocol, ``root`` the folder's path in it, and ``options`` are as for
+    :func:`open_folder`.
     """
 
     def __init__(self, url: str, filesystem: Any, root: str, options: Mapping[str, str] = {}) -> None:
@@ -141,8 +138,7 @@ class FsspecFolder:
     def _list(self, within: str) -> tuple[dict[str, int], list[str]]:
         """Return the objects directly in a folder with their sizes in bytes, and the folders in it, by path.
 
-        Args:
-            within: The folder's path below the URL; ``""`` is the URL itself.
+        ``within`` is the folder's path below the URL; ``""`` is the URL itself.
         """
         root = self._path(within) if within else self._root
         prefix = f"{within}/" if within else ""
@@ -185,17 +181,10 @@ def _find_time(entry: dict[str, Any]) -> float | None:
 
 
 def open_folder(url: str, options: Mapping[str, str] = {}) -> FsspecFolder | None:
-    """Open the folder at a URL.
+    """Open the folder at a URL; None if fsspec does not know a protocol of it. ``outer::inner://`` chains two.
 
-    Args:
-        url: The URL; ``outer::inner://`` chains two protocols.
-        options: Of the bucket, beside what the environment says.
-
-    Returns:
-        The folder, or None if fsspec does not know a protocol of the URL.
-
-    Raises:
-        StorageError: fsspec knows the protocol, but the package for it is not installed.
+    ``options`` are of the bucket, in addition to what the environment says. If the package for a protocol is not
+    installed, that is a StorageError.
     """
     protocol = ""
     try:

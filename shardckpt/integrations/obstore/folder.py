@@ -58,14 +58,11 @@ class _Runtime:
 
 
 class ObstoreFolder:
-    """The objects below a URL.
+    """The objects below a URL, which has no slash at its end.
 
-    Args:
-        url: The URL, without a slash at its end.
-        store: obstore's store of the bucket.
-        prefix: The folder's path in the bucket, without slashes at its ends.
-        reopen: Makes the folder in another process, given the URL: a pickle has neither store nor credentials.
-        options: As for :func:`open_folder`.
+    ``store`` is obstore's of the bucket, ``prefix`` the folder's path in it, without slashes at its ends. ``reopen``
+    makes the folder in another process, given the URL: a pickle has neither store nor credentials. ``options`` are as
+    for :func:`open_folder`.
     """
 
     def __init__(
@@ -219,8 +216,7 @@ class ObstoreFolder:
     def _list_otherwise(self, method: str, error: Exception) -> Any:
         """List by fsspec: obstore gives no listing with an object that it cannot name (``run//notes.txt``) in it.
 
-        Raises:
-            StorageError: fsspec, or its package for the protocol, is not installed.
+        If fsspec, or its package for the protocol, is not installed, that is a StorageError.
         """
         try:
             folder = open_by_fsspec(self.url, {**self._options})
@@ -306,17 +302,11 @@ def _open_store(
     attempts: int,
     _: int,
 ) -> ObjectStore:
-    """Open a bucket; one that was opened before is used again, with its connections.
+    """Open a bucket by its URL; one that was opened before is used again, with its connections.
 
-    To make a client takes 6 ms of processor time, and each of its first requests a handshake.
-
-    Args:
-        bucket: Its URL.
-        variables: The environment that configures the client.
-        options: Of the bucket.
-        timeout: Seconds that a request may take.
-        attempts: At each request.
-        _: Another number makes another client.
+    To make a client takes 6 ms of processor time, and each of its first requests a handshake. ``variables`` are the
+    environment that configures it, ``timeout`` is the seconds that a request may take, ``attempts`` is how often it is
+    sent at most. Another number at the end makes another client.
     """
     endpoints = [value for name, value in variables if name in _ENDPOINTS]
     endpoints += [value for name, value in options if name == "endpoint"]
@@ -343,9 +333,7 @@ def _split_url(url: str) -> tuple[str, str]:
 def open_folder(url: str, options: Mapping[str, str] = {}) -> ObstoreFolder:
     """Open the folder at a URL such as ``s3://bucket/path``; no request is sent.
 
-    Args:
-        url: The URL.
-        options: Of the bucket, beside what the environment says.
+    ``options`` are of the bucket, in addition to what the environment says.
     """
     bucket, prefix = _split_url(url)
     # a client reads its configuration once: with another one, and after a while, there is another client

@@ -21,12 +21,8 @@ class _AbortedError(Exception):
 class StreamedObject:
     """An object that appears with :meth:`close`; one part is one request, more are a multipart upload.
 
-    Args:
-        store: obstore's store.
-        path: The object's path in it.
-        part_bytes: Size of each part but the last.
-        parts: How many parts are on their way at a time.
-        calling: Makes the context manager in which obstore is called.
+    Each part but the last has ``part_bytes``; ``parts`` are on their way at a time. ``calling`` makes the context
+    manager in which obstore is called.
     """
 
     def __init__(

@@ -52,15 +52,9 @@ def _encode_stub(stub: Stub) -> tuple[str, dict[str, Any]]:
 
 
 def decode_by_name(codec: str, fields: Any, made: set[type[Stub]]) -> Any:
-    """Return a value: of its class if that is imported and has such a value, else a stub.
+    """Return a value: of its class if that is imported and has such a value, else a stub, whose class ``made`` gets.
 
-    No function of the class is called but the lookup of a combination of flags.
-
-    Args:
-        made: The classes of the stubs in the payload, to which this one's is added.
-
-    Raises:
-        ValueError: It is malformed.
+    No function of the class is called but the lookup of a combination of flags. A malformed value is a ValueError.
     """
     if type(fields) is not dict or not (_is_dotted(fields.get(_MODULE)) and _is_dotted(fields.get(_CLASS))):
         raise ValueError(f"a malformed {codec}: {show(fields)}")

@@ -40,18 +40,10 @@ _MOST_OF_ONE_HASH = 8
 
 
 def decode_tree(tree: Any, tensors: Mapping[str, FileTensor], what: str) -> Any:
-    """Decode a tree.
+    """Decode a tree of at most 500 levels, as of :func:`parse_json`; ``tensors`` are what it may refer to, by name.
 
-    Args:
-        tree: As :func:`parse_json` returns it: of at most 500 levels.
-        tensors: The tensors that it may refer to, by name.
-
-    Returns:
-        The value; tensors and arrays have memory of their own, on the CPU. What refers to one tensor is one object.
-
-    Raises:
-        CorruptCheckpointError: The tree is malformed.
-        CheckpointingException: It needs a codec that is not registered, or numpy, or a dtype that this torch lacks.
+    Tensors and arrays have memory of their own, on the CPU. What refers to one tensor is one object. It is a
+    CheckpointingException if a codec is not registered, numpy is missing, or this torch lacks a dtype.
     """
     try:
         return _Decoder(tensors).decode(tree)

@@ -40,13 +40,9 @@ _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, 
 
 
 def encode_tree(value: Any, what: str) -> tuple[Any, dict[str, FileTensor]]:
-    """Encode a value.
+    """Return the tree of a value, and the tensors that the tree refers to, by name.
 
-    Returns:
-        Its tree, and the tensors that the tree refers to by name.
-
-    Raises:
-        ShardingError: It cannot be represented: names the place, the class, and what to do.
+    If it cannot be represented, the ShardingError names the place, the class, and what to do.
     """
     encoder = _Encoder(what)
     tree = encoder.encode(value)
@@ -121,8 +117,7 @@ class _Encoder:
     def _note(self, value: Any, shown: list[str], why: ValueError) -> Any:
         """Note that a value is refused, which stands at the end of some steps, to go on and name what else is.
 
-        Returns:
-            None, in the place of its tree.
+        None goes in the place of its tree.
         """
         if len(shown) > _SHOWN_STEPS:
             shown = [*shown[: _SHOWN_STEPS // 2], "...", *shown[-_SHOWN_STEPS // 2 :]]

@@ -69,9 +69,7 @@ def encode_array(value: Any, name: str) -> tuple[FileTensor, Any]:
 def decode_array(reference: dict[str, Any], stored: FileTensor) -> Any:
     """Return an array of a file, with memory of its own.
 
-    Raises:
-        ValueError: The reference is malformed, or does not fit the tensor in the file.
-        CheckpointingException: numpy is not installed.
+    A malformed reference, or one that does not fit the tensor in the file, is a ValueError.
     """
     if not reference.keys() <= {"name", "dtype", "shape"}:
         raise ValueError(f"a malformed array: {sorted(reference)}")
@@ -94,12 +92,7 @@ def encode_scalar(value: Any) -> tuple[str, bytes]:
 
 
 def decode_scalar(dtype: Any, data: bytes) -> Any:
-    """Return a scalar of numpy by the text of its dtype and its bytes.
-
-    Raises:
-        ValueError: They do not fit each other.
-        CheckpointingException: numpy is not installed.
-    """
+    """Return a scalar of numpy by the text of its dtype and its bytes; a ValueError if they do not fit each other."""
     if type(dtype) is str and dtype[1:2] in ("S", "U"):
         raise ValueError(f"a scalar of {dtype:.40}")
     return _make(dtype, [], data)[()]

@@ -14,18 +14,12 @@ _RAW, _JSON, _SAFETENSORS = "raw", "json", "safetensors"
 
 
 def encode_object(value: Any, what: str) -> tuple[str, bytes]:
-    """Encode a value by the simplest codec that holds it.
+    """Encode a value by the simplest codec that holds it; return the name of the codec, and the payload.
 
-    Args:
-        value: Plain values, containers of them, tensors, numpy's arrays and scalars, argparse and simple namespaces,
-            and instances of classes with a codec (:func:`register_codec`).
-        what: What the value is, for errors: ``"object 'rng'"``.
-
-    Returns:
-        The codec, ``raw``, ``json`` or ``safetensors``, and the payload.
-
-    Raises:
-        ShardingError: It cannot be represented, or a load would refuse it: names the place, the class, and what to do.
+    It may have plain values, containers of them, tensors, numpy's arrays and scalars, argparse and simple namespaces,
+    and instances of classes with a codec (:func:`register_codec`). ``what`` it is, ``"object 'rng'"``, is for errors.
+    What cannot be represented, or a load would refuse, is a ShardingError that names the place, the class, and what to
+    do.
     """
     if type(value) is bytes:
         return _RAW, value
@@ -38,18 +32,8 @@ def encode_object(value: Any, what: str) -> tuple[str, bytes]:
 def decode_object(codec: str, data: bytes | bytearray | memoryview, what: str) -> Any:
     """Decode what :func:`encode_object` has encoded. The payload may be a stranger's: nothing in it is run.
 
-    Args:
-        codec: The codec.
-        data: The payload.
-        what: What the value is, for errors: ``"object 'rng'"``.
-
-    Returns:
-        The value; its tensors and arrays have memory of their own, on the CPU.
-
-    Raises:
-        CorruptCheckpointError: The payload is damaged.
-        CheckpointingException: The codec is unknown, or the value needs a registered codec, numpy, or a dtype that is
-            not here.
+    Tensors and arrays have memory of their own, on the CPU. Damage is a CorruptCheckpointError; an unknown codec, or a
+    value that needs a registered codec, numpy, or a dtype that is not here, is a CheckpointingException.
     """
     if codec == _RAW:
         return bytes(data)
@@ -68,29 +52,11 @@ def decode_object(codec: str, data: bytes | bytearray | memoryview, what: str) -
 
 
 def encode_tree_file(value: Any, what: str) -> bytes:
-    """Encode a value by the codec ``safetensors``, also if it has no tensors.
-
-    Args:
-        what: What the value is, for errors: ``"common state"``.
-
-    Returns:
-        The bytes of a safetensors file.
-
-    Raises:
-        ShardingError: As by :func:`encode_object`.
-    """
+    """Encode a value by the codec ``safetensors``, also if it has no tensors; ``what`` it is, is for errors."""
     return pack_file(*encode_tree(value, what), what)
 
 
 def decode_tree_file(data: bytes | bytearray | memoryview, what: str) -> Any:
-    """Decode what :func:`encode_tree_file` has encoded, from anyone.
-
-    Returns:
-        The value, as by :func:`decode_object`.
-
-    Raises:
-        CorruptCheckpointError: The file is damaged.
-        CheckpointingException: As by :func:`decode_object`.
-    """
+    """Decode what :func:`encode_tree_file` has encoded, from anyone; value and errors as of :func:`decode_object`."""
     tree, tensors = parse_file(memoryview(data).cast("B").toreadonly(), what)
     return decode_tree(tree, tensors, what)

@@ -57,9 +57,6 @@ def parse_file(data: memoryview, what: str) -> tuple[Any, dict[str, FileTensor]]
     """Return the tree and the tensors of a file, which are views of its bytes.
 
     Callers share the tree of equal files, and must not change it.
-
-    Raises:
-        CorruptCheckpointError: The file is damaged, or contradicts itself.
     """
     length = header_length(bytes(data[:LENGTH_BYTES]), len(data), what)
     text = bytes(data[LENGTH_BYTES : LENGTH_BYTES + length])
@@ -71,11 +68,7 @@ def parse_file(data: memoryview, what: str) -> tuple[Any, dict[str, FileTensor]]
 def parse_tree_head(text: bytes | memoryview, size: int, what: str) -> tuple[Any, dict[str, FileEntry]]:
     """Return the tree in a header, and the tensors, whose bytes fill the rest of the file.
 
-    Returns:
-        The tree; and by name the dtype, the shape, and where the bytes begin and end in the file.
-
-    Raises:
-        CorruptCheckpointError: It is damaged, or contradicts itself or the size.
+    Of each tensor, by name, it is the dtype, the shape, and where the bytes begin and end in the file.
     """
     metadata, entries = parse_head(text, size, f"{what} is damaged", _MOST_PARTS)
     for name, entry in entries.items():

@@ -54,8 +54,7 @@ def find_dtype(name: Any) -> torch.dtype:
 def tensor_view(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return what two tensors have in common that are the same view of the same memory.
 
-    Raises:
-        ValueError: The tensor cannot be stored; the text says why and what to do.
+    If the tensor cannot be stored, the ValueError says why and what to do.
     """
     refusal = _refusal(tensor)
     if refusal:
@@ -83,14 +82,9 @@ def encode_tensor(tensor: torch.Tensor, name: str) -> tuple[FileTensor, Any]:
 
 
 def decode_tensor(reference: dict[str, Any], stored: FileTensor, *, parameter: bool) -> torch.Tensor:
-    """Return a tensor of a file as a new CPU tensor.
+    """Return a tensor of a file as a new CPU tensor; ``reference`` is how the tree refers to it, with its name.
 
-    Args:
-        reference: How the tree refers to it, with its name.
-
-    Raises:
-        ValueError: The reference is malformed, or does not fit the tensor.
-        CheckpointingException: This torch lacks the dtype.
+    A malformed reference, or one that does not fit the tensor, is a ValueError.
     """
     if not reference.keys() <= _FIELDS or type(reference.get("requires_grad", False)) is not bool:
         raise ValueError(f"a malformed tensor: {sorted(reference)}")

@@ -33,10 +33,8 @@ class TensorInfo(NamedTuple):
 class Cut(NamedTuple):
     """A payload: a tensor of the folder.
 
-    Attributes:
-        written: The tensor of the folder.
-        tensor: The number of the checkpoint's tensor that has its elements.
-        box: Where they are in it.
+    ``written`` is the folder's tensor, ``tensor`` the number of the checkpoint's tensor that has its elements, and
+    ``box`` where they are in it.
     """
 
     written: HubTensor
@@ -50,12 +48,7 @@ class Cut(NamedTuple):
 
 
 class WholeFile(NamedTuple):
-    """A file of the folder.
-
-    Attributes:
-        name: Its name.
-        layout: Its header, and its payloads.
-    """
+    """A file of the folder; ``layout`` is its header, and its payloads."""
 
     name: str
     layout: FileLayout
@@ -71,20 +64,12 @@ class WholeFile(NamedTuple):
 
 
 class WholeLayout:
-    """The files of a folder.
-
-    Args:
-        cuts: The folder's tensors, in the order in which they are assigned to files.
-        limit: Bytes of tensors in a file.
+    """The files of a folder, of at most ``limit`` bytes of tensors each; ``cuts`` are assigned to them in their order.
 
     Attributes:
         tensors: The checkpoint's tensors.
         cuts: The folder's tensors.
-        files: The files.
         places: File and offset of each cut.
-
-    Raises:
-        CheckpointingException: A header would be longer than readers accept.
     """
 
     def __init__(self, tensors: Sequence[TensorInfo], cuts: Sequence[Cut], limit: int) -> None:
@@ -135,13 +120,9 @@ class WholeLayout:
 
 
 def cut_tensor(number: int, info: TensorInfo, prefix: str, mapping: KeyMapping) -> list[Cut] | str:
-    """Return the folder's tensors that a tensor of the checkpoint becomes.
+    """Return the folder's tensors that a tensor of the checkpoint becomes; or why it cannot be stored so.
 
-    Args:
-        mapping: Maps what is left to names in the folder.
-
-    Returns:
-        The cuts; or why it cannot be stored so, as the end of a sentence.
+    That is the end of a sentence. ``mapping`` maps what is left without the prefix to names in the folder.
     """
     if not header_name(info.dtype):
         return f"is of {info.dtype}, which inference tools do not read from safetensors files"

@@ -61,11 +61,7 @@ class WholeOptions:
 
 
 def parse_patterns(layout: Layout | Mapping[str, Layout]) -> tuple[tuple[str, Layout], ...]:
-    """Return patterns of keys with their layouts; none if everything is in boxes.
-
-    Raises:
-        CheckpointingException: There is no such layout.
-    """
+    """Return patterns of keys with their layouts; none if everything is in boxes. An unknown layout is an error."""
     found = (("*", layout),) if isinstance(layout, str) else tuple(layout.items())
     for pattern, name in found:
         check_choice("layout" if isinstance(layout, str) else f"layout of {pattern!r}", name, get_args(Layout))
@@ -75,8 +71,7 @@ def parse_patterns(layout: Layout | Mapping[str, Layout]) -> tuple[tuple[str, La
 def choose_assets(assets: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> tuple[Path, ...]:
     """Return the files to copy; of a folder that is a checkpoint itself, without the checkpoint's own.
 
-    Raises:
-        CheckpointingException: There are none, or one has a name that a file of a checkpoint cannot have.
+    It is an error if there are none, or one has a name that a file of a checkpoint cannot have.
     """
     if assets is None:
         return ()

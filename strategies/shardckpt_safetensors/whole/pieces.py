@@ -34,12 +34,7 @@ _MESSAGE_BYTES = 4 << 20
 
 
 class View(NamedTuple):
-    """A view of values that this rank has of a payload.
-
-    Attributes:
-        item: The number of the rank's tensor.
-        box: What is taken of it; None for all.
-    """
+    """A view of values that this rank has of a payload: the number of its tensor, and the box of it, None for all."""
 
     item: int
     box: Box | None
@@ -124,14 +119,10 @@ def find_range(box: Box, shape: Ints) -> int | None:
 def assign_owners(
     layout: WholeLayout, in_ranges: Sequence[bool], world_size: int, *, shared: bool
 ) -> tuple[list[int], list[int]]:
-    """Return the owner of each payload, and of the rest of each file.
+    """Return the rank that owns each payload, and the rank that owns the rest of each file.
 
-    Args:
-        in_ranges: For each tensor, whether all ranks have it in ranges.
-        shared: Whether several ranks may write to a file; if not, a file has one owner.
-
-    Returns:
-        A rank for each payload, and a rank for each file.
+    ``in_ranges`` says of each tensor whether all ranks have it in ranges, ``shared`` whether several ranks may write to
+    a file; if not, a file has one owner.
     """
     everyone = tuple(range(world_size))
     if not shared:
@@ -162,11 +153,8 @@ def plan_pieces(
 ) -> Pieces:
     """Collective: plan what this rank writes, sends and receives.
 
-    Args:
-        boxes: The boxes that this rank has; their tensors are numbered as in the layout.
-
-    Raises:
-        ShardingError: Ranks send the same elements, or not all of a payload.
+    The tensors of ``boxes``, which this rank has, are numbered as in the layout. It is a ShardingError if ranks send
+    the same elements, or not all of a payload.
     """
     with comm.local_phase("planning whole tensors"):
         views, writes, sends = _plan_local(layout, boxes, in_ranges, owners[0], comm, shared=shared)
@@ -278,8 +266,7 @@ def _parse(data: bytes) -> list[Message]:
 def _plan_buffers(layout: WholeLayout, receives: Mapping[int, Sequence[Message]]) -> list[Buffer]:
     """Return the ranges of files that what is received fills, neighbours joined.
 
-    Raises:
-        ShardingError: Elements are received twice, or boxes do not fill their payload.
+    It is a ShardingError if elements are received twice, or boxes do not fill their payload.
     """
     boxes: dict[int, list[Box]] = {}
     ranges = []
@@ -317,10 +304,9 @@ def _make_error(layout: WholeLayout, number: int) -> ShardingError:
 def exchange_pieces(
     layout: WholeLayout, pieces: Pieces, views: Sequence[torch.Tensor], comm: Comm
 ) -> list[torch.Tensor]:
-    """Collective: send and receive the values.
+    """Collective: send and receive the values; return the filled buffers, uint8 on the CPU.
 
-    Returns:
-        The buffers, uint8 on the CPU, filled. Rounds bound what else is in memory.
+    Rounds bound what else is in memory.
     """
     with comm.local_phase("planning the exchange of whole tensors"):
         buffers = [torch.empty(b.stop - b.start, dtype=torch.uint8, device="cpu") for b in pieces.buffers]

@@ -90,8 +90,7 @@ class WholePlan:
     def collect(self, shards: Sequence[ShardedBase], comm: Comm) -> list[torch.Tensor]:
         """Collective: return the tensors that the rank's writes are of: views, and buffers with what it has received.
 
-        Args:
-            shards: The shards of whole tensors, with the same metadata as when the plan was made.
+        ``shards`` are those of whole tensors, with the same metadata as when the plan was made.
         """
         with comm.local_phase("looking at whole tensors"):
             # the local tensor of a shard may lack axes of extent 1 that the global one begins with
@@ -151,16 +150,10 @@ class WholePlan:
 def plan_whole(
     shards: Sequence[ShardedBase], common: CommonStateDict, options: WholeOptions, context: PlanContext
 ) -> WholePlan | None:
-    """Collective: plan which tensors are stored whole, and what each rank writes of them.
+    """Collective: plan which tensors are stored whole, and what each rank writes; None on all ranks if none is.
 
-    Args:
-        options: What is stored whole; the same on every rank.
-
-    Returns:
-        The plan; None on all ranks if no tensor is stored whole.
-
-    Raises:
-        ShardingError: Ranks disagree on a tensor; or one that is to be stored whole cannot be.
+    ``options`` are the same on every rank. It is a ShardingError if ranks disagree on a tensor, or one that is to be
+    stored whole cannot be.
     """
     comm = context.comm
     with comm.local_phase("choosing whole tensors"):
@@ -284,8 +277,7 @@ def _unite(mine: dict[str, TensorInfo], comm: Comm) -> list[TensorInfo]:
 def _cut_tensors(tensors: Sequence[TensorInfo], sections: Sections, options: WholeOptions) -> dict[str, list[Cut]]:
     """Return the cuts of each tensor that can be stored whole.
 
-    Raises:
-        ShardingError: One that must be cannot; or two would have one name.
+    It is a ShardingError if one that must be cannot, or two would have one name.
     """
     found: dict[str, list[Cut]] = {}
     names: dict[str, str] = {}

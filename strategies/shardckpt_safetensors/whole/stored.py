@@ -23,11 +23,7 @@ _MOST_PARTS = 1 << 23
 class StoredFolder:
     """The content of the files with whole tensors, under the names that other tools know.
 
-    Attributes:
-        files: For each of the files, what begins at each offset.
-
-    Raises:
-        CorruptCheckpointError: A header is damaged, or the folder's index is.
+    ``files`` has for each of the files what begins at each offset.
     """
 
     def __init__(self, reader: CheckpointReader) -> None:
@@ -53,23 +49,15 @@ class StoredFolder:
             }
 
     def lay_out(self, name: str, kept: Sequence[int]) -> tuple[bytes, list[int]]:
-        """Return the head of a file with fewer tensors, and where each begins then: nothing is padded.
+        """Return the head of a file with fewer tensors, and where each begins then, in bytes: nothing is padded.
 
-        Args:
-            kept: Where the payloads that stay begin now, ascending.
-
-        Returns:
-            The head; and an offset in bytes for each payload, in their order.
+        ``kept`` says where the payloads that stay begin now, ascending.
         """
         entries = [self.files[name][start] for start in kept]
         head = encode_header(entries, self._metadata[name], align=PAGE)
         return head, list(accumulate((entry.nbytes for entry in entries), initial=len(head)))[:-1]
 
     def renew(self, kept: Mapping[str, Sequence[int]]) -> bytes:
-        """Return the folder's index of what stays.
-
-        Args:
-            kept: By file, where the payloads that stay begin now.
-        """
+        """Return the folder's index of what stays; ``kept`` says by file where the payloads that stay begin now."""
         found = [(name, self.files[name][start]) for name in self.files for start in kept.get(name, ())]
         return encode_weights_index({entry.name: name for name, entry in found}, sum(e.nbytes for _, e in found))

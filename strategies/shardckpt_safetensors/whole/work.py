@@ -68,11 +68,7 @@ class WholeWork:
     aliases: dict[str, str] = field(default_factory=dict)
 
     def begin(self, writer: CheckpointWriter, tensors: Sequence[torch.Tensor]) -> list[SharedFile]:
-        """Begin all writes, and return the files to finish.
-
-        Args:
-            tensors: The views, and then the buffers, that the ranges are of.
-        """
+        """Begin all writes, and return the files to finish; ``tensors`` are the views, and then the buffers."""
         numbers = sorted({*self.heads, *(write.file for write in self.writes)})
         files = {number: writer.share(*self.files[number]) for number in numbers}
         for number, head in self.heads.items():

@@ -115,8 +115,7 @@ class CheckpointStorageReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans unchanged, after a check that all ranks have opened the same save.
 
-        Raises:
-            CheckpointReplacedError: They have not, because the checkpoint is being overwritten.
+        They have not if the checkpoint is being overwritten: that is a CheckpointReplacedError.
         """
         saves = {plan.storage_data for plan in plans if isinstance(plan.storage_data, _SaveId)}
         if len(saves) > 1:
@@ -175,10 +174,8 @@ class _SaveId(NamedTuple):
 class _OpenCheckpoint(NamedTuple):
     """An open checkpoint whose metadata is read.
 
-    Attributes:
-        reader: Its files.
-        stored: What they store; ``stored.save`` is empty if each rank has a checkpoint of its own.
-        metadata: The same as DCP's metadata.
+    ``stored`` is what its files store; ``stored.save`` is empty if each rank has a checkpoint of its own. ``metadata``
+    is the same as DCP's metadata.
     """
 
     reader: CheckpointReader

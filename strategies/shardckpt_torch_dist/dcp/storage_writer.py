@@ -190,9 +190,6 @@ def _check_async_group(path: str) -> None:
     Its thread would call collectives on the default group at the same time as the training. gloo has no way to tell
     their messages apart: both hang or crash. A default group that has NCCL, too, is left alone: the training's messages
     go there.
-
-    Raises:
-        CheckpointingException: this is the thread of ``dcp.async_save``, and its group is the default one, on gloo.
     """
     frame: FrameType | None = sys._getframe()  # noqa: SLF001 - DCP tells a writer nothing of its group
     while (

@@ -26,14 +26,7 @@ _BLOCK = 1 << 13
 
 
 def encode_index(index: StoredIndex) -> bytes:
-    """Encode an index as the bytes of the index file.
-
-    Args:
-        index: The index of one of our own saves: each archive has one box, and no value is loose.
-
-    Returns:
-        The bytes of a safetensors file.
-    """
+    """Encode an index of one of our own saves as the index file: each archive has one box, and no value is loose."""
     axes = [len(shape) for shape in index.shapes]
     width = max(axes, default=0)
     chunks, box = index.chunks, index.chunks.box.pad_axes(width)
@@ -67,14 +60,7 @@ def _object_columns(name: str, objects: dict[str, Item], files: dict[str, int]) 
 
 
 def parse_index(data: bytes, source: str) -> StoredIndex:
-    """Decode an index file, and check it.
-
-    Returns:
-        The index, with an empty ``save``.
-
-    Raises:
-        CorruptCheckpointError: The bytes are not those of an index file, or the index contradicts itself.
-    """
+    """Decode an index file, and check it; return the index, with an empty ``save``."""
     try:
         return _parse(Columns(data, source))
     except CorruptCheckpointError as exc:
@@ -104,8 +90,6 @@ class _Tensors(NamedTuple):
     """The tensors of an index file.
 
     Attributes:
-        keys: Their keys.
-        dtypes: Their dtypes.
         shapes: Their global shapes.
         itemsizes: Bytes per element, int64 of shape (tensors,).
         sizes: The shapes as int64 of shape (tensors, most axes), with 1 along axes that a tensor lacks.
@@ -195,11 +179,8 @@ def _read_integers(columns: Columns, name: str, shape: Ints) -> torch.Tensor:
 def _require_all(fine: torch.Tensor, keys: Sequence[str], fault: str, numbers: torch.Tensor | None = None) -> None:
     """Raise CorruptCheckpointError with the key of the first row that is not fine.
 
-    Args:
-        fine: bool of shape (rows,).
-        keys: The keys of the rows, or of the numbers.
-        fault: What is wrong with such a row, for the error.
-        numbers: The position of each row's key in ``keys``; None if row and position are the same.
+    ``fine`` is bool of shape (rows,). ``keys`` are those of the rows, or of the numbers. ``numbers`` has the position
+    of each row's key in ``keys``; None if row and position are the same.
     """
     if not bool(fine.all()):
         row = int((~fine).nonzero()[0, 0])

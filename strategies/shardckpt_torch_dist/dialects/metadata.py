@@ -61,17 +61,10 @@ _Locations = dict[tuple[str, Ints | None], Item]
 
 
 def read_index(reader: CheckpointReader) -> StoredIndex:
-    """Return what a checkpoint stores.
+    """Return what a checkpoint stores: an index that callers share and must not change.
 
     It is read once per reader: from our own index file if shardckpt wrote the checkpoint, otherwise from ``.metadata``.
     A small index file of ours is not parsed again for a later reader of the same bytes.
-
-    Returns:
-        The index, which callers share and must not change.
-
-    Raises:
-        CorruptCheckpointError: The metadata is missing or damaged, or of an unknown dialect.
-        UnsafePickleError: Its pickle names a global outside the allow-list.
     """
     return reader.parsed(METADATA_FILE, lambda: _read_uncached(reader))
 
@@ -116,18 +109,9 @@ def _parse_own_index(data: bytes, source: str, record: Record) -> StoredIndex:
 
 
 def read_metadata(reader: CheckpointReader, name: str = METADATA_FILE) -> tuple[Any, StoredIndex]:
-    """Read ``.metadata`` of any dialect.
+    """Read ``.metadata`` of any dialect; return what :func:`shardckpt.archive.load_metadata` does, and the index.
 
-    Args:
-        reader: The checkpoint's files.
-        name: The file's name, if it is another one.
-
-    Returns:
-        The result of :func:`shardckpt.archive.load_metadata`, and the index.
-
-    Raises:
-        CorruptCheckpointError: It is not DCP metadata, or it contradicts itself.
-        UnsafePickleError: Its pickle names a global outside the allow-list.
+    ``name`` is the file's name, if it is another one.
     """
     record = reader.manifest.record
     if record is None and reader.has(INDEX_FILE):
@@ -282,8 +266,7 @@ def _find_tensor_paths(
 ) -> dict[str, tuple[str | int, ...]]:
     """Return the paths of the tensors in the saved state dict, by key.
 
-    Raises:
-        CorruptCheckpointError: A path is none, or a tensor is where another value is.
+    It is a CorruptCheckpointError if a path is none, or a tensor is where another value is.
     """
     found = {key: _checked_path(paths[key], key) for key in keys if key in paths}
     for path in loose:

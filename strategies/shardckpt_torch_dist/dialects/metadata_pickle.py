@@ -50,14 +50,10 @@ _HOLES = re.compile(rb"(?:j\xff\0\0\x7a)+")
 
 
 def encode_metadata(index: StoredIndex, save_id: str) -> bytes:
-    """Encode an index as the bytes of ``.metadata``, for the readers of DCP and Megatron.
+    """Encode an index as ``.metadata``, a pickle of DCP's ``Metadata``, for the readers of DCP and Megatron.
 
-    Args:
-        index: The index of one of our own saves: each archive has one box, and no value is loose.
-        save_id: A name that no other save has.
-
-    Returns:
-        A pickle of DCP's ``Metadata``.
+    The index is of one of our own saves: each archive has one box, and no value is loose. No other save has this
+    ``save_id``.
     """
     memo = _Memo()
     tensors, (object_entries, object_locations) = _Tensors(index, memo), _encode_objects(index.objects, memo)

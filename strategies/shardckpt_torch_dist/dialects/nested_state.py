@@ -31,9 +31,7 @@ _NAMES = "params"
 class NestedState:
     """The values that a checkpoint stores one by one, by key.
 
-    Args:
-        values: The paths of the values that are not tensors.
-        read_value: Returns a value that is not a tensor, by its path.
+    ``values`` are the paths of those that are not tensors; ``read_value`` returns one of these by its path.
     """
 
     def __init__(
@@ -55,11 +53,8 @@ class NestedState:
     def build(self, key: str, tensors: dict[str, Any]) -> Any:
         """Return the object for a key: nested dicts and lists, or a single value.
 
-        Args:
-            tensors: The stored tensors by key, at least those of :meth:`tensors`.
-
-        Raises:
-            CorruptCheckpointError: The paths of what is stored contradict each other.
+        ``tensors`` are the stored tensors by key, at least those of :meth:`tensors`. Paths that contradict each other
+        are a CorruptCheckpointError.
         """
         group = self._key_of_group(key)
         if group is None:
@@ -70,12 +65,8 @@ class NestedState:
     def build_all(self, tensors: Mapping[str, Any], keeps: Callable[[str], bool]) -> dict[str, Any]:
         """Return what is stored, nested as it was saved.
 
-        Args:
-            tensors: Tensors by key; one without a path is at its key, and one that is not given is left out.
-            keeps: Says of a path, joined by dots, whether another value is wanted.
-
-        Raises:
-            CorruptCheckpointError: The paths of what is stored contradict each other.
+        A tensor without a path is at its key, and one that is not given is left out. ``keeps`` says of a path, joined
+        by dots, whether another value is wanted. Paths that contradict each other are a CorruptCheckpointError.
         """
         loose = [((key,), tensor) for key, tensor in tensors.items() if key not in self._tensors]
         kept = [

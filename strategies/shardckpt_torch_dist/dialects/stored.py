@@ -30,7 +30,6 @@ class StoredIndex(ChunkIndex):
 
     Attributes:
         keys: The keys of the tensors.
-        dtypes: Their dtypes.
         shapes: Their true global shapes.
         bounds: int64 of shape (tensors + 1,): the chunks of tensor ``n`` are rows ``bounds[n]`` to ``bounds[n + 1]``.
         chunks: The chunks of all tensors.

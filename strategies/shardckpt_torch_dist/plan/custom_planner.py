@@ -65,13 +65,9 @@ def list_leaves(shards: Sequence[ShardedBase]) -> dict[str, Any]:
 
 
 def scatter_plans(plans: Sequence[_Plan], comm: Comm) -> _Plan:
-    """Collective: send each rank its plan; return this rank's.
+    """Collective: send each rank its plan; return this rank's. Only the main rank's ``plans`` count.
 
-    Args:
-        plans: The plans of all ranks on the main rank; ignored on the others.
-
-    Raises:
-        CheckpointingException: There is no plan for each rank.
+    It is an error if there is no plan for each rank.
     """
     with comm.local_phase("sending the plans of all ranks"):
         if comm.is_main and len(plans) != comm.world_size:

@@ -16,16 +16,10 @@ if TYPE_CHECKING:
 
 
 def build_index(plans: Iterable[LocalPlan]) -> StoredIndex:
-    """Merge the plans of all ranks into one index.
+    """Merge the plans of all ranks, in their order, into one index of what they store.
 
-    Args:
-        plans: The plans, in the order of the ranks, whose locations are number of the file, start and length in bytes.
-
-    Returns:
-        The index of what all ranks store.
-
-    Raises:
-        ShardingError: Ranks disagree on a tensor, its boxes do not fill it exactly, or an object has its key.
+    The plans' locations are number of the file, start and length in bytes. It is a ShardingError if ranks disagree on a
+    tensor, its boxes do not fill it exactly, or an object has its key.
     """
     found = merge_plans(plans)
     file, start, length = found.locations.unbind(1)

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 class LoadPlan:
     """The reads of one rank, checked before anything is read.
 
-    Args:
-        allow_globals: Classes and functions that objects may name, in addition to the plain ones.
-
-    Raises:
-        CheckpointingException: A shard does not match what is stored, or the index contradicts itself.
+    Objects may name ``allow_globals``, in addition to the plain ones.
     """
 
     def __init__(

@@ -18,18 +18,11 @@ if TYPE_CHECKING:
 def pickle_objects(
     objects: Mapping[str, int], shards: Sequence[ShardedBase], allow_globals: Iterable[Any]
 ) -> dict[str, bytes]:
-    """Return the archives of a rank's objects, by unique key.
+    """Return the archives of ``torch.save`` of a rank's objects, by unique key.
 
-    Args:
-        objects: The positions of the objects among the shards, by unique key.
-        allow_globals: Classes and functions that the objects may name, in addition to the plain ones.
-
-    Returns:
-        The bytes of an archive of ``torch.save`` for each object.
-
-    Raises:
-        ShardingError: An object cannot be pickled, or has the name of the common state.
-        UnsafePickleError: A load would refuse it.
+    ``objects`` has their positions among the shards. They may name ``allow_globals``, in addition to the plain classes
+    and functions; what a load would refuse is an UnsafePickleError. An object that cannot be pickled, or has the name
+    of the common state, is a ShardingError.
     """
     check_keys(objects, shards)
     allowed = tuple(allow_globals)

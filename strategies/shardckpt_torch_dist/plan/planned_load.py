@@ -42,11 +42,8 @@ _ARCHIVE_MAGIC = b"PK\x03\x04"
 class PlannedLoad:
     """The reads of one rank by a planner, whose methods are called as ``dcp.load`` calls them.
 
-    To make one plans this rank's part; needs no other rank.
-
-    Args:
-        wanted: This rank's shards. The engine has compared their shapes and dtypes with what is stored.
-        context: The checkpoint's files, and the ranks that load together.
+    To make one plans this rank's part; needs no other rank. The engine has compared the shards' shapes and dtypes with
+    what is stored.
     """
 
     def __init__(
@@ -68,8 +65,7 @@ class PlannedLoad:
     def share(self) -> None:
         """Collective: make the plan of all ranks; until it is made, no destination changes.
 
-        Raises:
-            ShardingError: The plan leaves out a shard.
+        A plan that leaves out a shard is a ShardingError.
         """
         comm = self._context.comm
         plans = comm.gather(self._plan)
@@ -119,9 +115,8 @@ def make_dcp_metadata(
 ) -> Metadata:
     """Return an index in DCP's classes.
 
-    Args:
-        written: The entries of ``.metadata`` whose chunks count, instead of those of the index.
-        paths: The path of each key in the saved state dict, if they are known.
+    ``written`` are the entries of ``.metadata`` whose chunks count, instead of those of the index. ``paths`` has the
+    path of each key in the saved state dict, if they are known.
     """
     entries: dict[str, Any] = {}
     for number, (key, dtype, shape) in enumerate(zip(index.keys, index.dtypes, index.shapes, strict=True)):
@@ -176,13 +171,9 @@ def _keeps_no_part(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
 class CheckedPlanner:
     """A planner that gives the destinations; it gets no archive, and allows no cast, that our own reader refuses.
 
-    Args:
-        allow_globals: Classes and functions that objects may name, in addition to the plain ones.
-        allow_cast: Whether a cast may lose more than precision.
-        agreed: Tensors, by key, and dtypes that they may be cast to in any case.
-
-    Attributes:
-        suspects: Items whose values a cast may have changed, with the dtypes of their destinations.
+    With ``allow_cast`` a cast may lose more than precision. ``agreed`` are tensors, by key, and dtypes that they may be
+    cast to in any case. ``suspects`` are items whose values a cast may have changed, with the dtypes of their
+    destinations.
     """
 
     def __init__(

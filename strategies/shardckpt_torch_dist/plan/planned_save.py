@@ -32,14 +32,9 @@ def plan_by(
 ) -> tuple[LocalItems, dict[str, bytes]]:
     """Collective: plan with a planner, and ask it for the values; its methods are called as ``dcp.save`` calls them.
 
-    Args:
-        allow_globals: Classes and functions that objects may name, in addition to the plain ones.
-
-    Returns:
-        The items that this rank stores, and the archives of its objects by unique key.
-
-    Raises:
-        CheckpointingException: A rank cannot plan, or a value is not as planned.
+    What is returned is the items that this rank stores, and the archives of its objects by unique key; these may name
+    ``allow_globals``, in addition to the plain ones. It is an error if a rank cannot plan, or a value is not as
+    planned.
     """
     with comm.local_phase("planning"):
         planner.set_up_planner(state_dict=list_leaves(shards), storage_meta=StorageMeta(), is_coordinator=comm.is_main)
@@ -60,9 +55,6 @@ def check_tensor(value: Any, item: WriteItem) -> torch.Tensor:
     """Return a planner's value for an item, after a check that it is a tensor as planned.
 
     With plan caching, a planner of DCP's misses a changed dtype.
-
-    Raises:
-        ShardingError: It is not.
     """
     data = item.tensor_data
     if data is None or not isinstance(value, torch.Tensor):
@@ -78,12 +70,7 @@ def check_tensor(value: Any, item: WriteItem) -> torch.Tensor:
 
 
 def check_archive(value: Any, item: WriteItem, allow_globals: Iterable[Any]) -> bytes:
-    """Return a planner's value for an object, after a check that it is an archive that a load accepts.
-
-    Raises:
-        ShardingError: It is no BytesIO.
-        UnsafePickleError: A load would refuse it.
-    """
+    """Return a planner's value for an object, after a check that it is a BytesIO of an archive that a load takes."""
     key = item.index.fqn
     if not isinstance(value, io.BytesIO):
         raise ShardingError(f"object {key!r}: the planner gave a {type(value).__name__}, expected a BytesIO")

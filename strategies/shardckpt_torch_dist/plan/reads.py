@@ -47,8 +47,7 @@ class ItemReader:
     def read(self, units: Sequence[Sequence[Any]]) -> None:
         """Read units of items with several threads; the planner's methods must be thread-safe.
 
-        Args:
-            units: Lists of items that one thread must read together, in order.
+        A unit is a list of items that one thread must read together, in order.
         """
         read_units(self._reader, units, self.locate, self._nbytes, self._read, self._find_ranges)
 
@@ -65,11 +64,7 @@ class ItemReader:
         return self.find_chunk(item).item
 
     def find_chunk(self, item: ReadItem) -> Chunk:
-        """Return the chunk that a tensor item is read from.
-
-        Raises:
-            CorruptCheckpointError: It is not stored.
-        """
+        """Return the chunk that a tensor item is read from; if it is not stored, that is a CorruptCheckpointError."""
         key, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
         chunk = self._index.tensor(self._index.numbers[key]).chunks.get(offset)
         if chunk is None:

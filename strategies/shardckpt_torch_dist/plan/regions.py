@@ -43,19 +43,10 @@ def read_chunk(
     key: str,
     archive: bytes | None = None,
 ) -> None:
-    """Read a box of a chunk into a tensor, with a cast to the tensor's dtype.
+    """Read a box of a chunk, which begins at ``start`` in it, into a tensor of the box's shape, with a cast.
 
-    Args:
-        reader: Reads the files.
-        chunk: The chunk.
-        start: Where the box begins in the chunk, along each axis.
-        target: The tensor to fill; its shape is the box's.
-        dtype: The stored dtype.
-        key: The tensor's key, for errors.
-        archive: The bytes of the chunk's archive, if they were read already.
-
-    Raises:
-        CorruptCheckpointError: The archive is not the tensor that the metadata says.
+    ``dtype`` is the stored one, ``key`` is for errors, and ``archive`` has the bytes of the chunk's archive, if they
+    were read already. It is a CorruptCheckpointError if the archive is not the tensor that the metadata says.
     """
     item = chunk.item
     # One read of a small archive, instead of one for its directory and one for its payload.
@@ -100,9 +91,8 @@ def read_chunk(
 def find_payloads(reader: CheckpointReader, chunks: Sequence[tuple[Chunk, torch.dtype, str]]) -> Iterator[int | None]:
     """Yield where the payload of each chunk begins in its file, if its archive begins, byte for byte, as we write it.
 
-    Args:
-        reader: Reads the heads of many archives at once, those that no digest tells.
-        chunks: The chunks, each with its stored dtype and its tensor's key.
+    The reader reads the heads of many archives at once, those that no digest tells. Each chunk comes with its stored
+    dtype and its tensor's key.
     """
     for first in range(0, len(chunks), _HEADS):
         batch = chunks[first : first + _HEADS]
@@ -135,11 +125,8 @@ def find_payloads(reader: CheckpointReader, chunks: Sequence[tuple[Chunk, torch.
 def copy_chunk(chunk: Chunk, target: torch.Tensor, ahead: ReadAhead) -> bool:
     """Copy an entire chunk to a tensor from what was read ahead, without parsing the archive.
 
-    Args:
-        target: Contiguous, of the stored dtype, on the CPU.
-
-    Returns:
-        Whether it was copied; False if the archive is not, byte for byte, as we write it.
+    Return False if the archive is not, byte for byte, as we write it: then nothing is copied. The target is contiguous,
+    of the stored dtype, on the CPU.
     """
     ours, data = build_own_archive(target.dtype, chunk.box.shape, chunk.item.length), ahead.view(chunk.item)
     if ours is None or data is None:

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 def split_shards(state_dict: ShardedStateDict) -> tuple[list[ShardedTensor], list[ShardedObject], dict[str, Any]]:
     """Return the ShardedTensors and the ShardedObjects of a state dict, and a state dict of the rest.
 
-    Raises:
-        ShardingError: A leaf is another kind of shard.
+    A leaf that is another kind of shard is a ShardingError.
     """
     sharded, rest = extract_sharded_base(state_dict)
     tensors: list[ShardedTensor] = []
@@ -36,10 +35,8 @@ def split_shards(state_dict: ShardedStateDict) -> tuple[list[ShardedTensor], lis
 def set_rest_value(state_dict: ShardedStateDict, path: Sequence[Any], value: Any) -> None:
     """Set a value of a state dict by its path in the rest that :func:`split_shards` returned; shards stay.
 
-    Args:
-        path: Keys as text, and indices, as DCP writes paths; an index counts the items of a list without its shards.
-        value: The new value. If it is a list with one item for each item of the old list that is not a shard, it
-            replaces those items.
+    The path has keys as text, and indices, as DCP writes paths; an index counts the items of a list without its shards.
+    A new value that is a list with one item for each item of the old list that is not a shard replaces those items.
     """
     node: Any = state_dict
     for part in path[:-1]:

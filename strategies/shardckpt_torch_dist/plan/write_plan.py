@@ -30,7 +30,6 @@ class FilePlan:
     """A file to write.
 
     Attributes:
-        name: Its name.
         objects: Unique keys of its objects, which come before the tensors, as in Megatron's files.
         tensors: Its tensors, by their positions in the plan.
         nbytes: Its size, in bytes.
@@ -46,9 +45,7 @@ class FilePlan:
 class WritePlan(ChunkWork[StoredIndex, bytes]):
     """Everything that a rank writes; its objects are archives.
 
-    Attributes:
-        files: The files, with the positions of their tensors.
-        lengths: Sizes of the tensors' archives, in bytes.
+    ``files`` have the positions of their tensors, ``lengths`` the sizes of the tensors' archives, in bytes.
     """
 
     files: list[FilePlan]
@@ -96,12 +93,9 @@ class WritePlan(ChunkWork[StoredIndex, bytes]):
 def append_archive(file: FileWriter, tensor: torch.Tensor, key: str, nbytes: int) -> None:
     """Append the archive of a tensor to a file, and the padding that aligns the next one.
 
-    Args:
-        tensor: Any tensor that :func:`shardckpt.tensors.plain_cpu` accepts.
-        nbytes: Planned size of the archive in bytes, from :func:`shardckpt.archive.make_frame`.
-
-    Raises:
-        ShardingError: The tensor no longer has the planned dtype and shape, or its values cannot be read.
+    The tensor is any that :func:`shardckpt.tensors.plain_cpu` accepts. ``nbytes`` is the planned size of the archive,
+    from :func:`shardckpt.archive.make_frame`. A tensor that no longer has the planned dtype and shape is a
+    ShardingError.
     """
     append_tensor(file, tensor, key, *_frame(tensor, key, nbytes))
 
