@@ -561,13 +561,15 @@ def _meet_each_alert(folder: Path) -> None:
 
 
 def test_one_failure_is_one_alert() -> None:
-    """The rules about failures divide them by operation and error: each meets one of them, and no failure none."""
+    """The rules about failures divide them by operation and error: each meets one, that of another job its own."""
     rules = re.findall(
         r"{alert: (\w+), expr: '([^']*failure\w*{.*?}.*?)'}", READMES["shardckpt/integrations/README.md"]
     )
     for kind, error, expected in (
         ("save", "StorageError", "SaveFailed"),
         ("setup", "ConfigurationError", "SaveFailed"),
+        ("setup", "OtherJobError", ""),  # TwoJobsInOneFolder has its time
+        ("save", "OtherJobError", ""),
         ("load", "KeyMismatchError", "CheckpointFailure"),
         ("export", "StorageError", "CheckpointFailure"),
         ("load", "CorruptCheckpointError", "LoadMetDamage"),
@@ -586,7 +588,7 @@ def test_one_failure_is_one_alert() -> None:
                 for key, negated, sign, value in matchers
             ):
                 found.append(name)
-        assert found == [expected], labels
+        assert found == [expected] * bool(expected), labels
 
 
 def test_the_alerts_ask_for_what_is_exported(tmp_path: Path) -> None:
