@@ -145,6 +145,10 @@ class CommunicationError(CheckpointingException):
     missing_ranks: tuple[int, ...] = ()
 
 
+class OtherJobError(CheckpointingException):
+    """A folder that another job saves to, too, where ``on_other_job="error"`` lets a manager save beside none."""
+
+
 class RankFailedError(CheckpointingException):
     """An exception that not every process can raise as itself: a class of Python's own, or one that is not importable.
 
@@ -424,6 +428,7 @@ __all__ = [
     "KeyMismatchError",
     "NotACheckpointError",
     "NotEnoughSpaceError",
+    "OtherJobError",
     "PluginError",
     "RankFailedError",
     "RefusedByPolicyError",

@@ -35,6 +35,7 @@ from shardckpt.cli.failure import name_siblings, print_error
 from shardckpt.cli.output import Output, without_logs
 from shardckpt.cli.table import fit_table
 from shardckpt.errors import (
+    CannotLoadError,
     CheckpointingException,
     IncompleteCheckpointError,
     StorageError,
@@ -368,8 +369,10 @@ def _shorten_fault(result: FileResult, path: str) -> str:
 
 
 def _shorten_error(error: CheckpointingException, path: str) -> str:
-    """Return why a checkpoint has no results of files, without its path."""
-    return _shorten_text(str(error), path).removeprefix("is ")
+    """Return in one line why a checkpoint has no results of files, without its path."""
+    # of a refusal as ls says it: its further lines are about each reader
+    text = str(error).splitlines()[0] if isinstance(error, CannotLoadError) else join_lines(str(error))
+    return _shorten_text(text, path).removeprefix("is ")
 
 
 def _shorten_text(text: str, path: str) -> str:

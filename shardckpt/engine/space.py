@@ -59,8 +59,9 @@ class Room(NamedTuple):
     """The caller's settings for the space of a save. Only the main rank calls ``find_used`` and ``find_earlier``.
 
     Attributes:
-        make: Collective: called before a save is refused, which may fit after it, and when a write has found no space;
-            returns whether it removed anything. None if nothing makes room.
+        make: Collective: called before a save is refused, which may fit after it, and when a write has found no space,
+            with what has none, as :meth:`name_limit` says; returns whether it removed anything. None if nothing makes
+            room.
         quota: Bytes that the folder of the save may hold; 0: as many as its file system.
         find_used: Returns those that it holds; called only where there is a quota.
         find_earlier: Returns what an earlier save took, by which the forecast knows of more than the tensors; gets the
@@ -68,7 +69,7 @@ class Room(NamedTuple):
         explain: Collective: returns the error of a background save that found no space with what could go.
     """
 
-    make: Callable[[], bool] | None = None
+    make: Callable[[str], bool] | None = None
     quota: int = 0
     find_used: Callable[[], int] = lambda: 0
     find_earlier: Callable[[int], EarlierSave] = lambda _free: EarlierSave()
@@ -78,9 +79,20 @@ class Room(NamedTuple):
         """Return the free bytes of a place, or what the quota leaves, where that is less."""
         return min(free, max(0, self.quota - self.find_used())) if self.quota else free
 
+    def is_quota_less(self, target: Path, free: int) -> bool:
+        """Return whether it is the quota that leaves a target no more than these free bytes."""
+        return bool(self.quota) and free < _find_system_bytes(target)
+
+    def name_limit(self, target: Path, free: int) -> str:
+        """Return what leaves a target these free bytes, with its verb: the quota, or the file system."""
+        folder = _find_folder(target)
+        if self.is_quota_less(target, free):
+            return f"quota={self.quota:,} of {folder} leaves"
+        return f"the file system of {folder} has"
+
     def make_after(self, error: NotEnoughSpaceError, target: Path) -> bool:
         """Collective: make room if a write has found no space; return whether the save can be tried once more."""
-        return self.make is not None and is_of_write(error, target) and self.make()
+        return self.make is not None and is_of_write(error, target) and self.make(self.name_limit(target, UNKNOWN))
 
     def find_rest(self, free: int, forecast: Forecast) -> int:
         """Return the bytes that a save takes in addition to its forecast, so far as an earlier one tells."""
@@ -113,18 +125,32 @@ def count_stored_bytes(index: Iterable[ShardedBase]) -> int:
 
 def find_free_bytes(directory: Path) -> int:
     """Return the free bytes of a directory's file system; :data:`UNKNOWN` if it does not say, or is not to be asked."""
-    if not settings.space_check():
-        return UNKNOWN
-    try:
-        found = os.statvfs(directory)
-    except OSError:  # the save itself will say what is wrong with the directory
-        return UNKNOWN
+    found = _ask_system(directory)
     # A file system without a size, as some of FUSE and a tmpfs without a limit have none, says nothing. One that has a
     # size, and nothing free, is full.
-    if found.f_blocks == 0 or found.f_frsize == 0:
+    if found is None or found.f_blocks == 0 or found.f_frsize == 0:
         return UNKNOWN
     # root may fill the blocks that ext4 reserves for it
     return found.f_frsize * (found.f_bfree if os.geteuid() == 0 else found.f_bavail)
+
+
+def _ask_system(directory: Path) -> os.statvfs_result | None:
+    if not settings.space_check():
+        return None
+    try:
+        return os.statvfs(directory)
+    except OSError:  # the save itself will say what is wrong with the directory
+        return None
+
+
+def _describe_free(directory: Path) -> str:
+    """Return what a directory's file system has free: bytes, and inodes where it counts them; ``""`` if unknown."""
+    free, found = find_free_bytes(directory), _ask_system(directory)
+    if free == UNKNOWN or found is None:
+        return ""
+    count = f"{found.f_favail:,}" if found.f_favail else "no"
+    inodes = f" and {count} inodes (files)" if found.f_files else ""
+    return f" The file system of {directory} has {format_bytes(free)}{inodes} free now."
 
 
 def _find_system_bytes(target: Path) -> int:
@@ -152,19 +178,17 @@ def refuse_full(
 def _make_space_error(target: Path, needed: int, free: int, action: str, room: Room, rest: int) -> NotEnoughSpaceError:
     """Return the error of a save that does not fit, with what could go."""
     folder = _find_folder(target)
-    is_quota = room.quota and free < _find_system_bytes(target)
-    holder = f"quota={room.quota:,} of {folder} leaves" if is_quota else f"the file system of {folder} has"
     leftover, advice = _advise_of_space(folder)
     takes = f"The tensors take {format_bytes(needed)}"
     if rest:
         takes += f", and with all else, as in an earlier save, it is {format_bytes(needed + rest)}"
     text = (
-        f"cannot {action} {target}: {advice}. {takes}, and {holder} "
+        f"cannot {action} {target}: {advice}. {takes}, and {room.name_limit(target, free)} "
         f"{format_bytes(free)} free, {format_bytes(needed + rest - free)} too little. No file was written."
     )
     if action != REMOVE and _is_taken(target):
         text += " What is at the target stays until the new checkpoint is complete, so that both need room."
-    if not is_quota:
+    if not room.is_quota_less(target, free):
         text += f" {settings.SPACE_CHECK}=0 skips this check."
     error = NotEnoughSpaceError(text)
     error.advice, error.leftover = advice, leftover
@@ -188,13 +212,10 @@ def explain_full(error: NotEnoughSpaceError, target: Path) -> NotEnoughSpaceErro
     """Return the error of a write that found no space with what is free, and could go; that of a refusal as it is."""
     if not is_of_write(error, target):
         return error
-    folder, free = target.parent, find_free_bytes(target.parent)
-    leftover, advice = _advise_of_space(folder)
-    has = "" if free == UNKNOWN else f" The file system of {folder} has {format_bytes(free)} free now."
+    leftover, advice = _advise_of_space(target.parent)
     quota = " A quota permits less than what is free: `quota -s` says how much." if "(EDQUOT)" in str(error) else ""
-    explained = NotEnoughSpaceError(f"{error}. To make space: {advice}.{quota}{has}").with_traceback(
-        error.__traceback__
-    )
+    text = f"{error}. To make space: {advice}.{quota}{_describe_free(target.parent)}"
+    explained = NotEnoughSpaceError(text).with_traceback(error.__traceback__)
     explained.advice, explained.leftover = advice, leftover
     return explained
 

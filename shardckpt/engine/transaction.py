@@ -349,7 +349,7 @@ class Transaction:
             least = forecast.count_least()
         needed, free, rest = comm.total(least, free, rest)  # only the main rank knows what is free, and the rest
         if needed + rest > free and self.room.make is not None:
-            self.room.make()
+            self.room.make(self.room.name_limit(self.target, free))
             free = self._find_free() if comm.is_main else 0
         with self.operation.local_phase("forecasting the space"):
             if comm.is_main:

@@ -58,16 +58,20 @@ def _find_free(place: Path) -> float | None:
 def _measure_checkpoints(place: Path) -> dict[str, float]:
     """Return the gauges of a folder's checkpoints; there are none before a save has made it."""
     found = [] if has_local_files(place) and not place.exists() else list_checkpoints(find_url(place))
-    sizes = [each.nbytes for each in found if each.state == "whole" and each.step is not None]
+    steps = [each for each in found if each.state == "whole" and each.step is not None]
+    times = [each.saved_at for each in steps if each.saved_at is not None]
     return {
         "shardckpt_damaged_checkpoints": sum(each.state == "damaged" or each.has_failed for each in found),
-        **({_STEP: sizes[-1]} if sizes else {}),
+        **({_STEP: steps[-1].nbytes} if steps else {}),
+        # 0, and not absent, before the first: a job that never saves one meets its alert
+        **({_SAVED: max(times, default=0.0)} if times or not steps else {}),
     }
 
 
 #: The gauges of a folder that take a listing, for the log, and those that take none.
-_LISTED = "shardckpt_folder_bytes, shardckpt_newest_step_bytes and shardckpt_damaged_checkpoints"
 _STEP = "shardckpt_newest_step_bytes"
+_SAVED = "shardckpt_newest_step_timestamp_seconds"
+_LISTED = f"shardckpt_folder_bytes, {_STEP}, {_SAVED} and shardckpt_damaged_checkpoints"
 _FREE = "shardckpt_free_bytes"
 _QUOTA = "shardckpt_quota_bytes"
 
@@ -83,6 +87,7 @@ class _FolderCollector:
     _TEXTS: ClassVar = {
         "shardckpt_folder_bytes": "Bytes in a folder of checkpoints",
         _STEP: "Bytes of the newest step of a folder that is whole",
+        _SAVED: "When a step of a folder that is whole was last saved; 0 without one",
         "shardckpt_damaged_checkpoints": (
             "Checkpoints in a folder that are damaged, or that a verification has marked as failed"
         ),
@@ -153,7 +158,7 @@ class PrometheusListener:
     - ``shardckpt_phase_seconds{operation, phase, result}``, a histogram: writing, the commit and others.
     - ``shardckpt_bytes_total{operation}``: bytes that this rank has written, or loaded, by operations that have ended.
     - ``shardckpt_last_success_timestamp_seconds{operation}``: when one last ended well; for an alert on its age.
-    - ``shardckpt_start_timestamp_seconds``: when this listener was made; for an alert on a job that has never saved.
+    - ``shardckpt_start_timestamp_seconds``: when this listener was made; for an alert on a job that does not save.
     - ``shardckpt_failures_total{operation}``: operations that failed, before they began, too, as a manager's save that
       cannot list its folder, and a manager's load of a damaged step that it did without; of ``prune``, old steps that a
       manager could not remove; 0 of these three from the start, so that ``increase`` sees the first.
@@ -173,6 +178,9 @@ class PrometheusListener:
       that ``shardckpt verify --mark`` has marked as failed; measured with its size.
     - ``shardckpt_newest_step_bytes{folder}``: the size of its newest whole step, as the next one may have; measured
       with its size.
+    - ``shardckpt_newest_step_timestamp_seconds{folder}``: when a whole step of it was last saved, by this job or an
+      earlier one, so that a restart does not change it; 0 without one, and absent on a store that does not say when;
+      measured with its size.
     - ``shardckpt_free_bytes{folder}``: what its file system has free at the scrape; not of a URL.
     - ``shardckpt_quota_bytes{folder}``: what it may hold, where ``quota`` says so: ``shardckpt_folder_bytes`` of it are
       used.

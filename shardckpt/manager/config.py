@@ -720,16 +720,16 @@ def _find_step_saver(
     saver = find_saver(strategy, get_plugin_manager())
     named = f"the default strategy {saver.backend!r}" if strategy is None else f"the strategy {strategy!r}"
     kind = f"{type(saver).__name__}, {named},"
-    faults = [
-        SettingFault(
-            source,
-            given,
-            f"steps would be saved as {saver.backend}@{saver.version}, which {source} does not allow: the job could "
-            "not go on from them; add it, or choose another strategy",
-        )
-        for source, given in accepts
-        if not is_accepted(saver.backend, saver.version, given)
-    ]
+    faults = []
+    for source, given in accepts:
+        if not is_accepted(saver.backend, saver.version, given):
+            unknown = "; ".join(list_unknown_accepted(given, get_plugin_manager()))
+            why = f" ({unknown})" if unknown else ""
+            text = (
+                f"steps would be saved as {saver.backend}@{saver.version}, which {source} does not allow{why}: the job "
+                "could not go on from them; add it, or choose another strategy"
+            )
+            faults.append(SettingFault(source, given, text))
     if is_async and not isinstance(saver, AsyncSaveStrategy):
         text = f"async_mode: {kind} saves in the foreground only: choose async_mode='disabled', or another strategy"
         faults.append(SettingFault("async_mode", None, text))
@@ -797,7 +797,7 @@ def find_faults(given: Any) -> list[SettingFault]:
             found = exc.faults if isinstance(exc, ConfigurationError) else ()
             wrong.add(name)
             faults += found or [make_fault(given, name, f"{name}: {exc}")]
-    if "accept" not in wrong:
+    if "accept" not in {*wrong, *(fault.setting for fault in faults)}:
         unknown = list_unknown_accepted(right.get("accept"), get_plugin_manager())
         faults += [make_fault(given, "accept", f"accept: {text}") for text in unknown]
     lacking = "" if wrong & {"hf_mapping", "hf_assets_path"} else _find_lacking_assets(right)

@@ -625,10 +625,10 @@ class CheckpointManager:
 
         target, lineage = self._folder.location(step), Lineage(self._reader.restored_id, step)
 
-        def make_room() -> bool:
+        def make_room(limit: str) -> bool:
             # the main rank may be removing old steps: then the save may fit
             self.wait()
-            return bool(self._make_room(step, "before it"))
+            return bool(self._make_room(step, limit, "before it"))
 
         quota = 0 if config.quota is None else parse_size(config.quota, "quota")
         # a whole step has much beside its tensors that the model alone has not
@@ -647,8 +647,8 @@ class CheckpointManager:
         )
         self._last = step
 
-    def _make_room(self, step: int, when: str) -> list[str]:
-        """Collective: remove what may go already, if on_full says so; say it, and return it."""
+    def _make_room(self, step: int, limit: str, when: str) -> list[str]:
+        """Collective: remove what may go already, if on_full says so; say it with what is full, and return it."""
         if self.config.on_full != "prune":
             return []
         comm = Comm(self._group)
@@ -657,8 +657,8 @@ class CheckpointManager:
         )
         if removed and comm.is_main:
             logger.warning(
-                "%s has no space for step %d: removed %s, as on_full='prune' says: %s",
-                *(self._folder, step, when, listed(removed)),
+                "%s no space for step %d: removed %s, as on_full='prune' says: %s",
+                *(limit, step, when, listed(removed)),
             )
         return removed
 
@@ -670,7 +670,8 @@ class CheckpointManager:
         if not isinstance(error, NotEnoughSpaceError) or error.shared_by is None or step is None:
             return error
         is_late = is_of_write(error, self._folder.place)
-        removed = self._make_room(step, "for the next save") if is_late else []
+        limit = UNLIMITED.name_limit(self._folder.path(step), 0)
+        removed = self._make_room(step, limit, "for the next save") if is_late else []
         advise = partial(self._advise_of_space, error, step, removed)
         text, advice = Comm(self._group).main_runs("choosing what could go", advise)
         advised = replace_text(error, text)

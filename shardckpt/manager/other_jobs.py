@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit import Owner, describe_process, make_hold
 from shardckpt.engine import report_event
-from shardckpt.errors import CheckpointingException, StorageError, escape_text, listed
+from shardckpt.errors import OtherJobError, StorageError, escape_text, listed
 from shardckpt.manager.part import ManagerPart
 from shardckpt.storage import has_local_files, limit_attempts
 
@@ -53,7 +53,7 @@ class OtherJobs(ManagerPart):
     def look(self) -> None:
         """Look for files of others; warn of those whose process is alive here, or that were written since the last.
 
-        If this job is to save to no folder of another, that is an error instead.
+        If this job is to save to no folder of another, that is an OtherJobError instead.
         """
         if time.monotonic() - self._looked_at < _INTERVAL and not has_local_files(self._folder.place):
             return
@@ -111,7 +111,7 @@ class OtherJobs(ManagerPart):
         report_event("save", "other_job", self._folder, 0)
         if self._refuses:
             self._looked_at = -math.inf  # the next save looks again
-            raise CheckpointingException(f"{text}: nothing was saved, as on_other_job='error' says")
+            raise OtherJobError(f"{text}: nothing was saved, as on_other_job='error' says")
         if name not in self._warned:
             self._warned.add(name)
             logger.warning("%s", text)

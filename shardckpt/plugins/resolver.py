@@ -523,7 +523,8 @@ def _refusal_error(
         return CannotLoadError(f"{what}, which the installed readers of that version refuse{tail}")
     if manifest.version > max(versions):
         owner = next(entry.distribution for entry in readers if entry.version == max(versions))
-        advice = f": {first_reader} or newer reads it" if first_reader else f" {owner}: nothing in it names the release"
+        unknown = f" {owner}, which is too old; the checkpoint does not say which release reads it"
+        advice = f": {first_reader} or newer reads it" if first_reader else unknown
         return VersionTooNewError(
             f"{what}, newer than what is installed (version {max(versions)}). Upgrade{advice}{tail}"
         )

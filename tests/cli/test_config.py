@@ -398,8 +398,8 @@ def test_formats_that_nothing_reads_are_named(
     (tmp_path / "run.json").write_text('{"accept": ["torch_dit", "safetensors@9", "huggingface"]}')
     assert main(["config", "--check", str(tmp_path / "run.json")]) == 2
     said = capsys.readouterr().err
-    assert "accept: no installed strategy reads 'torch_dit': did you mean torch_dist?" in said
-    assert "accept: no installed strategy reads 'safetensors' of version 9: there are versions 1" in said
+    assert said.count("no installed strategy reads 'torch_dit': did you mean torch_dist?") == 1
+    assert said.count("no installed strategy reads 'safetensors' of version 9: there are versions 1") == 1
     assert "huggingface" not in said.partition("torch_dit")[0]
     monkeypatch.setenv("SHARDCKPT_ACCEPT", "torch_dit")
     assert main(["config", "SHARDCKPT_ACCEPT"]) == 1
@@ -451,9 +451,17 @@ def test_steps_that_no_load_would_accept_are_refused(
         CheckpointManager(CheckpointConfig(folder=tmp_path, accept=("safetensors",)), states)
     CheckpointManager(CheckpointConfig(folder=tmp_path, accept=("safetensors",), load_only=True), states).close()
     monkeypatch.setenv("SHARDCKPT_ACCEPT", "safetensors")
-    with pytest.raises(CheckpointingException, match="which SHARDCKPT_ACCEPT does not allow"):
+    with pytest.raises(CheckpointingException, match="which SHARDCKPT_ACCEPT does not allow: the job could"):
         CheckpointManager(CheckpointConfig(folder=tmp_path), states)
     CheckpointManager(CheckpointConfig(folder=tmp_path, strategy="safetensors"), states).close()
+
+
+def test_a_misspelt_variable_is_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing installed has the name that SHARDCKPT_ACCEPT allows, the error of the job asks for the nearest."""
+    monkeypatch.setenv("SHARDCKPT_ACCEPT", "safetensor")
+    unknown = r"no installed strategy reads 'safetensor': did you mean safetensors\? there are .*"
+    with pytest.raises(CheckpointingException, match=rf"which SHARDCKPT_ACCEPT does not allow \({unknown}\): the job"):
+        CheckpointManager(CheckpointConfig(folder=tmp_path), {"model": torch.nn.Linear(2, 2)})
 
 
 @table("folder, said", [("{}/a.json", "is a file: give the directory"), ("s3://", "names no bucket")])

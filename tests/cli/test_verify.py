@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -374,6 +375,19 @@ def test_verify_says_in_its_answer_why_there_are_no_files(
     assert main(["verify", str(half)]) == 1
     shown = capsys.readouterr()
     assert (shown.out.startswith(f"{half}: incomplete: not a distributed checkpoint, or "), shown.err) == (True, "")
+
+
+def test_the_row_of_what_nothing_reads_is_one_line(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has the reason as ``ls`` has it; what each reader says is on standard error alone."""
+    newer = checkpoint.with_name("newer")
+    shutil.copytree(checkpoint, newer)
+    (newer / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 99}')
+    (newer / "shardckpt.json").unlink()
+    assert main(["verify", str(newer.parent)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out.count("newer than what is installed") == 1
+    assert "does not say which release reads it\n" in shown.out
+    assert shown.err.count("\n  installed readers: ") == 1
 
 
 def test_verify_reports_its_progress(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from tests.testing.own_store import Folder
 from tests.tree import ROOT
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from shardckpt.async_save import AsyncRequest
@@ -560,13 +561,15 @@ def _meet_each_alert(folder: Path) -> None:
 
 
 def test_one_failure_is_one_alert() -> None:
-    """The rules about failures divide them by operation and error: each meets one of them, and no failure none."""
+    """The rules about failures divide them by operation and error: each meets one, that of another job its own."""
     rules = re.findall(
         r"{alert: (\w+), expr: '([^']*failure\w*{.*?}.*?)'}", READMES["shardckpt/integrations/README.md"]
     )
     for kind, error, expected in (
         ("save", "StorageError", "SaveFailed"),
         ("setup", "ConfigurationError", "SaveFailed"),
+        ("setup", "OtherJobError", ""),  # TwoJobsInOneFolder has its time
+        ("save", "OtherJobError", ""),
         ("load", "KeyMismatchError", "CheckpointFailure"),
         ("export", "StorageError", "CheckpointFailure"),
         ("load", "CorruptCheckpointError", "LoadMetDamage"),
@@ -585,7 +588,7 @@ def test_one_failure_is_one_alert() -> None:
                 for key, negated, sign, value in matchers
             ):
                 found.append(name)
-        assert found == [expected], labels
+        assert found == [expected] * bool(expected), labels
 
 
 def test_the_alerts_ask_for_what_is_exported(tmp_path: Path) -> None:
@@ -749,6 +752,85 @@ def test_a_job_that_never_saves_meets_its_alert() -> None:
     assert [each for each in found if each is not None and each > 1e9]
 
 
+class _Samples(list[float]):
+    """The values of a PromQL expression that has one set of labels: none, or one; of a range, several."""
+
+    def __rsub__(self, time: float) -> _Samples:
+        return _Samples(time - value for value in self)
+
+    def __gt__(self, limit: Any) -> Any:
+        return _Samples(value for value in self if value > limit)
+
+
+def _evaluate(rule: str, now: float, scrapes: Mapping[float, Mapping[str, float]]) -> bool:
+    """Return whether a rule about one job and folder holds, by what was scraped when."""
+
+    def find(name: str, hours: int, offset: int) -> _Samples:
+        end = now - 3600 * offset
+        found = [
+            values[name]
+            for at, values in sorted(scrapes.items())
+            if end - (3600 * hours or 300) < at <= end and name in values
+        ]
+        return _Samples(found if hours else found[-1:])  # of the last 5 minutes, where no range is given
+
+    calls = re.sub(
+        r"(shardckpt_\w+)(?:{.*?})?(?:\[(\d)h\])?(?: offset (\d)h)?",
+        lambda match: f'find("{match[1]}", {match[2] or 0}, {match[3] or 0})',
+        re.sub(r" by \(.*?\)", "", rule),
+    )
+    names = {
+        "find": find,
+        "time": lambda: now,
+        "max": lambda found: _Samples([max(found)] if found else []),
+        "max_over_time": lambda found: _Samples([max(found)] if found else []),
+    }
+    return bool(eval(calls, names))
+
+
+def _run(hours: float, every: float, save_after: float, newest: float) -> dict[float, dict[str, float]]:
+    """Return what is scraped each minute of a job that is started again and again, by its hours; the last ends it.
+
+    Args:
+        hours: How long.
+        every: After how many hours it is started again; before that it is down for 6 minutes.
+        save_after: How long after each start it saves.
+        newest: When the newest step of the folder was saved before.
+    """
+    scrapes = {}
+    for minute in range(round(60 * hours) + 1):
+        at = 60.0 * minute
+        start = at // (3600 * every) * 3600 * every
+        saved = start + 3600 * save_after
+        newest = max(newest, saved) if at >= saved else newest
+        if at - start < 3600 * (every - 0.1):
+            scrapes[at] = {
+                "shardckpt_start_timestamp_seconds": start,
+                "shardckpt_newest_step_timestamp_seconds": newest,
+                **({"shardckpt_last_success_timestamp_seconds": saved} if at >= saved else {}),
+            }
+    return scrapes
+
+
+@table(
+    "hours, every, save_after, newest, expected",
+    [
+        (3.3, 0.5, 9, -1e9, True),  # it never saves, nor did another
+        (3.3, 0.5, 9, -9e4, True),  # nor since yesterday
+        (3.3, 0.5, 0.3, -9e4, False),
+        (3.3, 99, 9, -9e4, True),  # it hangs
+        (1.9, 0.5, 9, -1e9, False),  # it may yet save
+        (0.4, 99, 0.5, -9e4, False),  # it goes on where another ended yesterday
+    ],
+)
+def test_a_job_that_is_started_again_and_again_meets_the_alert_of_saves(
+    hours: float, every: float, save_after: float, newest: float, expected: bool
+) -> None:
+    """A restart begins no new count where no step was saved; a new job, and one that saves after each, meet none."""
+    (rule,) = re.findall("alert: NoSaveFor2Hours, expr: '(.*)'}", READMES["shardckpt/integrations/README.md"])
+    assert _evaluate(rule, 3600 * hours, _run(hours, every, save_after, newest)) is expected
+
+
 def _wait_for_measures() -> None:
     for thread in list_threads("shardckpt-measure"):
         thread.join()
@@ -776,10 +858,13 @@ def test_what_is_measured_of_a_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     assert measure("free_bytes") > 0
     assert measure("quota_bytes") == 1e9
     assert measure("newest_step_bytes") is None
+    assert measure("newest_step_timestamp_seconds") == 0
     assert measure("damaged_checkpoints") == 0
     for step in (1, 2):
         dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}, f"runs/step-{step}")
     assert measure("folder_bytes") > measure("newest_step_bytes") >= 4000
+    saved_at = (tmp_path / "runs" / "step-2" / "metadata.json").stat().st_mtime
+    assert measure("newest_step_timestamp_seconds") == pytest.approx(saved_at, abs=60)
     assert measure("damaged_checkpoints") == 0
     _damage(tmp_path / "runs" / "step-2")
     assert measure("damaged_checkpoints") == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -121,6 +122,20 @@ def test_a_write_that_finds_no_space_says_what_could_go(
         assert len(re.findall(advice.format(step), caplog.text)) == 1
 
 
+@table("files, said", [(30, " and no inodes (files)"), (0, "")])
+def test_a_file_system_without_inodes_is_named_as_such(
+    tmp_path: Path, files: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a write finds no space, and bytes are free, the error says that it is files that are not; if known."""
+    found = SimpleNamespace(f_blocks=9, f_frsize=1_000_000, f_bfree=9, f_bavail=9, f_files=files, f_ffree=0, f_favail=0)
+    with _make_manager(tmp_path / str(files), max_failed_saves=0) as manager, monkeypatch.context() as disk:
+        disk.setattr("shardckpt.engine.space.os.statvfs", lambda _: found)
+        disk.setattr("os.pwritev", _refuse_space)
+        with pytest.raises(NotEnoughSpaceError) as caught:
+            manager.save(1)
+    assert str(caught.value).endswith(f" has 9.0 MB{said} free now.")
+
+
 class _FullDisk:
     """Lets writes find no space while a folder has two steps."""
 
@@ -155,7 +170,9 @@ def test_a_save_whose_write_found_no_space_is_pruned_for_and_written_anew(
     assert not recorder.find("failure")
     run = tmp_path / "run"
     removed, anew = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert removed == f"{run} has no space for step 3: removed before it, as on_full='prune' says: step 1"
+    assert removed == (
+        f"the file system of {run} has no space for step 3: removed before it, as on_full='prune' says: step 1"
+    )
     assert re.match(rf"the save to {run}/step-3 begins anew, now that there is more space: .* \(ENOSPC\)$", anew)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from shardckpt.commit import Owner, make_hold
 from shardckpt.commit.owner import _host, _status
-from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.errors import OtherJobError, StorageError
 from shardckpt.manager import CheckpointConfig, CheckpointManager, other_jobs
 from shardckpt.testing import FaultyStore
 from tests.manager import folders
@@ -122,12 +122,12 @@ def test_a_save_beside_another_job_is_refused_if_asked(
         _write(folder, ALIVE)
         monkeypatch.setattr(other_jobs, "_INTERVAL", 0.0)  # the minute has passed
         for step in (2, 3):
-            with pytest.raises(CheckpointingException, match=r"another job saves to .* nothing was saved"):
+            with pytest.raises(OtherJobError, match=r"another job saves to .* nothing was saved"):
                 manager.save(step)
             monkeypatch.setattr(other_jobs, "_INTERVAL", 1e9)
         assert manager.steps() == [1]
     assert [event.directory for event in recorder.find("other_job")] == [folder] * 2
-    with pytest.raises(CheckpointingException, match="another job saves to"):
+    with pytest.raises(OtherJobError, match="another job saves to"):
         CheckpointManager(config, {"progress": Progress()})
 
 

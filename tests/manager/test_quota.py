@@ -107,13 +107,16 @@ def test_a_full_folder_is_said_once_and_what_to_do_first(tmp_path: Path, caplog:
 
 
 @table("kind", ["local", "store"])
-def test_a_quota_makes_room_as_a_full_disk_does(tmp_path: Path, kind: str) -> None:
-    """With on_full="prune" the step that the policies will not keep goes first."""
-    with _make_manager(_name_folder(kind, tmp_path), quota="2.5MB", on_full="prune", keep_latest_k=2) as manager:
+def test_a_quota_makes_room_as_a_full_disk_does(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With on_full="prune" the step that the policies will not keep goes first; the log names the quota."""
+    caplog.clear()  # of the row before
+    folder = _name_folder(kind, tmp_path)
+    with _make_manager(folder, quota="2.5MB", on_full="prune", keep_latest_k=2) as manager:
         for step in range(1, 5):
             assert manager.save(step)
         manager.wait()
         assert manager.steps() == [3, 4]
+    assert f"quota=2,500,000 of {folder} leaves no space for step 3: removed before it, as" in caplog.text
 
 
 def test_a_quota_that_is_no_size_is_refused() -> None:

@@ -430,7 +430,8 @@ def test_a_newer_version_without_a_hint_says_what_to_upgrade(tmp_path: Path, has
     if not has_record:
         (path / "shardckpt.json").unlink()
     text = _refusal(VersionTooNewError, path, _host(_Load, _Load2))
-    assert "newer than what is installed (version 2). Upgrade this process: nothing in it names the release\n" in text
+    assert "newer than what is installed (version 2). Upgrade this process, which is too old; " in text
+    assert "; the checkpoint does not say which release reads it\n" in text
     assert "_Load of this process: reads version 1" in text
     assert "_Load2 of this process: reads version 2" in text
 
