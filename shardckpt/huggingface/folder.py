@@ -373,6 +373,6 @@ def parse_object(raw: bytes, path: Path) -> dict[str, Any]:
 def parse_text(raw: bytes, path: Path) -> Any:
     """Return what is in the content of a JSON file; raise CorruptCheckpointError if it is none."""
     try:
-        return json.loads(raw)
+        return json.loads(str(raw, "utf-8").removeprefix("\ufeff"))  # of bytes it would guess the encoding
     except (ValueError, RecursionError) as exc:
         raise CorruptCheckpointError(f"{path} is damaged: {exc}") from exc

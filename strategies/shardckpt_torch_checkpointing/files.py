@@ -182,7 +182,7 @@ def read_content(reader: CheckpointReader, item: str, layout: Layout, allow_glob
         return Content({(item,): reader.read(layout.file)}, {})
     try:
         if layout.form == "json":
-            loaded = json.loads(reader.read(layout.file))
+            loaded = json.loads(str(reader.read(layout.file), "utf-8"))  # of bytes it would guess the encoding
         else:
             loaded = Archive.of_file(reader, layout.file).describe(allow_globals)
         names: dict[Any, str] = {}

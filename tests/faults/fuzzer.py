@@ -31,6 +31,8 @@ from tests.names import MARKER, RECORD
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.faults.hostile import Report
+
 #: A mutant that takes more memory, in a load, four queries and a verify of 100 KB, is a finding.
 MEMORY = 200 << 20
 _BATCH = 100
@@ -116,16 +118,36 @@ class Fuzzer:
         self._folder = folder
         self._base = folder / "base"
         self._path = folder / "fuzzed"
-        dist_checkpointing.save(samples.state_dict(1), self._base)
-        samples.load(self._base)
+        self._make()
 
     def verdicts(self, count: int) -> list[str]:
         """What came of the mutants of every file."""
         found = []
-        for path in sorted(self._base.iterdir()):
+        for name in self._list_names():
             for begin in range(0, count, _BATCH):
-                found += self._fork(path.name, range(begin, min(count, begin + _BATCH)))
+                found += self._fork(name, range(begin, min(count, begin + _BATCH)))
         return found
+
+    def _make(self) -> None:
+        """Write the checkpoint, and import what reading it takes."""
+        dist_checkpointing.save(samples.state_dict(1), self._base)
+        samples.load(self._base)
+
+    def _put(self, name: str, content: bytes, number: int) -> None:
+        """Put a mutant in the place of a file, with the right digests or without any."""
+        shutil.copyfile(self._base / RECORD, self._path / RECORD)
+        if number % 2 and content and name not in (MARKER, RECORD):  # the record has no empty files
+            sign(self._path, name, content)
+        else:
+            (self._path / RECORD).unlink()
+            (self._path / name).write_bytes(content)
+
+    def _report(self, watch: Watch) -> Report:
+        """Open the mutant in every way."""
+        return report_on(self._path, watch)
+
+    def _list_names(self) -> list[str]:
+        return sorted(str(path.relative_to(self._base)) for path in self._base.rglob("*") if path.is_file())
 
     def _fork(self, name: str, numbers: range) -> list[str]:
         """The verdicts of a batch; one whose process dies or does not end has that instead of its last one."""
@@ -142,7 +164,7 @@ class Fuzzer:
         return [*found, f"{'slow' if is_slow else 'crash'}: {name}, number {numbers[len(found)]}, {status}"]
 
     def _be(self, name: str, numbers: range, told: Path) -> None:
-        others = [path.read_bytes() for path in sorted(self._base.iterdir())]
+        others = [content for each in self._list_names() if (content := (self._base / each).read_bytes())]
         whole = (self._base / name).read_bytes()
         watch = Watch()
         limit_memory()
@@ -151,17 +173,12 @@ class Fuzzer:
             for number in numbers:
                 chance = random.Random(f"{name} {number}")
                 content = mutate(whole, chance.choice(others), chance)
-                shutil.copyfile(self._base / RECORD, self._path / RECORD)
-                if number % 2 and content and name not in (MARKER, RECORD):  # the record has no empty files
-                    sign(self._path, name, content)
-                else:
-                    (self._path / RECORD).unlink()
-                    (self._path / name).write_bytes(content)
+                self._put(name, content, number)
                 lines.write(self._judge(watch, f"{name}, number {number}") + "\n")
 
     def _judge(self, watch: Watch, what: str) -> str:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        report = report_on(self._path, watch)
+        report = self._report(watch)
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
         if grown > MEMORY:
             return f"memory: {what}: {grown >> 20} MiB"

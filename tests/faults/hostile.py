@@ -230,11 +230,12 @@ def report_on(directory: Path, watch: Watch) -> Report:
             report.plain = f"{type(error).__name__}: {error}"
     watch.on = False
     report.events = watch.events
-    report.polluted = _polluted()
+    report.polluted = find_polluted()
     return report
 
 
-def _polluted() -> list[str]:
+def find_polluted() -> list[str]:
+    """Return the allowed globals that a pickle has changed."""
     tables = (allow_lists.OBJECT_TABLE, allow_lists.METADATA_TABLE)
     reachable = [
         *(v for table in tables for v in table.values()),

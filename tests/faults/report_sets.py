@@ -15,6 +15,7 @@ from shardckpt import settings
 from tests import programs
 from tests.faults.chaos.names import OURS, THEIRS, merge_scores
 from tests.faults.deaths import StepJob
+from tests.faults.foreign_fuzzer import LIBRARIES
 from tests.faults.injector import LIES
 from tests.faults.mutations import MUTATIONS as _MUTATIONS
 from tests.faults.mutations import check_baseline, try_mutation
@@ -357,7 +358,10 @@ def _lose_ranks(subject: str, scenarios: list[Scenario], points: int) -> tuple[C
 
 def _fuzz(subject: str, points: int) -> tuple[Counter[str], str]:
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        found = _run("fuzzer", subject, folder, str(min(points, _MUTANTS)))
+        if subject in LIBRARIES:
+            found = _run("foreign_fuzzer", "torch_dist", folder, subject, str(min(points, _MUTANTS)))
+        else:
+            found = _run("fuzzer", subject, folder, str(min(points, _MUTANTS)))
     told = [line for line in found if ":" in line]
     return Counter(line.partition(":")[0] for line in found), " ".join(told)[:1000]
 
@@ -512,7 +516,7 @@ def list_sets() -> list[FaultSet]:
         *_lost_ranks(),
         *(
             FaultSet("hostile", subject, "every file", HOSTILE, partial(_fuzz, subject))
-            for subject in ("torch_dist", "ep", "safetensors")
+            for subject in ("torch_dist", "ep", "safetensors", *LIBRARIES)
         ),
         *(
             FaultSet("stores", "S3", f"{name}{fault}", STORES, partial(_fail_requests, fault, case))

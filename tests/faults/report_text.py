@@ -10,6 +10,12 @@ values, faults and oracle, by the one call that their documents show. What is *b
 other, hang, late, not named, wrong checkpoint, crash, slow, memory, grown, drifted, survived, and whatever is not a
 *pass* of the referee. *missed* faults did not come at their call,
 and are not counted as points.
+
+**The weakest promise** is that of object stores: faults come between the client and moto, an emulator, and no real S3,
+GCS or Azure was killed, throttled or cut off. Then power cuts: they are replays of traces, in which what was not
+fsynced is dropped, kept or torn; no machine was switched off, and no disk that lies about its cache was tried. Then
+files without digests, as other libraries write them: damage of their values is found by a CRC-32 where they have one,
+else by nobody.
 """
 
 EXPLANATIONS = {
@@ -64,7 +70,8 @@ of one rank's disk, each at another, longer than the timeout; one that takes 1 s
 """,
     "hostile": """\
 Files of a checkpoint with bytes changed, cut, repeated, inserted and taken from other files; every other time without
-digests, else with digests that were made right. A load, four queries and verify open each. **loaded**: it was still a
+digests, else with digests that were made right. A load, four queries and verify open each; of other libraries, whose
+files have no digests, a read of all values, and the verbs verify, ls and inspect. **loaded**: it was still a
 checkpoint; without digests nobody can know which values it had. **other**: an error that is not of the family, or
 anything that a load has no business to do, such as an import or a file that is written. **slow**: more than 5 s, or
 no end; **memory**: more than 200 MiB; **crash**: the process died.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import backends
+from tests.faults.foreign_fuzzer import LIBRARIES
 from tests.faults.programs import ask
 
 if TYPE_CHECKING:
@@ -20,3 +21,13 @@ def test_mutants_of_every_file(tmp_path: Path, count: int) -> None:
     found: list[str] = ask("fuzzer", tmp_path, count)
     assert [verdict for verdict in found if verdict not in ("refused", "loaded")] == []
     assert found.count("refused") > len(found) // 2
+
+
+@pytest.mark.parametrize(
+    "library",
+    [each if each == "files of torch.save" else pytest.param(each, marks=pytest.mark.proof) for each in LIBRARIES],
+)
+def test_mutants_of_what_other_libraries_wrote(tmp_path: Path, library: str) -> None:
+    """So are those of another library's files, for whatever reads them."""
+    found: list[str] = ask("foreign_fuzzer", tmp_path, library, 40)
+    assert [verdict for verdict in found if verdict not in ("refused", "loaded")] == []
