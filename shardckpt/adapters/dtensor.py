@@ -202,9 +202,10 @@ def _shards(
 class _Cut(NamedTuple):
     """A rank's part of tensors of one shape, cut by the same splits.
 
-    ``extent`` is the shape of the local tensor. ``held`` has the boxes of the global tensor that it consists of; an
-    empty one if it is empty. ``grid`` is the number of equal parts along every axis; None if the tensor is not cut into
-    a grid of these.
+    Attributes:
+        extent: The shape of the local tensor.
+        held: The boxes of the global tensor that it consists of; an empty one if it is empty.
+        grid: Number of equal parts along every axis; None if the tensor is not cut into a grid of equal parts.
     """
 
     extent: Ints
@@ -220,9 +221,10 @@ class _Cut(NamedTuple):
 class _Common(NamedTuple):
     """The common layout of DTensors of one mesh, placements and shape on this rank.
 
-    ``replica_id`` has this rank's coordinates on the mesh dimensions that replicate; 0 if none does. ``is_everywhere``
-    says whether the mesh spans all ranks. ``cut`` is None if the placements are to be refused when the shards are
-    built.
+    Attributes:
+        replica_id: This rank's coordinates on the mesh dimensions that replicate; 0 if none does.
+        is_everywhere: Whether the mesh spans all ranks.
+        cut: What this rank holds; None if the placements are to be refused when the shards are built.
     """
 
     replica_id: ReplicaId

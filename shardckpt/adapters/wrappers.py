@@ -58,8 +58,11 @@ _OLD_SHARED = frozenset({"qmap"})
 class InnerShard:
     """A rank's blocks of a flattened tensor that is inside the shards of a DTensor.
 
-    ``size`` is the number of elements on all ranks, ``offset`` of those before the blocks. ``replica_id`` is as for
-    ShardedTensor.
+    Attributes:
+        tensor: The blocks.
+        size: The number of elements on all ranks.
+        offset: The number of elements before the blocks.
+        replica_id: As for ShardedTensor.
     """
 
     tensor: torch.Tensor

@@ -179,8 +179,9 @@ class _Pair(NamedTuple):
 class _Found:
     """The comparison of a tensor of the first checkpoint.
 
-    ``pairs`` has the tensors of the second that have its elements. ``absent`` is what else differs, if the second lacks
-    a tensor, or has it of another shape.
+    Attributes:
+        pairs: The tensors of the second that have its elements.
+        absent: What else differs, if the second lacks a tensor, or has it of another shape.
     """
 
     tensor: ShardedTensor

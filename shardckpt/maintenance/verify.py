@@ -67,12 +67,15 @@ INTACT, DAMAGED, NO_ANSWER = 0, 1, 2
 class FileResult:
     """A file in a checkpoint's directory.
 
-    ``nbytes`` is its size as recorded if it is; 0 for a foreign file, and for a missing one without a record. ``fault``
-    is what is wrong with it, or why it could not be read; ``""`` if nothing is. ``foreign``: it is not a file of the
-    checkpoint, and is not read. ``checked`` says how: ``digests`` of all bytes; ``crc32`` of all values, which archives
-    have where there are no digests; ``structure`` alone, where there is neither; or ``nothing``, if it could not be
-    read, or is foreign. ``note`` is what is no fault and may surprise: what engines make of a file of a Hugging Face
-    folder.
+    Attributes:
+        name: Its name in the directory.
+        nbytes: Its size in bytes, as recorded if it is; 0 for a foreign file, and for a missing one without a record.
+        fault: What is wrong with it, or why it could not be read; ``""`` if nothing is. A foreign file is not read.
+        foreign: Whether it is not a file of the checkpoint.
+        checked: How it was checked: ``digests`` of all bytes; ``crc32`` of all values, which archives have where there
+            are no digests; ``structure`` alone, where there is neither; or ``nothing``, if it could not be read, or is
+            foreign.
+        note: What is no fault and may surprise: what engines make of a file of a Hugging Face folder.
     """
 
     name: str

@@ -54,11 +54,16 @@ class NotMarkedError(CheckpointingException):
 class Mark(SmallFile):
     """The verdict about one save of a checkpoint.
 
-    ``verified`` says that every file is as it was written, ``failed`` that some are not. ``root`` is the SHA-256 that
-    the save's record has of itself, and with it of the digests of all files. ``checked`` is ``digests`` if all bytes
-    were compared, else ``structure``. ``faults`` has the first few; ``damaged`` names all files that are not as
-    written, none if there are too many to name. ``time`` is the end of the check, in seconds since 1970, and ``writer``
-    the release, such as ``shardckpt 0.1.0``.
+    Attributes:
+        verdict: ``verified``: every file is as it was written. ``failed``: some are not.
+        save_id: The save that was checked.
+        root: The SHA-256 that the save's record has of itself, and with it of the digests of all files.
+        checked: ``digests`` if all bytes were compared, else ``structure``.
+        files: How many were checked.
+        faults: What is wrong, the first few.
+        damaged: The files that are not as written, all of them; none if there are too many to name.
+        time: When the check ended, in seconds since 1970.
+        writer: The release that checked, such as ``shardckpt 0.1.0``.
     """
 
     verdict: Verdict

@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 class StepWriter(ManagerPart):
     """Saves checkpoints, at most one at a time in the background.
 
-    A ``strategy`` of None is that of the configuration.
+    Args:
+        strategy: Writes the steps; None for that of the configuration.
     """
 
     def __init__(
