@@ -70,8 +70,8 @@ def sharded_tensor_from_dtensor(key: str, dtensor: DTensor) -> ShardedTensor:
 def get_dtensor_splits(key: str, dtensor: DTensor) -> list[Split]:
     """Return the splits that cut this rank's part out of the global tensor: one for each mesh dimension that shards.
 
-    They are in mesh order: the next one cuts what the one before it left. A placement that is not Shard, _StridedShard
-    or Replicate, and a rank outside the mesh, are a ShardingError.
+    They are in mesh order: the next one cuts what the one before it left. It is a ShardingError if a placement is not
+    Shard, _StridedShard or Replicate, or this rank is outside the mesh.
     """
     coordinate = dtensor.device_mesh.get_coordinate()
     if coordinate is None:

@@ -194,8 +194,8 @@ class ReadState(NamedTuple):
 def read_state_dict(module: Module) -> ReadState | None:
     """Return a module's own state dict; None if torch must be asked: FSDP1, and classes that rename.
 
-    Its classes and hooks decide what is there: extra state, more tensors or others than it has. That two values have
-    one name is a ShardingError.
+    Its classes and hooks decide what is there: extra state, more tensors or others than it has. Two values of one name
+    are a ShardingError.
     """
     try:
         prefixes = _list_prefixes(module)

@@ -86,7 +86,7 @@ class StagedProof:
     def make(self, written: Sequence[HubTensor], staging: Path, files: Path) -> None:
         """Read what is staged, and compare it with what was read from the source.
 
-        That it has other tensors, or other values, is a CorruptCheckpointError.
+        If it has other tensors, or other values, it is a CorruptCheckpointError.
         """
         after, context = TensorSums(), self.stored.context
         plugins = self.stored.operation.plugins

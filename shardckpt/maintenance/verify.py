@@ -104,8 +104,9 @@ def verify_checkpoint(directory: str | os.PathLike[str], *, repair: bool = False
     transformers, vLLM and SGLang make of files other than the model's.
 
     With ``repair`` a ``metadata.json`` that is lost, or cannot be parsed, is written back if all other files are as
-    written, and its result says so: it has nothing that ``shardckpt.json`` does not say. A file that lists the others,
-    and is missing or damaged, is a CorruptCheckpointError. It is an error, too, if it cannot be read, or there are no
+    written, and its result says so: it has nothing that ``shardckpt.json`` does not say. It is a CannotLoadError if
+    there is no checkpoint, or it has no digests and no installed strategy reads it; a CorruptCheckpointError if a file
+    that lists the others is missing or damaged. It is an error, too, if such a file cannot be read, or if there are no
     digests and the strategy needs them.
     """
     return retry_if_replaced(lambda: _verify(locate(directory, get_plugin_manager()), repair=repair), directory)

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class InputFile(Protocol):
     """A file that is open for reading, by several threads at a time; a context manager that closes it.
 
-    ``size`` and ``status``, the result of ``os.fstat``, are of when it was opened; an object of a store has no status.
+    ``size``, in bytes, and ``status``, the result of ``os.fstat``, are from when it was opened; ``status`` is None for
+    an object of a store.
     """
 
     path: Path

@@ -56,8 +56,8 @@ _TABLES_AT_ONCE = 16
 class WriteTimes(NamedTuple):
     """When a rank wrote its files, by ``time.perf_counter``, which all processes of a host share.
 
-    From when the first file was created, 0.0 if none was, until the last one was durable; ``synced`` is how many
-    seconds of that it waited for fsync.
+    ``began`` is when the first file was created, 0.0 if none was; ``ended`` is when the last one was durable;
+    ``synced`` is the seconds between in which it waited for fsync.
     """
 
     began: float = 0.0
