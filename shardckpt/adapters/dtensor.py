@@ -50,7 +50,7 @@ def describe_dtensor(
 
 
 def sharded_tensor_from_dtensor(key: str, dtensor: DTensor) -> ShardedTensor:
-    """Return the shard of a DTensor whose local tensor is one box of the global one; it becomes ``data``, not a copy.
+    """Return the shard of a DTensor whose local tensor is one box of the global one; ``data`` is no copy of it.
 
     Where copies of the whole mesh exist (a tensor-parallel mesh in every data-parallel rank), the caller must set
     another ``replica_id`` on all but one of them; :func:`to_sharded_state_dict` sees to that. It is a ShardingError if
@@ -233,7 +233,7 @@ class _Common(NamedTuple):
 
 
 class AlikeTensors:
-    """Finds what tensors that are described together have in common, once for all that are alike.
+    """Finds what DTensors that are described together have in common, once for each mesh, placements and shape.
 
     To be used within one call: the DTensors keep their meshes alive, whose ids are remembered.
     """

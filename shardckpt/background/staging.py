@@ -29,7 +29,7 @@ class StagedWork:
 
     Attributes:
         layout: The places of the tensors in the buffer.
-        buffer: None in the process that got it pickled.
+        buffer: None where the object was pickled, and once the buffer is released.
         nbytes: Size of the buffer in bytes.
     """
 

@@ -232,7 +232,7 @@ class _Found:
 
 @dataclass
 class _Comparison:
-    """A comparison of two open checkpoints."""
+    """A comparison of two open checkpoints; see :func:`diff_checkpoints` for the tolerances and ``memory``."""
 
     first: OpenCheckpoint
     second: OpenCheckpoint

@@ -142,9 +142,10 @@ _HEADER = b"\0\0\0\0{"
 def open_source(location: Path, plugins: PluginManager, how: Reading = _AS_IT_IS) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint, a folder or file of another library that is read here, for the block. Not collective.
 
-    ``location`` is as :func:`shardckpt.engine.locate` returned it. All that is opened is of one save. Anything else is
-    a NotACheckpointError that says what it is; a format that ``SHARDCKPT_ACCEPT`` leaves out is a RefusedByPolicyError.
-    It is a KeyMismatchError if nothing has a name that is to be renamed, or two things would have one name.
+    ``location`` is as :func:`shardckpt.engine.locate` returned it. All that is opened is of one save. What is none of
+    these is a NotACheckpointError that says what it is; a format that ``SHARDCKPT_ACCEPT`` leaves out is a
+    RefusedByPolicyError. It is a KeyMismatchError if nothing has a name that is to be renamed, or two things would have
+    one name.
     """
     is_partial = how.unmarked or how.skip_damaged
     place, manifest, strategy = _recognise(location, plugins, unmarked=is_partial, skip_damaged=is_partial)
@@ -262,7 +263,7 @@ def identify_source(location: Path, opened: OpenCheckpoint) -> str:
 def check_source(location: Path, plugins: PluginManager, error: CheckpointingException) -> dict[str, Checked]:
     """Check the files of a folder of Hugging Face or DeepSpeed, or a file, as far as that goes without digests.
 
-    Return what is wrong with each file by its name, or None, and how it was checked. Anything else is a
+    Return what is wrong with each file by its name, or None, and how it was checked. What is none of these is a
     NotACheckpointError that says what it is; if that is not known, ``error`` is raised. If what lists the files is
     damaged, that is an error, too.
     """
@@ -405,7 +406,7 @@ def list_torch_files(place: Path) -> list[str]:
 
 
 def find_cut_file(place: Path) -> CheckpointingException | None:
-    """Return the error of a file of torch.save beside a model that is empty or cut, or None; no pickle is read."""
+    """Return the error of a file of torch.save next to a model that is empty or cut, or None; no pickle is read."""
     return next((found.error for found in _check_archives(place, members=False).values() if found.error), None)
 
 

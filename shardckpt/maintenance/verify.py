@@ -224,7 +224,7 @@ def _check_marker(path: Path, record: Record) -> CheckpointingException | None:
 
 
 def _list_foreign(path: Path, manifest: Manifest, found: Collection[str]) -> list[str]:
-    """Return what is in the checkpoint's directory, or in its folders, beside the checkpoint's files, sorted."""
+    """Return what is in the checkpoint's directory, or in its folders, but is no file of it, sorted."""
     folders = find_folders(found)
     known = {MARKER_NAME, RECORD_NAME, INTEGRITY_NAME, *found, *folders}
     foreign = []
@@ -236,7 +236,7 @@ def _list_foreign(path: Path, manifest: Manifest, found: Collection[str]) -> lis
 
 
 def _list_other_files(directory: Path, found: Collection[str]) -> list[str]:
-    """Return which files, by their suffix, may be checkpoints of their own beside those of another library's folder."""
+    """Return which files, by their suffix, may be checkpoints of their own among those of another library's folder."""
     if directory.is_file():
         return []
     names = [entry.name for entry in open_directory(directory).iterdir()]

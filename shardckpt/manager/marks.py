@@ -95,7 +95,8 @@ def find_mark(place: Path, name: str, record: PlainRecord | Record | None) -> Ma
     """Return the mark of a checkpoint; None if it has none, or that of another save. Not collective.
 
     ``place`` is the directory of the marks, :data:`MARKS_NAME` next to the checkpoint; ``record`` is None if the
-    checkpoint has none. That the store does not answer is an error: it must not pass for a checkpoint without a mark.
+    checkpoint has none. It is an error if the store does not answer: that must not pass for a checkpoint without a
+    mark.
     """
     if record is None:
         return None
@@ -150,8 +151,8 @@ def mark_checkpoint(
     """Write and return the verdict of a verification about a checkpoint, in place of an earlier one. Not collective.
 
     ``save`` is what :func:`identify_save` returned before the verification: if another save has replaced the checkpoint
-    since, that is an error, and nothing is written. ``faults`` is for people; ``damaged`` names the files that are not
-    as written.
+    since, that is an error, and nothing is written. ``faults`` are texts for people; ``damaged`` names the files that
+    are not as written.
     """
     if identify_save(checkpoint) != save:
         raise CheckpointingException(

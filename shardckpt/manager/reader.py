@@ -74,7 +74,12 @@ class Fetched(NamedTuple):
 
 
 class StepReader:
-    """Reads checkpoints, which may lack the tensors of the model that ``left_out`` names."""
+    """Reads checkpoints; see CheckpointConfig for the arguments that are not listed here.
+
+    Args:
+        excluded: Names of states that are not loaded.
+        left_out: Names of tensors of the model that a checkpoint may lack.
+    """
 
     def __init__(
         self,

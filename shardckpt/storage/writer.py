@@ -315,7 +315,7 @@ class CheckpointWriter:
         return record
 
     def move_tables(self, files: Iterable[FileRecord]) -> list[FileRecord]:
-        """Write the tables of digests of some files into files of their own beside them, durably.
+        """Write the tables of digests of some files into files of their own next to them, durably.
 
         Small tables stay in their records, and so do those whose files have names that are too long for another suffix.
 
@@ -341,7 +341,7 @@ class CheckpointWriter:
         return moved
 
     def _finish_tables(self, waiting: list[FileWriter]) -> None:
-        """Complete table files: their content has a digest in the record of the file that they are beside."""
+        """Complete table files: their content has a digest in the record of the file that they are about."""
         for writer in waiting:
             self.finish(writer)
             self.files.pop()
