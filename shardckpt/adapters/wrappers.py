@@ -215,8 +215,8 @@ def rebuild_wrapper(parts: Mapping[str, Any], form: Mapping[str, Any], param: to
 
     ``parts`` is the dict, with what was loaded for the tensors inside: whole, or this rank's part. ``form`` is the same
     with placeholders, which have the shapes of whole ones. ``param`` is the parameter whose state it is; that of a
-    DTensor's shape is a DTensor. A class that is not imported is an error: a checkpoint must not decide what is. So is
-    a part of the parameter that cuts blocks, or is no part of their order.
+    DTensor's shape is a DTensor. A class that is not imported is an error: a checkpoint must not decide what is. It is
+    a ShardingError if this rank's part of the parameter cuts blocks, or is no part of their order.
     """
     cls = _find_class(parts[CLASS])
     inner, shared = _split_parts(parts)

@@ -122,7 +122,8 @@ def diff_checkpoints(
     """Compare two checkpoints, of any formats and sharding: tensors, objects and common state.
 
     Values are read only of tensors of which not both checkpoints have stored fingerprints, or these differ. Without
-    tolerances the bits are compared: 0.0 and -0.0 differ, and NaN equals NaN of the same bits.
+    tolerances the bits are compared: 0.0 and -0.0 differ, and NaN equals NaN of the same bits. A negative tolerance is
+    an error.
 
     Args:
         first: A checkpoint that an installed strategy reads, a Hugging Face folder, or a file of

@@ -156,7 +156,10 @@ def read_joined(file: InputFile, buffers: Sequence[memoryview], offset: int) -> 
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Return all bytes of a small regular file; more than ``limit`` are refused before memory is allocated."""
+    """Return all bytes of a small regular file.
+
+    More than ``limit`` bytes are a CorruptCheckpointError, before memory is allocated.
+    """
     with open_existing(path) as file:
         if file.size > limit:
             raise CorruptCheckpointError(
