@@ -50,7 +50,7 @@ def describe_dtensor(
 
 
 def sharded_tensor_from_dtensor(key: str, dtensor: DTensor) -> ShardedTensor:
-    """Return the shard of a DTensor whose local tensor is one box of the global one; it becomes ``data``, not a copy.
+    """Return the shard of a DTensor whose local tensor is one box of the global one; ``data`` is no copy of it.
 
     Where copies of the whole mesh exist (a tensor-parallel mesh in every data-parallel rank), the caller must set
     another ``replica_id`` on all but one of them; :func:`to_sharded_state_dict` sees to that. It is a ShardingError if
@@ -70,8 +70,8 @@ def sharded_tensor_from_dtensor(key: str, dtensor: DTensor) -> ShardedTensor:
 def get_dtensor_splits(key: str, dtensor: DTensor) -> list[Split]:
     """Return the splits that cut this rank's part out of the global tensor: one for each mesh dimension that shards.
 
-    They are in mesh order: the next one cuts what the one before it left. A placement that is not Shard, _StridedShard
-    or Replicate, and a rank outside the mesh, are a ShardingError.
+    They are in mesh order: the next one cuts what the one before it left. It is a ShardingError if a placement is not
+    Shard, _StridedShard or Replicate, or this rank is outside the mesh.
     """
     coordinate = dtensor.device_mesh.get_coordinate()
     if coordinate is None:
@@ -202,9 +202,10 @@ def _shards(
 class _Cut(NamedTuple):
     """A rank's part of tensors of one shape, cut by the same splits.
 
-    ``extent`` is the shape of the local tensor. ``held`` has the boxes of the global tensor that it consists of; an
-    empty one if it is empty. ``grid`` is the number of equal parts along every axis; None if the tensor is not cut into
-    a grid of these.
+    Attributes:
+        extent: The shape of the local tensor.
+        held: The boxes of the global tensor that it consists of; an empty one if it is empty.
+        grid: Number of equal parts along every axis; None if the tensor is not cut into a grid of equal parts.
     """
 
     extent: Ints
@@ -220,9 +221,10 @@ class _Cut(NamedTuple):
 class _Common(NamedTuple):
     """The common layout of DTensors of one mesh, placements and shape on this rank.
 
-    ``replica_id`` has this rank's coordinates on the mesh dimensions that replicate; 0 if none does. ``is_everywhere``
-    says whether the mesh spans all ranks. ``cut`` is None if the placements are to be refused when the shards are
-    built.
+    Attributes:
+        replica_id: This rank's coordinates on the mesh dimensions that replicate; 0 if none does.
+        is_everywhere: Whether the mesh spans all ranks.
+        cut: What this rank holds; None if the placements are to be refused when the shards are built.
     """
 
     replica_id: ReplicaId
@@ -231,7 +233,7 @@ class _Common(NamedTuple):
 
 
 class AlikeTensors:
-    """Finds what tensors that are described together have in common, once for all that are alike.
+    """Finds what DTensors that are described together have in common, once for each mesh, placements and shape.
 
     To be used within one call: the DTensors keep their meshes alive, whose ids are remembered.
     """

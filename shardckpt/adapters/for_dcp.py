@@ -48,7 +48,7 @@ def describe_groups(
 
 
 class GroupKeys:
-    """The keys under which stock ``dcp.load`` looks for the options of groups: made once, as long as they are alike."""
+    """The keys under which stock ``dcp.load`` looks for the options of groups: made once while they do not change."""
 
     def __init__(self) -> None:
         self._form: tuple[list[tuple[str, ...]], str, frozenset[str]] = [], "", frozenset()
@@ -66,7 +66,7 @@ class GroupKeys:
             self._names = [f"{number}/{digest_names(names)}" for number, names in enumerate(groups)]
 
     def find(self, option: str, numbers: list[int], *, by_name: bool) -> tuple[str, tuple[str, ...]]:
-        """Return the own key of an option that several groups have alike, and those to find it by.
+        """Return the own key of an option that is equal in several groups, and those to find it by.
 
         With ``by_name`` it is listed under the names of parameters; tensors are there already.
         """

@@ -191,7 +191,7 @@ def _list_axes(tensors: Mapping[str, Any], param: Layout) -> dict[str, list[int]
 def find_axes(slots: Iterable[str]) -> dict[str, list[int]]:
     """Return the sharded axes by path that :func:`describe_nested` has put into the name of one of a state's objects.
 
-    An object's name of this kind that does not say them is a CorruptCheckpointError.
+    If the name of such an object does not say them, it is a CorruptCheckpointError.
     """
     slot = next((slot for slot in slots if slot.startswith(_SHARDED)), None)
     if slot is None:

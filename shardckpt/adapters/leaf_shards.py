@@ -28,10 +28,13 @@ _KNOWN = frozenset((*ORDINARY, DTensor))
 class _Form(NamedTuple):
     """All that the shards of leaves depend on, but for their values.
 
-    ``specs`` has the mesh, the placements, the shape and the dtype of each DTensor, as DTensors have them: an object
-    that torch replaces, and does not change. It has no values. The shape and dtype of the local tensor follow from it:
-    where they do not, the save refuses the shard, whose data is not what it says. Other leaves have None there, and are
-    in ``shapes`` and ``dtypes``. ``options`` is what else the shards depend on.
+    Attributes:
+        specs: The mesh, the placements, the shape and the dtype of each DTensor, as DTensors have them: an object that
+            torch replaces, and does not change. It has no values. The shape and dtype of the local tensor follow from
+            it: where they do not, the save refuses the shard, whose data is not what it says. None for other leaves.
+        shapes: The shape of each leaf that is no DTensor.
+        dtypes: Its dtype.
+        options: What else they depend on.
     """
 
     names: list[str]

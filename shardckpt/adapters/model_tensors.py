@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 class ModelTensors:
     """The current tensors of modules' state dicts.
 
-    With ``dequantize`` the values of quantized parameters are stored, not the tensors inside them. ``kept`` describes
-    tensors that are as in the last save; None for a load.
+    Args:
+        dequantize: Whether the values of quantized parameters are stored, not the tensors inside them.
+        kept: Describes tensors that are as in the last save; None for a load.
     """
 
     def __init__(

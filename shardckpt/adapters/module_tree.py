@@ -38,13 +38,19 @@ class _UnusualError(Exception):
 class _Tree:
     """The tensors of a tree of modules in the order of its state dict, in lists: a model may have 20,000.
 
-    With ``only_parameters`` persistent buffers are left out; what classes and hooks add to the state dict of a module
-    is no parameter, so only what renames parameters matters then. An _UnusualError says that torch must be asked.
+    An _UnusualError says that torch must be asked.
 
-    ``owners`` has the modules' own dicts, live, in which the tensors are under ``keys``: a hook may put others there.
-    ``buffers`` has the numbers of those that are buffers; ``versions`` the versions of modules by name, of classes that
-    have one: see :func:`has_version`. ``hooks`` are to run before the tensors are read; modules that FSDP2 shards
-    together have one.
+    Args:
+        only_parameters: Whether to leave out the persistent buffers. What classes and hooks add to the state dict of a
+            module is no parameter, so only what renames parameters matters then.
+
+    Attributes:
+        names: Their full names.
+        owners: The modules' own dicts, live, in which they are: a hook may put others there.
+        keys: Their keys in these.
+        buffers: The numbers of those that are buffers.
+        versions: The versions of modules by name, of classes that have one: see :func:`has_version`.
+        hooks: What is to run before they are read; modules that FSDP2 shards together have one.
     """
 
     def __init__(self, root: Module, *, only_parameters: bool) -> None:
@@ -115,9 +121,11 @@ class _Tree:
 class StateColumns(NamedTuple):
     """The content of a module's state dict, in lists: a model may have 20,000 tensors.
 
-    ``names`` are the full names of parameters and persistent buffers, without those of wrappers; ``tensors`` are these
-    themselves, not detached. ``buffers`` has the numbers of those that are buffers; ``versions`` the versions of
-    modules by name, of classes that have one: see :func:`has_version`.
+    Attributes:
+        names: The full names of parameters and persistent buffers, without those of wrappers.
+        tensors: These themselves, not detached.
+        buffers: The numbers of those that are buffers.
+        versions: The versions of modules by name, of classes that have one: see :func:`has_version`.
     """
 
     names: list[str]
@@ -170,10 +178,12 @@ def name_parameters(module: Module) -> dict[int, str] | None:
 
 
 class ReadState(NamedTuple):
-    """A module's own state dict: values by names without those of wrappers.
+    """A module's own state dict.
 
-    ``keys`` has for each name the key that ``load_state_dict`` takes. ``metadata`` is what classes and hooks say of
-    each module, by its path, apart from the values.
+    Attributes:
+        values: The values by names without those of wrappers.
+        keys: For each name the key that ``load_state_dict`` takes.
+        metadata: What classes and hooks say of each module, by its path, apart from the values.
     """
 
     values: dict[str, Any]
@@ -184,8 +194,8 @@ class ReadState(NamedTuple):
 def read_state_dict(module: Module) -> ReadState | None:
     """Return a module's own state dict; None if torch must be asked: FSDP1, and classes that rename.
 
-    Its classes and hooks decide what is there: extra state, more tensors or others than it has. That two values have
-    one name is a ShardingError.
+    Its classes and hooks decide what is there: extra state, more tensors or others than it has. Two values of one name
+    are a ShardingError.
     """
     try:
         prefixes = _list_prefixes(module)

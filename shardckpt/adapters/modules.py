@@ -33,8 +33,8 @@ def as_parts(model: Any) -> list[Module]:
 def get_model_tensors(parts: Sequence[Module]) -> dict[str, Any]:
     """Return the parameters and buffers of all modules by full name, detached, without the prefixes of wrappers.
 
-    They share the modules' memory: DTensors and ShardedTensors as FSDP has them, plain tensors else. That two modules
-    have different tensors of the same name is a ShardingError.
+    They share the modules' memory: DTensors and ShardedTensors as FSDP has them, plain tensors else. Different tensors
+    of the same name in two modules are a ShardingError.
     """
     with torch.no_grad():
         values = read_model_tensors(parts).items()

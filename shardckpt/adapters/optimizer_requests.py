@@ -94,10 +94,15 @@ def request_states(
 
 @dataclass(frozen=True)
 class _SavedState:
-    """The stored state of a parameter, whose keys are ``key``, a dot, and one of ``slots``.
+    """The stored state of a parameter.
 
-    ``param`` is the live parameter, ``param_shape`` its shape in the checkpoint, if it is there; ``stored`` is all that
-    the checkpoint has. ``shard_factored`` is as for :func:`empty_state_tensor`.
+    Attributes:
+        key: What the keys begin with, without the last dot.
+        slots: The rest of each key.
+        param: The live parameter.
+        param_shape: The shape of the parameter in the checkpoint, if it is there.
+        stored: All that the checkpoint has.
+        shard_factored: As for :func:`empty_state_tensor`.
     """
 
     key: str

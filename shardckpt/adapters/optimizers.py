@@ -82,7 +82,14 @@ class NamedState(NamedTuple):
 
 
 class OptimizerState(NamedTuple):
-    """The state of all optimizers together; ``params`` has no parameters of FSDP1."""
+    """The state of all optimizers together.
+
+    Attributes:
+        each: That of each optimizer.
+        names: The names of all parameters.
+        params: The parameters of all by name, but for those of FSDP1.
+        states: The state of each parameter.
+    """
 
     each: list[NamedState]
     names: list[str]

@@ -36,9 +36,13 @@ _TORCH = ("torch.nn.", "torch.distributed.")
 class OwnValues(NamedTuple):
     """The values that modules load by code of their own, by names without those of wrappers.
 
-    ``loaders`` is what the names of the values begin with, ``resizers`` the same of those modules that may give their
-    buffers other shapes. ``growing`` is the same of modules without others inside that save by code of their own, too,
-    with what the keys of ``load_state_dict`` begin with: they may have more values after a load.
+    Attributes:
+        loaders: What the names of the values begin with.
+        resizers: The same of those modules that may give their buffers other shapes.
+        growing: The same of modules without others inside that save by code of their own, too: they may have more
+            values after a load. With what the keys of ``load_state_dict`` begin with.
+        params: The names of parameters.
+        buffers: The names of buffers.
     """
 
     loaders: frozenset[str]

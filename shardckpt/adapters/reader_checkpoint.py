@@ -33,10 +33,13 @@ if TYPE_CHECKING:
 
 
 class ReaderCheckpoint:
-    """Collective: what a reader reads, below one key; each method of the reader is called as ``dcp.load`` calls it.
+    """Collective: what a reader reads, below one key.
 
-    ``allow_globals`` are classes and functions that objects may name besides the plain ones. It is an error if the
-    metadata cannot be read, or differs from rank to rank.
+    It is an error, the same on every rank, if the metadata cannot be read, or differs from rank to rank.
+
+    Args:
+        reader: Any reader; each method is called as ``dcp.load`` calls it.
+        allow_globals: Classes and functions that objects may name besides the plain ones.
     """
 
     def __init__(self, reader: StorageReader, key: str, comm: Comm, allow_globals: Collection[Any]) -> None:

@@ -155,7 +155,7 @@ def _hand_over_tensors(part: Module, values: Mapping[str, Any]) -> None:
 
 
 def _check_casts(values: Mapping[str, Any], live: Mapping[str, Any], parts: Sequence[Module]) -> None:
-    """Raise if values that a caller gives in another dtype than the live tensors' would be changed, or cut.
+    """Raise DtypeMismatchError if a caller's values in another dtype than the live tensors' would be changed or cut.
 
     What modules load by code of their own may have any dtype, but for buffers.
     """

@@ -93,9 +93,10 @@ def _choose(stored: list[Any], live: Any) -> Any:
 class NamedModule(NamedTuple):
     """A module inside another one.
 
-    ``path`` has the names of children, those of wrappers among them. ``key`` is the prefix of its keys in a state dict,
-    without the last dot: its path without names that hooks leave out. ``name`` is the same without the names of all
-    wrappers.
+    Attributes:
+        path: Its path by the names of children, those of wrappers among them.
+        key: The prefix of its keys in a state dict, without the last dot: its path without names that hooks leave out.
+        name: The same without the names of all wrappers.
     """
 
     module: Module

@@ -58,8 +58,11 @@ _OLD_SHARED = frozenset({"qmap"})
 class InnerShard:
     """A rank's blocks of a flattened tensor that is inside the shards of a DTensor.
 
-    ``size`` is the number of elements on all ranks, ``offset`` of those before the blocks. ``replica_id`` is as for
-    ShardedTensor.
+    Attributes:
+        tensor: The blocks.
+        size: The number of elements on all ranks.
+        offset: The number of elements before the blocks.
+        replica_id: As for ShardedTensor.
     """
 
     tensor: torch.Tensor
@@ -212,8 +215,8 @@ def rebuild_wrapper(parts: Mapping[str, Any], form: Mapping[str, Any], param: to
 
     ``parts`` is the dict, with what was loaded for the tensors inside: whole, or this rank's part. ``form`` is the same
     with placeholders, which have the shapes of whole ones. ``param`` is the parameter whose state it is; that of a
-    DTensor's shape is a DTensor. A class that is not imported is an error: a checkpoint must not decide what is. So is
-    a part of the parameter that cuts blocks, or is no part of their order.
+    DTensor's shape is a DTensor. A class that is not imported is an error: a checkpoint must not decide what is. It is
+    a ShardingError if this rank's part of the parameter cuts blocks, or is no part of their order.
     """
     cls = _find_class(parts[CLASS])
     inner, shared = _split_parts(parts)

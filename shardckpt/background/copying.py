@@ -60,11 +60,17 @@ _Run = tuple[int, int, int]  # number of the first tensor, its address, number o
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of tensors in a buffer. Numbers are in arrays, which are pickled and compared faster than lists.
+    """The places of tensors in a buffer.
 
-    ``offsets`` and ``ends`` are where each tensor begins and ends, in bytes; ``counts`` are elements. ``small`` has the
-    numbers of the tensors that torch copies fast together, if their values are in the host's memory; ``large`` those of
-    the others. ``nbytes`` is the size of the buffer.
+    Numbers are in arrays, which are pickled and compared faster than lists.
+
+    Attributes:
+        offsets: Where each tensor begins, in bytes.
+        ends: Where each ends.
+        counts: Elements of each.
+        small: Numbers of the tensors that torch copies fast together, if their values are in the host's memory.
+        large: Numbers of the others.
+        nbytes: Size of the buffer, in bytes.
     """
 
     offsets: array[int]
@@ -172,8 +178,10 @@ def _unpickle_layout(pickle: SharedPickle) -> Layout:
 class Copies:
     """A plan to copy tensors, which sorts them by the way they are copied.
 
-    The tensors may be on any device, of any strides, quantized ones included; errors name them by their keys. The
-    layout of an earlier copy of tensors with the same dtypes and shapes is reused.
+    Args:
+        keys: Those of the tensors, for errors.
+        tensors: On any device, of any strides, quantized ones included.
+        layout: The layout of an earlier copy of tensors with the same dtypes and shapes, to be reused.
     """
 
     def __init__(self, keys: Sequence[str], tensors: Sequence[torch.Tensor], layout: Layout | None = None) -> None:
@@ -274,8 +282,11 @@ class Copies:
 class _Facts(NamedTuple):
     """The properties of all tensors that a copy asks for.
 
-    ``addresses`` is None if one tensor has no address, or none was asked for. Only tensors with addresses are asked
-    whether they are contiguous; ``are_contiguous`` is None if they were not.
+    Attributes:
+        counts: The number of elements of each.
+        on_host: Whether each is on the CPU.
+        addresses: Where each begins; None if one has no address, or none was asked for.
+        are_contiguous: Whether all are, which only those with addresses are asked; None if they were not.
     """
 
     counts: array[int]

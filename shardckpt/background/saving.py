@@ -44,9 +44,12 @@ if TYPE_CHECKING:
 
 
 class _Job(NamedTuple):
-    """A rank's input for a write, pickled for the worker process; ``url`` is ``""`` for a local checkpoint.
+    """A rank's input for a write, pickled for the worker process.
 
-    ``total`` is the bytes to write, if a plugin asks for the progress, else 0; ``memory_budget`` is without the copy.
+    Attributes:
+        url: ``""`` for a local checkpoint.
+        total: Bytes to write, if a plugin asks for the progress; else 0.
+        memory_budget: In bytes, without the copy.
     """
 
     staging: Path

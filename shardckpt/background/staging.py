@@ -26,6 +26,11 @@ class StagedWork:
     """Background work whose tensors are copies in a staging buffer.
 
     A thread gets the object itself. A process gets it pickled, without the buffer, and maps the buffer by its path.
+
+    Attributes:
+        layout: The places of the tensors in the buffer.
+        buffer: None where the object was pickled, and once the buffer is released.
+        nbytes: Size of the buffer in bytes.
     """
 
     work: BackgroundWork

@@ -106,9 +106,12 @@ def _get_state_dict_2d_layout(state_dict: Mapping[str, Any]) -> tuple[STATE_DICT
 class _ReaderWithOffset(DefaultLoadPlanner):
     """A planner for ``dcp.load`` that reads ShardedTensors from a place inside of larger stored tensors.
 
-    ``fqn_to_offset`` has the offset in the stored tensor of each ShardedTensor's first element, by key; tensors without
-    an offset are read as usual. ``translation`` is the index in the ShardedTensor by that in the stored tensor, of the
-    last plan.
+    Args:
+        fqn_to_offset: The offset in the stored tensor of each ShardedTensor's first element, by key; tensors without an
+            offset are read as usual.
+
+    Attributes:
+        translation: The index in the ShardedTensor by that in the stored tensor, of the last plan.
     """
 
     def __init__(self, fqn_to_offset: Mapping[str, Sequence[int]]) -> None:

@@ -122,7 +122,8 @@ def diff_checkpoints(
     """Compare two checkpoints, of any formats and sharding: tensors, objects and common state.
 
     Values are read only of tensors of which not both checkpoints have stored fingerprints, or these differ. Without
-    tolerances the bits are compared: 0.0 and -0.0 differ, and NaN equals NaN of the same bits.
+    tolerances the bits are compared: 0.0 and -0.0 differ, and NaN equals NaN of the same bits. A negative tolerance is
+    an error.
 
     Args:
         first: A checkpoint that an installed strategy reads, a Hugging Face folder, or a file of
@@ -179,8 +180,9 @@ class _Pair(NamedTuple):
 class _Found:
     """The comparison of a tensor of the first checkpoint.
 
-    ``pairs`` has the tensors of the second that have its elements. ``absent`` is what else differs, if the second lacks
-    a tensor, or has it of another shape.
+    Attributes:
+        pairs: The tensors of the second that have its elements.
+        absent: What else differs, if the second lacks a tensor, or has it of another shape.
     """
 
     tensor: ShardedTensor
@@ -231,7 +233,7 @@ class _Found:
 
 @dataclass
 class _Comparison:
-    """A comparison of two open checkpoints."""
+    """A comparison of two open checkpoints; see :func:`diff_checkpoints` for the tolerances and ``memory``."""
 
     first: OpenCheckpoint
     second: OpenCheckpoint

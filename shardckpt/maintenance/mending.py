@@ -104,7 +104,7 @@ def _find_way(
 def _is_read_without(lost: Collection[str], place: Path, manifest: Manifest, plugins: PluginManager) -> bool:
     """Return whether a checkpoint is read without some of its files, as ``.metadata`` next to an index of our own.
 
-    That its index, or its common state, cannot be read is an error.
+    It is an error if its index or its common state cannot be read.
     """
     strategy = choose_reader(place, manifest, plugins)
     if not isinstance(strategy, ChecksFiles):

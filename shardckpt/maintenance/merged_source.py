@@ -45,11 +45,14 @@ _ANGLE_ELEMENTS = 1 << 20
 class MergeRules:
     """The rules by which sources are merged.
 
-    For ``optimizer`` and ``missing`` see :data:`Optimizer` and :data:`Missing`. ``base`` is the number of the source
-    that objects and common state are from. ``slerp`` is how far to go from the first source to the second along the
-    sphere; None for a weighted average. ``accumulate`` is the dtype in which sums are computed; float64 for float64
-    tensors. ``leave_out`` has keys of tensors that are not merged. ``memory`` is bytes of values of all sources in
-    memory at a time.
+    Attributes:
+        base: The number of the source that objects and common state are from.
+        slerp: How far to go from the first source to the second along the sphere; None for a weighted average.
+        accumulate: The dtype in which sums are computed; float64 for float64 tensors.
+        optimizer: See :data:`Optimizer`.
+        missing: See :data:`Missing`.
+        leave_out: Keys of tensors that are not merged.
+        memory: Bytes of values of all sources in memory at a time.
     """
 
     weights: tuple[float, ...]
@@ -94,9 +97,11 @@ class _Read(NamedTuple):
 
 @dataclass
 class MergedLoadStrategy(LoadStrategy):
-    """Reads several open checkpoints as one; errors call each by its name.
+    """Reads several open checkpoints as one.
 
-    ``left_out`` has the keys that the sources have and the merge has not, once its index was read.
+    Attributes:
+        names: What each is called in errors.
+        left_out: Keys that the sources have and the merge has not, once its index was read.
     """
 
     backend = "merge"

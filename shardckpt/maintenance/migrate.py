@@ -43,7 +43,9 @@ def migrate_checkpoint(
     migration. A checkpoint that is to replace itself, and has the newest version that is installed, stays as it is;
     where ``new`` is another place, that is a CannotLoadError. Nothing is committed that no installed strategy reads, or
     that lacks what the old checkpoint lists, where a strategy that reads the old version is still installed: that is a
-    PluginError. Fingerprints that the old checkpoint has stored stand in the new one, too: the values are the same.
+    PluginError. It is a VersionTooOldError if no installed plugin has a migration from its version to ``to``, and an
+    UnknownBackendError if none knows its backend. Fingerprints that the old checkpoint has stored stand in the new one,
+    too: the values are the same.
 
     ``new`` must be absent or empty. With ``overwrite`` the checkpoint there is replaced: in one step, when the new one
     is complete and on disk, as by :func:`shardckpt.dist_checkpointing.save`. Until then, and after any error, it is as

@@ -26,9 +26,11 @@ _ABSENT = object()
 class ObjectDifference(NamedTuple):
     """A value of an object or of the common state that differs between two checkpoints.
 
-    ``key`` is the object's unique key, or ``"common"``, with the places within it: ``"common['args']['lr']"``. ``kind``
-    is the first that differs. ``first`` has the class and the value in the first checkpoint, cut if it is long; ``""``
-    if it has none.
+    Attributes:
+        key: The object's unique key, or ``"common"``, with the places within it: ``"common['args']['lr']"``.
+        kind: What differs; the first of these that does.
+        first: The class and the value in the first checkpoint, cut if it is long; ``""`` if it has none.
+        second: The same in the second.
     """
 
     key: str
@@ -38,10 +40,12 @@ class ObjectDifference(NamedTuple):
 
 
 class ObjectReport(NamedTuple):
-    """The differences of the objects and the common state of two checkpoints, sorted by key.
+    """The differences of the objects and the common state of two checkpoints.
 
-    ``equal`` is the number of objects, and of entries of the common state, that are equal in both. ``containers`` says
-    how many places each list, tuple or dict has that differences are in, by its key.
+    Attributes:
+        equal: Number of objects, and of entries of the common state, that are equal in both.
+        differences: What differs, sorted by key.
+        containers: How many places each list, tuple or dict has that differences are in, by its key.
     """
 
     equal: int = 0

@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 
 
 class TensorProof(NamedTuple):
-    """The bytes of a tensor that a conversion has read and written; key, shape and dtype are those in the source.
+    """The bytes of a tensor that a conversion has read and written.
 
-    ``names`` are the tensors of the target that have its values: its key, or others by a key mapping. ``before`` is the
-    fingerprint of the values that were read from the source, in the target's dtype (``written_dtype``), and so, without
-    a cast, that of the source's tensor. ``after`` is that of the same values, read again from the target.
+    Attributes:
+        key: Its key in the source, as are shape and dtype.
+        names: The tensors of the target that have its values: its key, or others by a key mapping.
+        written_dtype: Its dtype in the target.
+        before: The fingerprint of the values that were read from the source, in the target's dtype, and so, without a
+            cast, that of the source's tensor.
+        after: The fingerprint of the same values, read again from the target.
     """
 
     key: str
@@ -59,11 +63,15 @@ class SummedCheckpoint(OpenCheckpoint):
 class StagedProof:
     """The proof that what is staged has the values that were read; without it, nothing is committed.
 
-    All that is written has been read from ``stored``, the source. ``operation`` counts what is read again. Errors name
-    ``target``, where it is committed to. ``most`` is the most bytes of a box that is read. ``has_others`` says whether
-    other tensors may be among those that were written: those of objects and common state. ``buffers`` is the bytes that
-    reading may hold next to the boxes; None: as many as are fast. ``tensors`` has the proof of each tensor, once there
-    is one, and ``made`` backend and version of what was written, once they are known.
+    Attributes:
+        stored: The source; all that is written has been read from it.
+        operation: Counts what is read again.
+        target: Where it is committed to, for errors.
+        most: Most bytes of a box that is read.
+        has_others: Whether other tensors may be among those that were written: those of objects and common state.
+        buffers: Bytes that reading may hold next to the boxes; None: as many as are fast.
+        tensors: The proof of each tensor, once there is one.
+        made: Backend and version of what was written, once they are known.
     """
 
     stored: SummedCheckpoint
@@ -78,7 +86,7 @@ class StagedProof:
     def make(self, written: Sequence[HubTensor], staging: Path, files: Path) -> None:
         """Read what is staged, and compare it with what was read from the source.
 
-        That it has other tensors, or other values, is a CorruptCheckpointError.
+        If it has other tensors, or other values, it is a CorruptCheckpointError.
         """
         after, context = TensorSums(), self.stored.context
         plugins = self.stored.operation.plugins

@@ -49,9 +49,12 @@ logger = logging.getLogger(__name__)
 class RemovalReport:
     """The result of a removal of keys, or what it would be with ``dry_run``.
 
-    ``dropped`` has the deleted files: they had nothing else. ``rewritten`` has the data files that were rewritten
-    without the removed bytes. ``bytes_before`` and ``bytes_after`` are those of the directory on disk, as ``du`` counts
-    them; with ``dry_run`` the latter is an estimate, correct to a few blocks.
+    Attributes:
+        keys: The removed keys, sorted.
+        dropped: The deleted files: they had nothing else.
+        rewritten: The data files that were rewritten without the removed bytes.
+        bytes_before: Bytes of the directory on disk before, as ``du`` counts them.
+        bytes_after: Bytes after; with ``dry_run`` an estimate, correct to a few blocks.
     """
 
     keys: tuple[str, ...] = ()

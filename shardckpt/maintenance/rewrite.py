@@ -32,8 +32,8 @@ def rewrite_file(
     """Write a file of the same name with some items of the old one, in the same order.
 
     ``items`` has those to keep, at least one, in the order of both files. ``count_bytes`` is called with the bytes of
-    items that were given to the writer. A damaged item is an error: copied unchecked, it would get a digest that
-    matches the damage.
+    items that were given to the writer. A damaged item is a CorruptCheckpointError: copied unchecked, it would get a
+    digest that matches the damage.
     """
     file = writer.create(name, items[-1].to + items[-1].nbytes)
     first = head + bytes(items[0].to - len(head))

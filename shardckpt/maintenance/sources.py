@@ -142,9 +142,10 @@ _HEADER = b"\0\0\0\0{"
 def open_source(location: Path, plugins: PluginManager, how: Reading = _AS_IT_IS) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint, a folder or file of another library that is read here, for the block. Not collective.
 
-    ``location`` is as :func:`shardckpt.engine.locate` returned it. All that is opened is of one save. What is something
-    else is a NotACheckpointError, which names it; a format that ``SHARDCKPT_ACCEPT`` leaves out a RefusedByPolicyError.
-    It is a KeyMismatchError if nothing has a name that is to be renamed, or two things would have one name.
+    ``location`` is as :func:`shardckpt.engine.locate` returned it. All that is opened is of one save. What is none of
+    these is a NotACheckpointError that says what it is; a format that ``SHARDCKPT_ACCEPT`` leaves out is a
+    RefusedByPolicyError. It is a KeyMismatchError if nothing has a name that is to be renamed, or two things would have
+    one name.
     """
     is_partial = how.unmarked or how.skip_damaged
     place, manifest, strategy = _recognise(location, plugins, unmarked=is_partial, skip_damaged=is_partial)
@@ -237,8 +238,8 @@ def open_any(
 ) -> Iterator[StoredCheckpoint]:
     """Open what :func:`open_source` opens, as a mapping from key to tensor. Not collective.
 
-    It is a context manager, whose tensors are read when they are asked for. ``place`` is a path, or, but for files, a
-    URL.
+    It is a context manager that gives the mapping, whose tensors are read when they are asked for. ``place`` is a path,
+    or, but for files, a URL.
     """
     plugins = get_plugin_manager()
     opened = open_source(locate(place, plugins), plugins, Reading(unmarked=unmarked, rename=rename))
@@ -262,9 +263,9 @@ def identify_source(location: Path, opened: OpenCheckpoint) -> str:
 def check_source(location: Path, plugins: PluginManager, error: CheckpointingException) -> dict[str, Checked]:
     """Check the files of a folder of Hugging Face or DeepSpeed, or a file, as far as that goes without digests.
 
-    Return what is wrong with each file by its name, or None, and how it was checked. What is something else is a
-    NotACheckpointError, which names it; ``error`` is raised if that is not known. That what lists the files is damaged
-    is an error, too.
+    Return what is wrong with each file by its name, or None, and how it was checked. What is none of these is a
+    NotACheckpointError that says what it is; if that is not known, ``error`` is raised. If what lists the files is
+    damaged, that is an error, too.
     """
     if location.is_file():
         return _check_opened(location, plugins)
@@ -353,7 +354,7 @@ def _check_trainer_step(
 def list_unread_files(location: Path, checkpoint: StoredCheckpoint) -> dict[str, str]:
     """Return the files of torch.save in a folder that its reader does not read: a Trainer's optimizer.
 
-    By name, it is what is wrong with each, as far as its end shows that; ``""`` if nothing is.
+    The result says by name what is wrong with each, as far as its end shows that; ``""`` if nothing is.
     """
     if location.is_file() or checkpoint.record is not None:  # a record names all files of its checkpoint
         return {}
@@ -405,7 +406,7 @@ def list_torch_files(place: Path) -> list[str]:
 
 
 def find_cut_file(place: Path) -> CheckpointingException | None:
-    """Return the error of a file of torch.save beside a model that is empty or cut, or None; no pickle is read."""
+    """Return the error of a file of torch.save next to a model that is empty or cut, or None; no pickle is read."""
     return next((found.error for found in _check_archives(place, members=False).values() if found.error), None)
 
 
@@ -438,7 +439,7 @@ def check_all_files(
 ) -> dict[str, Checked]:
     """Check the files that a checkpoint must have, and return what is wrong with each, or None, and how it was checked.
 
-    The reader compares the CRC-32 of archives if it is to, which plugins see the progress of.
+    The reader compares the CRC-32 of archives if it is to, and plugins see the progress of that.
     """
     if reader.crcs == "none":
         errors = strategy.check_files(reader)
@@ -498,7 +499,7 @@ def recognise_file(
     """Return what reads a file, by what it begins with.
 
     ``suffix`` is that of a link to it, if it has none itself. A file that is cut, or empty, though its name is that of
-    a checkpoint, is a CorruptCheckpointError; something else is a NotACheckpointError, which names it.
+    a checkpoint, is a CorruptCheckpointError; anything else is a NotACheckpointError that says what it is.
     """
     suffix = suffix or path.suffix
     with wrap_os_errors("open", path), path.open("rb") as file:

@@ -23,8 +23,14 @@ _BLOCK_BYTES = 8 << 20
 class Statistics:
     """The statistics of a region's values. Those of a complex dtype are their absolute values.
 
-    ``nans`` and ``infs`` are how many of ``count`` elements are NaN, and infinite. All else is of the finite ones, and
-    None if there is none, but for the Euclidean norm. The mean and the norm are computed in float64.
+    Attributes:
+        count: How many elements it has.
+        nans: How many are NaN.
+        infs: How many are infinite.
+        minimum: The least finite one; None if there is none.
+        maximum: The greatest finite one; None if there is none.
+        mean: The mean of the finite ones, computed in float64; None if there is none.
+        norm: The Euclidean norm of the finite ones, computed in float64.
     """
 
     count: int

@@ -19,8 +19,8 @@ def fingerprint_checkpoint(
     """Return a fingerprint of each tensor of a checkpoint, from its values, which are all read. Not collective.
 
     It is that of :func:`shardckpt.fingerprint`, 32 hex digits by the tensor's key, in the order of the keys: equal for
-    equal values, whatever the sharding and the format. ``keys`` are by default all. ``memory`` is bytes of values that
-    are in memory at a time.
+    equal values, whatever the sharding and the format. ``keys`` are by default all; a key that is not stored is an
+    error. ``memory`` is bytes of values that are in memory at a time.
     """
     return read_checkpoint(
         checkpoint_dir,

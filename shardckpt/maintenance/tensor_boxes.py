@@ -71,7 +71,9 @@ class DeferredBoxes:
     """The tensors of a checkpoint as shards of bounded size, each read when the writer takes its bytes.
 
     Small boxes are read ahead, as long as they are asked for in order. What was read last is kept until the next read.
-    ``scales`` is what scales the values of tensors, by their names.
+
+    Args:
+        scales: What scales the values of tensors, by their names.
     """
 
     def __init__(

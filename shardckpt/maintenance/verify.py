@@ -67,12 +67,15 @@ INTACT, DAMAGED, NO_ANSWER = 0, 1, 2
 class FileResult:
     """A file in a checkpoint's directory.
 
-    ``nbytes`` is its size as recorded if it is; 0 for a foreign file, and for a missing one without a record. ``fault``
-    is what is wrong with it, or why it could not be read; ``""`` if nothing is. ``foreign``: it is not a file of the
-    checkpoint, and is not read. ``checked`` says how: ``digests`` of all bytes; ``crc32`` of all values, which archives
-    have where there are no digests; ``structure`` alone, where there is neither; or ``nothing``, if it could not be
-    read, or is foreign. ``note`` is what is no fault and may surprise: what engines make of a file of a Hugging Face
-    folder.
+    Attributes:
+        name: Its name in the directory.
+        nbytes: Its size in bytes, as recorded if it is; 0 for a foreign file, and for a missing one without a record.
+        fault: What is wrong with it, or why it could not be read; ``""`` if nothing is. A foreign file is not read.
+        foreign: Whether it is not a file of the checkpoint.
+        checked: How it was checked: ``digests`` of all bytes; ``crc32`` of all values, which archives have where there
+            are no digests; ``structure`` alone, where there is neither; or ``nothing``, if it could not be read, or is
+            foreign.
+        note: What is no fault and may surprise: what engines make of a file of a Hugging Face folder.
     """
 
     name: str
@@ -101,8 +104,9 @@ def verify_checkpoint(directory: str | os.PathLike[str], *, repair: bool = False
     transformers, vLLM and SGLang make of files other than the model's.
 
     With ``repair`` a ``metadata.json`` that is lost, or cannot be parsed, is written back if all other files are as
-    written, and its result says so: it has nothing that ``shardckpt.json`` does not say. A file that lists the others,
-    and is missing or damaged, is a CorruptCheckpointError. It is an error, too, if it cannot be read, or there are no
+    written, and its result says so: it has nothing that ``shardckpt.json`` does not say. It is a CannotLoadError if
+    there is no checkpoint, or it has no digests and no installed strategy reads it; a CorruptCheckpointError if a file
+    that lists the others is missing or damaged. It is an error, too, if such a file cannot be read, or if there are no
     digests and the strategy needs them.
     """
     return retry_if_replaced(lambda: _verify(locate(directory, get_plugin_manager()), repair=repair), directory)
@@ -220,7 +224,7 @@ def _check_marker(path: Path, record: Record) -> CheckpointingException | None:
 
 
 def _list_foreign(path: Path, manifest: Manifest, found: Collection[str]) -> list[str]:
-    """Return what is in the checkpoint's directory, or in its folders, beside the checkpoint's files, sorted."""
+    """Return what is in the checkpoint's directory, or in its folders, but is no file of it, sorted."""
     folders = find_folders(found)
     known = {MARKER_NAME, RECORD_NAME, INTEGRITY_NAME, *found, *folders}
     foreign = []
@@ -232,7 +236,7 @@ def _list_foreign(path: Path, manifest: Manifest, found: Collection[str]) -> lis
 
 
 def _list_other_files(directory: Path, found: Collection[str]) -> list[str]:
-    """Return which files, by their suffix, may be checkpoints of their own beside those of another library's folder."""
+    """Return which files, by their suffix, may be checkpoints of their own among those of another library's folder."""
     if directory.is_file():
         return []
     names = [entry.name for entry in open_directory(directory).iterdir()]

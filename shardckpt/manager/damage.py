@@ -36,9 +36,9 @@ class Damage(NamedTuple):
 def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | None = None) -> Damage | None:
     """Return what is wrong with a step, None if a load takes it and ``ls`` calls it whole. Not collective.
 
-    It is damaged, was never finished, or is marked as failed. ``older_than`` are hours since the last write after which
-    a save or a copy to it cannot still run; by default :data:`HOURS`, and of a save to a store whose process is named
-    there, ``SHARDCKPT_LEFTOVER_HOURS``.
+    It is damaged, was never finished, or is marked as failed. ``older_than`` is the hours since the last write after
+    which a save or a copy to it cannot still run; by default :data:`HOURS`, and of a save to a store whose process is
+    named there, ``SHARDCKPT_LEFTOVER_HOURS``.
     """
     directory = folder.path(step.step)
     found = summarize_step(folder, step.step)

@@ -82,9 +82,13 @@ def collect_garbage(
 class Choice(NamedTuple):
     """The steps of a folder, and which of them are to be removed.
 
-    Policies choose from the steps in ``counted``, in ascending order; ``chosen`` are those of them that are to go.
-    ``damage`` is what is wrong with others, and why some of these stay. The others can go for the sake of ``needed``: a
-    load takes one of them then. ``known`` are those that were not looked at again.
+    Attributes:
+        found: All steps.
+        counted: The metrics of the steps that policies choose from, in ascending order.
+        chosen: Those of ``counted`` that are to be removed.
+        damage: What is wrong with others, and why some of these stay.
+        needed: Those for whose sake the others can go: a load takes one of them then.
+        known: Those that were not looked at again.
     """
 
     found: dict[int, StepCheckpoint]
@@ -103,8 +107,11 @@ class Choice(NamedTuple):
 class Removals(NamedTuple):
     """The outcome for the steps that were chosen to be removed.
 
-    ``removed`` is in the order of the choice, ``kept`` says why others stay. A step that is in neither could not be
-    removed: a warning has said why.
+    A step that is neither removed nor kept could not be removed: a warning has said why.
+
+    Attributes:
+        removed: Those that were removed, in the order of the choice.
+        kept: Why others stay, by step.
     """
 
     removed: list[int]

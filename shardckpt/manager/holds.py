@@ -180,8 +180,8 @@ def unpin_step(folder: str | os.PathLike[str], step: int | str, label: str) -> N
 def find_step(folder: str | os.PathLike[str], step: int | str, *, also: Collection[str] = ()) -> tuple[StepFolder, int]:
     """Return a folder with the way in which the directory of a step is named, and the step.
 
-    ``step`` is the step, or the name of its directory; of a step that is not there, the names are a manager's. That
-    several directories are of this step is an error. ``also`` has words that the caller takes in place of a step: the
+    ``step`` is the step, or the name of its directory; of a step that is not there, the names are a manager's. It is an
+    error if several directories are of this step. ``also`` has words that the caller takes in place of a step: the
     error of a misspelt one asks about it.
     """
     steps = AnySteps(folder, get_plugin_manager())

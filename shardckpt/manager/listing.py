@@ -344,7 +344,7 @@ def _describe_unmarked(
 def _add_training(
     summary: CheckpointSummary, directory: Path, names: list[str], plugins: PluginManager
 ) -> CheckpointSummary:
-    """Return the summary of a model with what is beside it of a Trainer: metrics, and parts, which may be damaged."""
+    """Return the summary of a model with what a Trainer left next to it: metrics, and parts, which may be damaged."""
     if summary.state != "whole":
         return summary
     if has_local_files(directory) and (cut := find_cut_file(directory)) is not None:

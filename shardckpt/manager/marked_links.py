@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def follow_marks(checkpoints: Iterable[str]) -> None:
-    """Let the links beside checkpoints that were marked lead to what a load takes now, where a manager keeps links.
+    """Let the links next to checkpoints that were marked lead to what a load takes now, where a manager keeps links.
 
     Of URLs, which have no links, nothing is done.
     """

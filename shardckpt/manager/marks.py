@@ -54,11 +54,16 @@ class NotMarkedError(CheckpointingException):
 class Mark(SmallFile):
     """The verdict about one save of a checkpoint.
 
-    ``verified`` says that every file is as it was written, ``failed`` that some are not. ``root`` is the SHA-256 that
-    the save's record has of itself, and with it of the digests of all files. ``checked`` is ``digests`` if all bytes
-    were compared, else ``structure``. ``faults`` has the first few; ``damaged`` names all files that are not as
-    written, none if there are too many to name. ``time`` is the end of the check, in seconds since 1970, and ``writer``
-    the release, such as ``shardckpt 0.1.0``.
+    Attributes:
+        verdict: ``verified``: every file is as it was written. ``failed``: some are not.
+        save_id: The save that was checked.
+        root: The SHA-256 that the save's record has of itself, and with it of the digests of all files.
+        checked: ``digests`` if all bytes were compared, else ``structure``.
+        files: How many were checked.
+        faults: What is wrong, the first few.
+        damaged: The files that are not as written, all of them; none if there are too many to name.
+        time: When the check ended, in seconds since 1970.
+        writer: The release that checked, such as ``shardckpt 0.1.0``.
     """
 
     verdict: Verdict
@@ -90,7 +95,8 @@ def find_mark(place: Path, name: str, record: PlainRecord | Record | None) -> Ma
     """Return the mark of a checkpoint; None if it has none, or that of another save. Not collective.
 
     ``place`` is the directory of the marks, :data:`MARKS_NAME` next to the checkpoint; ``record`` is None if the
-    checkpoint has none. That the store does not answer is an error: it must not pass for a checkpoint without a mark.
+    checkpoint has none. It is an error if the store does not answer: that must not pass for a checkpoint without a
+    mark.
     """
     if record is None:
         return None
@@ -145,8 +151,8 @@ def mark_checkpoint(
     """Write and return the verdict of a verification about a checkpoint, in place of an earlier one. Not collective.
 
     ``save`` is what :func:`identify_save` returned before the verification: if another save has replaced the checkpoint
-    since, that is an error, and nothing is written. ``faults`` is for people; ``damaged`` names the files that are not
-    as written.
+    since, that is an error, and nothing is written. ``faults`` are texts for people; ``damaged`` names the files that
+    are not as written.
     """
     if identify_save(checkpoint) != save:
         raise CheckpointingException(

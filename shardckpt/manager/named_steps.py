@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def find_named_step(path: str) -> str:
     """Return the path of the step that ``FOLDER/latest`` or ``FOLDER/best`` stands for; any other path as it is.
 
-    What is there by that name goes first: a directory, a link, and a file, of which one with the name of a directory
-    beside it, as DeepSpeed and ``latest_pointer`` write it, stands for that. Else ``latest`` is the highest step that
-    is whole and not marked as failed, whoever wrote it, and ``best`` the one of ``CheckpointManager.best_step``.
+    What is there by that name goes first: a directory, a link, or a file. A file with the name of a directory next to
+    it, as DeepSpeed and ``latest_pointer`` write it, stands for that. Else ``latest`` is the highest step that is whole
+    and not marked as failed, whoever wrote it, and ``best`` the one of ``CheckpointManager.best_step``.
 
     Args:
         path: A path or URL.
@@ -96,7 +96,7 @@ def _cut_suffix(name: str) -> str:
 
 
 def _follow_pointer(path: str, folder: str, place: Path) -> str:
-    """Return the directory that a file names, beside which it is, or what is there itself."""
+    """Return the directory next to a file that the file names, or what is there itself."""
     if not place.is_file():
         return path
     with wrap_os_errors("read", place), place.open("rb") as file:

@@ -27,13 +27,13 @@ def name_numbers(
     parts: Sequence[Module],
     optimizer: Optimizer,
 ) -> dict[str, str]:
-    """Return the beginnings of the keys of a checkpoint that numbers its parameters, each with the one by names here.
+    """Return the old beginnings of keys, in a checkpoint that numbers its parameters, each with the new one, by names.
 
     The numbers are taken in the order of the live optimizer's parameters, as its ``load_state_dict`` takes them. The
     result is empty if the parameters have names there. ``where`` is what its keys of the optimizer begin with, without
     the last dot; ``shapes`` has the keys of all that it stores, with the shapes of tensors that are to have those of
-    their parameters. It is an error if the groups have other numbers of parameters than the live optimizer's, or
-    moments another shape than the parameter in their place.
+    their parameters. It is an error if the groups have other numbers of parameters than the live optimizer's, or if
+    moments have another shape than the parameter in their place.
     """
     stored = [group[_PARAMS] for group in _find_groups(common, where)]
     numbers = [*chain.from_iterable(stored)]

@@ -33,8 +33,8 @@ class Preemption(ManagerPart):
     before, which ends the process by default.
 
     If a process has several of these, all handle the first signal that they share, and none lets a further one through
-    while another waits for its step. Make it in the main thread, else it is an error: Python installs signal handlers
-    only there. With no signals, only :meth:`request` makes a step be saved.
+    while another waits for its step. With signals, it is an error not to make it in the main thread: Python installs
+    signal handlers only there. With no signals, only :meth:`request` makes a step be saved.
     """
 
     def __init__(

@@ -74,7 +74,12 @@ class Fetched(NamedTuple):
 
 
 class StepReader:
-    """Reads checkpoints, which may lack the tensors of the model that ``left_out`` names."""
+    """Reads checkpoints; see CheckpointConfig for the arguments that are not listed here.
+
+    Args:
+        excluded: Names of states that are not loaded.
+        left_out: Names of tensors of the model that a checkpoint may lack.
+    """
 
     def __init__(
         self,
@@ -115,7 +120,7 @@ class StepReader:
     def read(self, path: Path, *, model_only: bool = False) -> None:
         """Collective: load all states that are not excluded.
 
-        With ``model_only``, and of a seed checkpoint (step 0), it is the model alone. After a CorruptCheckpointError
+        With ``model_only``, and from a seed checkpoint (step 0), only the model is read. After a CorruptCheckpointError
         some tensors may contain what was read.
         """
         try:
@@ -308,7 +313,7 @@ class StepReader:
     ) -> list[str]:
         """Return the states to load from what another library saved: all, but random generators only if they are there.
 
-        That the checkpoint has nothing of another state is an error.
+        It is an error if the checkpoint has nothing of another state.
         """
         single = [name for name in names if name in self._states.plain or name in self._states.per_rank]
         wanted = [ShardedObject(name, None, (1,), (0,)) for name in single]

@@ -292,7 +292,7 @@ class UnknownMetricError(CheckpointingException):
 
 
 def refuse_unknown_metrics(policies: Collection[RetentionPolicy], steps: Iterable[Mapping[str, Any]]) -> None:
-    """Raise if a policy asks for a metric that no step has as a finite value, so that it would keep none."""
+    """Raise UnknownMetricError if a policy asks for a metric that no step has a finite value of: it would keep none."""
     known = {name for metrics in steps for name, value in metrics.items() if read_metric(value) is not None}
     for policy in policies:
         if isinstance(policy, KeepBest) and policy.metric not in known:

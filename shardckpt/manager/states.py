@@ -130,7 +130,7 @@ class TrainingStates:
     def find_kept_options(self, comm: Comm) -> None:
         """Collective: find the options that :meth:`restore` keeps, among those of the optimizers of all ranks.
 
-        That no rank has one of them is an error, the same on every rank.
+        It is an error, the same on every rank, if no rank has one of them.
         """
         if self._keep_options:
             with comm.collective_phase("looking at the options of the optimizers"):

@@ -96,8 +96,8 @@ def begin_links(folder: StepFolder) -> None:
 
     In a folder in which no step is of a manager with links, they begin with the first that is saved: a link that is
     there is the user's, unless one of the two leads to a step that is gone or damaged, which may have been of such a
-    manager. Then both are removed until that save. A directory, a file or a link that no manager made, by the name of a
-    link, is an error: it is not replaced.
+    manager. Then both are removed until that save. It is an error if a directory, a file, or a link that no manager
+    made has the name of a link: it is not replaced.
     """
     if not has_local_files(folder.place):
         logger.warning(
@@ -122,7 +122,7 @@ def _have_links(steps: Collection[StepCheckpoint]) -> bool:
 
 
 def _leads_to_lost(folder: StepFolder, steps: Collection[StepCheckpoint], link: Path) -> bool:
-    """Return whether a link leads to a step beside it that is gone, or does not say any more who saved it."""
+    """Return whether a link leads to a step next to it that is gone, or no longer says who saved it."""
     if not link.is_symlink() or (step := folder.names.parse(str(link.readlink()))) is None:
         return False
     found = next((each for each in steps if each.step == step), None)
@@ -144,7 +144,7 @@ def _refuse_other_file(link: Path, *, has_own: bool = True) -> None:
 
 
 def _try_to_put_link(link: Path, target: str | None) -> None:
-    """Make a link to what is beside it, or log a warning; None for the target removes it."""
+    """Make a link to what is next to it, or log a warning; None for the target removes it."""
     try:
         _refuse_other_file(link)
         with wrap_os_errors("change", link):

@@ -76,7 +76,8 @@ def find_namings(directories: Iterable[str], prefix: str | None = None) -> list[
 
     A name is one of a step if it ends with a number behind a word such as ``ckpt``, ``epoch`` or ``iter``: a number
     behind anything else (``run_3``, ``Llama-3``) may say something else. With a ``prefix`` that text counts, whatever
-    it is, and not the words. No directory is in two ways; of one prefix with several widths the most frequent counts.
+    it is, and not the words. No directory is counted in two ways; of one prefix with several widths the most frequent
+    counts.
     """
     found = list(NAMINGS) if prefix is None else []
     others: dict[str, list[str]] = {}

@@ -141,8 +141,8 @@ def remove_step(folder: str | os.PathLike[str], step: int | str) -> StepResult:
     """Remove the checkpoint of one step, and return what became of it. Not collective: one process calls.
 
     The rules are those of :func:`prune_steps`: a step that a load would take next, or that is held, stays. ``step`` is
-    the step, or the name of its directory, as :func:`pin_step` takes it; that several directories are of this step is
-    an error.
+    the step, or the name of its directory, as :func:`pin_step` takes it; it is an error if several directories are of
+    this step.
     """
     steps, step = find_step(folder, step)
     if step not in steps.steps():

@@ -116,7 +116,9 @@ def resolve_step(folder: StepFolder, comm: Comm, step: int = NEWEST, without: Co
     The main rank alone looks: on slow file systems others may see less. A step that is damaged, was never committed, or
     was marked as failed by a verification is skipped with a warning that names it; those in ``without`` proved damaged
     when they were read. A complete checkpoint that no installed strategy can read is a CannotLoadError instead: to
-    continue from an older step would lose training. A ``step`` that is named must be one that can be loaded.
+    continue from an older step would lose training. If no step can be loaded, and some are damaged, it is a
+    CorruptCheckpointError. A ``step`` that is named (not -1, the newest) must be one that can be loaded: else it is a
+    CannotLoadError, or a CorruptCheckpointError if it is damaged.
     """
     comm.agree(step=step, without=sorted(without))
     return comm.main_runs(
@@ -153,7 +155,7 @@ def check_step(folder: StepFolder, step: int) -> int:
 def find_best(folder: StepFolder, metric: str, mode: Literal["min", "max"]) -> int | None:
     """Return the step with the best metric among those that can be loaded, None if there are none; not collective.
 
-    That no step has a finite value of the metric, or that none is named (``""``), is an error.
+    It is an error if no step has a finite value of the metric, or if none is named (``""``).
     """
     folder.forget()  # another process may have saved, marked or damaged any of them
     found = {each.step: each.metrics for each in folder.committed() if each.is_sound}
@@ -171,7 +173,7 @@ def find_newest(folder: StepFolder, without: Collection[int] = ()) -> int | None
     """Return the newest step that can be loaded, None if there is no checkpoint; not collective.
 
     Steps in ``without`` are known to be damaged. A newest complete checkpoint that no installed strategy can read is a
-    CannotLoadError. That none can be loaded, and some are damaged or marked as failed, is a CorruptCheckpointError.
+    CannotLoadError. If none can be loaded, and some are damaged or marked as failed, it is a CorruptCheckpointError.
     """
     damaged = len(without)
     for step in reversed(folder.steps()):

@@ -269,10 +269,10 @@ class StepFolder:
         """Inspect a step's directory: its JSON files, and that the other files exist with the right sizes.
 
         Another library's checkpoint has no record of its files: there its index says which they are. An error of the
-        checkpoint is stored in the result, not raised. A StorageError is raised: the store does not answer, or other
-        saves replace the checkpoint repeatedly. Neither says whether the checkpoint is good, so it must not be skipped
-        as a damaged one. ``marks`` has the names of the marks that there are, if they are known, and ``directory`` is
-        given if it comes with a listing.
+        checkpoint is stored in the result, not raised. A StorageError is raised if the store does not answer, or if
+        other saves replace the checkpoint repeatedly: neither says whether the checkpoint is good, so it must not be
+        skipped as a damaged one. ``marks`` has the names of the marks that there are, if they are known, and
+        ``directory`` is the step's, if it comes with a listing.
         """
         directory = directory or self.path(step)
         manifest: Manifest | None = None

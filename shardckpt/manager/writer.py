@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 class StepWriter(ManagerPart):
     """Saves checkpoints, at most one at a time in the background.
 
-    A ``strategy`` of None is that of the configuration.
+    Args:
+        strategy: Writes the steps; None for that of the configuration.
     """
 
     def __init__(
@@ -78,10 +79,11 @@ class StepWriter(ManagerPart):
         """Collective: save, in the background if ``background`` is True and the configuration has an async mode.
 
         The caller may change the tensors as soon as this returns. An existing checkpoint at ``target``, a directory or
-        URL, is replaced in one step; if this fails, also because a lease or a pin holds the step, it is unchanged. The
-        main rank's ``content`` is stored as ``content_metadata``; others may differ (in their metrics). ``lineage``
-        names the checkpoint from which the training was resumed, and the step. ``before`` is what each rank does first,
-        in phases of the operation that it gets. ``on_commit`` is called on every rank when the checkpoint is durable.
+        URL, is replaced in one step; if this fails, also because a lease or a pin holds the step, it is unchanged, and
+        the error is the same on every rank. The main rank's ``content`` is stored as ``content_metadata``; others may
+        differ (in their metrics). ``lineage`` names the checkpoint from which the training was resumed, and the step.
+        ``before`` is what each rank does first, in phases of the operation that it gets; ``room`` has the limits of the
+        space of the save. ``on_commit`` is called on every rank when the checkpoint is durable.
         """
         comm = Comm(self._group)
         with comm.local_phase("finding the target"):

@@ -21,11 +21,14 @@ _DIGEST_BYTES = 16
 
 
 class Want(NamedTuple):
-    """A shard that a rank wants, as other ranks need to know it; shape, dtype and bytes are those of the local tensor.
+    """A shard that a rank wants, as other ranks need to know it.
 
-    ``shard`` is an id that is the same on all ranks that can share what one of them reads; else unique to this rank.
-    Its ``repr`` describes it completely. ``device_type`` is the kind of device of its destination. ``can_share`` says
-    whether another rank may want the same.
+    Attributes:
+        shard: An id that is the same on all ranks that can share what one of them reads; else unique to this rank. Its
+            ``repr`` describes it completely.
+        shape: Of the local tensor, as are dtype and bytes.
+        device_type: Kind of device of its destination.
+        can_share: Whether another rank may want the same.
     """
 
     shard: Hashable
@@ -39,11 +42,14 @@ class Want(NamedTuple):
 class ReadingPlan(NamedTuple):
     """The assignment of shards to ranks that read them, and the ranks they are sent to.
 
-    A position is the index of a shard among those that this rank wants. ``reads`` has those that this rank reads, and
-    ``positions``, by id, those that it sends or receives. ``transfers`` has the shards that ranks of the group send
-    each other; the same, in the same order, on every rank. Its keys are the ids of the shards that this rank sends or
-    receives, and numbers for those of other ranks. ``repeats`` has, for each shard that this rank wants a second time,
-    its position, and that of the first.
+    A position is the index of a shard among those that this rank wants.
+
+    Attributes:
+        reads: Positions of the shards that this rank reads.
+        transfers: The shards that ranks of the group send each other; the same, in the same order, on every rank. The
+            keys are the ids of the shards that this rank sends or receives, and numbers for those of other ranks.
+        positions: Positions of the shards that this rank sends or receives, by id.
+        repeats: For each shard that this rank wants a second time: its position, and that of the first.
     """
 
     reads: list[int]
@@ -55,8 +61,11 @@ class ReadingPlan(NamedTuple):
 class ListedWants(NamedTuple):
     """The shards that a rank wants and may share, in columns: 17 bytes a shard.
 
-    ``settings`` are the algorithm of the exchange and the bytes of a round, to be compared. ``digests`` has a digest of
-    the id of each shard, one after the other; ``devices`` for each shard the index of its kind of device, in a byte.
+    Attributes:
+        settings: The algorithm of the exchange and the bytes of a round, to be compared.
+        digests: A digest of the id of each shard, one after the other.
+        device_types: The kinds of device.
+        devices: For each shard, the index of its kind of device, in a byte.
     """
 
     settings: tuple[str, int]
@@ -68,9 +77,10 @@ class ListedWants(NamedTuple):
 class SharedShards(NamedTuple):
     """The shards that several ranks want, in the order in which ranks list them first; the same on every rank.
 
-    For each shard, ``holders`` are the ranks that want it, ascending; ``numbers`` has for each of those ranks the index
-    of the shard among those that the rank listed; ``device_types`` is the kind of device of all its destinations, None
-    if they differ.
+    Attributes:
+        holders: For each shard, the ranks that want it, ascending.
+        numbers: For each shard, and each of those ranks, the index of the shard among those that the rank listed.
+        device_types: For each shard, the kind of device of all its destinations; None if they differ.
     """
 
     holders: list[tuple[int, ...]]

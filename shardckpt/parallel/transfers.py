@@ -30,10 +30,13 @@ ALGORITHMS = ("broadcast", "gather_rounds", "gather_object", "direct")
 
 
 class Transfer(NamedTuple):
-    """A shard that one rank, the source, sends to others, the targets; shape and dtype are those of the local tensor.
+    """A shard that one rank sends to others.
 
-    The source is not among the targets. ``device_type`` is the kind of device whose memory is sent: the CPU, or one
-    whose tensors the group can send.
+    Attributes:
+        shape: Of the local tensor, as is the dtype.
+        source: The rank that sends it.
+        targets: The ranks that receive it; the source is not among them.
+        device_type: Kind of device whose memory is sent: the CPU, or one whose tensors the group can send.
     """
 
     shape: tuple[int, ...]

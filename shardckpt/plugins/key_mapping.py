@@ -92,7 +92,7 @@ class KeyMapping(Protocol):
 
 @runtime_checkable
 class KnowsKeys(Protocol):
-    """A key mapping that says which names it knows; of any other one, all names count as known."""
+    """A key mapping that says which names it knows; with any other mapping, all names count as known."""
 
     def knows(self, key: str) -> bool:
         """Return whether a stored tensor's name, without the prefix, is one that the mapping is made for."""

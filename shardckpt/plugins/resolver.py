@@ -114,9 +114,9 @@ def hold_checkpoint(
     """Open a checkpoint's directory, and return it with the manifest: all that is read through it is of one save.
 
     The directory is one by an open file descriptor where the system can. With ``unmarked`` a checkpoint is accepted
-    that has lost its ``metadata.json`` and has ``shardckpt.json``, to look at what is left of it. The rest is as for
-    :func:`read_manifest`, but that another save may replace it meanwhile: CheckpointReplacedError, after which
-    :func:`~shardckpt.storage.retry_if_replaced` starts over.
+    that has lost its ``metadata.json`` and has ``shardckpt.json``, to look at what is left of it. The other argument
+    and the errors are those of :func:`read_manifest`. If another save replaces it meanwhile, it is a
+    CheckpointReplacedError: :func:`~shardckpt.storage.retry_if_replaced` starts over.
     """
     place = open_directory(directory)
     for pause in _RENAME_PAUSES:
@@ -137,7 +137,8 @@ def hold_checkpoint(
 def _hold_generation(place: Path, outer: Manifest, plugins: PluginManager) -> tuple[Path, Manifest]:
     """Open the generation that the marker at a URL names, or in a copy of it; as :func:`hold_checkpoint`.
 
-    It is a CorruptCheckpointError if it is not complete, or not of the backend that the marker says.
+    It is a CorruptCheckpointError if it is not complete, or not of the backend that the marker says, and a
+    CheckpointReplacedError if another save has replaced it meanwhile.
     """
     inner = open_below(place, outer.folder, plugins)
 

@@ -197,7 +197,8 @@ class Segments:
     def unpack(cls, text: str, root: str, size: int, algorithm: str) -> Segments:
         """Return the table that :meth:`pack` wrote, if it has this digest and its segments tile the file.
 
-        The size of the file in bytes bounds the memory that the table may take.
+        Any other text is a CorruptCheckpointError. The size of the file in bytes bounds the memory that the table may
+        take.
         """
         try:
             inflate = zlib.decompressobj()
@@ -209,7 +210,10 @@ class Segments:
 
     @classmethod
     def from_bytes(cls, raw: bytes, root: str, size: int, algorithm: str) -> Segments:
-        """Return the table that :meth:`to_bytes` returned, if it has this digest and tiles a file of ``size`` bytes."""
+        """Return the table that :meth:`to_bytes` returned, if it has this digest and tiles a file of ``size`` bytes.
+
+        Anything else is a CorruptCheckpointError.
+        """
         typecode = _find(algorithm).typecode
         wide = array(_LENGTH).itemsize + array(typecode).itemsize
         if len(raw) % wide or hashlib.sha256(raw).hexdigest() != root:

@@ -87,7 +87,7 @@ _ADVICE = {errno.EFBIG: ": `ulimit -f` says how large a file of the process may 
 class wrap_os_errors:  # noqa: N801 - used as a function; no generator, since each opening of a file has one
     """A context manager that turns an OSError into a :class:`StorageError` with the action and the path.
 
-    For example "cannot rename /checkpoints/step-10: Permission denied (EACCES)" for the action "rename".
+    For the action "rename" it says, for example, "cannot rename /checkpoints/step-10: Permission denied (EACCES)".
     """
 
     __slots__ = ("_action", "_path")

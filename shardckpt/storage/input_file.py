@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class InputFile(Protocol):
     """A file that is open for reading, by several threads at a time; a context manager that closes it.
 
-    ``size`` and ``status``, the result of ``os.fstat``, are of when it was opened; an object of a store has no status.
+    ``size``, in bytes, and ``status``, the result of ``os.fstat``, are from when it was opened; ``status`` is None for
+    an object of a store.
     """
 
     path: Path
@@ -155,7 +156,10 @@ def read_joined(file: InputFile, buffers: Sequence[memoryview], offset: int) -> 
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Return all bytes of a small regular file; more than ``limit`` are refused before memory is allocated."""
+    """Return all bytes of a small regular file.
+
+    More than ``limit`` bytes are a CorruptCheckpointError, before memory is allocated.
+    """
     with open_existing(path) as file:
         if file.size > limit:
             raise CorruptCheckpointError(

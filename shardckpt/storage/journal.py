@@ -82,7 +82,7 @@ class Journal:
         self._write({"identity": self._identity})
 
     def resume(self, folder: Path) -> bool:
-        """Go on with a staging directory that another process has left, and return True, if it is of the same identity.
+        """Go on with a staging directory that another process has left; return whether it is of the same identity.
 
         If not, nothing is changed. This process owns the directory now. Files that the journal does not name are
         removed.

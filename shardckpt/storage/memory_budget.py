@@ -109,7 +109,7 @@ def show_mib(nbytes: int) -> str:
 
 
 def plan_reading(budget: int | None, *, by_requests: bool) -> ReadLimits:
-    """Return how to read within a budget of so many bytes, from a store (``by_requests``) or from a directory."""
+    """Return how to read within a budget in bytes, from a store (``by_requests``) or a directory; None is no budget."""
     if not by_requests:
         threads = settings.io_threads()
         if budget is not None:
@@ -135,8 +135,8 @@ def plan_write_threads(budget: int | None) -> int:
 def plan_upload(room: int | None, nbytes: int = 0) -> UploadLimits:
     """Return in which parts to send an object of ``nbytes`` bytes to a store, which takes no more than 10,000 parts.
 
-    ``room`` is how many bytes of parts may be in memory at a time; with less than the smallest parts have, these are
-    returned.
+    ``room`` is how many bytes of parts may be in memory at a time, None for any number; if it is less than the smallest
+    parts need, these are returned.
     """
     least = max(_LEAST_PART, -(-nbytes // _MOST_PARTS // _MIB) * _MIB)  # of MiB: some stores take no odd sizes
     parts, part_bytes = settings.remote_parts(), max(least, settings.remote_part_mib() * _MIB)

@@ -48,7 +48,7 @@ def list_entries(place: Path) -> list[str]:
 def list_folders(place: Path) -> list[str]:
     """Return the names of the folders directly in a place, as they are now; none if it does not exist.
 
-    It is a StorageError, too, if the plugin of a store cannot list folders.
+    It is a StorageError if the plugin of a store cannot list folders.
     """
     if (remote := on_store(place)) is None:
         return _scan(place, _is_directory)

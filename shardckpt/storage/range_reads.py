@@ -38,7 +38,8 @@ def batch_ranges(
     """Cut long ranges and join short ones to batches, each read by one thread; iterate over the batches in order.
 
     Ranges are cut where segments end, so that no segment is read twice; ``segments_of`` returns the table of digests of
-    a range's file, if they are checked. Empty ranges are left out. Only if ``joined`` has a batch several ranges.
+    a range's file, if they are checked, and is called for ranges that are cut. Empty ranges are left out. A batch has
+    several ranges only if ``joined`` is True.
 
     A batch has at most ``most`` bytes (more where a segment is longer), and at most the bytes that are left, divided by
     ``shares``, but may always have ``least``: the last batches are small, so that all threads end at about the same

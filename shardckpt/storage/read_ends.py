@@ -26,7 +26,7 @@ class _End(NamedTuple):
 class ReadEnds:
     """The ends that are kept, in blocks of the pool; for several threads.
 
-    The blocks have ``most`` bytes at most, and are one at least; the oldest goes first.
+    At most ``most`` bytes of blocks are kept, but always one block; the oldest goes first.
     """
 
     def __init__(self, most: int) -> None:

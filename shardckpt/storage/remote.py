@@ -186,7 +186,7 @@ class RemotePath(OpenPath):
     def list_tree(self) -> Mapping[str, int]:
         """Return the size in bytes of each object in the folder and in those below it, by its path in the folder.
 
-        It is a StorageError, too, if the plugin cannot list folders.
+        It is a StorageError if the plugin cannot list folders.
         """
         if not isinstance(self.folder, HasFolders):
             raise StorageError(

@@ -56,8 +56,8 @@ _TABLES_AT_ONCE = 16
 class WriteTimes(NamedTuple):
     """When a rank wrote its files, by ``time.perf_counter``, which all processes of a host share.
 
-    From when the first file was created, 0.0 if none was, until the last one was durable; ``synced`` is how many
-    seconds of that it waited for fsync.
+    ``began`` is when the first file was created, 0.0 if none was; ``ended`` is when the last one was durable;
+    ``synced`` is the seconds between in which it waited for fsync.
     """
 
     began: float = 0.0
@@ -315,7 +315,7 @@ class CheckpointWriter:
         return record
 
     def move_tables(self, files: Iterable[FileRecord]) -> list[FileRecord]:
-        """Write the tables of digests of some files into files of their own beside them, durably.
+        """Write the tables of digests of some files into files of their own next to them, durably.
 
         Small tables stay in their records, and so do those whose files have names that are too long for another suffix.
 
@@ -341,7 +341,7 @@ class CheckpointWriter:
         return moved
 
     def _finish_tables(self, waiting: list[FileWriter]) -> None:
-        """Complete table files: their content has a digest in the record of the file that they are beside."""
+        """Complete table files: their content has a digest in the record of the file that they are about."""
         for writer in waiting:
             self.finish(writer)
             self.files.pop()

@@ -54,11 +54,11 @@ _Box = tuple[torch.Tensor, "Sequence[int]", "Sequence[int]"]
 
 
 def sum_boxes(boxes: Sequence[_Box]) -> list[tuple[int, int]]:
-    """Return what each box adds to the sums of its global tensor: two numbers, to be added modulo 2^64.
+    """Return what each box adds to the sums of its global tensor: two numbers below 2^64, to be added modulo 2^64.
 
-    Of each box there are its values, any tensor that :func:`plain_cpu` accepts (one that is not contiguous is copied),
-    which may lack leading axes of extent 1; where it begins in the global tensor, along every axis; and the global
-    shape. A tensor that has no values that can be read is a ShardingError.
+    A box has its values, where it begins in the global tensor along every axis, and the global shape. The values are
+    any tensor that :func:`plain_cpu` accepts (one that is not contiguous is copied), and may lack leading axes of
+    extent 1. A tensor whose values cannot be read is a ShardingError.
     """
     sums = torch.zeros(len(boxes), 2, dtype=torch.int64, device="cpu")
     # Small boxes of one form are multiplied together: a call of torch takes longer than to sum one of them. Numbers of

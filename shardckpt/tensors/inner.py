@@ -21,8 +21,8 @@ INNER, SHARED = "(inner)", "(shared)"
 class InnerNames(NamedTuple):
     """Those tensors inside the tensors of a class that are not one part each of their elements, by name.
 
-    ``shared`` are those that all elements share: a table from codes to values. ``values`` has the values as they are;
-    empty if there is none such.
+    ``shared`` are those that all elements share: a table from codes to values. ``values`` is the name of one that has
+    the values as they are; empty if there is none.
     """
 
     shared: frozenset[str] = frozenset()

@@ -128,11 +128,14 @@ def parse_on_unused(value: str) -> OnUnused:
 class KeyMismatch:
     """Keys of a load that do not match, in Megatron's words (see :class:`StrictHandling`).
 
-    They are the keys of tensors and objects (``layer._extra_state``), as Megatron's callers filter them. ``missing``
-    has keys in the checkpoint that no rank wants, or objects with a shard that no rank wants; it is empty if the mode
-    does not look for them. ``unexpected`` has keys that this rank wants and the checkpoint has not; of an object it may
-    be some shards. ``absent`` has the shards that this rank wants and the checkpoint has not, by :func:`stored_key`.
-    ``warning`` is what to log of unused keys once the load has succeeded, on the main rank; else ``""``.
+    They are the keys of tensors and objects (``layer._extra_state``), as Megatron's callers filter them.
+
+    Attributes:
+        missing: Keys in the checkpoint that no rank wants, or objects with a shard that no rank wants; empty if the
+            mode does not look for them.
+        unexpected: Keys that this rank wants and the checkpoint has not. Of an object it may be some shards.
+        absent: The shards that this rank wants and the checkpoint has not, by :func:`stored_key`.
+        warning: What to log of unused keys once the load has succeeded, on the main rank; else ``""``.
     """
 
     missing: frozenset[str] = frozenset()

@@ -39,7 +39,11 @@ class ReplicaCheckpoints:
     """Saves and loads the :class:`PerRank` states of one replica. Collective means: on all ranks of this replica.
 
     With an async mode a thread writes them, with another writer than that of the steps' checkpoints: a small save must
-    not wait for a large one. ``folder`` has these checkpoints, ``steps`` those of the steps to which they belong.
+    not wait for a large one.
+
+    Args:
+        folder: The folder of these checkpoints, with a ``step-<n>`` for each.
+        steps: The folder of the steps' checkpoints, to which these belong.
     """
 
     def __init__(

@@ -24,6 +24,9 @@ class LocalShard(NamedTuple):
     """The local shard of a DTensor, sent to the same rank of another replica.
 
     The DTensor itself cannot be sent: its device mesh contains process groups of this replica.
+
+    Attributes:
+        shape: Of the DTensor, not of the local shard; so is ``stride``.
     """
 
     local: torch.Tensor

@@ -34,6 +34,11 @@ class Replica(ManagerPart):
     to the newest that it saved up to that step, so that it reads on from where it was lost. When all replicas restart
     from a step, each loads its own states of that step: the steps after it are trained a second time, with the same
     data.
+
+    States that do not allow fault tolerance are an error, the same on every rank of the replica.
+
+    Args:
+        fault_tolerance: Which replica this is, and which manager of replicas to ask.
     """
 
     def __init__(
