@@ -71,7 +71,7 @@ class ForeignFuzzer(Fuzzer):
         for verb in ("verify", "ls", "inspect"):
             _run(verb, self._base)
 
-    def _put(self, name: str, content: bytes, number: int) -> None:  # noqa: ARG002 - it has no digests of ours
+    def _put(self, name: str, content: bytes, number: int) -> None:
         (self._path / name).write_bytes(content)
 
     def _report(self, watch: Watch) -> Report:
@@ -86,7 +86,7 @@ class ForeignFuzzer(Fuzzer):
         for verb in ("verify", "ls", "inspect"):
             try:
                 _run(verb, self._path)
-            except Exception as exc:  # noqa: BLE001 - it is reported
+            except Exception as exc:  # noqa: BLE001, PERF203 - it is reported
                 report.family = False
                 report.alien[verb] = f"{type(exc).__name__}: {exc}"
         watch.on = False

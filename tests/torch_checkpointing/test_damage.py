@@ -326,3 +326,12 @@ def test_verify_finds_a_lost_and_a_cut_file(tmp_path: Path, capsys: pytest.Captu
         (file,) = checkpoint.find_incomplete_files()
     assert file.name == "model_1.pt"
     assert "model.0.weight" in file.keys
+
+
+def test_json_is_utf_8(tmp_path: Path) -> None:
+    """What another encoding has written is damage: a file does not choose the codec that reads it."""
+    folder = copy_golden("torch-2", tmp_path / "step")
+    for encoding in ("utf-16", "utf-32-be"):
+        (folder / "step_0.json").write_bytes("7".encode(encoding))
+        with pytest.raises(CorruptCheckpointError, match="step_0.json is damaged"):
+            dist_checkpointing.load_common_state_dict(folder)
