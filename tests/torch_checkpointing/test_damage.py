@@ -333,5 +333,5 @@ def test_json_is_utf_8(tmp_path: Path) -> None:
     folder = copy_golden("torch-2", tmp_path / "step")
     for encoding in ("utf-16", "utf-32-be"):
         (folder / "step_0.json").write_bytes("7".encode(encoding))
-        with pytest.raises(CorruptCheckpointError, match="step_0.json is damaged"):
+        with pytest.raises(CorruptCheckpointError, match=r"step_0\.json is damaged"):
             dist_checkpointing.load_common_state_dict(folder)
