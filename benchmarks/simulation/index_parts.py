@@ -19,12 +19,14 @@ from shardckpt.chunks.owners import (
     address_parts,
     answer,
     drop_boxes,
+    link_parts,
     merge_plans,
+    number_links,
     pack_file_counts,
     route_rows,
 )
 from shardckpt.manifest import FileRecord, Manifest, Marker, Record
-from shardckpt.mapping import ShardedTensor
+from shardckpt.mapping import BlockScales, ShardedTensor
 from shardckpt.plugins import get_plugin_manager, read_manifest
 from shardckpt.storage import (
     CheckpointReader,
@@ -50,9 +52,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardckpt.chunks import MergedPlan
+    from shardckpt.storage import Column
     from shardckpt_safetensors.index_parts import EncodedPart
 
 _SAVE_ID = "0" * 32
+#: A tied tensor, and the key by which it is stored.
+_ALIASES = {"output.weight": "embedding.weight"}
+_BLOCK = (1, 4)
 
 
 class PlanTraffic(NamedTuple):
@@ -71,7 +77,9 @@ class PlanTraffic(NamedTuple):
     rest: MergedPlan
 
 
-def count_planning(world_size: int, shards: int, strategy: SafetensorsSaveShardedStrategy) -> PlanTraffic:
+def count_planning(
+    world_size: int, shards: int, strategy: SafetensorsSaveShardedStrategy, *, linked: bool = False
+) -> PlanTraffic:
     """Count what planning moves, by running all ranks through the functions of a save, each of them once.
 
     The first rank's plan is made from its shards. Those of the others are the same with other offsets and file names.
@@ -80,58 +88,73 @@ def count_planning(world_size: int, shards: int, strategy: SafetensorsSaveSharde
         world_size: Number of ranks.
         shards: Shards of each rank: of as many tensors, cut along the first axis.
         strategy: Says how many boxes a part has.
+        linked: Whether half of the tensors are the scales of the others, and one more is tied to another.
     """
-    count = -(-world_size * shards // strategy.part_rows)
-    first = make_plan(0, world_size, shards)
-    specs = SpecsByPart(first.stored.specs, count)
+    first = make_plan(0, world_size, shards, linked=linked)
+    count = -(-world_size * first.stored.size // strategy.part_rows)
+    aliases = _ALIASES if linked else {}
+    specs = SpecsByPart(first, count)
     bare, messages = [], []
     for rank in range(world_size):
         plan = move_plan(first, rank)
         bare.append(drop_boxes(plan))
         messages.append(address_parts(route_rows(plan, rank, specs), world_size))
-    questions: dict[int, dict[int, bytes]] = {}
-    merged: dict[int, dict[str, EncodedPart]] = {}
+    merges: dict[int, PartMerge] = {}
+    merged: dict[int, dict[int, MergedPlan]] = {}
+    encoded: dict[str, EncodedPart] = {}
 
     def plan_rank(rank: int, comm: Recorder) -> MergedPlan | None:
-        comm.all_true(True)  # no rank has tied tensors
+        if comm.all_alike(b"the tied tensors") and aliases:
+            comm.all_alike(b"which of them are the same memory")
         comm.largest(0)  # of gather_up_to, which sends no more than this if there is too much to gather
-        comm.total(shards, 0)
+        comm.total(first.stored.size, linked, 0)
         plans = comm.gather(bare[rank])
         rest = merge_plans(plans) if comm.is_main else None
         comm.broadcast(pack_file_counts(plans))
         arrived = comm.all_to_all(messages[rank])
-        if rank not in questions:
-            questions[rank] = PartMerge(arrived).questions
-        asked = comm.all_to_all(questions[rank])
+        if rank not in merges:
+            merges[rank] = PartMerge(arrived)
+        own = merges[rank]
+        asked = comm.all_to_all(own.questions)
         answered = comm.all_to_all({other: answer(question, specs) for other, question in asked.items()})
         if rank not in merged:
-            parts = PartMerge(arrived).merge(answered)
-            merged[rank] = {
-                f"index_{n}.safetensors": encode_part(part, strategy.page_rows) for n, part in parts.items()
-            }
-        comm.gather_some({name: part.head for name, part in merged[rank].items()}, given=bool(merged[rank]))
+            merged[rank] = own.merge(answered, aliases, count)
+        parts = merged[rank]
+        if linked:
+            sought = comm.all_to_all(own.seek_scales(aliases, count, world_size))
+            gathered = comm.gather_some(link_parts(parts, sought), given=bool(parts))
+            rest = None if rest is None else number_links(rest, gathered)
+        for number, part in parts.items():
+            if (name := f"index_{number}.safetensors") not in encoded:
+                encoded[name] = encode_part(part, strategy.page_rows)
+        heads = {number: encoded[f"index_{number}.safetensors"].head for number in parts}
+        comm.gather_some(heads, given=bool(heads))
         return rest
 
     replay = Replay(world_size)
     rest = replay.run(plan_rank)
-    parts = {name: part for found in merged.values() for name, part in found.items()}
-    return PlanTraffic(replay.sent, replay.received_by, dict(sorted(parts.items())), rest)
+    ordered = sorted(encoded.items(), key=lambda item: int(item[0].removeprefix("index_").partition(".")[0]))
+    return PlanTraffic(replay.sent, replay.received_by, dict(ordered), rest)
 
 
-def replay_planning(world_size: int, shards: int, strategy: SafetensorsSaveShardedStrategy) -> Replay:
+def replay_planning(
+    world_size: int, shards: int, strategy: SafetensorsSaveShardedStrategy, *, linked: bool = False
+) -> Replay:
     """Count the same by the strategy's own ``prepare`` on all ranks, which is too slow for many."""
     replay = Replay(world_size)
 
     def plan(rank: int, comm: Any) -> None:
-        strategy.prepare(_shards(rank, world_size, shards), {}, PlanContext(comm=comm, save_id=_SAVE_ID))
+        context = PlanContext(comm=comm, save_id=_SAVE_ID)
+        strategy.prepare(list_shards(rank, world_size, shards, linked=linked), {}, context)
 
     replay.run(plan)
     return replay
 
 
-def make_plan(rank: int, world_size: int, shards: int) -> LocalPlan:
+def make_plan(rank: int, world_size: int, shards: int, *, linked: bool = False) -> LocalPlan:
     """Return the plan of a rank, as a save makes it."""
-    return lay_out(collect_items(_shards(rank, world_size, shards)), {}, rank, 1)[1]
+    items = collect_items(list_shards(rank, world_size, shards, linked=linked), _ALIASES if linked else {})
+    return lay_out(items, {}, rank, 1)[1]
 
 
 def move_plan(first: LocalPlan, rank: int) -> LocalPlan:
@@ -142,8 +165,11 @@ def move_plan(first: LocalPlan, rank: int) -> LocalPlan:
     offset = table.offset + torch.tensor([rank * ROWS, 0])
     boxes = pack_columns({"whole": table.spec, "offset": offset, "extent": table.extent, "objects": []})
     columns = Columns(first.locations, "the plan of rank 0")
-    places = {name: columns.integers(name) for name in ("boxes", "objects")}
-    locations = pack_columns({"files": [f"rank_{rank}_0.safetensors"], **places})
+    same: dict[str, Column] = {name: columns.integers(name) for name in ("boxes", "objects")}
+    if columns.has("scaled"):
+        same |= {name: columns.texts(name) for name in ("scaled", "scaled_by")}
+        same["scaled_block"] = columns.integers("scaled_block")
+    locations = pack_columns({"files": [f"rank_{rank}_0.safetensors"], **same})
     return LocalPlan(PackedShards(first.stored.specs, boxes, first.stored.size), locations)
 
 
@@ -223,15 +249,16 @@ def simulate(ranks: int, shards: int, full: int, folder: str) -> Figures:  # noq
     figures = Figures()
     torch.set_num_threads(1)
     strategy = SafetensorsSaveShardedStrategy()
-    with figures.cpu("planning of all ranks: CPU"):
-        found = count_planning(ranks, shards, strategy)
-    figures.sent("planning", max(found.sent))
-    figures["planning: received by a rank", "MiB"] = max(found.received) / (1 << 20)
+    for linked, which in ((True, "with ties and block scales, "), (False, "")):
+        with figures.cpu(f"planning of all ranks: {which}CPU"):
+            found = count_planning(ranks, shards, strategy, linked=linked)
+        figures.sent(f"planning{', ' * bool(which)}{which.removesuffix(', ')}", max(found.sent))
+        figures[f"planning: {which}received by a rank", "MiB"] = max(found.received) / (1 << 20)
     place = Path(folder)
     try:
         nbytes = write_index(found, place, ranks, negotiate_digest(digest_vote()))
         figures["index on disk", "MiB"] = nbytes / (1 << 20)
-        wanted = _shards(ranks // 3, ranks, shards)
+        wanted = list_shards(ranks // 3, ranks, shards)
         count_opening(place, wanted)  # imports what it takes
         with figures.cpu("open for one rank: CPU"):
             opened = count_opening(place, wanted)
@@ -242,9 +269,22 @@ def simulate(ranks: int, shards: int, full: int, folder: str) -> Figures:  # noq
     return figures
 
 
-def _shards(rank: int, ranks: int, count: int) -> list[ShardedTensor]:
+def list_shards(rank: int, ranks: int, count: int, *, linked: bool = False) -> list[ShardedTensor]:
+    """Return the shards of a rank: rows of each tensor; if linked, half are codes with scales, and one more is tied."""
+
+    def cut(key: str, data: torch.Tensor, scales: BlockScales | None = None) -> ShardedTensor:
+        return ShardedTensor.from_rank_offsets(key, data, (0, rank, ranks), block_scales=scales)
+
     data = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16, device="meta")
-    return [ShardedTensor.from_rank_offsets(f"layers.{n}.weight", data, (0, rank, ranks)) for n in range(count)]
+    if not linked:
+        return [cut(f"layers.{n}.weight", data) for n in range(count)]
+    codes = torch.empty(ROWS, COLUMNS * _BLOCK[1], dtype=torch.uint8, device="meta")
+    tied = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16, device="cpu")
+    found = [cut(key, tied) for key in ("embedding.weight", "output.weight")]
+    for n in range(count // 2):
+        found.append(cut(f"layers.{n}.weight", codes, BlockScales(f"layers.{n}.scales", _BLOCK)))
+        found.append(cut(f"layers.{n}.scales", data))
+    return found
 
 
 __all__ = ["PlanTraffic", "count_opening", "count_planning", "replay_planning", "simulate", "write_index"]

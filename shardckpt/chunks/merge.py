@@ -65,6 +65,46 @@ class MergedPlan(NamedTuple):
     aliases: Mapping[str, int] = MappingProxyType({})
     scales: Mapping[int, tuple[int, Ints]] = MappingProxyType({})
 
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The number of each tensor, by its key."""
+        return {key: number for number, key in enumerate(self.keys)}
+
+
+class ScaledTensor(NamedTuple):
+    """A tensor with block scales.
+
+    Attributes:
+        number: Its number in a plan.
+        key: Its key.
+        shape: Its global shape.
+        by: The key of its scales.
+        block: A block's size along each axis.
+        blocks: The number of blocks along each axis, which is the shape of its scales.
+    """
+
+    number: int
+    key: str
+    shape: Ints
+    by: str
+    block: Ints
+    blocks: Ints
+
+    def find_scales(self, names: Mapping[str, int], shapes: Sequence[Ints]) -> int:
+        """Return the number of the scales, after a check that they are there and fit."""
+        if self.by not in names:
+            raise ShardingError(
+                f"tensor {self.key!r} has block_scales in {self.by!r}, which no rank saves: save it, too, or leave out "
+                "block_scales"
+            )
+        number = names[self.by]
+        if tuple(shapes[number]) != self.blocks:
+            raise ShardingError(
+                f"tensor {self.key!r} of shape {self.shape} has block_scales of blocks {self.block}, so {self.by!r} "
+                f"has the shape {self.blocks}, but it has {shapes[number]}"
+            )
+        return number
+
 
 class _GlobalTensor(NamedTuple):
     """A tensor of the checkpoint: its number, and what the first rank that stores a part says of it."""
@@ -114,20 +154,21 @@ def merge_plans(plans: Iterable[LocalPlan], aliases: Mapping[str, str] = Mapping
         files += columns.texts("files")
         parts.append(RankRows(rank, plan.stored.specs, table, boxes))
         scaled.append((rank, columns))
-    return merge_rows(parts, objects, aliases, scaled)._replace(files=files, objects=objects)
+    merged = merge_rows(parts, objects, aliases)._replace(files=files, objects=objects)
+    with_scales = list_scaled(merged, scaled)
+    names = {**merged.numbers, **merged.aliases} if with_scales else {}
+    return merged._replace(scales={t.number: (t.find_scales(names, merged.shapes), t.block) for t in with_scales})
 
 
 def merge_rows(
     parts: Sequence[RankRows],
     object_keys: Collection[str],
     aliases: Mapping[str, str] = MappingProxyType({}),
-    scaled: Iterable[tuple[int, Columns]] = (),
 ) -> MergedPlan:
     """Merge the boxes of at least one rank, in the order of the ranks; of each tensor there are those of all ranks.
 
-    Returns the tensors and boxes, without files and objects. No tensor may have one of ``object_keys``. ``scaled`` has
-    the locations of each rank's plan, unpacked, which say what scales its tensors. The rest is as for
-    :func:`merge_plans`.
+    Returns the tensors and boxes, without files, objects and scales. No tensor may have one of ``object_keys``. The
+    rest is as for :func:`merge_plans`.
     """
     tensors: dict[str, _GlobalTensor] = {}
     numbers_by_specs: dict[bytes, torch.Tensor] = {}
@@ -138,15 +179,7 @@ def merge_rows(
             numbers_by_specs[specs] = _number_tensors(tensors, rank, Columns(specs, f"the plan of rank {rank}"))
         tables.append(table._replace(spec=numbers_by_specs[specs][table.spec]))
 
-    scales: dict[str, BlockScales] = {}
-    for rank, columns in scaled:
-        _add_scales(scales, tensors, columns, rank)
-
-    twice = sorted(key for key in object_keys if key in tensors or key in aliases)
-    if twice:
-        raise ShardingError(
-            f"{listed(list(map(repr, twice)))} would be the key of a tensor and of an object: rename one"
-        )
+    refuse_object_keys(object_keys, tensors, aliases)
     table, location = concat_tables(tables), torch.cat([part.locations for part in parts])
     order = _sort_distinct(table)
     table = table.rows(order)
@@ -162,9 +195,16 @@ def merge_rows(
     bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     dtypes = [tensor.dtype for tensor in tensors.values()]
     numbers = {alias: tensors[key].number for alias, key in aliases.items()}
-    names = {key: tensor.number for key, tensor in tensors.items()} | numbers
-    resolved = {names[key]: _resolve_scales(key, by, names, dtypes, shapes) for key, by in scales.items()}
-    return MergedPlan(keys, dtypes, shapes, bounds, table, location[order], [], {}, numbers, resolved)
+    return MergedPlan(keys, dtypes, shapes, bounds, table, location[order], [], {}, numbers)
+
+
+def refuse_object_keys(object_keys: Collection[str], *tensors: Collection[str]) -> None:
+    """Raise ShardingError if an object has the key of a tensor."""
+    twice = sorted(key for key in object_keys if any(key in keys for keys in tensors))
+    if twice:
+        raise ShardingError(
+            f"{listed(list(map(repr, twice)))} would be the key of a tensor and of an object: rename one"
+        )
 
 
 def has_scales(plan: LocalPlan) -> bool:
@@ -181,41 +221,30 @@ def list_object_keys(unique_keys: list[str], columns: Columns) -> Iterable[tuple
     return [*((key, number) for number, key in enumerate(unique_keys) if number not in others), *listed]
 
 
-def _add_scales(
-    scales: dict[str, BlockScales], tensors: Mapping[str, _GlobalTensor], columns: Columns, rank: int
-) -> None:
-    """Add what scales the tensors of a rank, by key."""
-    if not columns.has("scaled"):
-        return
-    blocks = columns.integers("scaled_block").tolist()
-    for key, by, block in zip(columns.texts("scaled"), columns.texts("scaled_by"), blocks, strict=True):
-        mine = BlockScales(by, tuple(block[: len(tensors[key].shape)]))  # without what pads a rank's rows
-        if scales.setdefault(key, mine) != mine:
-            raise ShardingError(
-                f"tensor {key!r}: ranks disagree on its block_scales: {scales[key]} before, {mine} on rank {rank}"
-            )
+def list_scaled(plan: MergedPlan, scaled: Iterable[tuple[int, Columns]]) -> list[ScaledTensor]:
+    """Return the tensors of a plan that have block scales, as columns of ranks say, each with its rank."""
+    found: dict[str, BlockScales] = {}
+    numbers: dict[str, int] = {}
+    for rank, columns in scaled:
+        if not columns.has("scaled"):
+            continue
+        numbers = numbers or plan.numbers
+        blocks = columns.integers("scaled_block").tolist()
+        for key, by, block in zip(columns.texts("scaled"), columns.texts("scaled_by"), blocks, strict=True):
+            mine = BlockScales(by, tuple(block[: len(plan.shapes[numbers[key]])]))  # without what pads a rank's rows
+            if found.setdefault(key, mine) != mine:
+                raise ShardingError(
+                    f"tensor {key!r}: ranks disagree on its block_scales: {found[key]} before, {mine} on rank {rank}"
+                )
+    return [_describe_scaled(plan, numbers[key], scales) for key, scales in found.items()]
 
 
-def _resolve_scales(
-    key: str, scales: BlockScales, names: Mapping[str, int], dtypes: Sequence[torch.dtype], shapes: Sequence[Ints]
-) -> tuple[int, Ints]:
-    """Return the number of a tensor's scales, and the block, after a check that both fit."""
-    if scales.key not in names:
-        raise ShardingError(
-            f"tensor {key!r} has block_scales in {scales.key!r}, which no rank saves: save it, too, or leave out "
-            "block_scales"
-        )
-    number, by = names[key], names[scales.key]
-    shape, block = list(shapes[number]), scales.block
-    if dtypes[number] == torch.float4_e2m1fn_x2:
+def _describe_scaled(plan: MergedPlan, number: int, scales: BlockScales) -> ScaledTensor:
+    shape = list(plan.shapes[number])
+    if plan.dtypes[number] == torch.float4_e2m1fn_x2:
         shape[-1] *= 2  # blocks count elements, shapes of this dtype pairs
-    expected = tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
-    if shapes[by] != expected:
-        raise ShardingError(
-            f"tensor {key!r} of shape {shapes[number]} has block_scales of blocks {block}, so {scales.key!r} has the "
-            f"shape {expected}, but it has {shapes[by]}"
-        )
-    return by, block
+    blocks = tuple(-(-size // length) for size, length in zip(shape, scales.block, strict=True))
+    return ScaledTensor(number, plan.keys[number], plan.shapes[number], scales.key, scales.block, blocks)
 
 
 def _number_tensors(tensors: dict[str, _GlobalTensor], rank: int, specs: Columns) -> torch.Tensor:

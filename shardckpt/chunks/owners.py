@@ -2,20 +2,35 @@
 
 A tensor's key says which part it is in, and a part which rank owns it. The boxes go to the owners as columns. The
 descriptions of tensors are mostly the same on many ranks: an owner gets a hash of them from each rank, and asks the
-first rank with each hash for the text. Only the names of files and the objects go to the main rank.
+first rank with each hash for the text. A tensor and its block scales may be in two parts: the owner of the one asks
+that of the other. The main rank gets the names of files and the objects, and from the owners of parts how many tensors
+each has, and which of them have further keys or scales.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import zlib
 from array import array
 from collections import defaultdict
+from itertools import accumulate
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.chunks.merge import LocalPlan, MergedPlan, RankRows, list_object_keys, merge_plans, merge_rows
+from shardckpt.chunks.merge import (
+    LocalPlan,
+    MergedPlan,
+    RankRows,
+    ScaledTensor,
+    list_object_keys,
+    list_scaled,
+    merge_plans,
+    merge_rows,
+    refuse_object_keys,
+)
 from shardckpt.distributed import find_owner, join_parts, place_owner, split_parts
 from shardckpt.planning import Table, make_column
 from shardckpt.storage import Column, Columns, PackedShards, pack_columns
@@ -24,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from shardckpt.distributed import Comm
+    from shardckpt.planning import Ints
 
 _SOURCE = "a plan for an owner"
 _DIGEST = "specs"
@@ -33,17 +49,26 @@ class OwnedParts(NamedTuple):
     """The result of this rank's merge.
 
     ``parts`` has the tensors and boxes of the parts that it owns, by the number of the part. Those without tensors are
-    not there. ``rest`` has, on the main rank, the files and objects of all ranks, without tensors; None on the others.
+    not there. ``rest`` has, on the main rank, the files and objects of all ranks, without tensors, and the aliases and
+    scales of all parts, whose tensors count from the first part to the last; None on the others.
     """
 
     parts: dict[int, MergedPlan]
     rest: MergedPlan | None
 
 
-def merge_by_owners(plan: LocalPlan, count: int, comm: Comm) -> OwnedParts:
+def merge_by_owners(
+    plan: LocalPlan,
+    count: int,
+    comm: Comm,
+    aliases: Mapping[str, str] = MappingProxyType({}),
+    *,
+    scaled: bool = False,
+) -> OwnedParts:
     """Collective: merge the plans of all ranks in ``count`` parts, each on the rank that owns it; return this rank's.
 
-    The count is at least 1, and the same on all ranks. A rank may own several parts. Errors are as of
+    The count is at least 1. A rank may own several parts. ``scaled`` says whether a tensor of any rank has block
+    scales. These, and the aliases, are the same on all ranks. Errors are as of
     :func:`shardckpt.chunks.merge.merge_plans`, on all ranks.
     """
     with comm.local_phase("planning for all ranks"):
@@ -51,11 +76,12 @@ def merge_by_owners(plan: LocalPlan, count: int, comm: Comm) -> OwnedParts:
     plans = comm.gather(rest_of_plan)
     with comm.local_phase("planning for all ranks"):
         rest = merge_plans(plans) if comm.is_main else None
+        refuse_object_keys(() if rest is None else rest.objects, aliases)
         counts = pack_file_counts(plans)
     counts = comm.broadcast(counts)
     with comm.local_phase("sending boxes to their owners"):
         first_file = sum(array("I", zlib.decompress(counts))[: comm.rank])
-        specs = SpecsByPart(plan.stored.specs, count)
+        specs = SpecsByPart(plan, count)
         messages = address_parts(route_rows(plan, first_file, specs), comm.world_size)
     arrived = comm.all_to_all(messages)
     with comm.local_phase("sending boxes to their owners"):
@@ -65,7 +91,17 @@ def merge_by_owners(plan: LocalPlan, count: int, comm: Comm) -> OwnedParts:
         answers = {rank: answer(question, specs) for rank, question in asked.items()}
     answered = comm.all_to_all(answers)
     with comm.local_phase("planning for all ranks"):
-        return OwnedParts(owned.merge(answered), rest)
+        parts = owned.merge(answered, aliases, count)
+    if not (aliases or scaled):
+        return OwnedParts(parts, rest)
+    with comm.local_phase("planning for all ranks"):
+        seeking = owned.seek_scales(aliases, count, comm.world_size)
+    sought = comm.all_to_all(seeking)
+    with comm.local_phase("planning for all ranks"):
+        links = link_parts(parts, sought)
+    gathered = comm.gather_some(links, given=bool(links))
+    with comm.local_phase("planning for all ranks"):
+        return OwnedParts(parts, None if rest is None else number_links(rest, gathered))
 
 
 def drop_boxes(plan: LocalPlan) -> LocalPlan:
@@ -89,13 +125,14 @@ class SpecsByPart:
     Attributes:
         owners: int64 of shape (tensors,): the part of each.
         numbers: The numbers of the tensors of each part.
-        packed: The packed specs of each part.
+        packed: The packed specs of each part, and what scales its tensors.
         digests: A hash of these.
     """
 
-    def __init__(self, packed: bytes, count: int) -> None:
+    def __init__(self, plan: LocalPlan, count: int) -> None:
         self.count = count
-        specs = Columns(packed, _SOURCE)
+        specs = Columns(plan.stored.specs, _SOURCE)
+        scaled = _part_scales(Columns(plan.locations, _SOURCE), count)
         keys, dtypes = specs.texts("keys"), specs.texts("dtypes")
         axes, shapes = specs.integers("axes"), specs.integers("shapes")
         found: dict[int, list[int]] = defaultdict(list)
@@ -109,8 +146,27 @@ class SpecsByPart:
             self.owners[own] = owner
             self.numbers[owner] = own
             columns: dict[str, Column] = {"keys": [keys[n] for n in numbers], "dtypes": [dtypes[n] for n in numbers]}
-            self.packed[owner] = pack_columns({**columns, "axes": axes[own], "shapes": shapes[own]})
+            columns |= {"axes": axes[own], "shapes": shapes[own], **scaled.get(owner, {})}
+            self.packed[owner] = pack_columns(columns)
         self.digests = {owner: hashlib.sha256(data).hexdigest()[:16] for owner, data in self.packed.items()}
+
+
+def _part_scales(columns: Columns, count: int) -> dict[int, dict[str, Column]]:
+    """Return the columns of a rank's plan that say what scales its tensors, by the part of the tensors."""
+    if not columns.has("scaled"):
+        return {}
+    keys, by, blocks = columns.texts("scaled"), columns.texts("scaled_by"), columns.integers("scaled_block")
+    rows: dict[int, list[int]] = defaultdict(list)
+    for number, key in enumerate(keys):
+        rows[find_owner(key, count)].append(number)
+    return {
+        owner: {
+            "scaled": [keys[n] for n in numbers],
+            "scaled_by": [by[n] for n in numbers],
+            "scaled_block": blocks[make_column(numbers)],
+        }
+        for owner, numbers in rows.items()
+    }
 
 
 def route_rows(plan: LocalPlan, first_file: int, specs: SpecsByPart) -> dict[int, bytes]:
@@ -176,15 +232,39 @@ class PartMerge:
                 if digest and self._holders.setdefault((number, digest), rank) == rank:
                     asked[rank].append(number)
         self.questions = {rank: numbers.tobytes() for rank, numbers in asked.items()}
+        #: The tensors with block scales, by the number of their part.
+        self._scaled: dict[int, list[ScaledTensor]] = {}
 
-    def merge(self, answers: Mapping[int, bytes]) -> dict[int, MergedPlan]:
+    def merge(self, answers: Mapping[int, bytes], aliases: Mapping[str, str], count: int) -> dict[int, MergedPlan]:
         """Return what all ranks store of each part that has tensors, by the number of the part.
 
-        Files and locations of objects are not there. Errors are as of :func:`shardckpt.chunks.merge.merge_plans`.
+        ``aliases`` are those of all ``count`` parts. Files, locations of objects, and scales are not there. Errors are
+        as of :func:`shardckpt.chunks.merge.merge_plans`.
         """
         specs = {(number, rank): data for rank, message in answers.items() for number, data in split_parts(message)}
-        rows = {number: self._list_rows(number, specs) for number in sorted(self._rows)}
-        return {number: merge_rows(parts, objects) for number, (parts, objects) in rows.items() if parts}
+        of_part: dict[int, dict[str, str]] = defaultdict(dict)
+        for alias, key in aliases.items():
+            of_part[find_owner(key, count)][alias] = key
+        merged = {}
+        for number in sorted(self._rows):
+            parts, objects = self._list_rows(number, specs)
+            if parts:
+                merged[number] = merge_rows(parts, objects, of_part[number])
+                unique: dict[bytes, int] = {}  # the first rank with each specs
+                for part in parts:
+                    unique.setdefault(part.specs, part.rank)
+                scaled = ((rank, Columns(packed, _SOURCE)) for packed, rank in unique.items())
+                self._scaled[number] = list_scaled(merged[number], scaled)
+        return merged
+
+    def seek_scales(self, aliases: Mapping[str, str], count: int, world_size: int) -> dict[int, bytes]:
+        """Return the questions for the owners of the scales of this rank's tensors, by rank; after :meth:`merge`."""
+        questions: dict[int, list[list[object]]] = defaultdict(list)
+        for number, tensors in self._scaled.items():
+            for tensor in tensors:
+                place = find_owner(aliases.get(tensor.by, tensor.by), count)
+                questions[place_owner(place, world_size)].append([number, place, *tensor])
+        return {rank: json.dumps(rows).encode() for rank, rows in questions.items()}
 
     def _list_rows(self, number: int, specs: Mapping[tuple[int, int], bytes]) -> tuple[list[RankRows], set[str]]:
         """Return the rows of a part, and the keys of objects that would be in it if they were tensors."""
@@ -196,3 +276,43 @@ class PartMerge:
                 own = specs[number, self._holders[number, digest]]
                 parts.append(RankRows(rank, own, table, columns.integers("place")))
         return parts, objects
+
+
+class PartLinks(NamedTuple):
+    """What the index of all ranks needs to know of a part.
+
+    Attributes:
+        tensors: How many tensors it has.
+        aliases: The number of a tensor by each of its further keys.
+        scales: For each tensor whose scales the part has: its part, its number there, the number of the scales in this
+            part, and a block's size along each axis.
+    """
+
+    tensors: int
+    aliases: Mapping[str, int]
+    scales: list[tuple[int, int, int, Ints]]
+
+
+def link_parts(parts: Mapping[int, MergedPlan], sought: Mapping[int, bytes]) -> dict[int, PartLinks]:
+    """Return the links of the parts that a rank owns, from the questions for scales, which are checked."""
+    scales: dict[int, list[tuple[int, int, int, Ints]]] = defaultdict(list)
+    names = {number: {**part.numbers, **part.aliases} for number, part in parts.items()} if sought else {}
+    for _, message in sorted(sought.items()):
+        for part, place, number, key, shape, by, block, blocks in json.loads(message):
+            tensor = ScaledTensor(number, key, tuple(shape), by, tuple(block), tuple(blocks))
+            shapes = parts[place].shapes if place in parts else ()
+            scales[place].append((part, number, tensor.find_scales(names.get(place, {}), shapes), tensor.block))
+    return {n: PartLinks(len(part.keys), dict(part.aliases), scales[n]) for n, part in parts.items()}
+
+
+def number_links(rest: MergedPlan, gathered: Sequence[Mapping[int, PartLinks]]) -> MergedPlan:
+    """Return the plan of the main rank with the aliases and scales of all parts, whose tensors follow each other."""
+    links = dict(sorted((number, found) for some in gathered for number, found in some.items()))
+    first = dict(zip(links, accumulate((found.tensors for found in links.values()), initial=0), strict=False))
+    aliases = {alias: first[n] + number for n, found in links.items() for alias, number in found.aliases.items()}
+    scales = {
+        first[part] + number: (first[n] + by, block)
+        for n, found in links.items()
+        for part, number, by, block in found.scales
+    }
+    return rest._replace(aliases=dict(sorted(aliases.items())), scales=dict(sorted(scales.items())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
@@ -59,9 +60,13 @@ def agree_on_aliases(ties: list[tuple[str, ...]], shards: Sequence[ShardedBase],
     Keys are tied if each rank that has a shard of one of them has the same boxes of the others, in the same memory. The
     first of a group in the order of the alphabet is stored.
     """
-    if comm.all_true(not ties):
-        return {}
-    candidates = sorted({key for theirs in comm.all_gather(ties) for keys in theirs for key in keys})
+    if comm.all_alike(repr(ties).encode()):  # as with FSDP: no rank needs to receive what the others have
+        every = [ties]
+        if not ties:
+            return {}
+    else:
+        every = comm.all_gather(ties)
+    candidates = sorted({key for theirs in every for keys in theirs for key in keys})
     with comm.local_phase("comparing tied tensors"):
         signed = _sign(shards, frozenset(candidates))
         first: dict[Hashable, int] = {}
@@ -69,7 +74,8 @@ def agree_on_aliases(ties: list[tuple[str, ...]], shards: Sequence[ShardedBase],
             first.setdefault(signed[key], number) if key in signed else _ABSENT for number, key in enumerate(candidates)
         ]
     # a key's class on every rank: two keys are tied if no rank tells them apart
-    classes = zip(*comm.all_gather(mine), strict=True)
+    is_same = comm.all_alike(array("q", mine).tobytes())
+    classes = zip(*([mine] if is_same else comm.all_gather(mine)), strict=True)
     groups = _group(dict(zip(candidates, classes, strict=True)))
     return {alias: key for key, *aliases in groups for alias in aliases}
 

@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt.planning import make_column, make_matrix
-from shardckpt.storage import Columns, PackedColumns
+from shardckpt.storage import PackedColumns
 from shardckpt_safetensors.dtypes import dtype_name
 from shardckpt_safetensors.index_names import BLOCK_SCALES, CODECS, FEATURE, HEADER, UNALIGNED
-from shardckpt_safetensors.index_parts import ALIGN, sort_rows
+from shardckpt_safetensors.index_parts import ALIGN, find_unit, sort_rows
 from shardckpt_safetensors.names import StringTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardckpt.chunks import LocalPlan, MergedPlan
+    from shardckpt.chunks import MergedPlan
     from shardckpt_safetensors.index_header import IndexHeader
+    from shardckpt_safetensors.index_parts import PartHead
 
 
 class EncodedIndex(NamedTuple):
@@ -49,12 +50,12 @@ class EncodedIndex(NamedTuple):
         return self.columns.to_bytes({HEADER: header.model_copy(update=used).model_dump_json()})
 
 
-def encode_index(plan: MergedPlan, parts: Mapping[str, int] | None = None) -> EncodedIndex:
+def encode_index(plan: MergedPlan, parts: Mapping[str, PartHead] | None = None) -> EncodedIndex:
     """Encode what all ranks store as the columns of the index, which FORMAT.md describes.
 
     In the merged plan the location of a box is file and start, that of an object file, start, size and codec. If the
-    tensors are in parts, and not in the plan, ``parts`` has the bytes before the rows of each part, by name. Aliases
-    and scales of the plan then have numbers of tensors of the parts.
+    tensors are in parts, and not in the plan, ``parts`` has the head of each part, by name. Aliases and scales of the
+    plan then have numbers of tensors of the parts.
     """
     strings = StringTable()
     axes = [len(shape) for shape in plan.shapes]
@@ -84,24 +85,21 @@ def encode_index(plan: MergedPlan, parts: Mapping[str, int] | None = None) -> En
         "object_start": objects[:, 1],
         "object_nbytes": objects[:, 2],
     }
+    heads = [] if parts is None else [*parts.values()]
     if plan.scales:
+        most = max([width, *(head.axes for head in heads)])
         columns |= {
             "scaled": make_column([*plan.scales]),
             "scaled_by": make_column([by for by, _ in plan.scales.values()]),
-            "scaled_block": make_matrix([block for _, block in plan.scales.values()], width, 1),
+            "scaled_block": make_matrix([block for _, block in plan.scales.values()], most, 1),
         }
     if parts is not None:
         columns |= {
             "part": make_column([strings.add(name) for name in parts]),
-            "part_head": make_column([*parts.values()]),
+            "part_head": make_column([head.nbytes for head in heads]),
         }
     packed = PackedColumns.pack({**strings.columns(), **columns})
     features = [] if parts is None else [FEATURE]
-    if bool((plan.locations[:, 1] % ALIGN != 0).any()):
+    if {find_unit(plan.locations), *(head.unit for head in heads)} != {ALIGN}:
         features.append(UNALIGNED)
     return EncodedIndex(packed, list(dtypes), [CODECS[number] for number in codecs], features, bool(plan.scales))
-
-
-def is_unaligned(plan: LocalPlan) -> bool:
-    """Return whether the payload of one of a rank's boxes does not begin at a multiple of 64."""
-    return bool((Columns(plan.locations, "a plan").integers("boxes")[:, 1] % ALIGN != 0).any())

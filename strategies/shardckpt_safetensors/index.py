@@ -99,7 +99,7 @@ class StoredIndex(ChunkIndex):
                 raise CorruptCheckpointError("it is in parts, which are in other files")
             parts = _list_parts(columns, strings)
             require(not {name for name, _ in parts} & {*self.files}, "part", "has a data file")
-            self._boxes = IndexParts(parts, reader)
+            self._boxes = IndexParts(parts, reader, self._align)
             tensors = self._boxes.tensors
         else:
             shape = int(tensors.bounds[-1]), tensors.extents.shape[1]
@@ -449,7 +449,7 @@ def find_part_errors(reader: CheckpointReader) -> dict[str, CheckpointingExcepti
     if FEATURE not in parse_header(columns.metadata.get(HEADER)).required_features:
         return {}
     strings = Strings(columns.raw("text"), read_column(columns, "text_end", (-1,)).long())
-    return {name: find_error(IndexParts, [(name, head)], reader) for name, head in _list_parts(columns, strings)}
+    return {name: find_error(IndexParts, [(name, head)], reader, ALIGN) for name, head in _list_parts(columns, strings)}
 
 
 def _list_parts(columns: Columns, strings: Strings) -> list[tuple[str, int]]:

@@ -53,21 +53,32 @@ class _PartHeader(BaseModel):
     page: Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
+class PartHead(NamedTuple):
+    """The head of a part: its bytes, the most axes of its tensors, and the unit of the starts of payloads in bytes."""
+
+    nbytes: int
+    axes: int
+    unit: int
+
+
 class EncodedPart(NamedTuple):
-    """A part of the index as bytes: all of it, the bytes of its head, before the rows, and those of a page of rows."""
+    """A part of the index: all of its bytes, its head, before the rows, and the bytes of a page of rows."""
 
     data: bytes
-    head: int
+    head: PartHead
     page: int
 
     def cut(self) -> list[bytes]:
         """Return the head and the pages: each has a digest of its own, so that a reader checks only what it reads."""
-        starts = [0, *range(self.head, len(self.data), self.page)]
+        starts = [0, *range(self.head.nbytes, len(self.data), self.page)]
         return [self.data[start:stop] for start, stop in zip(starts, [*starts[1:], len(self.data)], strict=True)]
 
 
-def encode_part(plan: MergedPlan, page_rows: int = PAGE_ROWS) -> EncodedPart:
-    """Encode some tensors, with their boxes in order, as a part of the index: the head, then the rows in pages."""
+def encode_part(plan: MergedPlan, page_rows: int = PAGE_ROWS, unit: int = ALIGN) -> EncodedPart:
+    """Encode some tensors, with their boxes in order, as a part of the index: the head, then the rows in pages.
+
+    All payloads begin at multiples of ``unit``, which is the same for all parts of an index: 64, or 1.
+    """
     strings = StringTable()
     axes = [len(shape) for shape in plan.shapes]
     width = max(axes, default=0)
@@ -76,7 +87,7 @@ def encode_part(plan: MergedPlan, page_rows: int = PAGE_ROWS) -> EncodedPart:
     box = plan.boxes.pad_axes(width)
     order = sort_rows(box.spec, box.offset)
     offset, extent = box.offset[order, :width], box.extent[order, :width]
-    fields = (offset, extent, plan.locations[order, :1], plan.locations[order, 1:2] // ALIGN)
+    fields = (offset, extent, plan.locations[order, :1], plan.locations[order, 1:2] // unit)
     kinds = [narrow_dtype(field) for field in fields]
     rows = torch.cat([_to_bytes(field.to(kind)) for field, kind in zip(fields, kinds, strict=True)], 1)
     columns = {
@@ -91,7 +102,12 @@ def encode_part(plan: MergedPlan, page_rows: int = PAGE_ROWS) -> EncodedPart:
     text = _PartHeader(dtypes=list(dtypes), row=[INTEGERS[kind] for kind in kinds], page=page_rows).model_dump_json()
     # the narrowest columns come last, in this order: the rows are the end of the file
     data = pack_columns({**strings.columns(), **columns, "box": rows}, {HEADER: text})
-    return EncodedPart(data, len(data) - rows.numel(), page_rows * rows.shape[1])
+    return EncodedPart(data, PartHead(len(data) - rows.numel(), width, unit), page_rows * rows.shape[1])
+
+
+def find_unit(locations: torch.Tensor) -> int:
+    """Return 64 if all payloads begin at multiples of it, else 1; ``locations`` are files and starts."""
+    return 1 if bool((locations[:, 1] % ALIGN != 0).any()) else ALIGN
 
 
 def sort_rows(spec: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
@@ -107,11 +123,13 @@ def sort_rows(spec: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
 class IndexParts:
     """The parts of an index that are in files of their own: tensors and pages in memory, boxes when they are requested.
 
-    ``files`` has their names, and the bytes of each before its rows. ``tensors`` are those of all parts.
+    ``files`` has their names, and the bytes of each before its rows. ``unit`` is that of the starts of payloads, in
+    bytes. ``tensors`` are those of all parts.
     """
 
-    def __init__(self, files: Sequence[tuple[str, int]], reader: CheckpointReader) -> None:
+    def __init__(self, files: Sequence[tuple[str, int]], reader: CheckpointReader, unit: int) -> None:
         self._reader = reader
+        self._unit = unit
         self.names = [name for name, _ in files]
         self._files = reader.map(lambda file: _PartFile(reader, *file), files, size=lambda file: file[1])
         self.tensors = join_tensors([file.tensors for file in self._files])
@@ -149,7 +167,8 @@ class IndexParts:
         for number in sorted({run[0] for run in runs}):
             own = torch.cat([part for part, run in zip(raw, runs, strict=True) if run[0] == number])
             found.append(self._files[number].decode(own, width))
-        return tuple(torch.cat(columns) for columns in zip(*found, strict=True))
+        offset, extent, files, start = (torch.cat(columns) for columns in zip(*found, strict=True))
+        return offset, extent, files, start * self._unit
 
     def _read(self, run: tuple[int, torch.Tensor, int, int]) -> torch.Tensor:
         """Read pages, and return some of their rows as bytes."""
@@ -261,11 +280,11 @@ class _PartFile:
         ]
 
     def decode(self, raw: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
-        """Return offset, extent, file and start of rows as int64, with as many axes as the widest part has."""
+        """Return the fields of rows as int64, with as many axes as the widest part has."""
         offset, extent, file, start = (
             _from_bytes(field, kind) for field, kind in zip(torch.split(raw, self._sizes, 1), self._kinds, strict=True)
         )
-        return _pad(offset, width, 0), _pad(extent, width, 1), file.view(-1), start.view(-1) * ALIGN
+        return _pad(offset, width, 0), _pad(extent, width, 1), file.view(-1), start.view(-1)
 
 
 def _to_bytes(field: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,9 @@ from shardckpt.chunks import ChunkSaveStrategy, has_scales, merge_by_owners, mer
 from shardckpt.errors import CheckpointingException, ShardingError, listed
 from shardckpt.huggingface import find_adapter_mapping, find_mapping, read_config
 from shardckpt.parallel import assign_main_replicas
-from shardckpt.storage import parse_size
-from shardckpt_safetensors.encoded_index import EncodedIndex, encode_index, is_unaligned
-from shardckpt_safetensors.index_parts import PAGE_ROWS, encode_part
+from shardckpt.storage import Columns, parse_size
+from shardckpt_safetensors.encoded_index import EncodedIndex, encode_index
+from shardckpt_safetensors.index_parts import ALIGN, PAGE_ROWS, encode_part, find_unit
 from shardckpt_safetensors.layout import lay_out
 from shardckpt_safetensors.objects import encode_object, encode_tree_file
 from shardckpt_safetensors.whole import WholeOptions, choose_assets, parse_patterns, plan_whole
@@ -236,31 +236,30 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
     def merge(
         self, work: ChunkWork[EncodedIndex, Payload], plan: LocalPlan, aliases: Mapping[str, str], comm: Comm
     ) -> tuple[ChunkWork[EncodedIndex, Payload], EncodedIndex | None]:
-        """Collective: make the index, in parts if it is large: each is made by the rank that owns it; see the base.
-
-        Aliases and block scales refer to tensors of other parts, and rows of parts count bytes by 64: an index with
-        aliases, block scales or unaligned payloads is made by the main rank.
-        """
+        """Collective: make the index, in parts if it is large: each is made by the rank that owns it; see the base."""
         if self._whole is not None:
             aliases = {**aliases, **self._whole.aliases}
         plans = comm.gather_up_to(self.gathered_bytes, plan)
-        is_large = plans is None or (comm.world_size == 1 and plan.nbytes > self.gathered_bytes)
-        if is_large:
-            rows, others = comm.total(plan.stored.size, has_scales(plan) or is_unaligned(plan))
-            if aliases or others:
-                plans, is_large = comm.gather(plan), False
-        if plans is not None and not is_large:
+        if plans is not None and not (comm.world_size == 1 and plan.nbytes > self.gathered_bytes):
             with comm.local_phase("planning for all ranks"):
                 return work, self.make_index(plans, aliases) if comm.is_main else None
-        owned = merge_by_owners(plan, max(1, -(-rows // self.part_rows)), comm)
         with comm.local_phase("planning for all ranks"):
-            parts = {f"index_{n}.safetensors": encode_part(part, self.page_rows) for n, part in owned.parts.items()}
-        heads = comm.gather_some({name: part.head for name, part in parts.items()}, given=bool(parts))
+            is_unaligned = find_unit(Columns(plan.locations, "a plan").integers("boxes")) < ALIGN
+        rows, scaled, unaligned = comm.total(plan.stored.size, has_scales(plan), is_unaligned)
+        owned = merge_by_owners(plan, max(1, -(-rows // self.part_rows)), comm, aliases, scaled=bool(scaled))
         with comm.local_phase("planning for all ranks"):
-            named = {name: head for some in heads for name, head in some.items()}
+            unit = 1 if unaligned else ALIGN
+            parts = {number: encode_part(part, self.page_rows, unit) for number, part in owned.parts.items()}
+        heads = comm.gather_some({number: part.head for number, part in parts.items()}, given=bool(parts))
+        with comm.local_phase("planning for all ranks"):
+            named = {_name_part(n): head for n, head in sorted(item for some in heads for item in some.items())}
             index = None if owned.rest is None else encode_index(owned.rest, named)
-        return replace(cast("WritePlan", work), parts=parts), index
+        return replace(cast("WritePlan", work), parts={_name_part(n): part for n, part in parts.items()}), index
 
     def make_index(self, plans: Sequence[LocalPlan], aliases: Mapping[str, str]) -> EncodedIndex:
         """Return the index of what all ranks store; arguments as of the base."""
         return encode_index(merge_plans(plans, aliases))
+
+
+def _name_part(number: int) -> str:
+    return f"index_{number}.safetensors"

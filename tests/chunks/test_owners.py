@@ -31,7 +31,7 @@ def test_parts_have_what_one_merge_has() -> None:
 def test_a_rank_sends_each_box_once() -> None:
     """All rows of a plan are routed, none of them twice, with the numbers that its files have among all ranks'."""
     plan = move_plan(make_plan(0, 9, 50), 4)
-    routed = route_rows(plan, 4, SpecsByPart(plan.stored.specs, 7))
+    routed = route_rows(plan, 4, SpecsByPart(plan, 7))
     places = torch.cat([Columns(data, "a test").integers("place") for data in routed.values()])
     expected = Columns(plan.locations, "a test").integers("boxes")[:, 1]
     assert places[:, 0].unique().tolist() == [4]

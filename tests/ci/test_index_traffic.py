@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 from benchmarks.simulation.index_parts import (
@@ -32,18 +33,28 @@ class _Parts(InParts):
     page_rows = 128
 
 
-def test_no_rank_receives_what_all_send() -> None:
-    """Of 256 ranks with 64 shards each, none sends more than 32 KiB; what one receives are mostly the files' names."""
-    found = count_planning(RANKS, SHARDS, _Parts())
+KINDS = pytest.mark.parametrize("linked", [False, True], ids=["plain", "ties and scales"])
+
+
+@KINDS
+def test_no_rank_receives_what_all_send(linked: bool) -> None:
+    """Of 256 ranks with 64 shards each, none sends more than 32 KiB; what one receives are mostly the files' names.
+
+    So it is where half of the tensors are scales of the others, and one is tied to another.
+    """
+    found = count_planning(RANKS, SHARDS, _Parts(), linked=linked)
     assert len(found.parts) > 8
     assert max(found.sent) <= 32 << 10
     assert max(found.received) <= 1_200 << 10
-    assert make_plan(0, RANKS, SHARDS).nbytes * RANKS > max(found.received)
+    assert make_plan(0, RANKS, SHARDS, linked=linked).nbytes * RANKS > max(found.received)
+    assert (len(found.rest.aliases), len(found.rest.scales)) == ((1, SHARDS // 2) if linked else (0, 0))
 
 
-def test_the_count_is_that_of_a_save() -> None:
+@KINDS
+def test_the_count_is_that_of_a_save(linked: bool) -> None:
     """The counted bytes are, rank by rank, those that the strategy's own planning moves; plans are moved as made."""
-    found, replay = count_planning(72, 4, _Few()), replay_planning(72, 4, _Few())
+    found = count_planning(72, 4, _Few(), linked=linked)
+    replay = replay_planning(72, 4, _Few(), linked=linked)
     assert found.sent == replay.sent
     assert found.received == replay.received_by
     assert move_plan(make_plan(0, 72, 4), 5) == make_plan(5, 72, 4)

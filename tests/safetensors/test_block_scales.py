@@ -12,6 +12,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.errors import CorruptCheckpointError, ShardingError
 from shardckpt.mapping import BlockScales, ShardedTensor
+from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from tests.safetensors.checkpoints import change_index
 from tests.safetensors.conformance.independent_reader import read_checkpoint
 from tests.tables import table
@@ -63,6 +64,14 @@ def test_scales_are_stored_with_their_blocks(tmp_path: Path, capsys: pytest.Capt
     read_checkpoint(tmp_path / "c")
     dc.save({"bias": make_state()["bias"]}, tmp_path / "without", "safetensors")
     assert columns_of(tmp_path / "without") == ([], {})
+
+
+@table("layout", ["whole", {"w.codes": "whole"}, {"bias": "whole"}], ids=["all", "codes", "another"])
+def test_a_layout_for_other_tools_keeps_the_relation(tmp_path: Path, layout: Any) -> None:
+    """Scales are stored with what they scale whichever of both, or of others, is contiguous."""
+    dc.save(make_state(), tmp_path / "c", SafetensorsSaveShardedStrategy(layout=layout))
+    assert scales_of(tmp_path / "c")["w.codes"] == BlockScales("w.scales", (1, 16))
+    read_checkpoint(tmp_path / "c")
 
 
 def test_blocks_of_packed_codes_count_elements(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardckpt.huggingface import FileLayout
+    from shardckpt.mapping import BlockScales
     from shardckpt.planning import Box, Ints
     from shardckpt.plugins import KeyMapping
 
@@ -28,6 +29,10 @@ class TensorInfo(NamedTuple):
     key: str
     dtype: torch.dtype
     shape: Ints
+    scales: BlockScales | None = None
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}" + (f" with {self.scales}" if self.scales else "")
 
 
 class Cut(NamedTuple):

@@ -24,6 +24,7 @@ from shardckpt.manifest import HUB_INDEX
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, Boxes, Table, concat_tables, intersect, make_column, make_matrix
 from shardckpt.storage import Columns, PackedShards, pack_columns
+from shardckpt_safetensors.layout import list_scales
 from shardckpt_safetensors.names import check_names
 from shardckpt_safetensors.whole.layout import TensorInfo, WholeLayout, cut_tensor, sort_naturally
 from shardckpt_safetensors.whole.pieces import (
@@ -125,7 +126,8 @@ class WholePlan:
             concat_tables([items.boxes.table(), whole]),
             objects,
         )
-        return LocalPlan(stored, pack_columns(locations))
+        scales = items.scales | {info.key: info.scales for info in tensors if info.scales is not None}
+        return LocalPlan(stored, pack_columns(locations | list_scales(scales)))
 
     def small_files(self, options: WholeOptions) -> dict[str, bytes]:
         """Return the files that only the main rank writes: the index of the folder, and copies of other files."""
@@ -234,7 +236,7 @@ def _pack_views(items: LocalItems, pieces: Pieces) -> PackedShards:
 
 
 def _inform(shard: ShardedTensor) -> TensorInfo:
-    return TensorInfo(shard.key, shard.dtype, tuple(shard.global_shape))
+    return TensorInfo(shard.key, shard.dtype, tuple(shard.global_shape), shard.block_scales)
 
 
 def _span(write: Write) -> tuple[int, int, int]:
@@ -266,8 +268,7 @@ def _unite(mine: dict[str, TensorInfo], comm: Comm) -> list[TensorInfo]:
                 first, at = found.setdefault(info.key, (info, rank))
                 if first != info:
                     raise ShardingError(
-                        f"tensor {info.key!r}: ranks disagree on it: {first.dtype} {first.shape} on rank {at}, "
-                        f"{info.dtype} {info.shape} on rank {rank}"
+                        f"tensor {info.key!r}: ranks disagree on it: {first} on rank {at}, {info} on rank {rank}"
                     )
         return sort_naturally(info for info, _ in found.values())
 
@@ -316,10 +317,7 @@ def _vote(cuts: dict[str, list[Cut]], shards: Sequence[ShardedBase]) -> dict[str
 
 def _check_same(items: LocalItems, tensors: Sequence[TensorInfo], numbers: dict[str, int]) -> None:
     """Raise if this rank's boxes of a tensor disagree on it."""
-    for info in map(TensorInfo, items.keys, items.dtypes, items.shapes):
+    for info in map(TensorInfo, items.keys, items.dtypes, items.shapes, map(items.scales.get, items.keys)):
         expected = tensors[numbers[info.key]]
         if info != expected:
-            raise ShardingError(
-                f"tensor {info.key!r}: its shards disagree on it: {expected.dtype} {expected.shape}, {info.dtype} "
-                f"{info.shape}"
-            )
+            raise ShardingError(f"tensor {info.key!r}: its shards disagree on it: {expected}, {info}")

@@ -25,16 +25,18 @@ class Part:
         about: Its JSON.
         columns: Its columns by name, with those of boxes in place of ``box``.
         shift: Bytes by which ``part_head`` is wrong.
+        unit: Bytes by which its rows count the starts of payloads.
     """
 
     about: dict[str, Any] = field(default_factory=dict)
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     shift: int = 0
+    unit: int = 64
 
     def pack(self) -> tuple[bytes, int, int]:
         """Return the file, the bytes before its rows, and those of a page."""
         fields = [values if values.ndim > 1 else values[:, None] for values in map(self.columns.__getitem__, _BOX)]
-        fields[3] = fields[3] // 64
+        fields[3] = fields[3] // self.unit
         self.about.setdefault("row", [narrow(values) for values in fields])
         dtypes = [np.dtype(WIDTHS[kind]) for kind in self.about["row"]]
         cells = [
@@ -64,6 +66,8 @@ def cut_index(draft: Draft, *bounds: int, page: int = 2, change: Callable[[list[
     col, text = draft.columns, draft.get_text()
     count = len(col["tensor_end"])
     places = [0, *col["tensor_end"].tolist()]
+    required = draft.about.get("required_features", [])
+    unit = 1 if "unaligned" in required else 64
     parts = []
     for low, high in itertools.pairwise([0, *bounds, count]):
         first, last = places[low], places[high]
@@ -88,7 +92,7 @@ def cut_index(draft: Draft, *bounds: int, page: int = 2, change: Callable[[list[
             **{name: col[name][first:last] for name in _BOX[2:]},
         }
         about = {"dtypes": draft.about["dtypes"], "page": page}
-        parts.append(Part(about, {name: values.copy() for name, values in columns.items()}))
+        parts.append(Part(about, {name: values.copy() for name, values in columns.items()}, unit=unit))
     if change is not None:
         change(parts)
     heads = []
@@ -105,4 +109,4 @@ def cut_index(draft: Draft, *bounds: int, page: int = 2, change: Callable[[list[
         col[name] = np.zeros((0, *((2,) if name == "tensor" else (0,) * (col[name].ndim - 1))), "i8")
     col["part"] = np.arange(len(parts)) + len(text)
     col["part_head"] = np.array(heads)
-    draft.about |= {"required_features": ["index_parts"], "dtypes": []}
+    draft.about |= {"required_features": [*required, "index_parts"], "dtypes": []}

@@ -40,7 +40,7 @@ from tests.safetensors.conformance.draft import (
 from tests.safetensors.conformance.draft_parts import Part, cut_index
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 HERE = Path(__file__).parent
 FILE = "rank_0.safetensors"
@@ -82,12 +82,20 @@ def list_valid() -> list[Entry]:
 
     odd = [w, b, Tensor("scale", (), "F32")]
 
-    def unaligned(draft: Draft) -> None:
-        data = pack_safetensors([(t.name, t.dtype, t.shape, t.array.tobytes()) for t in odd], {"format": "pt"})
-        sizes = [t.array.nbytes for t in odd]
+    def unaligned(draft: Draft, tensors: Sequence[Tensor] = odd) -> None:
+        data = pack_safetensors([(t.name, t.dtype, t.shape, t.array.tobytes()) for t in tensors], {"format": "pt"})
+        sizes = [t.array.nbytes for t in tensors]
         draft.files[FILE], draft.lengths[FILE] = data, [len(data)]
         draft.columns["box_start"] = len(data) - sum(sizes) + np.cumsum([0, *sizes[:-1]])
         draft.about["required_features"] = ["unaligned"]
+
+    links = [Tensor("codes", (4, 3), "U8"), b, Tensor("scales", (2, 3))]
+
+    def linked(draft: Draft) -> None:
+        unaligned(draft, links)
+        draft.about["optional_features"] = ["block_scales"]
+        draft.columns |= {"scaled": np.array([0]), "scaled_by": np.array([2]), "scaled_block": np.array([[2, 1]])}
+        cut_index(draft, 1)
 
     return [
         valid(
@@ -273,6 +281,13 @@ def list_valid() -> list[Entry]:
             "Rows of a part that are wider than their values need, in one page.",
             [w, Tensor("m", (24, 2), boxes=many)],
             content=lambda d: cut_index(d, page=1000, change=lambda p: p[0].about.update(row=["I64"] * 4)),
+        ),
+        valid(
+            "index_in_parts_with_links",
+            "Payloads at odd bytes in two parts; an alias, and scales, of tensors of the other part.",
+            links,
+            aliases={"tied": b.name},
+            content=linked,
         ),
         valid(
             "xxh3_64",

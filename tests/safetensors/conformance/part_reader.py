@@ -53,7 +53,7 @@ def join_parts(read_columns: Callable[..., Any], top: Json, col: Json, text: lis
         col["tensor"] += [[a + len(text), b + len(text)] for a, b in part["tensor"]]
         col["tensor_dtype"] += [number + len(top["dtypes"]) for number in part["tensor_dtype"]]
         col["tensor_end"] += [end + len(col["box_file"]) for end in part["tensor_end"]]
-        col["box_start"] += [64 * place for place in start]
+        col["box_start"] += [place * (1 if "unaligned" in top["required_features"] else 64) for place in start]
         added = {"box_offset": offset, "box_extent": extent, "box_file": file}
         for column in ("tensor_axes", "tensor_shape", *added):
             col[column] += {**part, **added}[column]

@@ -11,8 +11,8 @@ const FIELDS = {
 };
 const isSame = (a, b) => JSON.stringify(a) === JSON.stringify(b);
 
-// Add the tensors and boxes of all parts to the columns `c` of the index, its strings and dtypes.
-export function joinParts(index, indexHeader, c, text, dtypes, files) {
+// Add the tensors and boxes of all parts to the columns `c` of the index; `grid` is the unit of their starts in bytes.
+export function joinParts(index, indexHeader, c, text, dtypes, files, grid) {
   const { part: names, part_head: heads } = readColumns(index, indexHeader, {}, PARTS);
   const used = [...names, ...c.file].map((n) => text[n]).concat("index.safetensors", "common.safetensors");
   need(c.tensor.length === 0 && new Set(used).size === used.length, "tensors in the index, or a file twice");
@@ -50,7 +50,7 @@ export function joinParts(index, indexHeader, c, text, dtypes, files) {
     c.box_offset.push(...offset);
     c.box_extent.push(...extent);
     c.box_file.push(...rows.map((r) => r[2 * axes]));
-    c.box_start.push(...rows.map((r) => r[2 * axes + 1] * 64));
+    c.box_start.push(...rows.map((r) => r[2 * axes + 1] * grid));
     text.push(...part.text_end.map((end, n) => utf8.decode(part.text.subarray(n ? part.text_end[n - 1] : 0, end))));
     dtypes.push(...own);
   });

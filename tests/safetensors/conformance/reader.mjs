@@ -222,9 +222,9 @@ function readCheckpoint(open) {
   const c = readColumns(index, header, sizes);
   need(sizes.A === Math.max(0, ...c.tensor_axes) && sizes.A <= 64, `tensors of up to ${sizes.A} axes`);
   const text = c.text_end.map((end, n) => utf8.decode(c.text.subarray(n ? c.text_end[n - 1] : 0, end)));
-  if (required.includes("index_parts")) joinParts(index, header, c, text, dtypes, files);
-  need(dtypes.every((name) => Object.hasOwn(WIDTHS, name)), `an unknown dtype: ${dtypes}`);
   const seen = new Set(), grid = required.includes("unaligned") ? 1 : 64;
+  if (required.includes("index_parts")) joinParts(index, header, c, text, dtypes, files, grid);
+  need(dtypes.every((name) => Object.hasOwn(WIDTHS, name)), `an unknown dtype: ${dtypes}`);
   const [tensors, aliases, objects] = [c.tensor, c.alias, c.object].map((rows) => rows.map(([a, b]) => {
     const name = text[a] + text[b], nbytes = Buffer.byteLength(name);
     need(nbytes >= 1 && nbytes <= 4096 && !name.includes("\0"), `a name of ${nbytes} bytes, or with NUL`);

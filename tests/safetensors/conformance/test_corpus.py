@@ -38,10 +38,10 @@ def test_the_corpus_is_what_its_maker_makes() -> None:
 
 
 def test_the_corpus_is_small_and_complete() -> None:
-    """33 directories are valid, 69 are not, all have a sentence of their own, and it is less than 1 MB."""
+    """34 directories are valid, 69 are not, all have a sentence of their own, and it is less than 1 MB."""
     verdicts = [case.verdict for case in CASES]
-    assert (verdicts.count("valid"), verdicts.count("invalid")) == (33, 69)
-    assert len({case.name for case in CASES}) == len({case.why for case in CASES}) == 102
+    assert (verdicts.count("valid"), verdicts.count("invalid")) == (34, 69)
+    assert len({case.name for case in CASES}) == len({case.why for case in CASES}) == 103
     assert sum((HERE / name).stat().st_size for name in ("corpus.zip", "corpus.json")) < 1_000_000
 
 
