@@ -17,6 +17,7 @@ from shardckpt.chunks.load import read_targets as read_targets
 from shardckpt.chunks.merge import LocalPlan as LocalPlan
 from shardckpt.chunks.merge import MergedPlan as MergedPlan
 from shardckpt.chunks.merge import has_scales as has_scales
+from shardckpt.chunks.merge import make_scale_columns as make_scale_columns
 from shardckpt.chunks.merge import merge_plans as merge_plans
 from shardckpt.chunks.owners import merge_by_owners as merge_by_owners
 from shardckpt.chunks.parts import make_finder as make_finder

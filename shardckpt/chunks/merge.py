@@ -10,14 +10,14 @@ import torch
 
 from shardckpt.errors import ShardingError, format_many, listed
 from shardckpt.mapping import BlockScales
-from shardckpt.planning import Table, concat_tables, find_untiled, make_column
+from shardckpt.planning import Table, concat_tables, find_untiled, make_column, make_matrix
 from shardckpt.storage import Columns
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from shardckpt.planning import Ints
-    from shardckpt.storage import PackedShards
+    from shardckpt.storage import Column, PackedShards
 
 
 class LocalPlan(NamedTuple):
@@ -205,6 +205,18 @@ def refuse_object_keys(object_keys: Collection[str], *tensors: Collection[str]) 
         raise ShardingError(
             f"{listed(list(map(repr, twice)))} would be the key of a tensor and of an object: rename one"
         )
+
+
+def make_scale_columns(scales: Mapping[str, BlockScales]) -> dict[str, Column]:
+    """Return the columns of a plan that say what scales tensors, by their keys; none if there are no scales."""
+    if not scales:
+        return {}
+    blocks = [each.block for each in scales.values()]
+    return {
+        "scaled": list(scales),
+        "scaled_by": [each.key for each in scales.values()],
+        "scaled_block": make_matrix(blocks, max(map(len, blocks)), 1),
+    }
 
 
 def has_scales(plan: LocalPlan) -> bool:

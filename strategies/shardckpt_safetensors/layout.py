@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.chunks import LocalPlan
+from shardckpt.chunks import LocalPlan, make_scale_columns
 from shardckpt.errors import ShardingError
 from shardckpt.planning import assign_holders, make_matrix
 from shardckpt.storage import HEADER_LIMIT, HeaderEntry, PackedShards, encode_header, pack_columns
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from shardckpt.chunks import LocalItems
-    from shardckpt.mapping import BlockScales
     from shardckpt.planning import Ints
     from shardckpt.storage import Column
     from shardckpt_safetensors.write_plan import Payload
@@ -140,22 +139,10 @@ def lay_out(items: LocalItems, objects: Mapping[str, Payload], rank: int, count:
         "boxes": make_matrix(boxes, 2, 0),
         "objects": make_matrix(rows, 4, 0),
     }
-    locations = pack_columns(columns | list_scales(items.scales))
+    locations = pack_columns(columns | make_scale_columns(items.scales))
     stored = PackedShards.pack(items.keys, items.dtypes, items.shapes, items.boxes.table(), objects)
     plan = WritePlan(files=files, tensors=items.tensors, keys=keys, objects=objects, stored=stored)
     return plan, LocalPlan(stored, locations)
-
-
-def list_scales(scales: Mapping[str, BlockScales]) -> dict[str, Column]:
-    """Return the columns of a plan that say what scales tensors, by their keys; none if there are no scales."""
-    if not scales:
-        return {}
-    blocks = [each.block for each in scales.values()]
-    return {
-        "scaled": list(scales),
-        "scaled_by": [each.key for each in scales.values()],
-        "scaled_block": make_matrix(blocks, max(map(len, blocks)), 1),
-    }
 
 
 def _place_tensors(items: LocalItems) -> list[Placed]:

@@ -12,13 +12,13 @@ from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import HUB_INDEX
 from shardckpt.planning import make_column, sort_unique
 from shardckpt.strategy import KeptItem, Removal
+from shardckpt_safetensors.contiguous import StoredFolder
 from shardckpt_safetensors.dtypes import declare
 from shardckpt_safetensors.encoded_index import encode_index
 from shardckpt_safetensors.index import read_index
 from shardckpt_safetensors.index_names import CODECS, INDEX_FILE
 from shardckpt_safetensors.index_parts import MOST_ROWS, encode_part, find_unit
 from shardckpt_safetensors.layout import Placed, lay_out_file, piece_name
-from shardckpt_safetensors.whole import StoredFolder
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -12,11 +12,11 @@ from shardckpt.errors import CheckpointingException, ShardingError, listed
 from shardckpt.huggingface import find_adapter_mapping, find_mapping, read_config
 from shardckpt.parallel import assign_main_replicas
 from shardckpt.storage import Columns, parse_size
+from shardckpt_safetensors.contiguous import ContiguousOptions, choose_assets, parse_patterns, plan_contiguous
 from shardckpt_safetensors.encoded_index import EncodedIndex, encode_index
 from shardckpt_safetensors.index_parts import ALIGN, PAGE_ROWS, encode_part, find_unit
 from shardckpt_safetensors.layout import lay_out
 from shardckpt_safetensors.objects import encode_object, encode_tree_file
-from shardckpt_safetensors.whole import WholeOptions, choose_assets, parse_patterns, plan_whole
 from shardckpt_safetensors.write_plan import Payload, WritePlan
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from shardckpt.mapping import CommonStateDict, ShardedBase
     from shardckpt.plugins import KeyMapping
     from shardckpt.strategy import PlanContext, PreparedSave
-    from shardckpt_safetensors.whole import Layout, WholePlan
+    from shardckpt_safetensors.contiguous import ContiguousPlan, Layout
 
 
 class _Plan(NamedTuple):
-    """A rank's part of a plan: of boxes and objects, and of whole tensors, if there are any."""
+    """A rank's part of a plan: of boxes and objects, and of contiguous tensors, if there are any."""
 
     boxes: SavePlan[EncodedIndex, Payload]
-    whole: WholePlan | None
+    contiguous: ContiguousPlan | None
 
 
 class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
@@ -48,18 +48,20 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
             through the page cache, as many as can be written concurrently, each of at least 32 MiB.
         store_aliases: Whether tied tensors are stored once, under the first of their keys, and the others are aliases
             of it. Tied are tensors that are the same memory (address, shape, strides, dtype) and the same shards on
-            all ranks that have one of them. If False, each key has values of its own in the files. Of whole tensors
-            ``lm_head.weight`` alone is stored so, if the ``config.json`` of ``assets`` says ``tie_word_embeddings``.
-        layout: How tensors are stored. ``"boxes"``: each rank's boxes in files of its own. ``"whole"``: contiguous,
-            under the names of a Hugging Face folder, with its index, so that inference tools open the checkpoint as it
-            is; ranks exchange what is cut otherwise than along the first axis. ``"auto"``: whole where that needs no
-            exchange, else boxes. ``"whole"`` and ``"auto"`` are for the keys that begin with ``prefix``. Or a dict of
-            these by pattern of keys (:mod:`fnmatch`), of which the first that matches counts; boxes where none does.
+            all ranks that have one of them. If False, each key has values of its own in the files. Of contiguous
+            tensors ``lm_head.weight`` alone is stored so, if the ``config.json`` of ``assets`` says
+            ``tie_word_embeddings``.
+        layout: How tensors are stored. ``"boxes"``: each rank's boxes in files of its own. ``"contiguous"``: each
+            tensor in one piece, under the names of a Hugging Face folder, with its index, so that inference tools open
+            the checkpoint as it is; ranks exchange what is cut otherwise than along the first axis. ``"auto"``:
+            contiguous where that needs no exchange, else boxes. ``"contiguous"`` and ``"auto"`` are for the keys that
+            begin with ``prefix``. Or a dict of these by pattern of keys (:mod:`fnmatch`), of which the first that
+            matches counts; boxes where none does.
         prefix: Prefix of the model's keys, which the names in the folder lack. By default that of the model, as
             :func:`shardckpt.huggingface.export_to_huggingface` finds it; its optimizers' tensors are stored in boxes.
         mapping: How names and shapes change, as for :func:`shardckpt.huggingface.export_to_huggingface`: a tensor of
             all experts becomes one for each expert in the files. Tensors that it transposes are stored in boxes only.
-        max_shard_size: Bytes of whole tensors in a file, ``"5GB"`` (10^9) or ``"5GiB"``.
+        max_shard_size: Bytes of contiguous tensors in a file, ``"5GB"`` (10^9) or ``"5GiB"``.
         assets: A folder with the model's other files (config, tokenizer), or a list of files, which are copied.
 
     Raises:
@@ -67,7 +69,7 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
 
     Example::
 
-        dist_checkpointing.save(state, path, SafetensorsSaveShardedStrategy(layout="whole", assets="Qwen3-8B"))
+        dist_checkpointing.save(state, path, SafetensorsSaveShardedStrategy(layout="contiguous", assets="Qwen3-8B"))
         AutoModelForCausalLM.from_pretrained(path)
     """
 
@@ -103,7 +105,7 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
                 "the adapter (last_save_in_hf=True, or export_to_huggingface with this mapping)"
             )
         files = choose_assets(assets)
-        self._options = WholeOptions(
+        self._options = ContiguousOptions(
             patterns=parse_patterns(layout),
             prefix=prefix,
             mapping=find_mapping(mapping, partial(read_config, files)),
@@ -111,26 +113,27 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
             assets=files,
             store_aliases=store_aliases,
         )
-        #: The whole tensors of a save, while it is planned.
-        self._whole: WholePlan | None = None
+        #: The contiguous tensors of a save, while it is planned.
+        self._contiguous: ContiguousPlan | None = None
         # a mapping of the caller's may be compared by its values, which may change: then plans are this instance's
         named = mapping is None or isinstance(mapping, str)
         options = self._options
         self._plan_key = (options.patterns, prefix, mapping, options.limit, options.assets) if named else None
         if self._options.assets and not self._options.patterns:
             raise CheckpointingException(
-                "assets are copied next to whole tensors, and layout='boxes' has none: pass layout='whole' or 'auto'"
+                "assets are copied next to contiguous tensors, and layout='boxes' has none: pass layout='contiguous' "
+                "or 'auto'"
             )
 
     def store_hub_folders(
         self, prefix: str | None, mapping: str | KeyMapping | None, assets: str | None
     ) -> SafetensorsSaveShardedStrategy:
-        """Return a strategy like this one with ``layout="whole"``; see :class:`shardckpt.strategy.StoresHubFolders`."""
+        """Return one like this with ``layout="contiguous"``; see :class:`shardckpt.strategy.StoresHubFolders`."""
         return SafetensorsSaveShardedStrategy(
             keep_only_main_replica=self._main_only,
             thread_count=self._files,
             store_aliases=self.finds_aliases,
-            layout="whole",
+            layout="contiguous",
             prefix=prefix,
             mapping=mapping,
             assets=assets,
@@ -142,7 +145,7 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
         return (super().plan_cache_key, self.finds_aliases, self._plan_key) if self._plan_key is not None else self
 
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
-        """Collective: plan with all ranks; values of whole tensors that other ranks write are sent to them.
+        """Collective: plan with all ranks; values of contiguous tensors that other ranks write are sent to them.
 
         What is returned is this rank's part of the save, to be written without other ranks. It is a ShardingError if
         ranks disagree on a tensor, its boxes do not fill it, or the format cannot hold a key, a dtype or a value.
@@ -155,10 +158,10 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
         if not self._main_only:
             shards = assign_main_replicas(shards, context.comm)
             saver._main_only = True  # noqa: SLF001 - its own class; they are assigned, and need not be once more
-        whole = saver._whole = plan_whole(shards, common, self._options, context)  # noqa: SLF001 - as above
-        rest = shards if whole is None else whole.split(shards)[1]
+        contiguous = saver._contiguous = plan_contiguous(shards, common, self._options, context)  # noqa: SLF001 - as above
+        rest = shards if contiguous is None else contiguous.split(shards)[1]
         prepared = super(SafetensorsSaveShardedStrategy, saver).prepare(rest, common, context)
-        return self._add_whole(prepared, _Plan(prepared.plan, whole), shards, context)
+        return self._add_contiguous(prepared, _Plan(prepared.plan, contiguous), shards, context)
 
     def replan(  # type: ignore[override] # its own plan has the base's
         self, plan: _Plan, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
@@ -168,25 +171,25 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
         It is None on all ranks if an encoded object has another size now, other tensors are tied, or another number of
         files is better.
         """
-        whole, rest = ([], shards) if plan.whole is None else plan.whole.split(shards)
-        if plan.whole is not None:
+        contiguous, rest = ([], shards) if plan.contiguous is None else plan.contiguous.split(shards)
+        if plan.contiguous is not None:
             with context.comm.local_phase("looking for tied tensors"):
-                same = plan.whole.has_ties(whole, self._options)
+                same = plan.contiguous.has_ties(contiguous, self._options)
             if not context.comm.all_true(same):
                 return None
         boxes = super().replan(plan.boxes, rest, common, context)
-        return None if boxes is None else self._add_whole(boxes, plan, shards, context)
+        return None if boxes is None else self._add_contiguous(boxes, plan, shards, context)
 
-    def _add_whole(
+    def _add_contiguous(
         self, boxes: PreparedSave, plan: _Plan, shards: Sequence[ShardedBase], context: PlanContext
     ) -> PreparedSave:
-        """Collective: return a save of boxes with the values of the whole tensors."""
-        whole, work = plan.whole, cast("WritePlan", boxes.work)
-        if whole is not None:
+        """Collective: return a save of boxes with the values of the contiguous tensors."""
+        contiguous, work = plan.contiguous, cast("WritePlan", boxes.work)
+        if contiguous is not None:
             with context.comm.local_phase("reading the assets"):
-                others = whole.small_files(self._options) if context.comm.is_main else {}
-            values = whole.collect(whole.split(shards)[0], context.comm)
-            work = replace(work, tensors=[*work.tensors, *values], whole=replace(whole.work, others=others))
+                others = contiguous.small_files(self._options) if context.comm.is_main else {}
+            values = contiguous.collect(contiguous.split(shards)[0], context.comm)
+            work = replace(work, tensors=[*work.tensors, *values], contiguous=replace(contiguous.work, others=others))
         return replace(boxes, work=work, plan=plan)
 
     def encode_objects(
@@ -228,17 +231,17 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
     ) -> tuple[WritePlan, LocalPlan]:
         """Return what a rank writes, and the same as the main rank needs it; arguments as of the base."""
         work, plan = lay_out(items, objects, rank, files)
-        if self._whole is not None:
-            work = replace(work, whole=self._whole.work, keys=[*work.keys, *self._whole.keys])
-            plan = self._whole.add_to(plan, items, objects) if rank == 0 else plan
+        if self._contiguous is not None:
+            work = replace(work, contiguous=self._contiguous.work, keys=[*work.keys, *self._contiguous.keys])
+            plan = self._contiguous.add_to(plan, items, objects) if rank == 0 else plan
         return work, plan
 
     def merge(
         self, work: ChunkWork[EncodedIndex, Payload], plan: LocalPlan, aliases: Mapping[str, str], comm: Comm
     ) -> tuple[ChunkWork[EncodedIndex, Payload], EncodedIndex | None]:
         """Collective: make the index, in parts if it is large: each is made by the rank that owns it; see the base."""
-        if self._whole is not None:
-            aliases = {**aliases, **self._whole.aliases}
+        if self._contiguous is not None:
+            aliases = {**aliases, **self._contiguous.aliases}
         plans = comm.gather_up_to(self.gathered_bytes, plan)
         if plans is not None and not (comm.world_size == 1 and plan.nbytes > self.gathered_bytes):
             with comm.local_phase("planning for all ranks"):

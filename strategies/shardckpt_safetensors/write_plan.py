@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from shardckpt.storage import CheckpointWriter, FileWriter, PackedShards
+    from shardckpt_safetensors.contiguous import ContiguousWork
     from shardckpt_safetensors.index_parts import EncodedPart
-    from shardckpt_safetensors.whole import WholeWork
 
 
 class Payload(NamedTuple):
@@ -54,33 +54,33 @@ class FilePlan(NamedTuple):
 class WritePlan(ChunkWork[EncodedIndex, Payload]):
     """Everything that a rank writes.
 
-    ``whole`` are the files with whole tensors, whose tensors come after those of the items; None if there are none.
+    ``contiguous`` are the files with contiguous tensors, which come after those of the items; None if there are none.
     ``parts`` are the parts of the index that this rank writes, by file name.
     """
 
-    # the whole tensors' part has the assets, which are read anew
-    own_fields: ClassVar[frozenset[str]] = ChunkWork.own_fields | {"whole"}
+    # the contiguous tensors' part has the assets, which are read anew
+    own_fields: ClassVar[frozenset[str]] = ChunkWork.own_fields | {"contiguous"}
 
     files: list[FilePlan]
     parts: dict[str, EncodedPart] = field(default_factory=dict)
-    whole: WholeWork | None = None
+    contiguous: ContiguousWork | None = None
 
     def list_stored(self) -> list[tuple[PackedShards, list[torch.Tensor], Mapping[str, str]]]:
         """Return the boxes that this rank stores, their values, and further keys of the tensors."""
-        if self.whole is None:
+        if self.contiguous is None:
             return super().list_stored()
         boxes = sum(len(file.positions) for file in self.files)
-        views = boxes + self.whole.views.size
-        whole: list[tuple[PackedShards, list[torch.Tensor], Mapping[str, str]]]
-        whole = [(self.whole.views, self.tensors[boxes:views], self.whole.aliases)]
+        views = boxes + self.contiguous.views.size
+        contiguous: list[tuple[PackedShards, list[torch.Tensor], Mapping[str, str]]]
+        contiguous = [(self.contiguous.views, self.tensors[boxes:views], self.contiguous.aliases)]
         if self.stored is not None:
-            whole.append((self.stored, self.tensors[:boxes], self.aliases))
-        return whole
+            contiguous.append((self.stored, self.tensors[:boxes], self.aliases))
+        return contiguous
 
     def write_files(self, writer: CheckpointWriter) -> None:
         """Write all files concurrently, each item at its planned position."""
         boxes = sum(len(file.positions) for file in self.files)
-        shared = [] if self.whole is None else self.whole.begin(writer, self.tensors[boxes:])
+        shared = [] if self.contiguous is None else self.contiguous.begin(writer, self.tensors[boxes:])
         unfinished: list[FileWriter] = []
         runs: list[tuple[FilePlan, range, FileWriter]] = []
         for file in self.files:
@@ -106,8 +106,8 @@ class WritePlan(ChunkWork[EncodedIndex, Payload]):
             unfinished.append(into)
         for into in unfinished:
             writer.finish(into)
-        if self.whole is not None:
-            self.whole.finish(writer, shared)
+        if self.contiguous is not None:
+            self.contiguous.finish(writer, shared)
         written = sorted(position for file in self.files for position in file.positions)
         self.record_written(writer, written, [key for file in self.files for key in file.objects])
 

@@ -107,7 +107,7 @@ def write(root: Path) -> None:
         "ep": lambda folder: _save(folder, "ep"),
         "safetensors": lambda folder: _save(folder, "safetensors"),
         "fingerprints": lambda folder: _save(folder, "torch_dist", fingerprints=True),
-        "contiguous": lambda folder: _save(folder, SafetensorsSaveShardedStrategy(layout="whole")),
+        "contiguous": lambda folder: _save(folder, SafetensorsSaveShardedStrategy(layout="contiguous")),
     }
     for name, save in each.items():
         RankThreads().run(WORLD, save, root / name)

@@ -128,7 +128,7 @@ TYPES = {
 }
 
 #: What writes a folder.
-DOORS = ("export", "whole")
+DOORS = ("export", "contiguous")
 IDS = torch.arange(12).reshape(1, 12)
 
 
@@ -173,8 +173,10 @@ def train(name: str, folder: str, assets: str) -> tuple[dict[str, torch.Tensor],
     mapping = TYPES[name].mapping
     dc.save(to_sharded_state_dict(model, optimizer), f"{folder}/checkpoint")
     export_to_huggingface(f"{folder}/checkpoint", f"{folder}/export", assets=assets, mapping=mapping)
-    strategy = SafetensorsSaveShardedStrategy(layout="auto" if mapping else "whole", assets=assets, mapping=mapping)
-    dc.save(to_sharded_state_dict(model, optimizer), f"{folder}/whole", strategy)
+    strategy = SafetensorsSaveShardedStrategy(
+        layout="auto" if mapping else "contiguous", assets=assets, mapping=mapping
+    )
+    dc.save(to_sharded_state_dict(model, optimizer), f"{folder}/contiguous", strategy)
     found = {key: _gather(tensor.detach()).clone() for key, tensor in model.state_dict().items()}
     return found, answer(model)
 

@@ -42,8 +42,10 @@ def _convert(folder: Path) -> Path:
     return folder / "hf"
 
 
-def _save_whole(folder: Path) -> Path:
-    dc.save(sharded_state(TENSORS), folder / "c", SafetensorsSaveShardedStrategy(layout="whole", max_shard_size=LIMIT))
+def _save_contiguous(folder: Path) -> Path:
+    dc.save(
+        sharded_state(TENSORS), folder / "c", SafetensorsSaveShardedStrategy(layout="contiguous", max_shard_size=LIMIT)
+    )
     return folder / "c"
 
 
@@ -59,9 +61,9 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("model*.safetensors")}
 
 
-@table("door", [_convert, _save_whole, _save_weights], ids=["convert", "layout=whole", "save_state_dict"])
+@table("door", [_convert, _save_contiguous, _save_weights], ids=["convert", "layout=contiguous", "save_state_dict"])
 def test_every_door_writes_the_same_bytes(tmp_path: Path, door: Callable[[Path], Path]) -> None:
-    """The files of weights of an export, a conversion, a save of whole tensors and a state dict do not differ."""
+    """The files of weights of an export, a conversion, a save of contiguous tensors and a state dict do not differ."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     expected = _files(_export(tmp_path / "a"))

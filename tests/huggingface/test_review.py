@@ -31,7 +31,7 @@ from shardckpt.maintenance import (
 from shardckpt.manager import list_checkpoints
 from shardckpt.storage import combine_fingerprints
 from tests.huggingface.samples import read, save, sharded_state
-from tests.safetensors.whole.jobs import read_like_vllm
+from tests.safetensors.contiguous.jobs import read_like_vllm
 from tests.tables import table
 
 if TYPE_CHECKING:

@@ -73,11 +73,11 @@ def _save_all(folder: str) -> None:
     values = {"w": torch.arange(70.0 * 300).view(70, 300).sin(), "small": torch.tensor(3), "tied": torch.ones(8)}
     values["tied2"] = values["tied"]
     strategies = {
-        0: {"rows-whole": SafetensorsSaveShardedStrategy(layout="whole"), "rows-ep": "ep"},
+        0: {"rows-whole": SafetensorsSaveShardedStrategy(layout="contiguous"), "rows-ep": "ep"},
         1: {
             "torch_dist": "torch_dist",
             "boxes": "safetensors",
-            "whole": SafetensorsSaveShardedStrategy(layout="whole"),
+            "contiguous": SafetensorsSaveShardedStrategy(layout="contiguous"),
         },
     }
     for axis, some in strategies.items():

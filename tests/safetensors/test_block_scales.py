@@ -66,7 +66,7 @@ def test_scales_are_stored_with_their_blocks(tmp_path: Path, capsys: pytest.Capt
     assert columns_of(tmp_path / "without") == ([], {})
 
 
-@table("layout", ["whole", {"w.codes": "whole"}, {"bias": "whole"}], ids=["all", "codes", "another"])
+@table("layout", ["contiguous", {"w.codes": "contiguous"}, {"bias": "contiguous"}], ids=["all", "codes", "another"])
 def test_a_layout_for_other_tools_keeps_the_relation(tmp_path: Path, layout: Any) -> None:
     """Scales are stored with what they scale whichever of both, or of others, is contiguous."""
     dc.save(make_state(), tmp_path / "c", SafetensorsSaveShardedStrategy(layout=layout))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tests.ranks import Ranks
 
-WHOLE = {"odd.*": "whole"}
+WHOLE = {"odd.*": "contiguous"}
 #: Named by their features: what a save has, and the layout that it takes.
 FEATURES = {"aliases": [], "scales": [], "odd": ["unaligned"], "all": ["unaligned"]}
 

@@ -12,7 +12,7 @@ from shardckpt.maintenance import convert_checkpoint
 from tests.huggingface import model_types
 from tests.huggingface.model_types import TYPES
 from tests.huggingface.samples import same
-from tests.safetensors.whole.jobs import read_like_vllm
+from tests.safetensors.contiguous.jobs import read_like_vllm
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -34,7 +34,7 @@ class SaveWhole(SafetensorsSaveShardedStrategy):
     caches_plan = True
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(layout="whole", max_shard_size="1MB", **options)
+        super().__init__(layout="contiguous", max_shard_size="1MB", **options)
 
 
 class TestWhole(SafetensorsClaims):

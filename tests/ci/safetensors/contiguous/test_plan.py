@@ -8,7 +8,7 @@ import pytest
 from shardckpt import dist_checkpointing as dc
 from shardckpt.storage import CheckpointWriter
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
-from tests.safetensors.whole import jobs
+from tests.safetensors.contiguous import jobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,7 +36,7 @@ def _save_with_sha256(path: str) -> list[str]:
         found.extend(names := [*names])
         hash_files(self, names)
 
-    strategy = SafetensorsSaveShardedStrategy(layout="whole", max_shard_size="300KB")
+    strategy = SafetensorsSaveShardedStrategy(layout="contiguous", max_shard_size="300KB")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointWriter, "hash_files", record)
         dc.save(jobs._state(0.0), path, strategy, verify_integrity=True)

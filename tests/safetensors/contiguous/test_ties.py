@@ -13,7 +13,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from tests.safetensors.conformance.independent_reader import read_checkpoint
-from tests.safetensors.whole import jobs
+from tests.safetensors.contiguous import jobs
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def _save(path: str, assets: str | None, *, tied: bool = True, change: float = 0
     state |= {
         key: ShardedTensor.from_rank_offsets(key, norm, replica_id=rank) for key in (f"model.{OTHER}", "model.twice")
     }
-    strategy = SafetensorsSaveShardedStrategy(layout="whole", prefix="model.", assets=assets, **options)
+    strategy = SafetensorsSaveShardedStrategy(layout="contiguous", prefix="model.", assets=assets, **options)
     dc.save(state, path, strategy)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager
-from tests.safetensors.whole import jobs
+from tests.safetensors.contiguous import jobs
 from tests.tables import table
 
 if TYPE_CHECKING:

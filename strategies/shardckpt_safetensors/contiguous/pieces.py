@@ -1,4 +1,4 @@
-"""The assignment of bytes of the files with whole tensors to ranks, and the messages it needs.
+"""The assignment of bytes of the files with contiguous tensors to ranks, and the messages it needs.
 
 A rank writes what it has of a payload if that is one range of many pages of the file. All other bytes go to the owner
 of their part of the file, which writes them: a tensor that is cut along columns, a small one, the end of a range inside
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from shardckpt.distributed import Comm
     from shardckpt.planning import Boxes, Ints
-    from shardckpt_safetensors.whole.layout import WholeLayout
+    from shardckpt_safetensors.contiguous.layout import FolderLayout
 
 #: Bytes that a rank sends in a round, and that it receives, unless there are more ranks than MiB.
 _ROUND_BYTES = 64 << 20
@@ -117,7 +117,7 @@ def find_range(box: Box, shape: Ints) -> int | None:
 
 
 def assign_owners(
-    layout: WholeLayout, in_ranges: Sequence[bool], world_size: int, *, shared: bool
+    layout: FolderLayout, in_ranges: Sequence[bool], world_size: int, *, shared: bool
 ) -> tuple[list[int], list[int]]:
     """Return the rank that owns each payload, and the rank that owns the rest of each file.
 
@@ -143,7 +143,7 @@ def assign_owners(
 
 
 def plan_pieces(
-    layout: WholeLayout,
+    layout: FolderLayout,
     boxes: Boxes,
     in_ranges: Sequence[bool],
     owners: tuple[list[int], list[int]],
@@ -156,14 +156,14 @@ def plan_pieces(
     The tensors of ``boxes``, which this rank has, are numbered as in the layout. It is a ShardingError if ranks send
     the same elements, or not all of a payload.
     """
-    with comm.local_phase("planning whole tensors"):
+    with comm.local_phase("planning contiguous tensors"):
         views, writes, sends = _plan_local(layout, boxes, in_ranges, owners[0], comm, shared=shared)
         mine = sends.get(comm.rank, [])
         described = {rank: _describe(layout, messages, views, boxes) for rank, messages in sends.items()}
     arrived = comm.all_to_all({rank: data for rank, data in described.items() if rank != comm.rank})
     if mine:
         arrived[comm.rank] = described[comm.rank]
-    with comm.local_phase("planning whole tensors"):
+    with comm.local_phase("planning contiguous tensors"):
         receives = {rank: _parse(data) for rank, data in sorted(arrived.items())}
         buffers = _plan_buffers(layout, receives)
         for number, buffer in enumerate(buffers):
@@ -176,7 +176,7 @@ def plan_pieces(
 
 
 def _plan_local(
-    layout: WholeLayout, boxes: Boxes, in_ranges: Sequence[bool], owners: Sequence[int], comm: Comm, *, shared: bool
+    layout: FolderLayout, boxes: Boxes, in_ranges: Sequence[bool], owners: Sequence[int], comm: Comm, *, shared: bool
 ) -> tuple[list[View], list[Write], dict[int, list[Message]]]:
     """Return the views of what this rank has, what it writes from them, and what it sends."""
     cuts: list[list[int]] = [[] for _ in layout.tensors]
@@ -235,7 +235,7 @@ def _split_box(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
         yield from _split_box(Box(offset, (*box.shape[:axis], size, *box.shape[axis + 1 :])), itemsize, limit)
 
 
-def _describe(layout: WholeLayout, messages: Sequence[Message], views: Sequence[View], boxes: Boxes) -> bytes:
+def _describe(layout: FolderLayout, messages: Sequence[Message], views: Sequence[View], boxes: Boxes) -> bytes:
     """Return what the receiver needs to know of messages: where in the payloads the values belong."""
     rows: list[list[Any]] = []
     for message in messages:
@@ -263,7 +263,7 @@ def _parse(data: bytes) -> list[Message]:
     return messages
 
 
-def _plan_buffers(layout: WholeLayout, receives: Mapping[int, Sequence[Message]]) -> list[Buffer]:
+def _plan_buffers(layout: FolderLayout, receives: Mapping[int, Sequence[Message]]) -> list[Buffer]:
     """Return the ranges of files that what is received fills, neighbours joined.
 
     It is a ShardingError if elements are received twice, or boxes do not fill their payload.
@@ -293,7 +293,7 @@ def _plan_buffers(layout: WholeLayout, receives: Mapping[int, Sequence[Message]]
     return joined
 
 
-def _make_error(layout: WholeLayout, number: int) -> ShardingError:
+def _make_error(layout: FolderLayout, number: int) -> ShardingError:
     key = layout.tensors[layout.cuts[number].tensor].key
     return ShardingError(
         f"the shards of all ranks do not fill 1 tensors exactly: {key!r}; save with validate_access_integrity=True to "
@@ -302,13 +302,13 @@ def _make_error(layout: WholeLayout, number: int) -> ShardingError:
 
 
 def exchange_pieces(
-    layout: WholeLayout, pieces: Pieces, views: Sequence[torch.Tensor], comm: Comm
+    layout: FolderLayout, pieces: Pieces, views: Sequence[torch.Tensor], comm: Comm
 ) -> list[torch.Tensor]:
     """Collective: send and receive the values; return the filled buffers, uint8 on the CPU.
 
     Rounds bound what else is in memory.
     """
-    with comm.local_phase("planning the exchange of whole tensors"):
+    with comm.local_phase("planning the exchange of contiguous tensors"):
         buffers = [torch.empty(b.stop - b.start, dtype=torch.uint8, device="cpu") for b in pieces.buffers]
         sends = {rank: _cut_rounds(messages, comm.world_size) for rank, messages in pieces.sends.items()}
         receives = {rank: _cut_rounds(messages, comm.world_size) for rank, messages in pieces.receives.items()}
@@ -317,7 +317,7 @@ def exchange_pieces(
         sends.pop(comm.rank, None)
         receives.pop(comm.rank, None)
     for number in range(pieces.rounds):
-        with comm.local_phase("sending whole tensors"):
+        with comm.local_phase("sending contiguous tensors"):
             going = [
                 (_take(views, message), rank)
                 for rank, batches in sends.items()
@@ -329,7 +329,7 @@ def exchange_pieces(
                 for message in (batches[number] if number < len(batches) else ())
             ]
         comm.exchange(going, [(values, rank) for values, rank, _ in coming])
-        with comm.local_phase("sending whole tensors"):
+        with comm.local_phase("sending contiguous tensors"):
             for values, _, message in coming:
                 _fill(layout, pieces, buffers, message, values)
     return buffers
@@ -378,7 +378,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fill(
-    layout: WholeLayout, pieces: Pieces, buffers: Sequence[torch.Tensor], message: Message, values: torch.Tensor
+    layout: FolderLayout, pieces: Pieces, buffers: Sequence[torch.Tensor], message: Message, values: torch.Tensor
 ) -> None:
     """Put received values into the buffer that they belong to."""
     cut, (file, start) = layout.cuts[message.cut], layout.places[message.cut]

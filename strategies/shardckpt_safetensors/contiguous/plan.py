@@ -1,4 +1,4 @@
-"""Plan with all ranks which tensors are stored whole, and what each rank writes of them."""
+"""Plan with all ranks which tensors are stored contiguously, and what each rank writes of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardckpt.chunks import LocalPlan, agree_on_aliases, collect_items, view_tensors
+from shardckpt.chunks import LocalPlan, agree_on_aliases, collect_items, make_scale_columns, view_tensors
 from shardckpt.errors import ShardingError
 from shardckpt.huggingface import (
     CONFIG,
@@ -24,17 +24,16 @@ from shardckpt.manifest import HUB_INDEX
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, Boxes, Table, concat_tables, intersect, make_column, make_matrix
 from shardckpt.storage import Columns, PackedShards, pack_columns
-from shardckpt_safetensors.layout import list_scales
-from shardckpt_safetensors.names import check_names
-from shardckpt_safetensors.whole.layout import TensorInfo, WholeLayout, cut_tensor, sort_naturally
-from shardckpt_safetensors.whole.pieces import (
+from shardckpt_safetensors.contiguous.layout import FolderLayout, TensorInfo, cut_tensor, sort_naturally
+from shardckpt_safetensors.contiguous.pieces import (
     assign_owners,
     exchange_pieces,
     find_range,
     plan_pieces,
     take_view,
 )
-from shardckpt_safetensors.whole.work import PlannedWrite, WholeWork
+from shardckpt_safetensors.contiguous.work import ContiguousWork, PlannedWrite
+from shardckpt_safetensors.names import check_names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -45,55 +44,55 @@ if TYPE_CHECKING:
     from shardckpt.planning import Ints
     from shardckpt.storage import Column
     from shardckpt.strategy import PlanContext
-    from shardckpt_safetensors.whole.layout import Cut
-    from shardckpt_safetensors.whole.options import WholeOptions
-    from shardckpt_safetensors.whole.pieces import Pieces, Write
+    from shardckpt_safetensors.contiguous.layout import Cut
+    from shardckpt_safetensors.contiguous.options import ContiguousOptions
+    from shardckpt_safetensors.contiguous.pieces import Pieces, Write
 
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class WholePlan:
-    """A rank's part of a plan for whole tensors; it holds no values.
+class ContiguousPlan:
+    """A rank's part of a plan for contiguous tensors; it holds no values.
 
     Attributes:
         layout: The files.
-        is_whole: For each of the rank's shards, whether it is of a tensor that is stored whole.
+        is_contiguous: For each of the rank's shards, whether it is of a tensor that is stored contiguously.
         sources: Where the values of the rank's boxes come from, among those shards.
         extents: The extents of these boxes.
         pieces: What the rank writes, sends and receives.
         work: What it writes, without the small files.
         keys: The key of each tensor of :meth:`collect`.
-        ties: The keys of the rank's whole tensors that share their memory.
+        ties: The keys of the rank's contiguous tensors that share their memory.
         aliases: Keys that are not stored, and the key by which each is; the same on every rank.
     """
 
-    layout: WholeLayout
-    is_whole: list[bool]
+    layout: FolderLayout
+    is_contiguous: list[bool]
     sources: Sources
     extents: list[Ints]
     pieces: Pieces
-    work: WholeWork
+    work: ContiguousWork
     keys: list[str]
     ties: list[tuple[str, ...]]
     aliases: dict[str, str]
 
     def split(self, shards: Sequence[ShardedBase]) -> tuple[list[ShardedBase], list[ShardedBase]]:
-        """Return the shards of whole tensors, and the others."""
-        pairs = list(zip(shards, self.is_whole, strict=True))
-        return [shard for shard, whole in pairs if whole], [shard for shard, whole in pairs if not whole]
+        """Return the shards of contiguous tensors, and the others."""
+        pairs = list(zip(shards, self.is_contiguous, strict=True))
+        return [shard for shard, is_one in pairs if is_one], [shard for shard, is_one in pairs if not is_one]
 
-    def has_ties(self, shards: Sequence[ShardedBase], options: WholeOptions) -> bool:
-        """Return whether the rank's shards of whole tensors are tied as they were when the plan was made."""
+    def has_ties(self, shards: Sequence[ShardedBase], options: ContiguousOptions) -> bool:
+        """Return whether the rank's shards of contiguous tensors are tied as they were when the plan was made."""
         return options.find_ties(shards) == self.ties
 
     def collect(self, shards: Sequence[ShardedBase], comm: Comm) -> list[torch.Tensor]:
         """Collective: return the tensors that the rank's writes are of: views, and buffers with what it has received.
 
-        ``shards`` are those of whole tensors, with the same metadata as when the plan was made.
+        ``shards`` are those of contiguous tensors, with the same metadata as when the plan was made.
         """
-        with comm.local_phase("looking at whole tensors"):
+        with comm.local_phase("looking at contiguous tensors"):
             # the local tensor of a shard may lack axes of extent 1 that the global one begins with
             found = zip(view_tensors(self.sources, shards), self.extents, strict=True)
             values = [value if value.shape == extent else value.view(extent) for value, extent in found]
@@ -101,11 +100,11 @@ class WholePlan:
         return [*views, *exchange_pieces(self.layout, self.pieces, views, comm)]
 
     def add_to(self, plan: LocalPlan, items: LocalItems, objects: Collection[str]) -> LocalPlan:
-        """Return the plan of a rank's items with all whole tensors added: on one rank, which lists them for all."""
+        """Return the plan of a rank's items with all contiguous tensors: on one rank, which lists them for all."""
         layout = self.layout
         tensors, cuts = layout.tensors, layout.cuts
         axes = max((len(shape) for shape in (*items.shapes, *(info.shape for info in tensors))), default=0)
-        whole = Table(
+        contiguous = Table(
             make_column([cut.tensor + len(items.keys) for cut in cuts]),
             make_matrix([cut.box.offset for cut in cuts], axes, 0),
             make_matrix([cut.box.shape for cut in cuts], axes, 1),
@@ -123,13 +122,13 @@ class WholePlan:
             [*items.keys, *(info.key for info in tensors)],
             [*items.dtypes, *(info.dtype for info in tensors)],
             [*items.shapes, *(info.shape for info in tensors)],
-            concat_tables([items.boxes.table(), whole]),
+            concat_tables([items.boxes.table(), contiguous]),
             objects,
         )
         scales = items.scales | {info.key: info.scales for info in tensors if info.scales is not None}
-        return LocalPlan(stored, pack_columns(locations | list_scales(scales)))
+        return LocalPlan(stored, pack_columns(locations | make_scale_columns(scales)))
 
-    def small_files(self, options: WholeOptions) -> dict[str, bytes]:
+    def small_files(self, options: ContiguousOptions) -> dict[str, bytes]:
         """Return the files that only the main rank writes: the index of the folder, and copies of other files."""
         tensors = [cut.written for cut in self.layout.cuts]
         others = {HUB_INDEX: self.layout.weights_index(), **read_assets(options.assets)}
@@ -149,23 +148,23 @@ class WholePlan:
         return others
 
 
-def plan_whole(
-    shards: Sequence[ShardedBase], common: CommonStateDict, options: WholeOptions, context: PlanContext
-) -> WholePlan | None:
-    """Collective: plan which tensors are stored whole, and what each rank writes; None on all ranks if none is.
+def plan_contiguous(
+    shards: Sequence[ShardedBase], common: CommonStateDict, options: ContiguousOptions, context: PlanContext
+) -> ContiguousPlan | None:
+    """Collective: plan which tensors are stored contiguously, and what each rank writes; None on all ranks if none is.
 
     ``options`` are the same on every rank. It is a ShardingError if ranks disagree on a tensor, or one that is to be
-    stored whole cannot be.
+    stored contiguously cannot be.
     """
     comm = context.comm
-    with comm.local_phase("choosing whole tensors"):
+    with comm.local_phase("choosing contiguous tensors"):
         mine = {shard.key: _inform(shard) for shard in shards if isinstance(shard, ShardedTensor)}
     # an optimizer that has not taken a step has no tensors yet, but options: objects, or common state
     sections = _find_sections([*(shard.key for shard in shards), *(f"{key}." for key in common)], options, comm)
-    with comm.local_phase("choosing whole tensors"):
+    with comm.local_phase("choosing contiguous tensors"):
         chosen = {key: info for key, info in mine.items() if options.choose(key, sections) != "boxes"}
     tensors = _unite(chosen, comm)
-    with comm.local_phase("choosing whole tensors"):
+    with comm.local_phase("choosing contiguous tensors"):
         cuts = _cut_tensors(tensors, sections, options)
         votes = _vote(cuts, shards)
     # one number a tensor: on the ranks together, the largest says whether any rank has it otherwise than in a range
@@ -173,18 +172,18 @@ def plan_whole(
     in_range = {key: not vote for key, vote in zip(votes, scattered, strict=True)}
     shared = comm.all_alike(str(context.staging).encode())  # a save to a store: each rank writes to its own directory
     with comm.local_phase("looking for tied tensors"):
-        tensors = [t for t in tensors if in_range.get(t.key) or options.choose(t.key, sections) == "whole"]
+        tensors = [t for t in tensors if in_range.get(t.key) or options.choose(t.key, sections) == "contiguous"]
         chosen_keys = {tensor.key for tensor in tensors}
-        is_whole = [isinstance(shard, ShardedTensor) and shard.key in chosen_keys for shard in shards]
-        mine_whole = [shard for shard, whole in zip(shards, is_whole, strict=True) if whole]
-        ties = options.find_ties(mine_whole)
-    aliases = _find_tied_head(agree_on_aliases(ties, mine_whole, comm), cuts, options, comm)
-    with comm.local_phase("laying out whole tensors"):
+        is_contiguous = [isinstance(shard, ShardedTensor) and shard.key in chosen_keys for shard in shards]
+        mine_contiguous = [shard for shard, is_one in zip(shards, is_contiguous, strict=True) if is_one]
+        ties = options.find_ties(mine_contiguous)
+    aliases = _find_tied_head(agree_on_aliases(ties, mine_contiguous, comm), cuts, options, comm)
+    with comm.local_phase("laying out contiguous tensors"):
         tensors = [tensor for tensor in tensors if tensor.key not in aliases]
         numbered = [cut._replace(tensor=number) for number, t in enumerate(tensors) for cut in cuts[t.key]]
-        layout = WholeLayout(tensors, numbered, options.limit)
+        layout = FolderLayout(tensors, numbered, options.limit)
         numbers = {tensor.key: number for number, tensor in enumerate(tensors)}
-        items = collect_items(mine_whole, aliases)
+        items = collect_items(mine_contiguous, aliases)
         _check_same(items, tensors, numbers)
         stored = PackedShards.pack(items.keys, items.dtypes, items.shapes, items.boxes.table(), ())
         boxes = Boxes([numbers[items.keys[n]] for n in items.boxes.spec], items.boxes.offsets, items.boxes.extents)
@@ -193,18 +192,18 @@ def plan_whole(
     if not tensors:
         return None
     pieces = plan_pieces(layout, boxes, flags, owners, comm, shared=shared)
-    with comm.local_phase("laying out whole tensors"):
+    with comm.local_phase("laying out contiguous tensors"):
         keys = [tensors[boxes.spec[view.item]].key for view in pieces.views]
-        keys += [f"whole tensors of {layout.files[buffer.file].name}" for buffer in pieces.buffers]
+        keys += [f"contiguous tensors of {layout.files[buffer.file].name}" for buffer in pieces.buffers]
         heads = {n: file.head for n, file in enumerate(layout.files) if owners[1][n] == comm.rank}
         writes = [PlannedWrite(*write, *layout.segments(*_span(write)), keys[write.source]) for write in pieces.writes]
         files = [(file.name, file.layout.size) for file in layout.files]
-        work = WholeWork(files, heads, writes, stored, _pack_views(items, pieces), {}, aliases)
-    return WholePlan(layout, is_whole, items.sources, boxes.extents, pieces, work, keys, ties, aliases)
+        work = ContiguousWork(files, heads, writes, stored, _pack_views(items, pieces), {}, aliases)
+    return ContiguousPlan(layout, is_contiguous, items.sources, boxes.extents, pieces, work, keys, ties, aliases)
 
 
 def _find_tied_head(
-    aliases: Mapping[str, str], cuts: Mapping[str, Sequence[Cut]], options: WholeOptions, comm: Comm
+    aliases: Mapping[str, str], cuts: Mapping[str, Sequence[Cut]], options: ContiguousOptions, comm: Comm
 ) -> dict[str, str]:
     """Collective: return the output layer's key, and the key by which it is stored, if the folder need not have both.
 
@@ -243,7 +242,7 @@ def _span(write: Write) -> tuple[int, int, int]:
     return write.file, write.offset, write.offset + write.high - write.low
 
 
-def _find_sections(keys: Iterable[str], options: WholeOptions, comm: Comm) -> Sections:
+def _find_sections(keys: Iterable[str], options: ContiguousOptions, comm: Comm) -> Sections:
     """Collective: return the sections of the keys of all ranks; with a prefix of the caller's, all that has it."""
     if options.prefix is not None:
         return Sections(options.prefix, frozenset())
@@ -275,8 +274,8 @@ def _unite(mine: dict[str, TensorInfo], comm: Comm) -> list[TensorInfo]:
     return comm.main_runs("comparing the tensors of all ranks", unite)
 
 
-def _cut_tensors(tensors: Sequence[TensorInfo], sections: Sections, options: WholeOptions) -> dict[str, list[Cut]]:
-    """Return the cuts of each tensor that can be stored whole.
+def _cut_tensors(tensors: Sequence[TensorInfo], sections: Sections, options: ContiguousOptions) -> dict[str, list[Cut]]:
+    """Return the cuts of each tensor that can be stored contiguously.
 
     It is a ShardingError if one that must be cannot, or two would have one name.
     """
@@ -294,9 +293,9 @@ def _cut_tensors(tensors: Sequence[TensorInfo], sections: Sections, options: Who
                         f"{info.key!r} and {names[name]!r} would both be {name!r} in the folder: "
                         "give one of them layout='boxes', or another mapping"
                     )
-        elif options.choose(info.key, sections) == "whole":
+        elif options.choose(info.key, sections) == "contiguous":
             raise ShardingError(
-                f"tensor {info.key!r} cannot be stored whole: it {cuts}; give it the layout 'boxes', or 'auto'"
+                f"tensor {info.key!r} cannot be stored contiguously: it {cuts}; give it the layout 'boxes', or 'auto'"
             )
     return found
 

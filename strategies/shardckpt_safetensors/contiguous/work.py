@@ -1,4 +1,4 @@
-"""A rank's part of the files with whole tensors."""
+"""A rank's part of the files with contiguous tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.storage import cut_segments
 from shardckpt.tensors import is_ordinary, is_plain, plain_cpu, tensor_bytes
-from shardckpt_safetensors.whole.pieces import as_bytes
+from shardckpt_safetensors.contiguous.pieces import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,8 +46,8 @@ class PlannedWrite(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WholeWork:
-    """A rank's part of the files with whole tensors.
+class ContiguousWork:
+    """A rank's part of the files with contiguous tensors.
 
     Attributes:
         files: Names and sizes of all files.

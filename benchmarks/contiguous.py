@@ -1,8 +1,8 @@
-"""What whole tensors cost: saves of (safetensors, 1) in boxes and whole in turns, ``python -m benchmarks.whole``.
+"""What contiguous tensors cost: saves in boxes and contiguous in turns, ``python -m benchmarks.contiguous``.
 
 A training's weights in bf16 and two moments in fp32, on 4 ranks. Rows: FSDP, each rank has rows of every tensor; and
-HSDP, two copies of halves. Columns: as with tensor parallelism, where whole tensors need an exchange. Numbers are the
-median of the rounds, of which each measures all variants; the time is that of the slowest rank, with the commit.
+HSDP, two copies of halves. Columns: as with tensor parallelism, where contiguous tensors need an exchange. Numbers are
+the median of the rounds, of which each measures all variants; the time is that of the slowest rank, with the commit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 PAGE = 4096
 #: By layout: the axis that is cut, into how many parts, and how many copies there are of each.
 LAYOUTS = {"fsdp": (0, 4, 1), "hsdp": (0, 2, 2), "columns": (1, 4, 1)}
-VARIANTS = ("boxes", "whole", "auto")
+VARIANTS = ("boxes", "contiguous", "auto")
 
 
 def make_state(layout: str, scale: float, *, moments: bool) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def measure(rank: int, options: argparse.Namespace, store: str, folder: str) -> 
 
 def main() -> None:
     """Parse the command line, and start the ranks."""
-    parser = argparse.ArgumentParser(prog="benchmarks.whole", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.contiguous", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--scale", type=float, default=0.25, help="1 is 2 GiB, a third of it weights")
     parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=list(LAYOUTS))

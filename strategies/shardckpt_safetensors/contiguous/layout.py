@@ -1,4 +1,4 @@
-"""Lay out whole tensors in files of a Hugging Face folder: by names, dtypes and shapes, not by how they are sharded."""
+"""Lay out contiguous tensors in files of a Hugging Face folder: by names, dtypes and shapes, not by their sharding."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Cut(NamedTuple):
         return self.written.nbytes
 
 
-class WholeFile(NamedTuple):
+class FolderFile(NamedTuple):
     """A file of the folder; ``layout`` is its header, and its payloads."""
 
     name: str
@@ -68,7 +68,7 @@ class WholeFile(NamedTuple):
         return bisect_right(self.layout.tensors, at, key=lambda span: span.start) - 1
 
 
-class WholeLayout:
+class FolderLayout:
     """The files of a folder, of at most ``limit`` bytes of tensors each; ``cuts`` are assigned to them in their order.
 
     Attributes:
@@ -81,13 +81,13 @@ class WholeLayout:
         self.tensors = tensors
         self.cuts = cuts
         self._numbers = numbers = {cut.written.name: number for number, cut in enumerate(cuts)}
-        self.files: list[WholeFile] = []
+        self.files: list[FolderFile] = []
         self.places = [(0, 0)] * len(cuts)
         for name, names in assign_files({cut.written.name: cut.nbytes for cut in cuts}, limit).items():
             layout = lay_out([cuts[numbers[each]].written for each in names])
             for span in layout.tensors:
                 self.places[numbers[span.tensor.name]] = (len(self.files), span.start)
-            self.files.append(WholeFile(name, layout))
+            self.files.append(FolderFile(name, layout))
 
     def find_cut(self, number: int, at: int) -> int:
         """Return the number of the payload that has a byte of a file."""

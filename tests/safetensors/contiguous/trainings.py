@@ -1,4 +1,4 @@
-"""Trainings of small transformers models on several ranks, which save their steps with whole tensors."""
+"""Trainings of small transformers models on several ranks, which save their steps with contiguous tensors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def train_fsdp(
         fully_shard(layer)
     fully_shard(model)
     optimizer = train_step(model)
-    strategy = SafetensorsSaveShardedStrategy(layout="whole", assets=assets, max_shard_size=limit)
+    strategy = SafetensorsSaveShardedStrategy(layout="contiguous", assets=assets, max_shard_size=limit)
     dc.save(to_sharded_state_dict(model, optimizer), path, strategy)
     return parameters(model), logits(model)
 
@@ -99,5 +99,5 @@ def save_experts(path: str, assets: str, trained: dict[str, torch.Tensor]) -> No
     layouts = expert_layouts(model, mesh, ["model.layers.*.mlp.experts"])
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    strategy = SafetensorsSaveShardedStrategy(layout="whole", assets=assets, mapping="qwen3_moe", prefix="model.")
+    strategy = SafetensorsSaveShardedStrategy(layout="contiguous", assets=assets, mapping="qwen3_moe", prefix="model.")
     dc.save(expert_sharded_state_dict(state, layouts), path, strategy)

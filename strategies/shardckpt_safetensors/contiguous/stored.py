@@ -21,7 +21,7 @@ _MOST_PARTS = 1 << 23
 
 
 class StoredFolder:
-    """The content of the files with whole tensors, under the names that other tools know.
+    """The content of the files with contiguous tensors, under the names that other tools know.
 
     ``files`` has for each of the files what begins at each offset.
     """

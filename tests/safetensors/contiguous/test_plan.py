@@ -12,7 +12,7 @@ from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import Record
 from shardckpt.storage import Segments
 from shardckpt.testing import check_same
-from tests.safetensors.whole import jobs
+from tests.safetensors.contiguous import jobs
 from tests.states import error_of
 
 if TYPE_CHECKING:
@@ -70,14 +70,14 @@ def test_ranks_write_their_own_rows(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_auto_takes_what_costs_nothing(ranks: Ranks, tmp_path: Path) -> None:
-    """Rows, and what one rank has, are stored whole; columns stay boxes, under no name of the folder."""
-    for world, whole in (
+    """Rows, and what one rank has, are stored contiguously; columns stay boxes, under no name of the folder."""
+    for world, names in (
         (4, jobs.make_tensors().keys()),
         (2, {"count", "empty", "mask", "layers.2.norm", "layers.2.bias"}),
     ):
         path = tmp_path / str(world)
         ranks.run(world, partial(jobs.save, layout="auto"), str(path))
-        assert json.loads((path / jobs.INDEX).read_text())["weight_map"].keys() == whole
+        assert json.loads((path / jobs.INDEX).read_text())["weight_map"].keys() == names
         ours = dc.load_plain_tensors(path)
         for key, tensor in jobs.make_tensors().items():
             check_same(ours[key], tensor, key)

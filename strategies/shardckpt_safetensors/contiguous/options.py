@@ -1,11 +1,12 @@
-"""The tensors that are stored whole, and their names: the caller's options, and their meaning on all ranks."""
+"""The tensors that are stored contiguously, and their names: the caller's options, and their meaning on all ranks."""
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from shardckpt.chunks import find_ties
 from shardckpt.errors import CheckpointingException, check_choice, listed
@@ -20,16 +21,20 @@ if TYPE_CHECKING:
     from shardckpt.mapping import ShardedBase
     from shardckpt.plugins import KeyMapping
 
+logger = logging.getLogger(__name__)
+
 #: How a tensor is stored: in one box a rank, contiguous, or contiguous where that needs no exchange between ranks.
-Layout = Literal["boxes", "whole", "auto"]
+Layout = Literal["boxes", "contiguous", "auto"]
+#: What ``contiguous`` was called until November 2026.
+_OLD_NAME = "whole"
 
 #: Files of every checkpoint; the names of data files are those that end in .safetensors.
 _OURS = frozenset({"metadata.json", "shardckpt.json", "integrity.json", HUB_INDEX})
 
 
 @dataclass(frozen=True)
-class WholeOptions:
-    """The tensors that are stored whole.
+class ContiguousOptions:
+    """The tensors that are stored contiguously.
 
     Attributes:
         patterns: Patterns of keys as of :mod:`fnmatch`, each with the layout of the tensors that match: the first
@@ -56,13 +61,16 @@ class WholeOptions:
         return next((layout for pattern, layout in self.patterns if fnmatchcase(key, pattern)), "boxes")
 
     def find_ties(self, shards: Sequence[ShardedBase]) -> list[tuple[str, ...]]:
-        """Return the keys of whole tensors that share their memory on this rank; none if each key is to be stored."""
+        """Return the keys of contiguous tensors that share memory on this rank; none if each key is to be stored."""
         return find_ties(shards) if self.store_aliases else []
 
 
 def parse_patterns(layout: Layout | Mapping[str, Layout]) -> tuple[tuple[str, Layout], ...]:
     """Return patterns of keys with their layouts; none if everything is in boxes. An unknown layout is an error."""
-    found = (("*", layout),) if isinstance(layout, str) else tuple(layout.items())
+    given: tuple[tuple[str, str], ...] = (("*", layout),) if isinstance(layout, str) else tuple(layout.items())
+    if _OLD_NAME in dict(given).values():
+        logger.warning("layout=%r is called 'contiguous' now, and the old name will go", _OLD_NAME)
+    found = tuple((pattern, cast("Layout", "contiguous" if name == _OLD_NAME else name)) for pattern, name in given)
     for pattern, name in found:
         check_choice("layout" if isinstance(layout, str) else f"layout of {pattern!r}", name, get_args(Layout))
     return found if any(name != "boxes" for _, name in found) else ()

@@ -10,7 +10,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.huggingface import Rule, RuleMapping
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
-from tests.safetensors.whole import jobs
+from tests.safetensors.contiguous import jobs
 from tests.states import entire
 from tests.tables import table
 
@@ -32,16 +32,16 @@ TRAINING = {"model.a.w": torch.ones(4, 4), "model.b.w": torch.ones(3), "optimize
 @table(
     ("options", "names"),
     [
-        ({"layout": "whole"}, ["a.w", "b.w"]),
-        ({"layout": "whole", "prefix": ""}, ["model.a.w", "model.b.w", "optimizer.a.w"]),
-        ({"layout": {"model.b.*": "boxes", "*": "whole"}}, ["a.w"]),
+        ({"layout": "contiguous"}, ["a.w", "b.w"]),
+        ({"layout": "contiguous", "prefix": ""}, ["model.a.w", "model.b.w", "optimizer.a.w"]),
+        ({"layout": {"model.b.*": "boxes", "*": "contiguous"}}, ["a.w"]),
         ({"layout": {"model.a.*": "auto"}}, ["a.w"]),
-        ({"layout": {"nothing": "whole"}}, []),
+        ({"layout": {"nothing": "contiguous"}}, []),
         ({"layout": "boxes"}, []),
     ],
     ids=str,
 )
-def test_which_tensors_are_whole(tmp_path: Path, options: dict[str, Any], names: list[str]) -> None:
+def test_which_tensors_are_contiguous(tmp_path: Path, options: dict[str, Any], names: list[str]) -> None:
     """By layout, pattern and prefix; all tensors are loaded from either place."""
     assert _save(TRAINING, tmp_path / "c", **options).keys() == set(names)
     loaded = dc.load_plain_tensors(tmp_path / "c")
@@ -55,16 +55,16 @@ def test_the_optimizers_tensors_are_not_in_the_folder(tmp_path: Path, prefix: st
     optimizer = f"{prefix.removesuffix('model.')}optim.state"
     state = {f"{prefix}a.w": torch.ones(4, 4), f"{prefix}b.w": torch.ones(3)}
     state |= {f"{optimizer}.{name}.exp_avg": torch.rand(4) for name in ("a.w", "b.w")}
-    assert _save(state, tmp_path / "c", layout="whole").keys() == {"a.w", "b.w"}
+    assert _save(state, tmp_path / "c", layout="contiguous").keys() == {"a.w", "b.w"}
     assert dc.load_plain_tensors(tmp_path / "c").keys() == state.keys()
 
 
 def test_the_config_is_of_the_tensors_that_are_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The copy of config.json has the dtype of whole tensors; another vocabulary is a warning, and the save goes on."""
+    """The copy of config.json has the dtype of contiguous tensors; another vocabulary is a warning, and no error."""
     (tmp_path / "assets").mkdir()
     (tmp_path / "assets" / "config.json").write_text('{"dtype": "float32", "vocab_size": 3, "quantization_config": {}}')
     tensors = {"model.embed_tokens.weight": torch.ones(4, 4, dtype=torch.bfloat16)}
-    _save(tensors, tmp_path / "c", layout="whole", assets=str(tmp_path / "assets"))
+    _save(tensors, tmp_path / "c", layout="contiguous", assets=str(tmp_path / "assets"))
     assert json.loads((tmp_path / "c" / "config.json").read_text()) == {"dtype": "bfloat16", "vocab_size": 3}
     assert "has vocab_size 3, and 'model.embed_tokens.weight' has 4 rows" in caplog.text
 
@@ -73,7 +73,7 @@ def test_a_mapping_splits_experts(tmp_path: Path) -> None:
     """A tensor of all experts is stored as one for each, and is still one tensor for a load."""
     experts = torch.arange(4 * 6 * 5.0).reshape(4, 6, 5)
     key = "model.layers.0.mlp.experts.gate_up_proj"
-    names = _save({key: experts}, tmp_path / "c", layout="whole", mapping="qwen3_moe").keys()
+    names = _save({key: experts}, tmp_path / "c", layout="contiguous", mapping="qwen3_moe").keys()
     assert len(names) == 8
     found = jobs.read_like_vllm(tmp_path / "c")
     assert torch.equal(found["model.layers.0.mlp.experts.2.up_proj.weight"], experts[2, 3:])
@@ -87,17 +87,19 @@ _JOINED = RuleMapping([Rule("v", ("w",))])
 @table(
     ("mapping", "tensors", "message"),
     [
-        (_TRANSPOSED, {"w": torch.ones(2, 3)}, "'w' cannot be stored whole: it is transposed"),
+        (_TRANSPOSED, {"w": torch.ones(2, 3)}, "'w' cannot be stored contiguously: it is transposed"),
         (_JOINED, {"v": torch.ones(2), "w": torch.ones(2)}, "would both be 'w' in the folder"),
         (None, {"w": torch.ones(2, dtype=torch.complex64)}, "inference tools do not read"),
         (RuleMapping([Rule("w", ())]), {"w": torch.ones(2)}, "has no name in the folder"),
     ],
     ids=["transposed", "joined", "dtype", "left out"],
 )
-def test_what_cannot_be_whole(tmp_path: Path, mapping: Any, tensors: dict[str, torch.Tensor], message: str) -> None:
+def test_what_cannot_be_contiguous(
+    tmp_path: Path, mapping: Any, tensors: dict[str, torch.Tensor], message: str
+) -> None:
     """Is refused by key with what to do, and nothing is there; "auto" stores it in boxes, unless names collide."""
     with pytest.raises(ShardingError, match=message):
-        _save(tensors, tmp_path / "c", layout="whole", mapping=mapping)
+        _save(tensors, tmp_path / "c", layout="contiguous", mapping=mapping)
     assert not (tmp_path / "c").exists()
     if len(tensors) == 1:
         assert not _save(tensors, tmp_path / "c", layout="auto", mapping=mapping)
@@ -107,15 +109,18 @@ def test_what_cannot_be_whole(tmp_path: Path, mapping: Any, tensors: dict[str, t
 @table(
     ("options", "message"),
     [
-        ({"layout": "hole"}, "layout='hole': did you mean whole.* expected 'boxes', 'whole' or 'auto'"),
-        ({"layout": {"a": "hole"}}, "layout of 'a'"),
-        ({"assets": ["config.json"]}, "pass layout='whole'"),
-        ({"layout": "whole", "assets": ["shardckpt.json"]}, "cannot be among a checkpoint's files"),
-        ({"layout": "whole", "assets": ["a/x.json", "b/x.json"]}, "two files have one name"),
-        ({"layout": "whole", "assets": []}, "no files other than weights"),
-        ({"layout": "whole", "max_shard_size": "big"}, "max_shard_size='big'"),
-        ({"layout": "whole", "mapping": "peft"}, "'peft' leaves the base model out.*: give no mapping, and export"),
-        ({"layout": "whole", "mapping": "no_model"}, "no mapping for models of type"),
+        ({"layout": "contigous"}, "did you mean contiguous.* expected 'boxes', 'contiguous' or 'auto'"),
+        ({"layout": {"a": "box"}}, "layout of 'a'"),
+        ({"assets": ["config.json"]}, "pass layout='contiguous'"),
+        ({"layout": "contiguous", "assets": ["shardckpt.json"]}, "cannot be among a checkpoint's files"),
+        ({"layout": "contiguous", "assets": ["a/x.json", "b/x.json"]}, "two files have one name"),
+        ({"layout": "contiguous", "assets": []}, "no files other than weights"),
+        ({"layout": "contiguous", "max_shard_size": "big"}, "max_shard_size='big'"),
+        (
+            {"layout": "contiguous", "mapping": "peft"},
+            "'peft' leaves the base model out.*: give no mapping, and export",
+        ),
+        ({"layout": "contiguous", "mapping": "no_model"}, "no mapping for models of type"),
     ],
     ids=str,
 )
@@ -129,8 +134,8 @@ def test_assets_of_a_step_are_those_of_the_next(tmp_path: Path) -> None:
     """A step's directory can be the folder of assets: its weights and its own files are not copied."""
     (tmp_path / "config.json").write_text("{}")
     tensors = {"w": torch.ones(64)}
-    _save(tensors, tmp_path / "1", layout="whole", assets=[tmp_path / "config.json"])
-    _save(tensors, tmp_path / "2", layout="whole", assets=tmp_path / "1")
+    _save(tensors, tmp_path / "1", layout="contiguous", assets=[tmp_path / "config.json"])
+    _save(tensors, tmp_path / "2", layout="contiguous", assets=tmp_path / "1")
     assert (tmp_path / "2" / "config.json").read_text() == "{}"
     assert {path.name for path in (tmp_path / "1").iterdir()} == {path.name for path in (tmp_path / "2").iterdir()}
 
@@ -138,7 +143,7 @@ def test_assets_of_a_step_are_those_of_the_next(tmp_path: Path) -> None:
 def test_an_element_with_a_stride(tmp_path: Path) -> None:
     """A tensor of one element may have any stride, which is no reason to fail."""
     tensors = {"w": torch.arange(6, dtype=torch.int16).view(3, 2)[1:2, ::2]}
-    _save(tensors, tmp_path / "c", layout="whole")
+    _save(tensors, tmp_path / "c", layout="contiguous")
     assert jobs.read_like_vllm(tmp_path / "c")["w"].tolist() == [[2]]
 
 
@@ -146,7 +151,7 @@ def test_a_removal_leaves_a_folder(tmp_path: Path) -> None:
     """Tensors that are removed leave both indexes; what stays has its names and values, for us and for others."""
     tensors = {f"model.{name}": torch.full((n,), float(n)) for n, name in ((70, "a.w"), (3, "b.w"), (64, "c.w"))}
     empty = {"model.empty": torch.zeros(0, 3)}
-    _save({**tensors, **empty, "optimizer.m": torch.ones(4)}, tmp_path / "c", layout="whole")
+    _save({**tensors, **empty, "optimizer.m": torch.ones(4)}, tmp_path / "c", layout="contiguous")
     dc.remove_sharded_tensors(tmp_path / "c", "optimizer.")
     assert jobs.read_like_vllm(tmp_path / "c").keys() == {"a.w", "b.w", "c.w", "empty"}
     dc.remove_sharded_tensors(tmp_path / "c", "model.c")
@@ -157,3 +162,11 @@ def test_a_removal_leaves_a_folder(tmp_path: Path) -> None:
     assert all(torch.equal(ours[f"model.{name}"], tensor) for name, tensor in found.items())
     dc.remove_sharded_tensors(tmp_path / "c", "model.")
     assert not [path.name for path in (tmp_path / "c").glob("model*")]
+
+
+def test_the_old_name_of_the_layout_is_accepted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A strategy with the layout "whole", as it was called, writes the same files, and says the new name."""
+    tensors = {"w": torch.ones(2, 3)}
+    old = _save(tensors, tmp_path / "old", layout={"*": "whole"})
+    assert "is called 'contiguous' now" in caplog.text
+    assert old == _save(tensors, tmp_path / "new", layout="contiguous") != {}

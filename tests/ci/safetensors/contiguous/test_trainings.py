@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.safetensors.whole import jobs, trainings
+from tests.safetensors.contiguous import jobs, trainings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

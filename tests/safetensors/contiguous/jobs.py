@@ -1,4 +1,4 @@
-"""What ranks save with whole tensors, and how inference tools read it; module-level, so that processes find it."""
+"""What ranks save with contiguous tensors, and how inference tools read it; module-level, so that processes find it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_tensors(change: float = 0.0) -> dict[str, torch.Tensor]:
 
 def save(path: str, change: float = 0.0, **options: Any) -> None:
     """Save the tensors as cut among the ranks that call, and an object, with everything whole."""
-    given = {"layout": "whole", "max_shard_size": "700KB", **options}
+    given = {"layout": "contiguous", "max_shard_size": "700KB", **options}
     dc.save(_state(change), path, SafetensorsSaveShardedStrategy(**given))
 
 
@@ -58,7 +58,7 @@ def _state(change: float) -> dict[str, Any]:
 
 def save_in_a_way(path: str, way: str) -> None:
     """Save twice, the second time other values by the cached plan; behind the training they change at once."""
-    options = {"layout": "whole", "max_shard_size": "700KB", "keep_only_main_replica": way != "any replica"}
+    options = {"layout": "contiguous", "max_shard_size": "700KB", "keep_only_main_replica": way != "any replica"}
     for number in (0, 1):
         state, strategy = _state(number), SafetensorsSaveShardedStrategy(**options)
         place = f"{'local://' if way == 'store' else ''}{path}/{number}"
@@ -121,4 +121,4 @@ def save_partly(path: str) -> None:
     state = _state(0.0)
     for shard in state["layers.0.up"]:
         shard.global_shape = (513, 256)
-    dc.save(state, path, SafetensorsSaveShardedStrategy(layout="whole"), validate_access_integrity=False)
+    dc.save(state, path, SafetensorsSaveShardedStrategy(layout="contiguous"), validate_access_integrity=False)
