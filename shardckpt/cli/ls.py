@@ -102,10 +102,10 @@ def _describe(
     lines += _summarize(folder, found, recursive=options.recursive)
     top = find_local(folder) if options.recursive else None
     walked = None if top is None else walk_folders(top)
-    lines += describe_leftovers(folder, found, [] if walked is None else walked.used)
-    if top is not None and walked is not None and walked.lost:
-        lost = [path.relative_to(top).as_posix() for path in walked.lost]
-        lines.append(f"{format_many(len(lost), 'link')} leading nowhere: {listed(lost, limit=6)}")
+    lines += describe_leftovers(folder, found, [] if walked is None else walked.with_leftovers)
+    if top is not None and walked is not None and walked.broken:
+        broken = [path.relative_to(top).as_posix() for path in walked.broken]
+        lines.append(f"{format_many(len(broken), 'link')} leading nowhere: {listed(broken, limit=6)}")
     hidden = {name for each in found for name in each.metrics} - {name for name, _ in metrics.values()}
     if hidden and options.metric is None:
         lines.append(f"more metrics: {listed(sorted(hidden), limit=6)}: --metric NAME shows one")

@@ -54,11 +54,15 @@ def find_leftovers_of(path: Path) -> list[Leftover]:
 
 
 class FoundFolders(NamedTuple):
-    """The result of a walk: folders with leftovers in them, links to folders, which end it, and links to nothing."""
+    """The result of a walk.
 
-    used: list[Path]
+    ``with_leftovers`` are folders that have leftovers in them, ``links`` are links to folders, which are not followed,
+    and ``broken`` links to what does not exist.
+    """
+
+    with_leftovers: list[Path]
     links: list[Path]
-    lost: list[Path]
+    broken: list[Path]
 
 
 def walk_folders(top: Path) -> FoundFolders:
@@ -67,12 +71,12 @@ def walk_folders(top: Path) -> FoundFolders:
     for path, names, files in os.walk(top):
         folder = Path(path)
         if any("shardckpt-" in name for name in names) and find_leftovers(folder, lambda _: True):
-            found.used.append(folder)
+            found.with_leftovers.append(folder)
         is_checkpoint = MARKER_NAME in files
         names[:] = [] if is_checkpoint else sorted(name for name in names if not name.startswith("."))
         found.links.extend(folder / name for name in names if (folder / name).is_symlink())
-        beside = [] if is_checkpoint else [folder / name for name in sorted(files)]
-        found.lost.extend(path for path in beside if path.is_symlink() and not os.path.exists(path))  # noqa: PTH110 - Path's raises for a loop
+        paths = [] if is_checkpoint else [folder / name for name in sorted(files)]
+        found.broken.extend(path for path in paths if path.is_symlink() and not os.path.exists(path))  # noqa: PTH110 - Path's raises for a loop
     return found
 
 

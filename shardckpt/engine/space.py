@@ -234,7 +234,7 @@ def _find_used_runs(folder: Path | str) -> Sequence[Path] | None:
     """Return the folders of runs in a folder that leftovers are in; None if it has checkpoints itself, or is a URL."""
     if isinstance(folder, str) or any(folder.glob(f"*/{MARKER_NAME}")) or not any(folder.glob(f"*/*/{MARKER_NAME}")):
         return None
-    return walk_folders(folder).used
+    return walk_folders(folder).with_leftovers
 
 
 def _measure(shards: Iterable[ShardedBase]) -> Iterator[tuple[int, int]]:
