@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from obstore.store import MemoryStore
 from safetensors.torch import load_file
 
 from shardckpt import ShardedObject, ShardedTensor, dist_checkpointing
@@ -15,7 +16,7 @@ from shardckpt.local import load_local
 from shardckpt.maintenance import verify_checkpoint
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.state_dict import nested_values
-from tests.golden.write_own import COMMON, CONTENT, describe, make_tensors, train
+from tests.golden.write_own import COMMON, CONTENT, describe, make_tensors, serving_store, train
 from tests.golden_checkpoints import same_tensor
 from tests.tables import table
 from tests.tree import GOLDEN
@@ -33,6 +34,8 @@ STATES = {
     "fingerprints": ("shardckpt-index.safetensors", "shardckpt.json"),
     "safetensors": ("shardckpt.json",),
     "contiguous": ("shardckpt.json", "model.safetensors.index.json"),
+    "index_in_parts": ("shardckpt.json", "model.safetensors.index.json"),
+    "integrity": ("integrity.json", "shardckpt-index.safetensors", "shardckpt.json"),
 }
 STEPS = ("manager-torch_dist", "manager-safetensors")
 
@@ -53,6 +56,27 @@ def test_a_copy_without_an_optional_file_loads(tmp_path: Path, release: str, nam
     shutil.copytree(GOLDEN / release / name, copy)
     (copy / lost).unlink()
     _load(str(copy))
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_an_index_in_parts_keeps_what_refers_to_other_parts(release: str) -> None:
+    """Tied tensors, scales and contiguous tensors at odd bytes, of an index of three parts."""
+    with dist_checkpointing.open_checkpoint(GOLDEN / release / "index_in_parts") as stored:
+        assert stored["model.scaled"].block_scales == ("model.scales", (1, 32))
+        assert same_tensor(stored["model.tied"][...], make_tensors()["model.layer0.weight"])
+        assert torch.equal(stored["model.mask"][...], make_tensors()["model.mask"])
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_an_overwritten_url_loads(release: str) -> None:
+    """The objects of a URL whose second save is in a folder of its own, which the marker names."""
+    root, store = GOLDEN / release / "generation", MemoryStore()
+    for path in root.rglob("*"):
+        if path.is_file():
+            store.put(f"c/{path.relative_to(root).as_posix()}", path.read_bytes())
+    with serving_store(store) as url:
+        assert [each for each in verify_checkpoint(url) if each.fault] == []
+        _load(url, writers=1)
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -103,14 +127,14 @@ def test_no_file_of_them_is_damaged(release: str) -> None:
     assert faults == []
 
 
-def _load(path: str) -> None:
+def _load(path: str, writers: int = 2) -> None:
     """Load a state, as ranks that have other values, and compare everything."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     wanted, blank = describe(rank, world, make_tensors()), describe(rank, world, make_tensors())
     for value in blank.values():
         if isinstance(value, ShardedTensor) and value.data is not None:
             value.data = torch.zeros_like(value.data)
-    blank["rng"] = [ShardedObject("rng", None, (2,), (number,), replica_id=rank) for number in range(2)]
+    blank["rng"] = [ShardedObject("rng", None, (writers,), (number,), replica_id=rank) for number in range(writers)]
     loaded: dict[str, Any] = dist_checkpointing.load(blank, path)
     for key, value in wanted.items():
         if isinstance(value, ShardedTensor):

@@ -1,6 +1,7 @@
 """Write the golden checkpoints of shardckpt's own formats: ``python -m tests.golden.write_own FOLDER``.
 
-Done once for each release, by that release: what it wrote stays as it is, and every later release loads it.
+Done once for each release, by that release: what it wrote stays as it is, and every later release loads it. Names after
+the folder are those that are written; by default all.
 """
 
 from __future__ import annotations
@@ -8,21 +9,25 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from obstore.store import MemoryStore
 
 from shardckpt import ShardedObject, ShardedTensor, dist_checkpointing
 from shardckpt.huggingface import export_to_huggingface
+from shardckpt.integrations.obstore.folder import ObstoreFolder
 from shardckpt.local import TensorAwareStateDict, save_local
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import BlockScales
 from shardckpt.testing import RankThreads
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
+from tests.remote.obstore import serving
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
 WORLD = 2
 COMMON = {"iteration": 17, "args": {"hidden_size": 8, "lr": 0.1, "names": ["a", "b"]}}
@@ -100,25 +105,66 @@ def _save_steps(folder: Path, backend: str, **settings: Any) -> None:
         manager.save(2, metrics={"loss": 0.25})
 
 
-def write(root: Path) -> None:
-    """Write all of them below a folder."""
+class InParts(SafetensorsSaveShardedStrategy):
+    """Has an index in parts of about 4 boxes each, in pages of 2, whatever is saved."""
+
+    caches_plan = True
+    gathered_bytes: ClassVar[int] = 0
+    part_rows: ClassVar[int] = 4
+    page_rows: ClassVar[int] = 2
+
+
+def serving_store(store: MemoryStore) -> AbstractContextManager[str]:
+    """Serve the objects of a store below ``c`` by a URL, with the folders in it."""
+    return serving(lambda url: ObstoreFolder(url, store, "c" + url.removeprefix("objects://bucket")))
+
+
+def _overwrite_at_url(folder: Path) -> None:
+    """Save twice to one URL, and copy what is there: the second save is in a folder that the marker names."""
+    store = MemoryStore()
+    with serving_store(store) as url:
+        for _ in range(2):
+            state = describe(0, 1, make_tensors())
+            dist_checkpointing.save(state, url, "safetensors", content_metadata=dict(CONTENT), overwrite=True)
+    for found in store.list().collect():
+        path = folder / found["path"].removeprefix("c/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(store.get(found["path"]).bytes()))
+
+
+def write(root: Path, names: Sequence[str] = ()) -> None:
+    """Write them below a folder: those of these names, or all."""
     each: dict[str, Callable[[Path], None]] = {
         "torch_dist": lambda folder: _save(folder, "torch_dist"),
         "ep": lambda folder: _save(folder, "ep"),
         "safetensors": lambda folder: _save(folder, "safetensors"),
         "fingerprints": lambda folder: _save(folder, "torch_dist", fingerprints=True),
         "contiguous": lambda folder: _save(folder, SafetensorsSaveShardedStrategy(layout="contiguous")),
+        "index_in_parts": lambda folder: _save(
+            folder, InParts(layout=dict.fromkeys(("model.layer2.*", "model.mask"), "contiguous"), prefix="")
+        ),
+        "integrity": lambda folder: _save(folder, "torch_dist", verify_integrity=True),
     }
     for name, save in each.items():
-        RankThreads().run(WORLD, save, root / name)
-    _save_steps(root / "manager-torch_dist", "torch_dist")
-    _save_steps(root / "manager-safetensors", "safetensors")
-    export_to_huggingface(root / "manager-torch_dist" / "step-2", root / "exported")
-    local, _ = TensorAwareStateDict.from_state_dict(describe(0, 1, make_tensors()))
-    save_local(local, root / "local")
+        if not names or name in names:
+            RankThreads().run(WORLD, save, root / name)
+    alone: dict[str, Callable[[Path], Any]] = {
+        "generation": _overwrite_at_url,
+        "manager-torch_dist": lambda folder: _save_steps(folder, "torch_dist"),
+        "manager-safetensors": lambda folder: _save_steps(folder, "safetensors"),
+        "exported": lambda folder: export_to_huggingface(root / "manager-torch_dist" / "step-2", folder),
+        "local": lambda folder: save_local(
+            TensorAwareStateDict.from_state_dict(describe(0, 1, make_tensors()))[0], folder
+        ),
+    }
+    for name, save in alone.items():
+        if not names or name in names:
+            save(root / name)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("folder", type=Path)
-    write(parser.parse_args(sys.argv[1:]).folder)
+    parser.add_argument("names", nargs="*")
+    given = parser.parse_args(sys.argv[1:])
+    write(given.folder, given.names)
