@@ -27,10 +27,12 @@ from tests.faults import samples
 from tests.faults.forks import fork, wait
 from tests.faults.hostile import Watch, limit_memory, report_on
 from tests.names import MARKER, RECORD
+from tests.safetensors.parts import InParts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shardckpt.strategy import SaveStrategy
     from tests.faults.hostile import Report
 
 #: A mutant that takes more memory, in a load, four queries and a verify of 100 KB, is a finding.
@@ -112,10 +114,11 @@ def sign(checkpoint: Path, name: str, content: bytes) -> None:
 
 
 class Fuzzer:
-    """Changes the files of a checkpoint, again and again."""
+    """Changes the files of a checkpoint, again and again; ``strategy`` saves it, by default that of the environment."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, strategy: SaveStrategy | None = None) -> None:
         self._folder = folder
+        self._strategy = strategy
         self._base = folder / "base"
         self._path = folder / "fuzzed"
         self._make()
@@ -130,7 +133,7 @@ class Fuzzer:
 
     def _make(self) -> None:
         """Write the checkpoint, and import what reading it takes."""
-        dist_checkpointing.save(samples.state_dict(1), self._base)
+        dist_checkpointing.save(samples.state_dict(1), self._base, self._strategy)
         samples.load(self._base)
 
     def _put(self, name: str, content: bytes, number: int) -> None:
@@ -189,9 +192,10 @@ class Fuzzer:
 
 
 def main() -> None:
-    """Print the verdicts."""
+    """Print the verdicts; with a third argument, of (safetensors, 1) with an index in parts."""
     torch.set_num_threads(1)
-    json.dump(Fuzzer(Path(sys.argv[1])).verdicts(int(sys.argv[2])), sys.stdout)
+    strategy = InParts() if sys.argv[3:] else None
+    json.dump(Fuzzer(Path(sys.argv[1]), strategy).verdicts(int(sys.argv[2])), sys.stdout)
 
 
 if __name__ == "__main__":

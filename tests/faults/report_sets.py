@@ -50,6 +50,7 @@ BAD = {
 _SAVERS = ("dcp", "torch.save")
 STOCK = (*_SAVERS, *THEIRS)
 _OURS = ("torch_dist", "safetensors")
+_IN_PARTS = "safetensors, index in parts"
 #: Formats whose files are (torch_dist, 1)'s, in the sets of one process.
 _LIKE_OURS = ("ep",)
 _CASES = ("fresh", "existing")
@@ -360,6 +361,8 @@ def _fuzz(subject: str, points: int) -> tuple[Counter[str], str]:
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         if subject in LIBRARIES:
             found = _run("foreign_fuzzer", "torch_dist", folder, subject, str(min(points, _MUTANTS)))
+        elif subject == _IN_PARTS:
+            found = _run("fuzzer", "safetensors", folder, str(min(points, _MUTANTS)), "parts")
         else:
             found = _run("fuzzer", subject, folder, str(min(points, _MUTANTS)))
     told = [line for line in found if ":" in line]
@@ -516,7 +519,7 @@ def list_sets() -> list[FaultSet]:
         *_lost_ranks(),
         *(
             FaultSet("hostile", subject, "every file", HOSTILE, partial(_fuzz, subject))
-            for subject in ("torch_dist", "ep", "safetensors", *LIBRARIES)
+            for subject in ("torch_dist", "ep", "safetensors", _IN_PARTS, *LIBRARIES)
         ),
         *(
             FaultSet("stores", "S3", f"{name}{fault}", STORES, partial(_fail_requests, fault, case))

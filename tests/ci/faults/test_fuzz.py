@@ -23,6 +23,13 @@ def test_mutants_of_every_file(tmp_path: Path, count: int) -> None:
     assert found.count("refused") > len(found) // 2
 
 
+def test_mutants_of_an_index_in_parts(tmp_path: Path) -> None:
+    """So are those of an index whose tensors are in several files."""
+    found: list[str] = ask("fuzzer", tmp_path, 25, "parts")
+    assert [verdict for verdict in found if verdict not in ("refused", "loaded")] == []
+    assert found.count("refused") > len(found) // 2
+
+
 @pytest.mark.parametrize(
     "library",
     [each if each == "files of torch.save" else pytest.param(each, marks=pytest.mark.proof) for each in LIBRARIES],
