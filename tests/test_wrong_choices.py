@@ -47,7 +47,7 @@ def _export(folder: Path) -> None:
     [
         (lambda at: dc.save(_state(), at, "safetensor"), "safetensors"),
         (lambda at: dc.save(_state(), at, ("torchdist", 1)), "torch_dist"),
-        (lambda at: dc.save(_state(), at, SafetensorsSaveShardedStrategy(layout="wholee")), "whole"),  # type: ignore[arg-type]
+        (lambda at: dc.save(_state(), at, SafetensorsSaveShardedStrategy(layout="contigous")), "contiguous"),  # type: ignore[arg-type]
         (lambda at: dc.save(_state(), at, SafetensorsSaveShardedStrategy(layout={"*": "box"})), "boxes"),  # type: ignore[dict-item]
         (lambda at: _load(at, strict="log_unexpectd"), "log_unexpected"),
         (lambda at: _load(at, on_unused="eror"), "error"),

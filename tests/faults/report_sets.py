@@ -50,7 +50,7 @@ BAD = {
 _SAVERS = ("dcp", "torch.save")
 STOCK = (*_SAVERS, *THEIRS)
 _OURS = ("torch_dist", "safetensors")
-_IN_PARTS = "safetensors, index in parts"
+_IN_PARTS = "safetensors (index in parts)"
 #: Formats whose files are (torch_dist, 1)'s, in the sets of one process.
 _LIKE_OURS = ("ep",)
 _CASES = ("fresh", "existing")
