@@ -84,6 +84,18 @@ def test_what_a_readme_points_to_is_there(file: str) -> None:
 
 
 @table("file", READMES)
+def test_sections_that_links_name_are_there(file: str) -> None:
+    """A link to a section of a README finds its heading."""
+    lost = []
+    for path, section in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", READMES[file]):
+        text = (ROOT / file).parent.joinpath(path).read_text() if path else READMES[file]
+        headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        if section not in [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]:
+            lost.append(f"{path}#{section}")
+    assert lost == []
+
+
+@table("file", READMES)
 def test_cells_of_tables_are_short(file: str) -> None:
     """No cell of a table has more than 40 words: what needs more is a list or a section."""
     rows = re.findall(r"^\|(.*)\|$", READMES[file], re.MULTILINE)

@@ -16,6 +16,7 @@ from shardckpt.cli.output import Output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from shardckpt.errors import SettingFault
     from shardckpt.manager import Setting
@@ -154,14 +155,13 @@ def _check_file(file: str, section: str) -> _Checked:
 
 def _note_shared_folders(checked: Sequence[_Checked]) -> None:
     """Add a note to each file whose folder an earlier one has, too."""
-    import os
-
+    from shardckpt.engine import find_local
     from shardckpt.manager import make_fault
 
-    owners: dict[str, str] = {}
+    owners: dict[Path | str, str] = {}
     for file, given, notes in checked:
         if isinstance(folder := given.get("folder"), str):
-            path = folder.rstrip("/") if "://" in folder else os.path.realpath(os.path.expanduser(folder))  # noqa: PTH111
+            path = find_local(folder) or folder.rstrip("/")
             if (owner := owners.setdefault(path, file)) != file:
                 text = f"{owner} has it, too: two jobs in one folder replace, load and remove each other's steps"
                 notes.append(make_fault(given, "folder", f"folder: {text}")._replace(file=file))

@@ -66,7 +66,7 @@ class OtherJobs(ManagerPart):
                 self._report(name, job)
                 self._seen[name] = job.until  # not of one beside which no save is allowed: it is refused again
 
-    def find_unknown(self, step: int, existing: Collection[int]) -> None:
+    def warn_of_unknown_steps(self, step: int, existing: Collection[int]) -> None:
         """Warn of steps that another job has saved since the last save, though it may have ended, and left no file.
 
         ``step`` is the step that is saved now, ``existing`` are those that are there.
