@@ -202,11 +202,27 @@ def _describe_variable(variable: Variable) -> SettingFault:
 
 def _find_notes(given: dict[str, Any]) -> list[SettingFault]:
     """Return what settings that are right do not do here."""
+    from shardckpt.errors import ask_nearest
     from shardckpt.huggingface import find_code
-    from shardckpt.manager import make_fault
+    from shardckpt.manager import (
+        DATALOADER,
+        LR_SCHEDULER,
+        MODEL,
+        OPTIMIZER,
+        TRAIN_STATE,
+        CheckpointConfig,
+        make_fault,
+    )
     from shardckpt.storage import mask_password
 
     notes = {}
+    usual = (MODEL, OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE)  # the others only the training knows
+    config = CheckpointConfig(**given)
+    states = {"exclude_from_loading": config.exclude_from_loading, "rename": config.rename.values()}
+    for setting, names in states.items():
+        for name in names:
+            if near := ask_nearest(name.partition(".")[0], usual):
+                notes[setting] = f"{name!r}: {near}A training without a state of that name fails at its start"
     if code := find_code(given.get("hf_mapping") or ""):
         notes["hf_mapping"] = f"{code} is code, and was not run: a training runs it at its start"
     if given.get("links") and "://" in str(folder := given.get("folder", "")):

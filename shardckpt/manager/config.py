@@ -61,6 +61,7 @@ from shardckpt.strategy import AsyncSaveStrategy, StoresHubFolders
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+    from pathlib import Path
 
     from shardckpt.plugins import Accept
     from shardckpt.strategy import SaveStrategy
@@ -631,6 +632,12 @@ class CheckpointConfig(BaseModel):
             "exclude_from_loading: a load without the model would train a fresh one: leave 'model' out": (
                 "model" in excluded
             ),
+            "rename: '' names no state. To read a model whose keys have nothing before them: rename={'': 'model'}": (
+                any(not new.partition(".")[0] for new in self.rename.values())
+            ),
+            "rename: a name is given as its own new name: leave it out, or give another": (
+                any(old == new for old, new in self.rename.items())
+            ),
             "initial_load_in_hf needs an initial_load_path: give that of a Hugging Face folder": (
                 self.initial_load_in_hf and not self.initial_load_path
             ),
@@ -829,17 +836,18 @@ def check_folder(place: str | os.PathLike[str] | None) -> None:
     Raises:
         ConfigurationError: It is a file, or a URL that names no bucket.
     """
-    _check_place(place)
-    if place is not None and os.path.isfile(expand_home(place)):  # noqa: PTH113 - Path's raises for a null byte
+    if (local := _check_place(place)) is not None and local.is_file():
         raise ConfigurationError(f"{place} is a file: give the directory that the steps are to be in")
     if place is not None and str(place).rstrip("/").endswith(":"):
         raise ConfigurationError(f"{str(place)!r} names no bucket or directory: s3://bucket/run")
 
 
-def _check_place(place: str | os.PathLike[str] | None) -> None:
-    """Check that a path is none of a URL that was cut, and that a plugin may serve a URL; it is not opened."""
-    if place is not None and ":/" in str(place) and find_local(str(place)) is None:
+def _check_place(place: str | os.PathLike[str] | None) -> Path | None:
+    """Return a local path; of a URL check that a plugin may serve it, and return None. Nothing is opened."""
+    local = None if place is None else find_local(str(place))
+    if place is not None and local is None:
         check_served(str(place), get_plugin_manager())
+    return local
 
 
 class Setting(NamedTuple):
