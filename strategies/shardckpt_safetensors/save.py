@@ -54,7 +54,7 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
             under the names of a Hugging Face folder, with its index, so that inference tools open the checkpoint as it
             is; ranks exchange what is cut otherwise than along the first axis. ``"auto"``: whole where that needs no
             exchange, else boxes. ``"whole"`` and ``"auto"`` are for the keys that begin with ``prefix``. Or a dict of
-            these by pattern of keys (:mod:`fnmatch`), of which the first that matches counts; boxes where none does.
+            these by pattern of keys (:mod:`fnmatch`): the first that matches counts; boxes where none does.
         prefix: Prefix of the model's keys, which the names in the folder lack. By default that of the model, as
             :func:`shardckpt.huggingface.export_to_huggingface` finds it; its optimizers' tensors are stored in boxes.
         mapping: How names and shapes change, as for :func:`shardckpt.huggingface.export_to_huggingface`: a tensor of
