@@ -177,7 +177,7 @@ def save(
         preprocess_common_before_consistency_check: Removes from (a copy of) the common state what may differ between
             ranks, before ranks are compared and a difference is logged.
         overwrite: Replace what is at ``checkpoint_dir`` in one step; files there that do not belong to the old
-            checkpoint are kept. At a URL the new checkpoint goes into a folder beside the old one, where stock readers
+            checkpoint are kept. At a URL the new checkpoint goes into a folder next to the old one, where stock readers
             do not find it.
         allow_globals: Further classes and functions that objects and common state may be pickled with; a load
             needs the same list.
@@ -189,9 +189,9 @@ def save(
             equal values, whatever the sharding, the ranks and the backend. :func:`open_checkpoint` has them, and
             ``shardckpt diff`` compares by them. It takes another core while it saves; ``benchmarks.fingerprints`` has
             figures.
-        memory_budget: Bytes, or text such as ``"256MiB"``, that each rank may hold at a time beside its tensors: blocks
-            and parts on their way, and with ``async_sharded_save`` the copies of its tensors, of which there are then
-            as many as fit. A budget without room for one copy is refused: save in the foreground, which writes CPU
+        memory_budget: Bytes, or text such as ``"256MiB"``, that each rank may hold at a time besides its tensors:
+            blocks and parts on their way, and with ``async_sharded_save`` the copies of its tensors, of which there are
+            then as many as fit. A budget without room for one copy is refused: save in the foreground, which writes CPU
             tensors from where they are, and others in pieces. At least 8 MiB for a directory and 23 MiB for a URL (more
             for files of more than 45 GB). Not counted are what is in memory as a whole: the index, objects and common
             state, and the plain copies of quantized tensors that are being written. A store whose client takes no such
@@ -299,7 +299,7 @@ def load(
             below 64 KiB between them, and formats with digests read whole segments, so that a small tensor that is
             cut over ranks is read by each of them.
             :class:`~shardckpt.parallel.FullyParallelLoadStrategyWrapper` has more options.
-        memory_budget: Bytes, or text such as ``"256MiB"``, that each rank may hold at a time beside the tensors that
+        memory_budget: Bytes, or text such as ``"256MiB"``, that each rank may hold at a time besides the tensors that
             are filled and returned: requests in flight, buffers, what ranks send each other. With less the load is
             slower. Not counted are what is in memory as a whole: the index, objects and common state, and one plain
             copy of each quantized tensor that is being filled. Files of ``torch.save`` with strides are read a tensor
@@ -308,12 +308,12 @@ def load(
             have, a forgotten state): ``"warn"`` once with their number and the first of them, ``"error"`` before
             anything is filled, ``"ignore"``. A mode of ``strict`` that looks for them does as it says, and
             ``"ignore_all"`` does not warn. A load that asks for nothing, to get the common state, reports nothing.
-            It says, too, what to do about tensors of the state dict that describe no shard, of which the common state
-            has nothing: no load fills them.
+            It says, too, what to do about tensors of the state dict that describe no shard, and that the common state
+            lacks: no load fills them.
         resize: Patterns of keys, as of :mod:`fnmatch`, of tensors that may have another shape than is stored: a
             vocabulary that has grown (``["*embed_tokens.weight*", "*lm_head.weight*"]``, which match the optimizer's
             moments, too). What both shapes have is loaded; new rows keep the values that they have, which
-            ranks with copies must have made alike, and moments of new rows become zero.
+            ranks with copies must have made the same way, and moments of new rows become zero.
 
     Returns:
         The state dict, with the checkpoint's common state in it; for the modes ``return_unexpected`` and
@@ -379,7 +379,7 @@ def open_checkpoint(
         sharded_strategy: As for :func:`load`.
         accept: As for :func:`load`.
         allow_globals: As for :func:`load`.
-        memory_budget: As for :func:`load`: what reading holds beside the tensors that it returns.
+        memory_budget: As for :func:`load`: what reading holds besides the tensors that it returns.
 
     Yields:
         The mapping; it is closed at the end of the block.

@@ -1,4 +1,4 @@
-"""Packages whose names are imported at first use, listed once: in the stub beside the package."""
+"""Packages whose names are imported at first use, listed once: in the stub of the package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PUBLIC = (
 def attach_stub(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Make a package offer what its stub lists, each name imported when it is first used.
 
-    The stub, ``__init__.pyi`` beside the package, is what type checkers read: one list for both.
+    The stub, ``__init__.pyi`` in the package, is what type checkers read: one list for both.
 
     Args:
         package: The package's name. Each line of its stub reads ``from MODULE import NAME as NAME``.

@@ -6,7 +6,7 @@ from typing import Any
 
 from shardckpt.adapters import load_sharded_optimizer_state_dict
 
-#: Names of torch's module that other code imports beside the function.
+#: Names of torch's module that other code imports with the function.
 HELPERS = (
     "STATE_DICT_2D_LAYOUT",
     "_ReaderWithOffset",

@@ -497,7 +497,7 @@ class StoredFile:
         nbytes: Least size in bytes; 0 if the index does not say.
         keys: The tensors and objects that ``load_index`` lists and that are in it, or parts of them, whether or not it
             has more, such as the common state, which has no key; empty for a file that serves all of them.
-        ends: By key, where the last of its bytes in the file end; without the keys of which the index does not say it.
+        ends: By key, where the last of its bytes in the file end; without keys whose end the index does not say.
         fault: What is wrong with it, if the index cannot be read without finding that: of formats whose index is in
             the headers of the files; else ``""``.
     """

@@ -83,6 +83,26 @@ def test_what_a_readme_points_to_is_there(file: str) -> None:
     assert [link for link in sorted(links) if link and not (ROOT / file).parent.joinpath(link).exists()] == []
 
 
+@table("file", READMES)
+def test_sections_that_links_name_are_there(file: str) -> None:
+    """A link to a section of a README finds its heading."""
+    lost = []
+    for path, section in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", READMES[file]):
+        text = (ROOT / file).parent.joinpath(path).read_text() if path else READMES[file]
+        headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        if section not in [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]:
+            lost.append(f"{path}#{section}")
+    assert lost == []
+
+
+@table("file", READMES)
+def test_cells_of_tables_are_short(file: str) -> None:
+    """No cell of a table has more than 40 words: what needs more is a list or a section."""
+    rows = re.findall(r"^\|(.*)\|$", READMES[file], re.MULTILINE)
+    cells = [cell for row in rows for cell in re.split(r"(?<!\\)\|", row)]
+    assert [cell for cell in cells if len(cell.split()) > 40] == []
+
+
 def test_the_changelog_has_this_version() -> None:
     """Who looks at what is new finds a section of the version that is installed, and of what kind each change is."""
     text = (ROOT / "shardckpt" / "CHANGELOG.md").read_text()

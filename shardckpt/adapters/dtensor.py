@@ -265,7 +265,7 @@ def _find_common(dtensor: DTensor) -> _Common | None:
     return _Common(get_replica_coordinates(dtensor) or 0, mesh.size() >= dist.get_world_size(), cut)
 
 
-@lru_cache(maxsize=4096)  # the layers of a model are alike, and every save describes all of them anew
+@lru_cache(maxsize=4096)  # the layers of a model have equal shapes, and every save describes all of them anew
 def _cut(shape: Ints, splits: tuple[Split, ...]) -> _Cut:
     # every rank stores at least an empty shard, so that all ranks describe the same keys
     held = list_held_boxes(shape, splits) or [HeldBox(make_empty_box(shape, splits), (0,) * len(shape))]

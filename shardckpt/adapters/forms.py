@@ -224,7 +224,7 @@ def describe_with_form(
     def describe(tensor: torch.Tensor | InnerShard, key: str) -> Any:
         if isinstance(tensor, InnerShard):
             return tensor.describe(key, replicated)
-        # beside a DTensor it may be of this rank's rows: one rank's would be wrong for all
+        # next to a DTensor it may be of this rank's rows: one rank's would be wrong for all
         is_compared = is_distributed and not isinstance(tensor, DTensor) and tensor.numel() > 1
         return describe_leaf(tensor, key, True if is_compared else replicated, alike=alike)
 

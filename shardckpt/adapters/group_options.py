@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: Entries of an optimizer's state dict.
 STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
-#: What an optimizer of ours has beside them, by its parameters' digest: for a live one of the same parameters.
+#: What an optimizer of ours has in addition to them, by its parameters' digest: for a live one of the same parameters.
 OTHERS = "others"
 #: Classes of the values that are stored once for all groups that have them.
 _PLAIN = frozenset((int, float, bool, str, type(None)))

@@ -1,4 +1,4 @@
-"""The shards of leaves that a job saves again and again: described once, as long as the leaves are alike."""
+"""The shards of leaves that a job saves again and again: described once, as long as the leaves stay the same."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def request_optimizer(
         ]
         return {**others, STATE: state, GROUPS: options}
     by_name = request_options(params, stored, f"{key}.{GROUPS}")
-    found = {  # beside tensors, options may be in the common state
+    found = {  # unlike tensors, options may be in the common state
         name: {part: each for part, each in parts.items() if part != "values" or each.key in stored.objects}
         for name, parts in by_name.items()
     }

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from shardckpt.adapters.module_tree import StateColumns
     from shardckpt.mapping import Replicated
 
-#: What an optimizer has beside the state and options of parameters, see :attr:`NamedState.others`.
+#: What an optimizer has in addition to the state and options of parameters, see :attr:`NamedState.others`.
 ENTRIES, EMPTY = "entries", "empty groups"
 
 
@@ -220,7 +220,7 @@ def describe_state(
 
 
 def describe_others(one: NamedState, key: str, replicated: Replicated, alike: AlikeTensors) -> dict[str, Any]:
-    """Describe what an optimizer has beside the state of parameters: tensors, and the form.
+    """Describe what an optimizer has in addition to the state of parameters: tensors, and the form.
 
     The key of a tensor that is sharded as a parameter names it: a load must know before it has read the form.
     """

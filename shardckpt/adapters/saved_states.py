@@ -1,4 +1,4 @@
-"""The state of parameters in the saves of a job: tensors are described once, as long as they are alike."""
+"""The state of parameters in the saves of a job: tensors are described once, as long as they stay the same."""
 
 from __future__ import annotations
 

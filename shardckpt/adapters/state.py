@@ -66,7 +66,7 @@ def to_sharded_state_dict(
     wrappers, torch.compile, FSDP, DDP). With optimizers, the result is ``{"model": ..., "optimizer": ...}``, and keys
     are ``model.<name>``, ``optimizer.state.<name>.exp_avg`` and, for the options of a group, ``optimizer.param_groups``
     with a digest of its parameters' names. Values that are not tensors are stored as objects; so are the versions of
-    modules, if their classes have any (``_version``), under ``_versions`` beside the names.
+    modules, if their classes have any (``_version``), under ``_versions`` next to the names.
 
     A parameter may have no optimizer state yet: no step was made, or it never had a gradient (an unused branch, an
     expert that no token reached). Then a save stores none, and a load that finds none leaves it out; the optimizer
@@ -92,7 +92,7 @@ def to_sharded_state_dict(
             lowest rank's is saved of vectors and scalars (the statistics of BatchNorm), objects and buffers of modules.
             A tensor of two or more axes is still sampled at 32 elements: if more than half of them differ between
             ranks, it is not a copy but another tensor (an expert of this rank), and the save fails instead of losing
-            the others. So it does where plain tensors of state beside a DTensor differ: they are of this rank's rows.
+            the others. So it does where plain tensors of state next to a DTensor differ: they are of this rank's rows.
         dequantize: Whether the values of quantized parameters of modules are stored, for readers that do not quantize.
             Otherwise their codes and scales are, bit for bit; a load takes either. Where the shards of a DTensor cut
             blocks the values are stored, with a warning.

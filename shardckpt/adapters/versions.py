@@ -1,6 +1,6 @@
 """Versions of modules, by which their own ``_load_from_state_dict`` knows state of an older class, and upgrades it.
 
-``state_dict()`` has them beside the tensors, in an attribute that only pickles keep. Here they are an object.
+``state_dict()`` has them next to the tensors, in an attribute that only pickles keep. Here they are an object.
 """
 
 from __future__ import annotations

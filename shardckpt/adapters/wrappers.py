@@ -192,7 +192,7 @@ def request_inner(
     if path.endswith(SHARED) or (is_old and name in _OLD_SHARED):
         return whole(shapes[slot])
     blocks = [math.prod(shape) for each, shape in others.items() if not (is_old and each in _OLD_SHARED)]
-    # all ranks ask alike: for their blocks, or for all where any block is cut
+    # all ranks ask for the same: for their blocks, or for all where any block is cut
     elements = get_element_range(param)
     if elements is None or any(_cuts_blocks(param, count) for count in blocks):
         return whole(shapes[slot])

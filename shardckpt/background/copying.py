@@ -48,7 +48,7 @@ _RUN = 256 << 10
 _FEW = 32768
 #: Small tensors that a thread copies at a time.
 _BATCH = 256
-#: So many tensors that follow each other in the buffer and are alike are worth to be joined.
+#: So many tensors that follow each other in the buffer and have one form are worth joining.
 _FEWEST_ALIKE = 8
 
 #: Dtypes whose tensors are copied as bytes, not by torch: it cannot copy integers narrower than a byte, normalizes

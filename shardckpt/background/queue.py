@@ -272,8 +272,8 @@ def _is_written(call: _Call, comm: Comm, blocking: bool, deadline: float | None)
                 return True
             if end:
                 return False
-            waiting = waiting or comm.begin_wait(f"its part of {call.request.name} is written", time.monotonic())
             if done:  # else what this rank writes is what is reported
+                waiting = waiting or comm.begin_wait(f"its part of {call.request.name} is written", time.monotonic())
                 waiting.report_once(time.monotonic())
             wait([future], _ROUND if deadline is None else max(0.0, min(_ROUND, deadline - time.monotonic())))
     finally:

@@ -111,7 +111,7 @@ class ChunkWork(ABC, Generic[IndexT, ObjectT]):
         vars(self).update(shared | state, planned=PlannedPart())
 
     def write(self, writer: CheckpointWriter) -> None:
-        """Write all files of this rank; beside that, sum the bits of its tensors if fingerprints are wanted."""
+        """Write all files of this rank; meanwhile sum the bits of its tensors if fingerprints are wanted."""
         synchronize_devices(self.tensors)
         if not writer.fingerprints:
             self.write_files(writer)

@@ -24,7 +24,7 @@ from shardckpt.cli.output import Output, escaped_logs, open_closed_streams, say_
 from shardckpt.errors import PluginError, ask_nearest, listed, name_known
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 #: A file for each; help lists them in this order.
 _VERBS = (
@@ -44,6 +44,9 @@ _OTHERS = {
     **dict.fromkeys(("check", "fsck", "validate"), "verify"),
     **dict.fromkeys(("repair", "fix"), "verify --repair"),
 }
+#: They remove what is stored: none is advised for a word that is not clearly its misspelling, as ``resume`` is not.
+_DESTRUCTIVE = frozenset({"remove", "prune"})
+_ALMOST = 0.8
 #: Those that also need the verbs of plugins: to list them, and to say which plugin does not work.
 _NEED_ALL = ("strategies", "completion")
 #: Those without --json: a show of processes at work, and a script of another language.
@@ -80,7 +83,7 @@ def _run(given: Sequence[str]) -> int:
         rest = " ".join([*given[len(before) + 1 :], *own])
         parser.error(f"options of a verb stand behind it: shardckpt {verb} {rest}")
     if verb and verb not in verbs:
-        near = f"did you mean {_OTHERS[verb]}? " if verb in _OTHERS else ask_nearest(verb, verbs)
+        near = f"did you mean {_OTHERS[verb]}? " if verb in _OTHERS else _ask_verb(verb, verbs)
         parser.error(f"there is no verb {verb!r} ({near}verbs: {listed(sorted(verbs), limit=len(verbs))})")
     options, unknown = parser.parse_known_args(given)
     if unknown:
@@ -92,6 +95,14 @@ def _run(given: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
         return _BROKEN_PIPE
     return code
+
+
+def _ask_verb(given: str, verbs: Collection[str]) -> str:
+    """Ask for the verb that is nearest to a word; for one that removes only if nearly all letters are the same."""
+    import difflib  # slow to import
+
+    near = difflib.get_close_matches(given, _DESTRUCTIVE, 1, _ALMOST)
+    return ask_nearest(given, near or [verb for verb in verbs if verb not in _DESTRUCTIVE])
 
 
 def _answer(options: argparse.Namespace) -> int:

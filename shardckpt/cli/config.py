@@ -16,6 +16,7 @@ from shardckpt.cli.output import Output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from shardckpt.errors import SettingFault
     from shardckpt.manager import Setting
@@ -154,14 +155,13 @@ def _check_file(file: str, section: str) -> _Checked:
 
 def _note_shared_folders(checked: Sequence[_Checked]) -> None:
     """Add a note to each file whose folder an earlier one has, too."""
-    import os
-
+    from shardckpt.engine import find_local
     from shardckpt.manager import make_fault
 
-    owners: dict[str, str] = {}
+    owners: dict[Path | str, str] = {}
     for file, given, notes in checked:
         if isinstance(folder := given.get("folder"), str):
-            path = folder.rstrip("/") if "://" in folder else os.path.realpath(os.path.expanduser(folder))  # noqa: PTH111
+            path = find_local(folder) or folder.rstrip("/")
             if (owner := owners.setdefault(path, file)) != file:
                 text = f"{owner} has it, too: two jobs in one folder replace, load and remove each other's steps"
                 notes.append(make_fault(given, "folder", f"folder: {text}")._replace(file=file))
@@ -202,11 +202,27 @@ def _describe_variable(variable: Variable) -> SettingFault:
 
 def _find_notes(given: dict[str, Any]) -> list[SettingFault]:
     """Return what settings that are right do not do here."""
+    from shardckpt.errors import ask_nearest
     from shardckpt.huggingface import find_code
-    from shardckpt.manager import make_fault
+    from shardckpt.manager import (
+        DATALOADER,
+        LR_SCHEDULER,
+        MODEL,
+        OPTIMIZER,
+        TRAIN_STATE,
+        CheckpointConfig,
+        make_fault,
+    )
     from shardckpt.storage import mask_password
 
     notes = {}
+    usual = (MODEL, OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE)  # the others only the training knows
+    config = CheckpointConfig(**given)
+    states = {"exclude_from_loading": config.exclude_from_loading, "rename": config.rename.values()}
+    for setting, names in states.items():
+        for name in names:
+            if near := ask_nearest(name.partition(".")[0], usual):
+                notes[setting] = f"{name!r}: {near}A training without a state of that name fails at its start"
     if code := find_code(given.get("hf_mapping") or ""):
         notes["hf_mapping"] = f"{code} is code, and was not run: a training runs it at its start"
     if given.get("links") and "://" in str(folder := given.get("folder", "")):

@@ -1,6 +1,6 @@
 """Compare two checkpoints, folders of the Hub, or files: keys, shapes, dtypes, then values, objects and common state.
 
-Tensors of which both checkpoints have stored fingerprints are compared by these; values are read of the others, and of
+Tensors with stored fingerprints in both checkpoints are compared by these; values are read of the others, and of
 those that differ, in bounded memory. Exit code: 1 if a tensor differs by more than the tolerances, an object or the
 common state differs, or only one of the checkpoints has it.
 """

@@ -40,7 +40,7 @@ def show_failure(error: BaseException, message: str, code: int, options: argpars
 
 
 def explain_error(error: Exception, options: argparse.Namespace) -> Exception:
-    """Return the error of a verb with what its text lacks: what is beside a URL, or could go from a full disk."""
+    """Return the error of a verb with what its text lacks: what is next to a URL, or could go from a full disk."""
     target = options.directory if options.verb == "remove" else find_target(options)
     if isinstance(error, NotEnoughSpaceError) and target:
         from shardckpt.engine import explain_full, find_local
@@ -51,7 +51,7 @@ def explain_error(error: Exception, options: argparse.Namespace) -> Exception:
 
 
 def name_siblings(error: _E, options: argparse.Namespace) -> _E | CheckpointingException:
-    """Return the error that nothing is at a URL which a verb was given with what is beside it; any other as it is."""
+    """Return the error that nothing is at a URL which a verb was given with what is next to it; any other as it is."""
     given = [each for value in vars(options).values() for each in (value if isinstance(value, list) else [value])]
     urls = [each for each in given if isinstance(each, str) and "://" in each]
     if not urls or not isinstance(error, CheckpointingException):
@@ -99,7 +99,7 @@ def _advise_of_globals(error: CheckpointingException, options: argparse.Namespac
         return ""
     module, call, arguments = _CALLS.get(options.verb, _OPENING)
     values = [getattr(options, name) for name in arguments or options.reads]
-    if not all(isinstance(value, str) for value in values):  # of verify: the error does not say of which of its paths
+    if not all(isinstance(value, str) for value in values):  # of verify: the error does not say which of its paths
         return ""
     given = [*map(repr, values)]
     if error.is_module:

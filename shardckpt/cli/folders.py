@@ -57,7 +57,7 @@ def refuse_lost_link(path: str) -> None:
 
 
 def _refuse_misspelt_word(path: str) -> None:
-    """Raise if nothing is at a local path beside steps, and its last part is most like one of the words."""
+    """Raise if nothing is at a local path in a folder of steps, and its last part is most like one of the words."""
     from shardckpt.engine import find_local
     from shardckpt.errors import NotACheckpointError, find_nearest
     from shardckpt.manager import parse_step

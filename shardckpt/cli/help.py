@@ -26,7 +26,7 @@ class HelpFormatter(argparse.HelpFormatter):
     """Formats a verb's help for the width of the terminal: its paragraphs stay, and rows of lists hang."""
 
     def format_help(self) -> str:
-        """Return the help; what argparse does not break, such as options of which one may be given, is broken here."""
+        """Return the help; what argparse does not break, such as mutually exclusive options, is broken here."""
         lines = super().format_help().splitlines()
         return "".join(
             f"{part}\n" for line in lines for part in (self._wrap(line) if len(line) > self._width else [line])

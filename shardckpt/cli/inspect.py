@@ -279,7 +279,7 @@ class _Found(NamedTuple):
     files: Sequence[tuple[Any, ...]] = ()
     #: Of each tensor, if they are asked for.
     statistics: Sequence[Statistics | None] | None = None
-    #: Names of files beside it that are read by their paths alone.
+    #: Names of files next to it that are read by their paths alone.
     unread: Mapping[str, str] = MappingProxyType({})
 
 

@@ -9,7 +9,7 @@ checkpoint from removal.
 
 Of the metrics that CheckpointManager.save was given, that of its best_metric is shown, or else the first that most in
 the folder have, with a star at the best of the whole ones; with -r for each folder by itself. The links latest and best
-are said of the steps that they lead to. What all rows say alike is said below them, and columns that no row has
+are said of the steps that they lead to. What all rows have in common is said below them, and columns that no row has
 anything in are left out; on a terminal, names that are too long stand above their rows. Exit code: 1 if a checkpoint is
 damaged or incomplete, is marked as failed, or cannot be read here.
 """
@@ -152,7 +152,7 @@ def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: 
     from shardckpt.engine import find_local
 
     lines: list[str] = []
-    seen: set[Path] = set()  # what is beside a folder is in the one around it, too
+    seen: set[Path] = set()  # what is next to a folder is in the one around it, too
     inner = {each.name if each.inside else each.name.rpartition("/")[0] for each in found} - {""}
     if inside and (top := find_local(folder)) is not None:
         inner |= {str(each.relative_to(top)) for each in inside if each != top}
@@ -174,7 +174,7 @@ def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: 
 
 
 def _find_leftovers(folder: str) -> list[PruneResult]:
-    """Return what killed saves have left in a folder or beside a checkpoint; beside a file and at a URL, nothing."""
+    """Return what killed saves have left in a folder or next to a checkpoint; next to a file and at a URL, nothing."""
     from shardckpt.commit import find_leftovers_of
     from shardckpt.engine import find_local
 

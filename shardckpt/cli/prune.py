@@ -1,4 +1,4 @@
-"""Remove what killed saves, overwrites, exports and removals have left beside checkpoints, or on a store.
+"""Remove what killed saves, overwrites, exports and removals have left next to checkpoints, or on a store.
 
 In a directory these are hidden directories, on a store the objects of a save that has not committed them, and the parts
 of objects that it had not sent to the end (S3, with s3fs).
@@ -9,7 +9,7 @@ one. Any directory counts that ls calls whole, whoever wrote it: DCP, Megatron, 
 such as step_100.pt, and directories such as model-final, do not: these are named, and left. What a living process may
 use is kept, and so is what may be the only copy of a checkpoint; its row says why.
 
-With --damaged the steps that ls calls damaged or incomplete, or that are marked as failed: alone, or beside options
+With --damaged the steps that ls calls damaged or incomplete, or that are marked as failed: alone, or with options
 that keep steps, which then do not count these. One that was written to within the last hour (--older-than) is kept,
 since a save or a copy may go on; so is one that lacks nothing but metadata.json or shardckpt.json, which can be written
 again, and all of them where no other step can be loaded.
@@ -18,7 +18,7 @@ A step counts as complete if its files are there and have their sizes: what is l
 newest step that shardckpt wrote is read before anything is removed, and if it is not as it was written the next older
 one, until one is intact, which is kept; with --damaged, too, all of them are read, and those that fail are removed.
 A metric that no step has, and a --keep-step that is not there, are errors, and nothing is removed.
-A checkpoint that has nothing beside it is one, too: its folder was meant.
+A checkpoint that is alone in its folder is one, too: its folder was meant.
 
 With -r each folder below PATH that has steps, or only what killed saves have left, is pruned by itself, as each of
 several PATHs is. What is an error for one of them is one for all, before anything is removed; with --skip-errors that
@@ -142,7 +142,7 @@ def run(options: Any) -> Output:
         ([*chain.from_iterable(each)] for each in zip(*found, strict=True)) if found else ([], [], [])
     )
     leftovers += [left for each, _ in plan.lacking for left in _prune_leftovers(each)]
-    leftovers = [*{each.path: each for each in leftovers}.values()]  # what is beside a folder is in the one around it
+    leftovers = [*{each.path: each for each in leftovers}.values()]  # what is next to a folder is in the one around it
     leftovers += _prune_spools(options)
     for path in options.paths if not steps and not leftovers else []:
         refuse_checkpoint(path)
@@ -285,7 +285,7 @@ def _plan_all(folders: Sequence[argparse.Namespace], policies: Sequence[Any]) ->
 
 
 def _join(errors: Sequence[UnknownMetricError]) -> CheckpointingException:
-    """Return the error of folders none of which has all metrics that are asked for; it names those of all."""
+    """Return the error of folders that all lack a metric that is asked for; it names the metrics of all."""
     from shardckpt.manager import UnknownMetricError
 
     known = {name for error in errors for name in error.known}
@@ -480,7 +480,7 @@ def _name_folders(options: Any) -> str:
 
 
 def _chooses_steps(options: Any, policies: Sequence[Any]) -> bool:
-    """Return whether steps are to be removed, and not what is left beside them alone."""
+    """Return whether steps are to be removed, and not only what is left next to them."""
     return bool(policies) or options.damaged
 
 

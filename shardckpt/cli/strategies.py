@@ -1,7 +1,7 @@
 """List the installed strategies and migrations, and the distribution that each is from.
 
-A strategy saves or loads a format (backend) in a version. Plugins that do not work, or of which another has claimed a
-part before, come last, with the reason. Exit code 1 if there is one that is not left out by SHARDCKPT_DISABLED_PLUGINS.
+A strategy saves or loads a format (backend) in a version. Plugins that do not work, or whose part another has claimed
+before, come last, with the reason. Exit code 1 if there is one that is not left out by SHARDCKPT_DISABLED_PLUGINS.
 """
 
 from __future__ import annotations

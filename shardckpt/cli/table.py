@@ -127,7 +127,7 @@ def _wrap_lasts(
     styled: int,
     width: int,
 ) -> str:
-    """Return a table of which what a line has no room for in the last column stands below its row, and names above."""
+    """Return a table: what a line has no room for in the last column stands below its row, and names above."""
     before = sum(measure_widest(column) + 2 for column in [*zip(names, *cells, strict=True)][:-1])
     lasts = [wrap(row[-1], max(width - len(_BELOW), _LAST), max(width - before, _LAST)) for row in cells]
     shown = table(names, [[*row[:-1], first] for row, (first, *_) in zip(cells, lasts, strict=True)], styles, styled)

@@ -10,8 +10,8 @@ Files and bytes are those that are checked; shardckpt.json and metadata.json, by
 several checkpoints, or a folder of them, only files with a fault are listed; the exit code is the highest of all.
 What else is in a folder is counted and named as skipped; a folder of checkpoints in it is, too, but with -r.
 
-With --mark the verdict is kept beside the checkpoint: ls shows it, a CheckpointManager does not load a failed step, and
-no retention policy removes the newest verified one. It is about this save: it ends when another replaces it.
+With --mark the verdict is kept next to the checkpoint: ls shows it, a CheckpointManager does not load a failed step,
+and no retention policy removes the newest verified one. It is about this save: it ends when another replaces it.
 
 With --repair a metadata.json that is lost or cut is written back, if shardckpt.json is there, which says what it had,
 and all other files match their digests. Nothing else can be repaired: what is damaged is in no other file.
@@ -110,7 +110,7 @@ class Answer:
     files: Sequence[FileResult]
     exit_code: int
     error: CheckpointingException | None = None
-    #: Why the verdict is not kept beside it, though that was asked for; ``""`` if it is.
+    #: Why the verdict is not kept, though that was asked for; ``""`` if it is.
     unmarked: str = ""
     #: Whether that is since it could not be written: as on a full disk.
     is_unwritten: bool = False
@@ -229,7 +229,7 @@ def _is_incomplete(error: CheckpointingException, path: str) -> bool:
     try:
         return any(each.state == "incomplete" for each in list_checkpoints(path))
     except CheckpointingException:
-        return True  # nothing is there but what its save has left beside it
+        return True  # nothing is there but what its save has left
 
 
 def _describe(answers: Sequence[Answer]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Holds: what keeps a checkpoint in a folder of checkpoints from being removed or replaced, by whichever process.
 
 A lease is a reader's, and ends with it. A pin has a label, and lasts until it is taken away. Each is a small JSON file
-in the hidden directory ``.shardckpt-holds`` beside the checkpoints, on a store an object there: a checkpoint itself is
+in the hidden directory ``.shardckpt-holds`` next to the checkpoints, on a store an object there: a checkpoint itself is
 never written into. A removal, too, writes a mark there before it looks for holds, as a reader writes its lease before
 it looks for such marks; and so does a save that takes the place of a checkpoint. So of a lease and a removal at the
 same time at least one sees the other, and the removal gives way. Only where the file system is full, and so nobody can

@@ -1,4 +1,4 @@
-"""Overwrite a checkpoint on an object store: a new generation beside the old, the marker switched last.
+"""Overwrite a checkpoint on an object store: a new generation next to the old, the marker switched last.
 
 A store cannot exchange two folders, but it replaces one object in one step. So the new save is a whole checkpoint in a
 folder of its own below the URL, its generation, and the marker at the URL is replaced by one that names this folder:

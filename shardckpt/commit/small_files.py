@@ -1,4 +1,4 @@
-"""Small JSON files in a hidden directory beside the steps, each written in one step.
+"""Small JSON files in a hidden directory next to the steps, each written in one step.
 
 Anyone may write one by hand: what does not say exactly what such a file says is refused as a whole.
 """

@@ -16,7 +16,7 @@ from shardckpt.commit.owner import Owner
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: The directory of the leases and pins, beside the checkpoints; see :mod:`shardckpt.commit.holds`.
+#: The directory of the leases and pins, next to the checkpoints; see :mod:`shardckpt.commit.holds`.
 HOLDS_NAME = ".shardckpt-holds"
 #: The directory that a save fills.
 STAGING = "staging"

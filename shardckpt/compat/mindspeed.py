@@ -279,8 +279,8 @@ def get_chunk_readitem(
 
     Raises:
         ValueError: the item's offsets and lengths are not of as many axes.
-        ShardingError: the item has no such axis, reads a part of a rank's experts of which ``experts`` does not say the
-            number, or its experts are in several stored chunks.
+        ShardingError: the item has no such axis, reads a part of a rank's experts whose number ``experts`` does
+            not say, or its experts are in several stored chunks.
     """
     read_item, dim = readitem, operate_dim
     if read_item.type is LoadItemType.BYTE_IO:

@@ -306,7 +306,7 @@ def purge_thread(purge_queue: Any) -> None:
 
 
 def _make_group() -> bool:
-    """Make the default group of the processes beside the training; return False if there is one, or no other rank."""
+    """Make the default group of the processes next to the training; return False if there is one, or no other rank."""
     if dist.is_initialized() or "MASTER_PORT" not in os.environ:
         return False
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -1,7 +1,7 @@
 """Locate the values of each tensor in a checkpoint of DeepSpeed.
 
 ZeRO flattens the parameters of a group one after the other, and pads the end. Stages 1 and 2 cut that row over the
-ranks. Stage 3 cuts each parameter over the ranks, pads each part alike, and each rank's parts follow each other
+ranks. Stage 3 cuts each parameter over the ranks, pads each part equally, and each rank's parts follow each other
 in groups of its own. The moments of the optimizer are cut as the parameters are.
 """
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DIRECT_RANKS = 64
 #: Before each part of a message: the rank that it comes from, or goes to, and its number of bytes.
 _HEAD = struct.Struct("<IQ")
-#: Bytes that a part takes in a message beside its own.
+#: Bytes that a part takes in a message in addition to its own.
 HEAD_BYTES = _HEAD.size
 
 

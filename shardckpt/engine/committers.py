@@ -77,7 +77,7 @@ class Committer(ABC):
 
     @abstractmethod
     def prepare(self, nbytes: int) -> int:
-        """Make ready to write so many bytes; return the least memory in bytes that it takes beside the tensors."""
+        """Make ready to write so many bytes; return the least memory in bytes that it takes besides the tensors."""
 
     @abstractmethod
     def begin(self) -> Begun:

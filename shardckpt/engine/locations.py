@@ -207,6 +207,8 @@ def find_local(text: str) -> Path | None:
         text = unquote(parts.path)
     elif _URL.match(text):
         return None
+    if "\0" in text:
+        raise StorageError(f"{text!r} has a null byte, which no file system has in a name")
     cut = _CUT_URL.match(text)
     if cut and not os.path.lexists(cut[1]):
         raise StorageError(

@@ -126,10 +126,6 @@ class _Watch:
             else:
                 phase.report_once(now)
 
-    def reset(self) -> None:
-        """Forget what the parent does, in a fork's child: it is without the threads that do it."""
-        self.__init__()  # type: ignore[misc]
-
     def _run(self) -> None:
         pause = threading.Event()
         while True:
@@ -143,9 +139,12 @@ class _Watch:
 
 
 _watch = _Watch()
-os.register_at_fork(after_in_child=_watch.reset)
 
 
-def report_long_phases(now: float) -> None:
-    """Log a warning for each phase of this process that is long, once each; ``now`` is by ``time.perf_counter``."""
-    _watch.report(now)
+def _watch_anew() -> None:
+    """Forget what the parent does, in a fork's child: it is without the threads that do it."""
+    global _watch  # noqa: PLW0603 - the child's own, with a lock that no thread of the parent holds
+    _watch = _Watch()
+
+
+os.register_at_fork(after_in_child=_watch_anew)

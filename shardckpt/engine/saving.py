@@ -155,7 +155,7 @@ def save_checkpoint(
                     state.begin(operation, target, options).run(write, options.content_metadata)
                 break
             except NotEnoughSpaceError as error:
-                if not (is_first and options.room.make_after(error, target)):
+                if not (is_first and options.room.free_for_retry(error, target)):
                     raise
                 if comm.is_main:
                     logger.warning("the save to %s begins anew, now that there is more space: %s", target, error)

@@ -90,8 +90,8 @@ class Room(NamedTuple):
             return f"quota={self.quota:,} of {folder} leaves"
         return f"the file system of {folder} has"
 
-    def make_after(self, error: NotEnoughSpaceError, target: Path) -> bool:
-        """Collective: make room if a write has found no space; return whether the save can be tried once more."""
+    def free_for_retry(self, error: NotEnoughSpaceError, target: Path) -> bool:
+        """Collective: make room if a write has found none; return whether the save can be tried once more."""
         return self.make is not None and is_of_write(error, target) and self.make(self.name_limit(target, UNKNOWN))
 
     def find_rest(self, free: int, forecast: Forecast) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardckpt.engine.loading import OpenCheckpoint
     from shardckpt.mapping import ShardedBase
 
-#: Bytes of values that are read at a time: enough for fast reads, and little beside the process at rest.
+#: Bytes of values that are read at a time: enough for fast reads, and little compared to the process at rest.
 STREAM_BYTES = 32 << 20
 
 

@@ -114,7 +114,7 @@ class Transaction:
         forecast: What this rank will store. A save to a directory is refused, before it writes a file, if that of all
             ranks is more than its file system has free.
         room: The limits of its space.
-        memory_budget: Bytes that this rank may hold at a time in addition to the tensors; None: as many as are fast.
+        memory_budget: Bytes that this rank may hold at a time besides the tensors; None: as many as are fast.
         given: Whether this rank gives the strategy shards or common values: if any rank does, a save without a file is
             refused.
     """
@@ -140,7 +140,7 @@ class Transaction:
         #: The strategy, if any rank gives it something; else ``""``.
         self._author = ""
         self.memory_budget = memory_budget
-        #: The least bytes that writing takes beside the tensors.
+        #: The least bytes that writing takes besides the tensors.
         self.memory_least = 0
         self.target = target
         self._header = header

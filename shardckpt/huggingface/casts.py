@@ -62,7 +62,7 @@ class Casts(NamedTuple):
 def parse_casts(dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None, keep: Collection[str] = ()) -> Casts:
     """Parse a caller's ``dtype`` and ``keep``.
 
-    ``dtype`` is a dtype or its name; or dtypes by patterns of names as of :mod:`fnmatch`, of which ``"*"`` stands for
+    ``dtype`` is a dtype or its name; or dtypes by patterns of names as of :mod:`fnmatch`; ``"*"`` stands for
     the others: ``{"*": "bfloat16", "*.A_log": "bfloat16"}``. It is an error if one is no floating-point dtype of 16
     bits or more, or if ``keep`` is one text, or is given without a dtype.
     """

@@ -61,7 +61,7 @@ class Exported(NamedTuple):
         files: Name, number of tensors and bytes of tensors of each file.
         total_size: Bytes of all tensors.
         unmatched: Keys of tensors that the mapping does not know, which have kept their names.
-        left_out: Keys of what is stored and not written: of the optimizer's state, of other tensors beside the model,
+        left_out: Keys of what is stored and not written: of the optimizer's state, of other tensors than the model's,
             and of what has no place in a folder or that the mapping leaves out.
         cast: The stored dtype of each tensor that was cast, by name.
         kept: Names of tensors that were not cast where others were, since they would have lost by it.

@@ -36,7 +36,7 @@ ADAPTER_WEIGHTS = HUB_ADAPTER
 _LOADED = re.compile(
     r"[^.].*\.safetensors|[^.].*\.index\.json|(pytorch_model|consolidated).*|(tf_model|flax_model)\..*|adapter_(config|model)\..*"
 )
-#: What they read beside weights: configurations, and the tokenizer.
+#: What they read in addition to weights: configurations, and the tokenizer.
 _CONFIGURING = re.compile(
     r"([^.].*_)?config\.json|(tokenizer|chat_template|vocab|special_tokens|added_tokens|merges|params|tekken)[^/]*|[^.].*\.(model|tiktoken)"
 )

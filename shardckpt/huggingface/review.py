@@ -38,7 +38,7 @@ class Review(NamedTuple):
 
 
 def review_others(place: Path, weights: Collection[str]) -> dict[str, str]:
-    """Return, by file, what engines make of files that they would load beside a folder's weights."""
+    """Return, by file, what engines make of files that they would load with a folder's weights."""
     with wrap_os_errors("list", place):
         names = {path.name for path in place.iterdir()}
     if ADAPTER_WEIGHTS in weights:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _MODELS = frozenset({"model", "models", "module", "state_dict", "model_state_dict"})
 #: What they put all states into, and no model of the Hub has.
 _OUTER = frozenset({"app", "state_dict", "model_state_dict", "module"})
-#: Modules that models of the Hub have beside one that is called "model".
+#: Modules that models of the Hub have next to one that is called "model".
 _BESIDE_MODEL = frozenset({"lm_head", "score", "classifier", "language_model", "embed_out", "visual", "vision_tower"})
 #: Keys of an optimizer that are compared with those of parameters.
 _SAMPLE = 64
@@ -116,7 +116,7 @@ def _find_parameters(keys: Collection[str], others: Iterable[str], optimizers: I
 
 
 def _find_neighbour(others: Iterable[str], optimizers: Iterable[str]) -> str:
-    """Return the prefix of what stands beside an optimizer, and is called a model."""
+    """Return the prefix of what stands next to an optimizer, and is called a model."""
     for prefix in sorted({_outer(optimizer) for optimizer in optimizers}, key=len):
         beside = {key[len(prefix) :].partition(".")[0] for key in others if key.startswith(prefix)}
         models = beside & _MODELS

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.storage import Journal
 
-#: What ``torch.load`` reads with ``weights_only``, beside tensors and containers.
+#: What ``torch.load`` reads with ``weights_only``, in addition to tensors and containers.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
 #: The builtin type that takes the place of a class derived from one.
 _BUILTIN: dict[type[Any], Callable[[Any], Any]] = {

@@ -49,7 +49,7 @@ class ModelCheckpoint(StoredCheckpoint):
                 engine.load_weights(checkpoint.weights("qwen3_moe", dtype="bfloat16"))
 
         Args:
-            prefix: Prefix of the keys to read, which is removed; by default that of the model, which is found beside
+            prefix: Prefix of the keys to read, which is removed; by default that of the model, which is found next to
                 its optimizers (``model.``, ``app.model.``).
             optimizer: Also the optimizer's state; by default it is left out.
             leave_out: Names, of the Hub, that are not read: a ``lm_head.weight`` that is tied to the embedding.

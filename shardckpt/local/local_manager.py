@@ -57,7 +57,7 @@ class LocalCheckpointManager:
 
     Args:
         root: A directory on this rank's node that no other job uses; ranks of a node may share it.
-        replication: Which ranks keep copies of which parts; by default there are no copies.
+        replication: Which ranks keep which parts as copies; by default there are no copies.
         process_group: The ranks, by default all.
         keep: Number of complete steps that are kept, at least 1.
         allow_globals: As for :func:`shardckpt.dist_checkpointing.save` and ``load``.

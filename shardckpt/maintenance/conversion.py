@@ -99,7 +99,7 @@ class ConversionReport:
         plain_objects: How many of ``left_out``, the last, are PlainObject shards: values that only other libraries look
             for under these keys.
         unmatched: Keys of tensors that match no rule of the mapping, and have kept their names.
-        assets: Paths of the files that were copied beside the weights, into a Hugging Face folder.
+        assets: Paths of the files that were copied with the weights, into a Hugging Face folder.
         damaged: Names of tensors and objects of the source that could not be read, and so were not written; of its
             common state ``"common state"``.
     """
@@ -155,7 +155,7 @@ class Conversion:
     opener: SourceOpener
     #: What identifies the values of the open source; ``""`` if nothing does.
     identify: Callable[[OpenCheckpoint], str]
-    #: Bytes that reading, and writing, may hold beside the tensors; None: as many as are fast.
+    #: Bytes that reading, and writing, may hold besides the tensors; None: as many as are fast.
     buffers: tuple[int | None, int | None]
     #: What keys of the source begin with, and what is read in its place.
     rename: dict[str, str]

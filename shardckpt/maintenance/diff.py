@@ -121,7 +121,7 @@ def diff_checkpoints(
 ) -> DiffReport:
     """Compare two checkpoints, of any formats and sharding: tensors, objects and common state.
 
-    Values are read only of tensors of which not both checkpoints have stored fingerprints, or these differ. Without
+    Of each tensor the values are read only if a checkpoint has no stored fingerprint of it, or they differ. Without
     tolerances the bits are compared: 0.0 and -0.0 differ, and NaN equals NaN of the same bits. A negative tolerance is
     an error.
 

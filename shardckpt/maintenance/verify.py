@@ -141,7 +141,7 @@ def _repair(directory: Path, error: CorruptCheckpointError) -> list[FileResult]:
         record = parse_file(Record.parse, path / RECORD_NAME, RECORD_LIMIT)
     except CheckpointingException:
         raise error from None
-    # an overwrite at a URL leaves the record of the save before it beside its own folder for a while
+    # an overwrite at a URL leaves the record of the save before it next to its own folder for a while
     is_replaced = is_under_way(path) or any(re.match(GENERATION, name) for name in list_folders(directory))
     if is_replaced or _has_marker(path):
         raise error

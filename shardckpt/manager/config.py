@@ -61,6 +61,7 @@ from shardckpt.strategy import AsyncSaveStrategy, StoresHubFolders
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+    from pathlib import Path
 
     from shardckpt.plugins import Accept
     from shardckpt.strategy import SaveStrategy
@@ -208,14 +209,14 @@ class CheckpointConfig(BaseModel):
             Where a write finds no space, too: then the step is written anew, once. One that fails in the background is
             not: there the next save has the space.
         on_other_job: What ``save`` does where another job that is alive saves to ``folder``, too: ``warn`` once, or
-            ``error``: it saves nothing there, and a manager is not made beside it.
+            ``error``: it saves nothing there, and a manager is not made.
         max_failed_saves: How many saves in a row may fail for the file system or the store (:class:`StorageError`)
             before one is an error: so many are a warning, ``save`` returns False, and the next step that is due is
             tried. 0: the first is an error. What a later save cannot make up for always is one: other errors, the last
             step, a step that is saved because of a signal, and what ``close`` finds.
         quota: Bytes, or text such as ``"500GB"``, that ``folder`` may hold, on a store, too: a step that would be
             more is refused before a byte is written, or makes room, as ``on_full`` says. Before each save, what is
-            there is counted; the step is forecast by its tensors, and by what an earlier step has beside its own.
+            there is counted; the step is forecast by its tensors, and by what an earlier step has in addition.
         last_save_model_only: Whether the last step saves the model alone. torchtitan's older name
             ``model_weights_only`` is accepted.
         last_save_bare_keys: Whether the keys of the model's tensors lack ``model.`` where the last step saves the model
@@ -269,7 +270,7 @@ class CheckpointConfig(BaseModel):
             ranks than were saved, the new ranks keep theirs.
         fully_parallel_load: Whether what several ranks want is read by one of them, which sends it to the others: from
             steps, and from ``initial_load_path``; see ``fully_parallel`` of :func:`shardckpt.dist_checkpointing.load`.
-        memory_budget: Bytes, or text such as ``"256MiB"``, that each rank may hold at a time beside its tensors in a
+        memory_budget: Bytes, or text such as ``"256MiB"``, that each rank may hold at a time besides its tensors in a
             save, the copies of async modes included, in a load, and in the export of ``last_save_in_hf``; see
             :func:`shardckpt.dist_checkpointing.save` and ``load``.
         allow_dtype_cast: Whether a load casts values to dtypes that cannot hold them, as torch does; see
@@ -631,6 +632,12 @@ class CheckpointConfig(BaseModel):
             "exclude_from_loading: a load without the model would train a fresh one: leave 'model' out": (
                 "model" in excluded
             ),
+            "rename: '' names no state. To read a model whose keys have nothing before them: rename={'': 'model'}": (
+                any(not new.partition(".")[0] for new in self.rename.values())
+            ),
+            "rename: a name is given as its own new name: leave it out, or give another": (
+                any(old == new for old, new in self.rename.items())
+            ),
             "initial_load_in_hf needs an initial_load_path: give that of a Hugging Face folder": (
                 self.initial_load_in_hf and not self.initial_load_path
             ),
@@ -829,17 +836,18 @@ def check_folder(place: str | os.PathLike[str] | None) -> None:
     Raises:
         ConfigurationError: It is a file, or a URL that names no bucket.
     """
-    _check_place(place)
-    if place is not None and os.path.isfile(expand_home(place)):  # noqa: PTH113 - Path's raises for a null byte
+    if (local := _check_place(place)) is not None and local.is_file():
         raise ConfigurationError(f"{place} is a file: give the directory that the steps are to be in")
     if place is not None and str(place).rstrip("/").endswith(":"):
         raise ConfigurationError(f"{str(place)!r} names no bucket or directory: s3://bucket/run")
 
 
-def _check_place(place: str | os.PathLike[str] | None) -> None:
-    """Check that a path is none of a URL that was cut, and that a plugin may serve a URL; it is not opened."""
-    if place is not None and ":/" in str(place) and find_local(str(place)) is None:
+def _check_place(place: str | os.PathLike[str] | None) -> Path | None:
+    """Return a local path; of a URL check that a plugin may serve it, and return None. Nothing is opened."""
+    local = None if place is None else find_local(str(place))
+    if place is not None and local is None:
         check_served(str(place), get_plugin_manager())
+    return local
 
 
 class Setting(NamedTuple):

@@ -154,7 +154,7 @@ def pin_step(folder: str | os.PathLike[str], step: int | str, label: str) -> Non
 
     Raises:
         CannotLoadError: there is no such step, or it cannot be loaded.
-        CheckpointingException: the label is empty, the step is being removed, or it is a link to one beside it.
+        CheckpointingException: the label is empty, the step is being removed, or it is a link to another step.
         StorageError: the folder cannot be written to.
     """
     if not label.strip():

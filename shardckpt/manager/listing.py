@@ -124,13 +124,13 @@ def _list(
     # of a store, one listing for all: 1,000 folders would take thousands of requests
     listings = list_each_below(place)
     own = _summarize(attach_listing(place, listings), plugins)
-    # what looks like another library's format may have checkpoints beside what it is known by
+    # what looks like another library's format may have checkpoints next to the files that it is known by
     is_foreign = own.state == "unreadable" and not own.strategy and not is_there(place / MARKER_NAME)
     if own.state != "other" and not is_foreign and not own.inside:
         return [own]
     inside = StepFolder(folder, plugins)
     names = [name for name in inside.directories() if not name.startswith(".")]
-    if own.is_checkpoint and own.inside:  # a model with the steps of its training beside it
+    if own.is_checkpoint and own.inside:  # a model with the steps of its training next to it
         steps = [name for name in names if parse_step(name) is not None]
         found = _summarize_all(inside, steps, listings, plugins)
         rest = own.nbytes - sum(each.nbytes for each in found)

@@ -198,7 +198,7 @@ class CheckpointManager:
     def is_due(self, step: int) -> bool:
         """Return whether ``save(step)`` saves without ``force``, whatever the policies of ``save_when`` say.
 
-        A subclass may decide, alike on all ranks.
+        A subclass may decide, the same on all ranks.
         """
         return self.config.is_due(step)
 
@@ -631,7 +631,7 @@ class CheckpointManager:
             return bool(self._make_room(step, limit, "before it"))
 
         quota = 0 if config.quota is None else parse_size(config.quota, "quota")
-        # a whole step has much beside its tensors that the model alone has not
+        # a whole step has much besides its tensors that the model alone has not
         find_earlier = UNLIMITED.find_earlier if model_only else self._sizes.find_earlier
         explain = partial(self._explain_full, step=step)
         room = Room(make_room, quota, lambda: measure(self._folder.place), find_earlier, explain)

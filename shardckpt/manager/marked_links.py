@@ -1,4 +1,4 @@
-"""The links ``latest`` and ``best`` after a verification; beside :mod:`step_links`, which needs no torch."""
+"""The links ``latest`` and ``best`` after a verification: here, since :mod:`step_links` needs no torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Marks: the verdict of a verification about a checkpoint, kept beside it.
+"""Marks: the verdict of a verification about a checkpoint, kept next to it.
 
-A mark is a small JSON file in the hidden directory ``.shardckpt-marks`` beside the steps, on a store an object there: a
-checkpoint itself is never written into. It names the save that was checked: of another save, which replaced the
+A mark is a small JSON file in the hidden directory ``.shardckpt-marks`` next to the steps, on a store an object there:
+a checkpoint itself is never written into. It names the save that was checked: of another save, which replaced the
 checkpoint under the same name, it says nothing.
 """
 
@@ -202,7 +202,7 @@ def _find_place(checkpoint: str | os.PathLike[str]) -> tuple[Path, str]:
         return locate(f"{folder}/{MARKS_NAME}", get_plugin_manager()), name
     path = Path(expand_home(text)).absolute()
     resolved = path.resolve()
-    # `latest` may be a link to a step beside it, whose mark it is; a step may be a link to elsewhere
+    # `latest` may be a link to a step of its folder, whose mark it is; a step may be a link to elsewhere
     name = resolved.name if resolved.parent == path.parent.resolve() else path.name
     return path.parent.resolve() / MARKS_NAME, name
 

@@ -1,6 +1,6 @@
 """Tells two jobs that save to one folder of each other, before the second loads what the first has saved.
 
-A manager that has saved there writes a small file beside the leases, which says who it is, and writes it anew about
+A manager that has saved there writes a small file next to the leases, which says who it is, and writes it anew about
 once a minute of saving. One whose process is dead says nothing; of another host's, nobody knows that before it is
 written anew.
 """
@@ -64,9 +64,9 @@ class OtherJobs(ManagerPart):
                 self._drop(name)
             elif owner != Owner.current() and (owner.is_alive() or job.until != before):
                 self._report(name, job)
-                self._seen[name] = job.until  # not of one beside which no save is allowed: it is refused again
+                self._seen[name] = job.until  # not of a job that forbids a save: it is refused again
 
-    def find_unknown(self, step: int, existing: Collection[int]) -> None:
+    def warn_of_unknown_steps(self, step: int, existing: Collection[int]) -> None:
         """Warn of steps that another job has saved since the last save, though it may have ended, and left no file.
 
         ``step`` is the step that is saved now, ``existing`` are those that are there.

@@ -103,7 +103,7 @@ class Retention(ManagerPart):
         """Wait until the step is not being removed, and free its place; warn of later steps and of missing metrics."""
         existing = self._folder.steps()
         if self._others is not None:  # here, where the folder is listed
-            self._others.find_unknown(step, existing)
+            self._others.warn_of_unknown_steps(step, existing)
         if step in existing:
             # A collection that is under way may have chosen to remove the old checkpoint of this step: it would remove
             # the new one.

@@ -41,7 +41,7 @@ class PerRank:
         state: The object. Its state (plain data, and tensors on any device) is stored as one object a rank.
         reshard: Returns the state of one rank if the number of ranks has changed since the save:
             ``reshard(states, rank, world_size)`` with the saved ``states`` by rank. Without it, such a load is an
-            error, of which a manager that saves warns at its start.
+            error; a manager that saves warns of it at its start.
 
     Raises:
         ConfigurationError: ``reshard`` is no function that takes these three.

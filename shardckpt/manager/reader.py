@@ -53,7 +53,6 @@ logger = logging.getLogger(__name__)
 
 #: Where the manager is told what it may load, for errors.
 ACCEPT_OF = "CheckpointConfig.accept"
-_ADVICE_OF_EMPTY = ". To read a model whose keys have nothing before them: rename={'': 'model'}"
 
 
 class Fetched(NamedTuple):
@@ -103,8 +102,7 @@ class StepReader:
         if strangers := {new for new in self._renames.values() if new.partition(".")[0] not in states.names}:
             near = ask_nearest(min(strangers), states.names)
             raise CheckpointingException(
-                f"rename: no state is named {listed([name or repr(name) for name in sorted(strangers)])}; {near}there "
-                f"are {listed(states.names)}" + _ADVICE_OF_EMPTY * ("" in strangers)
+                f"rename: no state is named {listed(sorted(strangers))}; {near}there are {listed(states.names)}"
             )
         self._on_unused: OnUnused = on_unused
         self._allow_cast = allow_dtype_cast

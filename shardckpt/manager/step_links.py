@@ -135,7 +135,7 @@ def _refuse_other_file(link: Path, *, has_own: bool = True) -> None:
     if not link.is_symlink():
         what = "directory" if link.is_dir() else "file"
     elif not has_own or link.readlink().parent != Path():
-        what = f"link to {link.readlink()}"  # a link of ours leads to what is beside it
+        what = f"link to {link.readlink()}"  # a link of ours leads to a step of its folder
     else:
         return
     raise CheckpointingException(

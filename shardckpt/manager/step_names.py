@@ -12,7 +12,7 @@ from shardckpt.errors import CheckpointingException, show_given
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-#: The directory of the marks, beside the checkpoints; see :mod:`shardckpt.manager.marks`.
+#: The directory of the marks, next to the checkpoints; see :mod:`shardckpt.manager.marks`.
 MARKS_NAME = ".shardckpt-marks"
 
 

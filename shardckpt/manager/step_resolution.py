@@ -147,7 +147,7 @@ def check_step(folder: StepFolder, step: int) -> int:
         there += (
             f"\n{name_call('verify', path)} says what is damaged; {explain_mendable(path, folder.plugins) or removal}"
         )
-    # the error of a path has the names beside it, which are the steps
+    # the error of a path has the names in its folder, which are the steps
     why = "it does not exist" if steps and type(error) is NotACheckpointError and step not in found_steps else error
     raise replace_text(error, f"step {step} cannot be loaded: {why}\nin {folder} there are {there}")
 

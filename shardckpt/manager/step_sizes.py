@@ -42,7 +42,7 @@ class StepSizes:
         if manifest.record is None:
             return
         self._nbytes = sum(manifest.record.list_files().values()) + len(manifest.record.dump())
-        if free >= 2 * self._nbytes:  # there is space for all that a step has beside its tensors: read no index for it
+        if free >= 2 * self._nbytes:  # there is space for all that a step has besides its tensors: read no index for it
             return
         with CheckpointReader(place, manifest, verify=False) as reader:
             context = LoadContext(reader, Comm(alone=True))

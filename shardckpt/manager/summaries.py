@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 #: What a directory is, see :class:`CheckpointSummary`.
 State = Literal["whole", "damaged", "unreadable", "incomplete", "other"]
-#: What files are called that are beside checkpoints: pointers, texts and TensorBoard's.
+#: The names of files that lie next to checkpoints: pointers, texts and TensorBoard's.
 _LATEST = ("latest", "best")
 _TEXTS = (".txt", ".log", ".out", ".err", ".yaml", ".yml", ".toml", ".csv", ".jsonl", ".md", ".sh", ".py")
 _EVENTS = "events.out.tfevents."

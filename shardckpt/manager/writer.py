@@ -136,7 +136,7 @@ def free_step(folder: StepFolder, step: int) -> None:
     """
     path, is_local = folder.path(step), has_local_files(folder.place)
     if is_local:
-        check_target(folder.place / folder.names.name(step), overwrite=True)  # it may be a link, with the holds beside
+        check_target(folder.place / folder.names.name(step), overwrite=True)  # a link's folder has the holds
     elif not (path / MARKER_NAME).is_file():
         return
     if fault := folder.find_fault(step):

@@ -48,7 +48,7 @@ _STRICT = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=Fal
 class Marker(BaseModel):
     """``metadata.json``: which strategy, by Megatron's names; other fields are ignored.
 
-    After an overwrite at a URL, that of the URL has ``shardckpt_generation``, too: the folder beside it with all files
+    After an overwrite at a URL, that of the URL has ``shardckpt_generation``, too: the folder next to it with all files
     of the newest save, its own ``metadata.json`` among them.
 
     Megatron reads a version that is not there as 1, and so does this. It always writes one, and so do we: a checkpoint
@@ -105,7 +105,7 @@ class FileRecord(BaseModel):
     """A file of the checkpoint: its path, size in bytes, rank and digests (:mod:`shardckpt.storage.digest`).
 
     The table of digests stands in ``segments`` as text. Where the tables of all ranks would be too much for one file,
-    each stands in a file of its own beside the file, the table file, and ``segments`` is the number of its bytes.
+    each stands in a file of its own next to the file, the table file, and ``segments`` is the number of its bytes.
     ``digest`` is the SHA-256 of the table, and so that of the table file.
     """
 

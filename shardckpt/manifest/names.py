@@ -15,7 +15,7 @@ INTEGRITY_NAME = "integrity.json"
 FINGERPRINTS_NAME = "tensors.fingerprints"
 #: The key in ``content_metadata`` of what a CheckpointManager notes of a step.
 CONTENT_KEY = "shardckpt_manager"
-#: The key of the common state under which a save stores what its caller has given beside it.
+#: The key of the common state under which a save stores what its caller has given with it.
 CONTENT = "content_metadata"
 #: The key in ``content_metadata`` of how many keys a rescue (``convert --skip-damaged``) has left out.
 _RESCUED = "shardckpt_rescued"
@@ -74,7 +74,7 @@ def find_folders(names: Iterable[str]) -> set[str]:
 
 
 def generation_name(save_id: str) -> str:
-    """Return the name of the folder in which an overwrite at a URL puts the new save, beside the old one.
+    """Return the name of the folder in which an overwrite at a URL puts the new save, next to the old one.
 
     Args:
         save_id: The new save's id.

@@ -63,7 +63,7 @@ class ShardedTensor(ShardedBase):
             block of shape ``local_shape``.
         replicated: True: all ranks that describe this shard have the same values, and the lowest of them has the main
             replica; ``replica_id`` is ignored, and a save that validates compares the values. ``"unchecked"``: without
-            the comparison. ``"sampled"``: of tensors of two and more axes, a few elements are compared, of which most
+            the comparison. ``"sampled"``: of tensors of two and more axes, a few elements are compared, and most
             must be the same on all ranks.
         block_scales: What scales the tensor, if another tensor does. Formats that have a place for it store it;
             no value changes by it.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardckpt.manifest import Record, SaveTimings
     from shardckpt.strategy import StoredBox, StoredFile
 
-#: Boxes that a page has, at most: each takes some 20 bytes of it where no two tensors are cut alike.
+#: Boxes that a page has, at most: each takes some 20 bytes of it where no two tensors are cut the same way.
 MOST_BOXES = 1 << 20
 #: Keys that are listed of a file that is missing.
 _KEYS_SHOWN = 20

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardckpt.maintenance import DiffReport, TensorDifference
 
 
-#: Columns of tensors, which two steps of one job have alike.
+#: Columns of tensors, which are equal in two steps of one job.
 _COLUMNS = {"keys", "dtype", "shape", "nbytes", "dtypes", "shapes", "layouts", "layout"}
 
 

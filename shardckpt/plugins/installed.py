@@ -1,4 +1,4 @@
-"""Whether there are plugins beside those of this distribution, without ``importlib.metadata``, which takes 0.1 s."""
+"""Whether plugins of other distributions are there, without ``importlib.metadata``, which takes 0.1 s."""
 
 from __future__ import annotations
 

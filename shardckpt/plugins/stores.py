@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 #: A scheme at the start of a URL, or of a part of one that chains several.
 _SCHEME = re.compile(r"(?:^|(?<=::))[A-Za-z][A-Za-z0-9+.-]*(?=::|://)")
 
-#: What is said behind a URL at which nothing is. The command adds what is beside it.
+#: What is said behind a URL at which nothing is. The command adds what is next to it.
 ABSENT = "does not exist, or has no objects"
 #: The URL of a bucket, without a path and a slash at its end.
 _BUCKET = r"^[a-z][a-z0-9+.-]*://[^/]+$"
-#: What every RemoteFolder has, beside its ``url``.
+#: What every RemoteFolder has, in addition to its ``url``.
 _METHODS = ("files", "read", "upload", "delete")
 
 

@@ -1,8 +1,8 @@
 """Split a memory budget into reading and writing: a few buffers, whose number and size follow from it.
 
-The budget is of one rank, and of what a call holds beside the tensors themselves. Nothing is counted while it runs: the
-threads, and the bytes that each may hold, are chosen so that all of them together stay below it. So no thread waits for
-memory of another, and no order of reads or writes can exceed it.
+The budget is of one rank, and of what a call holds besides the tensors themselves. Nothing is counted while it runs:
+the threads, and the bytes that each may hold, are chosen so that all of them together stay below it. So no thread waits
+for memory of another, and no order of reads or writes can exceed it.
 """
 
 from __future__ import annotations

@@ -86,10 +86,10 @@ class CheckpointReader:
         verify: Whether to check digests where there are any; by default as ``SHARDCKPT_VERIFY_READS`` says.
         kept_bytes: Bytes of checked segments, read from their beginning, that are kept for the read that goes
             on there: for one who reads files in many small ranges, in order. On this machine; 0: none.
-        memory_budget: Bytes that may be in memory at a time beside what is filled and returned, the index and the
+        memory_budget: Bytes that may be in memory at a time besides what is filled and returned, the index and the
             tables of digests; None: as many as are fast.
         crcs: Which CRC-32 of archives are compared, where there are no digests: those of what is read ``entire``, the
-            default if digests are checked; those of all of which ``parts`` are read, which reads the rest of them, too;
+            default if digests are checked; those of each with ``parts`` that are read, which reads the rest of it, too;
             or ``none``.
 
     Attributes:

@@ -60,7 +60,7 @@ _FIRST_DELAY = 0.25  # seconds; each further one is twice as long
 _LONGEST_DELAY = 8.0
 #: The URLs that this process has warned of: their listings leave objects out.
 _reported: set[str] = set()
-_MOST_SHOWN = 200  # characters of a client's text beside the cause that we know
+_MOST_SHOWN = 200  # characters of a client's text besides the cause that we know
 _LEAST_PART = 5 << 20  # bytes; S3 takes no smaller parts
 
 

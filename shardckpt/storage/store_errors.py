@@ -14,7 +14,7 @@ from shardckpt.errors import list_causes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: An error as S3 and Azure answer it; beside code and message it may repeat the signed request, session token included.
+#: An error as S3 and Azure answer it; with code and message it may repeat the signed request, session token included.
 _BODY = re.compile(r"(?:<\?xml[^>]*>\s*)?<Error\b.*?(?:</Error>|\Z)", re.DOTALL)
 _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
 _MESSAGE = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)

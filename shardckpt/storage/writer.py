@@ -81,7 +81,7 @@ class CheckpointWriter:
             and nothing is written to ``directory`` but what others write there, or several ranks share. The marker
             alone is held back, in :attr:`marker`.
         streamed: The set to which the names of those objects are added, for :attr:`streamed`.
-        memory_budget: Bytes that may be in memory at a time beside the tensors, the objects and the index; None: as
+        memory_budget: Bytes that may be in memory at a time besides the tensors, the objects and the index; None: as
             many as are fast.
 
     Raises:

@@ -5,7 +5,7 @@ of 1024 bytes, the last of a row with zeros behind it. The words of a block, of 
 integers, are multiplied with a matrix of 4 columns of random integers from -2^28 to 2^28 - 1. The 4 products are
 multiplied with random numbers of 64 bits, added, and multiplied with a random odd number of the block's position. The
 sum of that over all blocks, modulo 2^64, is one sum of the tensor; other random numbers give the second. All of this is
-linear in the words: those that a box does not have count as zeros, a word of which a box has one byte as that byte, and
+linear in the words: those that a box does not have count as zeros, a word with one byte in a box as that byte, and
 the sums of boxes that fill a tensor are those of the tensor. All of it is exact, since float64 has every integer up to
 2^53 and 512 products are at most 2^52: so processors, numbers of threads, orders of additions and releases of torch do
 not matter.

@@ -1,6 +1,6 @@
 """Tools for authors of strategies: a contract of tests, a pool of ranks, stores that fail, drawn state dicts.
 
-``pip install 'shardckpt[testing]'`` installs pytest, hypothesis and fsspec, of which each is imported only where it is
+``pip install 'shardckpt[testing]'`` installs pytest, hypothesis and fsspec; each is imported only where it is
 used. shardckpt/testing/README.md shows a contract of a strategy.
 """
 

@@ -1,7 +1,7 @@
 """A store that fails or is slow on request: fsspec's protocol ``faulty://`` over a directory, with a journal.
 
-Journal and faults are files beside the objects, so that all processes of a test share them. An object appears whole, as
-on any object store.
+Journal and faults are files next to the objects, so that all processes of a test share them. An object appears whole,
+as on any object store.
 """
 
 from __future__ import annotations

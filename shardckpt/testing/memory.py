@@ -24,7 +24,7 @@ class Laid(NamedTuple):
 
 
 def garbage(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of one axis whose bytes are all alike; for bool, of True."""
+    """A tensor of one axis whose bytes are all equal; for bool, of True."""
     raw = torch.full((count * dtype.itemsize,), 1 if dtype == torch.bool else GARBAGE, dtype=torch.uint8)
     return raw.view(dtype)
 
@@ -89,7 +89,7 @@ def lay(values: torch.Tensor, way: str) -> Laid:
 
 
 def squeezed(values: torch.Tensor, axis: int) -> torch.Tensor:
-    """Values that are alike along an axis as an expanded view of memory that has them once."""
+    """Values that are equal along an axis as an expanded view of memory that has them once."""
     once = values.narrow(axis, 0, min(1, values.shape[axis]))
     return plain(once).clone().view(values.dtype).expand(values.shape)
 

@@ -37,9 +37,9 @@ class RankThreads(Ranks):
     """Ranks that are threads of this process: groups of any size, without a start; nothing is left to close.
 
     Ranks take turns: one runs until it waits for others, so a test is the same each time. Threads that ranks start run
-    beside them. A rank that ends while others wait for it is named at once; so are collectives that do not match, and a
-    job all of whose ranks wait. A rank that waits for another in any other way, for an event or a file, never gets it.
-    Arguments are copied for each rank (``copy.deepcopy``); results are not, and the function may be a closure.
+    next to them. A rank that ends while others wait for it is named at once; so are collectives that do not match, and
+    a job all of whose ranks wait. A rank that waits for another in any other way, for an event or a file, never gets
+    it. Arguments are copied for each rank (``copy.deepcopy``); results are not, and the function may be a closure.
 
     Ranks share the process: its environment, current directory, random generators, patches, caches and budgets. Tests
     of those, of deaths, signals and deadlines, need processes: :class:`shardckpt.testing.RankPool`. Not supported:
@@ -369,7 +369,7 @@ class _Groups(_torch.ThreadLocalWorld):  # type: ignore[misc]
 
     @property
     def comms(self) -> list[Any]:
-        """Communicators beside the groups, which torch 2.11 asks for and its threads lack."""
+        """Communicators in addition to the groups, which torch 2.11 asks for and its threads lack."""
         return getattr(self._get_world(), "comms", [])
 
 
@@ -379,7 +379,7 @@ def _find_rank(thread: Any) -> _Rank | None:
 
 
 def _describe(collective: Any) -> str:
-    """Return the name of a collective with what all ranks must give alike: a root, an operation."""
+    """Return the name of a collective with what all ranks must give equally: a root, an operation."""
     # a ReduceOp has no text of its own, but its kind has
     values = ", ".join(f"{name}={getattr(value, 'op', value)}" for name, value in vars(collective).items())
     return type(collective).__name__.lstrip("_") + (f"({values})" if values else "")

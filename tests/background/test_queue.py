@@ -16,6 +16,8 @@ from tests.distributed.long_wait import nothing_said_before
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shardckpt.distributed.long_wait import LongWait
+
 __all__ = ["nothing_said_before"]  # fixtures
 
 
@@ -101,6 +103,10 @@ def test_a_wait_for_what_other_ranks_write_is_reported(
         def largest(self, *values: int) -> list[int]:
             number, oldest, _, broken, over = values
             return [number, oldest, clock.now < 60, broken, over]
+
+        def begin_wait(self, phase: str, started: float) -> LongWait:
+            assert own
+            return super().begin_wait(phase, started)
 
     def wait(_: Any, seconds: float) -> None:
         clock.now += seconds

@@ -501,6 +501,25 @@ def test_check_looks_at_what_a_training_meets_later(
     file.write_text(json.dumps({"folder": "s3:/bucket/run"}))
     assert main(["config", "--check", str(file)]) == 2
     assert "s3:/bucket/run looks like a URL that lacks a slash: give s3://bucket/run" in capsys.readouterr().err
+    for folder, why in (
+        ("a\0b", "'a\\x00b' has a null byte"),
+        ("x" * 300, "has 300 bytes, and file systems allow 255"),
+    ):
+        file.write_text(json.dumps({"folder": folder, "interval": 0}))
+        assert main(["config", "--check", str(file)]) == 2
+        said = capsys.readouterr().err
+        assert why in said
+        assert "2 wrong settings" in said
+    file.write_text(json.dumps({"exclude_from_loading": ["lr_schedular", "ema"], "rename": {"net": "modle.net"}}))
+    assert main(["config", "--check", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        f"{setting}: {name!r}: did you mean {near}? A training without a state of that name fails at its start"
+        for setting, name, near in (
+            ("exclude_from_loading", "lr_schedular", "lr_scheduler"),
+            ("rename", "modle.net", "model"),
+        )
+    ]
+    file.write_text(json.dumps({"folder": "s3:/bucket/run"}))
     monkeypatch.setenv("SHARDCKPT_IO_THREADS", "many")
     monkeypatch.setenv("SHARDCKPT_ACEPT", "zarr")
     assert main(["config", "--check", str(file)]) == 2

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 ROWS = [
     # verbs and options
     ("verfy runs", "did you mean verify?"),
+    ("rmeove runs model.", "did you mean remove?"),
+    ("purne runs", "did you mean prune?"),
+    # no verb that removes is advised for another word
+    *((f"{word} runs", f"there is no verb {word!r} (verbs: ") for word in ("resume", "rename", "run", "restore")),
     ("--json ls runs", "options of a verb stand behind it: shardckpt ls runs --json"),
     ("ls runs --jsno", "did you mean --json?"),
     ("inspect runs/step-1 --treee", "did you mean --tree?"),

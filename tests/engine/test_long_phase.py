@@ -12,7 +12,7 @@ from shardckpt.background import saving
 from shardckpt.distributed import Comm
 from shardckpt.distributed.long_wait import LongWait
 from shardckpt.engine import Operation, long_phase
-from shardckpt.engine.long_phase import LongPhase, report_long_phases
+from shardckpt.engine.long_phase import LongPhase
 from shardckpt.plugins import Event, get_plugin_manager
 from tests.background import jobs
 from tests.clock import Clock
@@ -46,7 +46,7 @@ def operation(tmp_path: Path) -> Operation:
 def _look(clock: Clock, seconds: float) -> None:
     """Let so many seconds pass, and look at the phases."""
     clock.now += seconds
-    report_long_phases(clock.now)
+    long_phase._watch.report(clock.now)
 
 
 def _args(record: logging.LogRecord) -> tuple[Any, ...]:
@@ -180,7 +180,7 @@ def test_a_fork_forgets_what_its_parent_does(
 ) -> None:
     """A fork's child reports no phase of its parent, whose end it does not see; but those of its own."""
     with operation.local_phase("writing"):
-        long_phase._watch.reset()
+        long_phase._watch_anew()
         long_phase._watch._thread = threading.current_thread()
         own = LongPhase(operation, "committing")
         _look(watch, 60)

@@ -10,6 +10,7 @@ import io
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,17 +19,16 @@ import torch.distributed.checkpoint as dcp
 
 from shardckpt.cli import main as run_command
 from shardckpt.engine import locate
-from shardckpt.errors import CheckpointingException
 from shardckpt.maintenance.sources import open_source
 from shardckpt.plugins import get_plugin_manager
 from tests.faults.fuzzer import Fuzzer
-from tests.faults.hostile import Report, find_polluted
+from tests.faults.hostile import report_on
 from tests.tree import GOLDEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.faults.hostile import Watch
+    from tests.faults.hostile import Report, Watch
 
 
 def _make_state() -> dict[str, torch.Tensor]:
@@ -68,44 +68,31 @@ class ForeignFuzzer(Fuzzer):
     def _make(self) -> None:
         LIBRARIES[self._library](self._base)
         _read(self._base)
-        for verb in ("verify", "ls", "inspect"):
-            _run(verb, self._base)
+        for run in _QUERIES.values():
+            run(self._base)
 
     def _put(self, name: str, content: bytes, number: int) -> None:
         (self._path / name).write_bytes(content)
 
     def _report(self, watch: Watch) -> Report:
-        report = Report()
-        watch.events = []
-        watch.on = True
-        try:
-            _read(self._path)
-        except Exception as exc:  # noqa: BLE001 - it is reported
-            report.kind, report.message = type(exc).__name__, str(exc)
-            report.family = isinstance(exc, CheckpointingException)
-        for verb in ("verify", "ls", "inspect"):
-            try:
-                _run(verb, self._path)
-            except Exception as exc:  # noqa: BLE001, PERF203 - it is reported
-                report.family = False
-                report.alien[verb] = f"{type(exc).__name__}: {exc}"
-        watch.on = False
-        report.events = watch.events
-        report.polluted = find_polluted()
-        return report
+        return report_on(self._path, watch, _read, _QUERIES)
 
 
-def _read(path: Path) -> None:
-    """Read all values."""
+def _read(path: Path) -> list[str]:
+    """Read all values, with which nothing is compared."""
     plugins = get_plugin_manager()
     with open_source(locate(path, plugins), plugins) as opened:
         opened.values([*opened.index()])
         opened.common()
+    return []
 
 
 def _run(verb: str, path: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run_command([verb, str(path), "--json"])
+
+
+_QUERIES = {verb: partial(_run, verb) for verb in ("verify", "ls", "inspect")}
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from shardckpt.stubs import Stub
 from tests.faults import samples
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 #: The attribute that hostile pickles try to set, and the file that they try to make.
 MARK = "pwned"
@@ -198,36 +198,34 @@ _QUERIES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def _error_of(query: Callable[[Path], Any], directory: Path) -> Exception | None:
-    try:
-        query(directory)
-    except Exception as exc:  # noqa: BLE001 - it is reported
-        return exc
-    return None
+def _load(directory: Path) -> list[str]:
+    return samples.differences(samples.load(directory), 1)
 
 
-def report_on(directory: Path, watch: Watch) -> Report:
-    """Load a directory, and ask all else of it."""
+def report_on(
+    directory: Path,
+    watch: Watch,
+    load: Callable[[Path], list[str]] = _load,
+    queries: Mapping[str, Callable[[Path], Any]] = _QUERIES,
+) -> Report:
+    """Load a directory, which returns the keys whose values are others, and ask all else of it."""
     report = Report()
     watch.events = []
     watch.on = True
     try:
-        loaded = samples.load(directory)
+        report.values = load(directory)
     except Exception as exc:  # noqa: BLE001 - it is reported
-        report.kind, report.family, report.message = (
-            type(exc).__name__,
-            isinstance(exc, CheckpointingException),
-            str(exc),
-        )
-    else:
-        report.values = samples.differences(loaded, 1)
-    for name, query in _QUERIES.items():
-        error = _error_of(query, directory)
-        if error is not None and not isinstance(error, CheckpointingException):
-            report.family = False
-            report.alien[name] = f"{type(error).__name__}: {error}"
-        if name == "plain" and error is not None:
-            report.plain = f"{type(error).__name__}: {error}"
+        report.kind, report.message = type(exc).__name__, str(exc)
+        report.family = isinstance(exc, CheckpointingException)
+    for name, query in queries.items():
+        try:
+            query(directory)
+        except Exception as exc:  # noqa: BLE001, PERF203 - it is reported
+            if not isinstance(exc, CheckpointingException):
+                report.family = False
+                report.alien[name] = f"{type(exc).__name__}: {exc}"
+            if name == "plain":
+                report.plain = f"{type(exc).__name__}: {exc}"
     watch.on = False
     report.events = watch.events
     report.polluted = find_polluted()

@@ -124,6 +124,11 @@ def test_wrong_names_are_refused_before_the_training(tmp_path: Path, wrong: dict
         ({"async_mode": "no"}, "async_mode='no': expected 'disabled', 'async' or 'async_with_pinned_mem'"),
         ({"on_busy": "wiat"}, "on_busy='wiat': did you mean wait? expected 'wait' or 'skip'"),
         ({"strategy": 3}, "strategy=3: expected a backend, as 'safetensors', 'safetensors@1' or ('safetensors', 1)"),
+        (
+            {"rename": {"net": ""}},
+            "rename: '' names no state. To read a model whose keys have nothing before them: rename={'': 'model'}",
+        ),
+        ({"rename": {"net": "net"}}, "rename: a name is given as its own new name: leave it out, or give another"),
         ({"rename": "a=b"}, "rename='a=b': expected names by name, as {'net': 'model'}"),
         ({"save_rng": None}, "save_rng=None: expected True or False"),
         (

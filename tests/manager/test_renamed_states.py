@@ -133,7 +133,7 @@ def test_the_exact_rename_is_said(tmp_path: Path) -> None:
         CheckpointingException, match=r"has model: CheckpointConfig\(rename=\{'nets\.gen': 'model'\}\)$"
     ):
         _resume(tmp_path / "c")
-    with pytest.raises(CheckpointingException, match=r"no state is named ''; .*before them: rename=\{'': 'model'\}$"):
+    with pytest.raises(CheckpointingException, match=r"'' names no state\. .*before them: rename=\{'': 'model'\}$"):
         _resume(tmp_path / "c", rename={"model": ""})
 
 

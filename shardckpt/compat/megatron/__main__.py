@@ -1,7 +1,7 @@
 """``python -m shardckpt.compat.megatron PATH ...``: port a code base, in place, and say which files changed.
 
 ``megatron.core.dist_checkpointing`` becomes ``shardckpt.compat.megatron.dist_checkpointing``, in imports and in texts;
-where it is imported beside other names, as in ``from megatron.core import mpu, dist_checkpointing``, it gets a line of
+where it is imported with other names, as in ``from megatron.core import mpu, dist_checkpointing``, it gets a line of
 its own. Relative imports of it in Megatron's own tree are ported, too. Of a folder all ``*.py`` files are ported, but
 not in hidden folders, ``site-packages`` and ``node_modules`` below it; of a file with another suffix, which must be
 named, only the dotted name changes. What needs a hand is listed, and the exit code is 1: uses without an import of

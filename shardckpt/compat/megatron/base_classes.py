@@ -23,7 +23,7 @@ class _Handles(ABC):  # noqa: B024 - a base of bases
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """Whether the strategy stores ShardedObjects itself; if not, it gets none, and they are stored beside it."""
+        """Whether the strategy stores ShardedObjects itself; if not, it gets none, and they are stored apart."""
         return False
 
 

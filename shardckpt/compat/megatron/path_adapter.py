@@ -137,7 +137,7 @@ class PathSaver(SaveStrategy):
                 self.version,
             )
         with comm.collective_phase("pickling the common state"):
-            # for a URL it is a folder of this rank alone, which no target lies beside
+            # for a URL it is a folder of this rank alone, next to which no target lies
             if context.staging is not None and not is_temporary(context.staging.name):
                 raise StorageError(
                     f"{_name(self.strategy)} writes to a path: save to a directory, not to a URL, and copy it there"

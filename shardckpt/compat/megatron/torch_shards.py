@@ -137,7 +137,7 @@ class LocalShardsContainer(_Checkpointable):
 
     def __init__(self, local_shards: Sequence[CheckpointableShardedTensor]) -> None:
         self._local_shards = list(local_shards)
-        self._shards = [each._sh_ten for each in self._local_shards]  # noqa: SLF001 - the class beside it
+        self._shards = [each._sh_ten for each in self._local_shards]  # noqa: SLF001 - the class above
 
 
 def sharded_tensor_to_torch_sharded_tensor(

@@ -40,7 +40,7 @@ _CONFIGURING = ("AWS_", "GOOGLE_", "AZURE_", "HTTP_", "HTTPS_", "NO_PROXY", "SSL
 #: Seconds for which a client is used again: files that it has read, such as keys, may have changed since.
 _SECONDS_OF_USE = 900
 #: Bytes that a longer range is taken over in at a time: else the client holds all of it until the last byte is there,
-#: in each of the reader's threads. A load of 1 GiB by 16 threads took 81 MiB beside its tensors in place of 222 MiB.
+#: in each of the reader's threads. A load of 1 GiB by 16 threads took 81 MiB more than its tensors instead of 222 MiB.
 _PIECE_BYTES = 1 << 20
 #: Bytes of the largest object that S3 copies by one request.
 _MOST_COPIED = 5 << 30

@@ -62,7 +62,7 @@ class FileTests(Claims):
             check(synced[found.st_ino] == found.st_size, f"{file.name} was written to after its fsync")
 
     def test_nothing_is_left_elsewhere(self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A save and a load leave nothing beside the checkpoint, in the working directory or among temporary files."""
+        """A save and a load leave nothing next to the checkpoint, in the working directory or among temporary files."""
         for name in ("work", "temporary"):
             (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / "work")

@@ -197,7 +197,7 @@ def error_of(action: Callable[..., Any], *args: Any, **options: Any) -> tuple[st
 def fail_at_fsync(
     subject: Subject, path: str, failing_rank: int, with_objects: bool
 ) -> tuple[tuple[str, str], list[str]]:
-    """Save while a disk of one rank fails; return the error, and what lies beside the target."""
+    """Save while a disk of one rank fails; return the error, and what lies next to the target."""
     rank, _ = rank_and_size()
     real = os.fsync
     synchronize()

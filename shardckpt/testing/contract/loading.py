@@ -188,7 +188,7 @@ class LoadingTests(Claims):
             check_same(opened["s"].read(), scalar, "'s'")
 
     def test_drawn_layouts(self) -> None:
-        """Tensors of drawn shapes and dtypes load from any drawn layout as any other, with objects beside them."""
+        """Tensors of drawn shapes and dtypes load from any drawn layout as any other, with objects among them."""
         for claim in (
             "supports_flattened_range",
             "supports_shape_mismatch",

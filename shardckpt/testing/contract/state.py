@@ -137,7 +137,7 @@ class StateTests(Claims):
 
     @each("name", [*PLAIN])
     def test_common_state(self, path: Path, name: str) -> None:
-        """Common state of plain values comes back equal, beside tensors, with the types of its values."""
+        """Common state of plain values comes back equal, with tensors in the state, with the types of its values."""
         self.subject.save({"w": whole_shard("w", torch.ones(2)), "common": copy.deepcopy(PLAIN[name])}, path)
         loaded = self.subject.load({"w": whole_shard("w", torch.zeros(2))}, path)
         check(repr(loaded["common"]) == repr(PLAIN[name]), f"the common state is {loaded['common']!r:.300}")

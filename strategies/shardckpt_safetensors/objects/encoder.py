@@ -1,4 +1,4 @@
-"""Values to trees: what JSON can hold, beside the tensors of a file."""
+"""Values to trees: what JSON can hold, and the tensors of a file."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _KINDS = {
     torch.float64: "F64",
 }
 _DTYPES = {kind: dtype for dtype, kind in _KINDS.items()}
-#: Their tensors need a quantizer beside their bytes.
+#: Their tensors need a quantizer as well as their bytes.
 _QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
 _FIELDS = frozenset(("name", "dtype", "shape", "requires_grad"))
 

@@ -121,7 +121,7 @@ def exchange_by_distribution(
     """Collective: send the loaded tensors to the ranks that request them.
 
     Args:
-        loaded_tensors: The tensors that this rank has loaded: the shards of which it is the main rank.
+        loaded_tensors: The tensors that this rank has loaded: the shards whose main rank it is.
         unloaded_shards: The other shards that it requests. Their data are filled; without data, memory is allocated on
             the CPU.
         shard_distribution: The assignment of shards to ranks, equal on every rank.
