@@ -1,7 +1,7 @@
 """How long the command takes to answer, against an empty Python: medians of interleaved runs, in milliseconds.
 
-``ls``, ``inspect`` and ``diff`` are of checkpoints with 100,000 tensors and stored fingerprints, in both formats. Two of
-each are equal; the third differs in ten tensors and in the common state, whose values ``diff`` reads with torch.
+``ls``, ``inspect`` and ``diff`` are of checkpoints with 100,000 tensors and stored fingerprints, in both formats: two
+are equal; the third differs in ten tensors and in the common state, whose values ``diff`` reads with torch.
 """
 
 from __future__ import annotations
