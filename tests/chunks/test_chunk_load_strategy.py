@@ -122,7 +122,7 @@ def test_an_author_who_forgets_to_read_is_told(tmp_path: Path) -> None:
 
 
 def test_a_listing_needs_no_line_of_the_format(tmp_path: Path) -> None:
-    """The base lists tensors and objects in columns, as ``inspect`` asks for them, and ``load_index`` describes these."""
+    """The base lists tensors and objects in columns, as ``inspect`` asks for them; ``load_index`` describes these."""
 
     class WithObject(Reader):
         def list_objects(self, context: LoadContext) -> list[str]:
