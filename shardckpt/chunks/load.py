@@ -10,7 +10,7 @@ from shardckpt.distributed import Comm
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.planning import Box, part_view, with_memory
-from shardckpt.strategy import LoadContext, LoadStrategy, StoredBox
+from shardckpt.strategy import LoadContext, LoadStrategy, StoredBox, StoredColumns
 from shardckpt.tensors import copy_values, movable, synchronize_devices
 
 if TYPE_CHECKING:
@@ -163,12 +163,26 @@ class ChunkLoadStrategy(LoadStrategy):
         return values
 
     def load_index(self, context: LoadContext) -> list[ShardedBase]:
-        """Return the stored tensors without data, unsharded, and the stored objects."""
-        tensors = (stored.chunks[0] for stored in self._stored(context).values())
+        """Return the stored tensors without data, unsharded, and the stored objects, by :meth:`list_columns`."""
+        columns = self.list_columns(context)
         return [
-            *(ShardedTensor.from_global_shape(chunk.key, chunk.dtype, chunk.shape) for chunk in tensors),
-            *map(ShardedObject.empty_from_unique_key, self.list_objects(context)),
+            *map(ShardedTensor.from_global_shape, columns.keys, columns.dtypes, columns.shapes),
+            *map(ShardedObject.empty_from_unique_key, columns.objects),
         ]
+
+    def list_columns(self, context: LoadContext) -> StoredColumns:
+        """Return the keys, dtypes and shapes of the stored tensors, and the keys of the stored objects.
+
+        Override it where a tensor has more chunks than are to be listed.
+        """
+        chunks = [stored.chunks[0] for stored in self._stored(context).values()]
+        return StoredColumns(
+            [chunk.key for chunk in chunks],
+            [chunk.dtype for chunk in chunks],
+            [chunk.shape for chunk in chunks],
+            self.list_objects(context),
+            {},
+        )
 
     def list_boxes(self, reader: CheckpointReader) -> Iterator[StoredBox]:
         """Return which file holds which box of each tensor."""

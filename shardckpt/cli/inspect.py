@@ -200,29 +200,21 @@ def _list_faults(faults: Sequence[IncompleteFile]) -> list[dict[str, Any]]:
 
 def _read_outline(options: Any) -> _Found | None:
     """Return what a checkpoint has by its outline, without torch; None if it has none, or is not whole."""
-    from shardckpt.engine import find_local
-    from shardckpt.plugins import hold_plain, read_outline
-    from shardckpt.storage import file_size
+    from shardckpt.engine import read_whole_outline
 
-    location = find_local(options.directory)
-    if location is None:
-        return None
     try:
-        held = hold_plain(location)
-        if held is None or any(file_size(held[0] / name) != size for name, size in held[1].list_files().items()):
-            return None
-        outline = read_outline(*held, OUTLINES)
+        found = read_whole_outline(options.directory, OUTLINES)
     except CheckpointReplacedError:
         raise
     except (CheckpointingException, OSError):  # the strategy's way says better what it is
         return None
-    if outline is None:
+    if found is None:
         return None
+    location, _, record, outline = found
     tensors = _make_tensors(outline, options)
     objects = sorted(key for key in outline.objects if key.startswith(options.prefix))
     if not tensors.keys and not objects and options.prefix:
         return None
-    record = held[1]
     header = read_header(record, location)
     common = [] if options.prefix else sorted(outline.common)
     files = _list_recorded_files(record) if options.files else ()

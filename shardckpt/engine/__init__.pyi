@@ -105,4 +105,6 @@ from shardckpt.engine.transaction import CheckpointHeader as CheckpointHeader
 from shardckpt.engine.transaction import Transaction as Transaction
 from shardckpt.engine.transaction import WrittenFiles as WrittenFiles
 from shardckpt.engine.transaction import as_json as as_json
+from shardckpt.engine.whole_outline import OutlinedCheckpoint as OutlinedCheckpoint
+from shardckpt.engine.whole_outline import read_whole_outline as read_whole_outline
 from shardckpt.plugins import open_folder as open_folder

@@ -1,8 +1,11 @@
 from shardckpt.maintenance.convert import ConversionReport as ConversionReport
 from shardckpt.maintenance.convert import convert_checkpoint as convert_checkpoint
-from shardckpt.maintenance.diff import DiffReport as DiffReport
-from shardckpt.maintenance.diff import TensorDifference as TensorDifference
 from shardckpt.maintenance.diff import diff_checkpoints as diff_checkpoints
+from shardckpt.maintenance.diff_report import DiffReport as DiffReport
+from shardckpt.maintenance.diff_report import ObjectDifference as ObjectDifference
+from shardckpt.maintenance.diff_report import ObjectReport as ObjectReport
+from shardckpt.maintenance.diff_report import TensorDifference as TensorDifference
+from shardckpt.maintenance.fingerprint_diff import diff_by_fingerprints as diff_by_fingerprints
 from shardckpt.maintenance.foreign import describe_folder as describe_folder
 from shardckpt.maintenance.foreign import describe_foreign as describe_foreign
 from shardckpt.maintenance.inside import FILE_SUFFIXES as FILE_SUFFIXES
@@ -19,8 +22,6 @@ from shardckpt.maintenance.merge_weights import WSM_DECAYS as WSM_DECAYS
 from shardckpt.maintenance.merge_weights import compute_ema_weights as compute_ema_weights
 from shardckpt.maintenance.merge_weights import compute_wsm_weights as compute_wsm_weights
 from shardckpt.maintenance.migrate import migrate_checkpoint as migrate_checkpoint
-from shardckpt.maintenance.object_diff import ObjectDifference as ObjectDifference
-from shardckpt.maintenance.object_diff import ObjectReport as ObjectReport
 from shardckpt.maintenance.proof import TensorProof as TensorProof
 from shardckpt.maintenance.remove import RemovalReport as RemovalReport
 from shardckpt.maintenance.remove import remove_keys as remove_keys

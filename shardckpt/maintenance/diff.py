@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,7 +19,9 @@ from shardckpt.engine import (
     read_boxes,
 )
 from shardckpt.errors import CheckpointingException, KeyMismatchError, name_prefixes
-from shardckpt.maintenance.object_diff import ObjectReport, diff_objects
+from shardckpt.maintenance.diff_report import DiffReport, TensorDifference
+from shardckpt.maintenance.fingerprint_diff import find_same
+from shardckpt.maintenance.object_diff import diff_objects
 from shardckpt.maintenance.sources import Reading, have_same_bytes, list_unread_files, open_source
 from shardckpt.maintenance.statistics import has_numbers
 from shardckpt.mapping import ShardedTensor
@@ -37,71 +39,6 @@ if TYPE_CHECKING:
 
 #: Integers that int64 has.
 _SIGNED = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
-
-Kind = Literal["only in first", "only in second", "shape", "dtype", "values"]
-
-
-@dataclass(frozen=True)
-class TensorDifference:
-    """A tensor that differs between two checkpoints.
-
-    Attributes:
-        key: Its key in the first checkpoint, or, if only the second has it, there.
-        kind: What differs; the first of these that does. Values of other shapes are not compared.
-        first: Dtype and shape in the first checkpoint; ``""`` if it has no such tensor.
-        second: The same in the second.
-        elements: Number of elements that were compared.
-        different: How many of them differ.
-        max_absolute: The largest absolute difference, infinite where one value is not a number; None if no values were
-            compared, or the dtype has none that can be subtracted.
-        max_relative: The largest difference relative to the second checkpoint's value.
-        index: The global index, in the first checkpoint, of the first element that differs; None if none does.
-        relative_norm: ``norm(first - second) / norm(first)`` over all elements: how much the tensor has changed as a
-            whole, which one value near 0 does not hide; infinite where a value is not a number or all of the first
-            are 0; None as of ``max_absolute``.
-    """
-
-    key: str
-    kind: Kind
-    first: str
-    second: str
-    elements: int = 0
-    different: int = 0
-    max_absolute: float | None = None
-    max_relative: float | None = None
-    index: Ints | None = None
-    relative_norm: float | None = None
-
-
-@dataclass(frozen=True)
-class DiffReport:
-    """The differences of two checkpoints.
-
-    Attributes:
-        equal: Number of tensors that are equal in both.
-        by_fingerprint: How many of these were compared by stored fingerprints alone.
-        differences: The tensors that differ, sorted by key.
-        objects: None if objects and common state were not compared.
-        left_out: Keys of the optimizer's state of the first checkpoint, which the other side of a mapping has not.
-        of_other_dtype: How many of ``equal`` have another dtype in the second, with ``ignore_dtype``.
-        unread_files: Files of ``torch.save`` in either folder that were not read, such as those of transformers'
-            Trainer with its optimizer, by name, with what is wrong with them.
-        different_files: Those of them that both folders have, with other bytes; none of a comparison of tensors only.
-    """
-
-    equal: int
-    by_fingerprint: int
-    differences: tuple[TensorDifference, ...] = ()
-    objects: ObjectReport | None = None
-    left_out: tuple[str, ...] = ()
-    of_other_dtype: int = 0
-    unread_files: Mapping[str, str] = field(default_factory=dict)
-    different_files: tuple[str, ...] = ()
-
-    @property
-    def are_same(self) -> bool:
-        """Whether nothing differs."""
-        return not (self.differences or self.different_files or (self.objects and self.objects.differences))
 
 
 def diff_checkpoints(
@@ -247,7 +184,8 @@ class _Comparison:
 
     def run(self, mapping: KeyMapping, prefix: str, read_values: bool) -> DiffReport:
         """Compare all tensors."""
-        found, missing = self._match(mapping, prefix)
+        prints = [{} if read_values else StoredCheckpoint(each).fingerprints for each in (self.first, self.second)]
+        found, missing, same = self._match(mapping, prefix, *prints)
         # a mapping leads to a folder with the model alone, which has no optimizer's state to compare
         is_left_out = [
             not isinstance(mapping, Identity) and one.is_only_in_first and is_optimizer_key(one.tensor.key)
@@ -255,54 +193,62 @@ class _Comparison:
         ]
         left_out = tuple(one.tensor.key for one, out in zip(found, is_left_out, strict=True) if out)
         found = [one for one, out in zip(found, is_left_out, strict=True) if not out]
-        same = set() if read_values else self._compare_fingerprints(found)
-        rest = [one for one in found if one.tensor.key not in same]
-        progress = Progress("diff", self.place, sum(map(_count_bytes, self._list_boxes(rest))), get_plugin_manager())
-        for some in batch_by_bytes(self._cut(rest), _count_bytes, self.memory):
+        progress = Progress("diff", self.place, sum(map(_count_bytes, self._list_boxes(found))), get_plugin_manager())
+        for some in batch_by_bytes(self._cut(found), _count_bytes, self.memory):
             self._compare_values(some)
             progress.add(sum(map(_count_bytes, some)))
         reports = [report for one in found if (report := one.report(ignore_dtype=self.ignore_dtype)) is not None]
         differences = sorted([*reports, *missing], key=lambda difference: difference.key)
-        equal = len(found) - len(reports)
+        equal = len(same) + len(found) - len(reports)
         # of other dtypes are all that differ without this option, and do not with it
         strict = sum(one.report() is not None for one in found)
         return DiffReport(equal, len(same), tuple(differences), left_out=left_out, of_other_dtype=strict - len(reports))
 
-    def _match(self, mapping: KeyMapping, prefix: str) -> tuple[list[_Found], list[TensorDifference]]:
-        """Return the tensors of the first checkpoint with those of the second, and what only the second has."""
-        others = _list_tensors(self.second)
-        rest = set(others)
+    def _match(
+        self, mapping: KeyMapping, prefix: str, first: Mapping[str, str], second: Mapping[str, str]
+    ) -> tuple[list[_Found], list[TensorDifference], set[str]]:
+        """Return tensors of the first checkpoint with those of the second, what only that has, and keys of equal ones.
+
+        ``first`` and ``second`` are the fingerprints by which tensors are found to be equal; these are in no list.
+        """
+        ones, others = _list_tensors(self.first), _list_tensors(self.second)
+        names = {key: key.removeprefix(prefix) for key in ones if key.startswith(prefix)}
+        if prefix and not names:
+            raise KeyMismatchError(
+                f"no tensor of the first has a key that begins with {prefix!r} {name_prefixes(prefix, ones)}"
+            )
+        # without an object for each: to make those of 100,000 takes longer than all else
+        known = {key: name for key, name in names.items() if name in others} if isinstance(mapping, Identity) else {}
+        same = find_same(first, second, known)
+        rest = others.keys() - {names[key] for key in same}
         found = []
-        for key, tensor in _list_tensors(self.first).items():
-            if not key.startswith(prefix):
+        for key, name in names.items():
+            if key in same:
                 continue
+            tensor = ShardedTensor.from_global_shape(key, *ones[key])
             one = _Found(tensor)
-            links = get_key_map_entries(mapping, key.removeprefix(prefix), tuple(tensor.global_shape))
+            links = get_key_map_entries(mapping, name, tensor.global_shape)
             for link in links:
-                other = others.get(link.name)
                 rest.discard(link.name)
-                if other is None:
+                if link.name not in others:
                     one.absent = one.absent or TensorDifference(key, "only in first", _describe(tensor), "")
-                elif tuple(other.global_shape) != link.shape:
+                    continue
+                other = ShardedTensor.from_global_shape(link.name, *others[link.name])
+                if other.global_shape != link.shape:
                     one.absent = TensorDifference(key, "shape", _describe(tensor), _describe(other))
                 else:
                     one.pairs.append(_Pair(tensor, other, link))
             if not links:
                 one.absent = TensorDifference(key, "only in first", _describe(tensor), "")
             found.append(one)
-        if prefix and not found:
-            raise KeyMismatchError(
-                f"no tensor of the first has a key that begins with {prefix!r} "
-                f"{name_prefixes(prefix, _list_tensors(self.first))}"
-            )
-        return found, [TensorDifference(key, "only in second", "", _describe(others[key])) for key in rest]
-
-    def _compare_fingerprints(self, found: Sequence[_Found]) -> set[str]:
-        """Return the keys of tensors with equal stored fingerprints."""
-        first, second = (StoredCheckpoint(each).fingerprints for each in (self.first, self.second))
         pairs = {one.tensor.key: one.pairs[0].second.key for one in found if len(one.pairs) == 1 and not one.absent}
-        # The fingerprint has the shape and the dtype; a transposed tensor of the same shape has another.
-        return {key for key, other in pairs.items() if key in first and first[key] == second.get(other)}
+        same |= find_same(first, second, pairs)
+        alone = [ShardedTensor.from_global_shape(key, *others[key]) for key in rest]
+        return (
+            [one for one in found if one.tensor.key not in same],
+            [TensorDifference(tensor.key, "only in second", "", _describe(tensor)) for tensor in alone],
+            same,
+        )
 
     def _list_boxes(self, found: Iterable[_Found]) -> Iterator[tuple[_Found, _Pair, Box]]:
         """Yield boxes of the first checkpoint's tensors that are compared."""
@@ -350,8 +296,9 @@ class _Comparison:
         return None if bool(close.all()) else ~close
 
 
-def _list_tensors(checkpoint: OpenCheckpoint) -> dict[str, ShardedTensor]:
-    return {shard.key: shard for shard in checkpoint.index() if isinstance(shard, ShardedTensor)}
+def _list_tensors(checkpoint: OpenCheckpoint) -> dict[str, tuple[torch.dtype, Ints]]:
+    columns = checkpoint.columns()
+    return dict(zip(columns.keys, zip(columns.dtypes, columns.shapes, strict=True), strict=True))
 
 
 def _describe(tensor: ShardedTensor) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import types
 from reprlib import Repr
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardckpt.huggingface import forget_structure
+from shardckpt.maintenance.diff_report import ObjectDifference, ObjectReport
 from shardckpt.mapping import ShardedObject
 from shardckpt.state_dict import are_equal, have_equal_bits
 
@@ -21,36 +22,6 @@ if TYPE_CHECKING:
 #: Characters of a value that are shown.
 _SHOWN = 60
 _ABSENT = object()
-
-
-class ObjectDifference(NamedTuple):
-    """A value of an object or of the common state that differs between two checkpoints.
-
-    Attributes:
-        key: The object's unique key, or ``"common"``, with the places within it: ``"common['args']['lr']"``.
-        kind: What differs; the first of these that does.
-        first: The class and the value in the first checkpoint, cut if it is long; ``""`` if it has none.
-        second: The same in the second.
-    """
-
-    key: str
-    kind: Literal["only in first", "only in second", "type", "value"]
-    first: str
-    second: str
-
-
-class ObjectReport(NamedTuple):
-    """The differences of the objects and the common state of two checkpoints.
-
-    Attributes:
-        equal: Number of objects, and of entries of the common state, that are equal in both.
-        differences: What differs, sorted by key.
-        containers: How many places each list, tuple or dict has that differences are in, by its key.
-    """
-
-    equal: int = 0
-    differences: tuple[ObjectDifference, ...] = ()
-    containers: Mapping[str, int] = types.MappingProxyType({})
 
 
 def diff_objects(first: OpenCheckpoint, second: OpenCheckpoint) -> ObjectReport:
@@ -73,7 +44,7 @@ def diff_objects(first: OpenCheckpoint, second: OpenCheckpoint) -> ObjectReport:
 
 def _read(checkpoint: OpenCheckpoint) -> Mapping[str, Any]:
     """Return the values of objects by their keys, and those of the entries of the common state."""
-    shards = [shard for shard in checkpoint.index() if isinstance(shard, ShardedObject)]
+    shards = [*map(ShardedObject.empty_from_unique_key, checkpoint.columns().objects)]
     values = checkpoint.values([*shards]) if shards else []
     common = forget_structure(checkpoint.common())  # the nesting of a file of torch.save, which its keys say as well
     found = {f"common[{key!r}]": value for key, value in common.items()}

@@ -30,6 +30,8 @@ class Outline(NamedTuple):
         itemsizes: Bytes of an element of each dtype.
         objects: The unique keys of the ShardedObjects.
         common: The names in the common state.
+        plain_common: Bytes that say all values of the common state, without anything that a load may refuse; where
+            two checkpoints have the same bytes, the values are equal. ``b""`` where only the strategy knows.
     """
 
     keys: list[str]
@@ -38,6 +40,7 @@ class Outline(NamedTuple):
     itemsizes: dict[str, int]
     objects: list[str]
     common: list[str]
+    plain_common: bytes = b""
 
 
 def is_object_key(name: str) -> bool:

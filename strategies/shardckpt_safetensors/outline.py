@@ -48,8 +48,10 @@ def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
         return None
     try:
         index = ColumnFile.read(directory, record, INDEX_FILE, _MOST_PARTS)
-        common = _list_common(ColumnFile.read(directory, record, COMMON_FILE, _MOST_PARTS))
-        return _outline(index, record, common)
+        tree = ColumnFile.read(directory, record, COMMON_FILE, _MOST_PARTS).metadata["tree"].encode()
+        # an object with the key $ stands for a value that JSON lacks, which may be in the file, or of a class
+        plain = b"" if b'"$"' in tree else tree
+        return _outline(index, record, _list_common(tree))._replace(plain_common=plain)
     except (CheckpointingException, _UnusualError, LookupError, TypeError, ValueError, OverflowError):
         return None
 
@@ -96,9 +98,9 @@ def _join(strings: list[str], pairs: list[int]) -> list[str]:
     return list(map(add, first, second))
 
 
-def _list_common(file: ColumnFile) -> list[str]:
+def _list_common(text: bytes) -> list[str]:
     """Return the names in the common state."""
-    tree = parse_json(file.metadata["tree"].encode())
+    tree = parse_json(text)
     _require(isinstance(tree, dict) and not any(name.startswith("$") for name in tree))
     return sorted(tree)
 

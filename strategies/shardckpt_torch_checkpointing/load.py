@@ -5,71 +5,104 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.chunks import read_targets
+from shardckpt.chunks import ChunkLoadStrategy, StoredChunk
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.planning import Box, shard_parts
 from shardckpt.state_dict import nest_values
-from shardckpt.strategy import LoadStrategy, StoredBox, StoredColumns
 from shardckpt_torch_checkpointing.check import check_files, list_files
 from shardckpt_torch_checkpointing.files import join_path
 from shardckpt_torch_checkpointing.index import Index
 from shardckpt_torch_checkpointing.metadata import METADATA_FILE
-from shardckpt_torch_checkpointing.requested import plan_shard
+from shardckpt_torch_checkpointing.objects import read_object
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from shardckpt.chunks import ChunkRead
     from shardckpt.errors import CheckpointingException
     from shardckpt.mapping import ShardedBase, StateDict
+    from shardckpt.planning import FlatPart
     from shardckpt.storage import CheckpointReader
-    from shardckpt.strategy import LoadContext, StoredFile
+    from shardckpt.strategy import LoadContext, StoredColumns, StoredFile
+    from shardckpt_torch_checkpointing.index import Part
 
 #: A save writes here, and renames the directory at its end.
 _TEMPORARY = "tmp_"
 
 
-class TorchCheckpointingLoadStrategy(LoadStrategy):
+class TorchCheckpointingLoadStrategy(ChunkLoadStrategy):
     """Reads the directories of torch_checkpointing 0.1."""
 
     backend = "torch_checkpointing"
     version = 1
 
-    def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
-        """Collective: plan, and after all ranks have planned, read into the destinations; see the base.
+    def list_chunks(self, context: LoadContext) -> Iterator[StoredChunk]:
+        """Yield the pieces of all tensors; of one whose files are all missing, a box without elements."""
+        index = _read_index(context)
+        for tensor in index.tensors.values():
+            chunk = StoredChunk(tensor.key, tensor.dtype, tensor.shape, Box(*[(0,) * len(tensor.shape)] * 2), "")
+            layouts = index.files[str(tensor.path[0])]
+            yield from (chunk._replace(box=piece.box, file=layouts[piece.rank].file) for piece in tensor.pieces)
+            if not tensor.pieces:
+                yield chunk
 
-        If the checkpoint is being overwritten, and ranks have read different saves, that is a CheckpointReplacedError.
-        """
-        index = _read_index(context.reader, context.allow_globals)
-        with context.comm.local_phase("planning the load"):
-            requested = [plan_shard(shard, index) for shard in wanted]
-            index.check_copies([shard.key for shard in wanted], context.comm.rank, context.comm.world_size)
-        context.require_same_save(index.identity, "files")
-        with context.comm.local_phase("reading shards"):
-            reads = sorted((read for each in requested for read in each.reads()), key=lambda read: read.place)
-            read_targets(reads, lambda read: read.run(context.reader), context.reader)
-            values = [each.value() for each in requested]
-        return values
+    def match(self, shard: ShardedTensor, context: LoadContext) -> Mapping[FlatPart, Sequence[tuple[StoredChunk, Box]]]:
+        """Return the parts of files that a shard needs, after a look at the tensors in these files; see the base."""
+        index = _read_index(context)
+        tensor = index.tensors[shard.key]
+        found: dict[FlatPart, list[tuple[StoredChunk, Box]]] = {}
+        for part in shard_parts(shard):
+            if not shard.allow_shape_mismatch:
+                index.check_stored(shard.key, part.box)
+            found[part] = [
+                (StoredChunk(shard.key, tensor.dtype, tensor.shape, each.box, each.local.file, each), each.box)
+                for each in index.find_parts(shard.key, part.box)
+            ]
+        return found
+
+    def read_part(self, read: ChunkRead, context: LoadContext) -> None:
+        """Read a part of a file, which :meth:`match` has found."""
+        part: Part = read.chunk.source
+        part.local.read(context.reader, part.start, read.target, read.chunk.key)
+
+    def list_objects(self, context: LoadContext) -> Sequence[str]:
+        """Return the unique keys of an object for each rank of the items that differ."""
+        return [
+            ShardedObject(item, None, (len(contents),), (rank,)).unique_key
+            for item, contents in _read_index(context).per_rank.items()
+            for rank in contents
+        ]
+
+    def read_object(self, shard: ShardedObject, context: LoadContext) -> Any:
+        """Return an object, which may have tensors."""
+        return read_object(shard, _read_index(context), context.reader)
+
+    def identify(self, context: LoadContext) -> bytes:
+        """Return what identifies the files."""
+        return _read_index(context).identity
+
+    def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
+        """Collective: compare the plain tensors that several ranks have saved, then do what the base does."""
+        with context.comm.local_phase("comparing plain tensors"):
+            keys = [shard.key for shard in wanted]
+            _read_index(context).check_copies(keys, context.comm.rank, context.comm.world_size)
+        return super().load(wanted, context)
 
     def can_build(self, wanted: Sequence[ShardedObject], context: LoadContext) -> list[bool]:
         """Return for each object whether the checkpoint has its values, below its key or as a state of each rank."""
-        index = _read_index(context.reader, context.allow_globals)
+        index = _read_index(context)
         return [shard.key in index.per_rank or index.nested.has(shard.key) for shard in wanted]
 
     def load_common(self, context: LoadContext) -> StateDict:
         """Return the values, by item, that are not tensors and are the same on all ranks, nested as saved."""
-        values = _read_index(context.reader, context.allow_globals).values
+        values = _read_index(context).values
         found: StateDict = nest_values((path, deepcopy(value)) for path, value in values.items())
         return found
 
-    def load_index(self, context: LoadContext) -> list[ShardedBase]:
-        """Return the stored tensors without data, unsharded, and an object for each rank of items that differ."""
-        tensors, objects = _describe_stored(_read_index(context.reader, context.allow_globals))
-        return [*tensors, *objects]
-
     def list_columns(self, context: LoadContext) -> StoredColumns:
-        """Return the same in columns, and the keys of the values that are the same on all ranks."""
-        index = _read_index(context.reader, context.allow_globals)
-        return StoredColumns.from_shards(*_describe_stored(index), [join_path(path) for path in index.values])
+        """Return the index in columns, and the keys of the values that are the same on all ranks."""
+        return super().list_columns(context)._replace(values=[*map(join_path, _read_index(context).values)])
 
     def recognises(self, directory: Path) -> int | None:
         """Return 1 if the directory has ``metadata.pkl`` or ``<item>_0.pt``, and is not that of an unfinished save."""
@@ -88,30 +121,11 @@ class TorchCheckpointingLoadStrategy(LoadStrategy):
         """Return the files that the checkpoint must have, each with its keys."""
         return list_files(reader)
 
-    def list_boxes(self, reader: CheckpointReader) -> Iterator[StoredBox]:
-        """Return which file holds which piece of each tensor."""
-        index = _read_index(reader, ())
-        for tensor in index.tensors.values():
-            layouts = index.files[str(tensor.path[0])]
-            for piece in tensor.pieces:
-                yield StoredBox(tensor.key, piece.box.offset, piece.box.shape, layouts[piece.rank].file)
-
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
         """Return the error of each of these files by name, or None; values are compared with the CRCs of archives."""
         return check_files(reader)
 
 
-def _read_index(reader: CheckpointReader, allow_globals: tuple[Any, ...]) -> Index:
+def _read_index(context: LoadContext) -> Index:
     """Return what the checkpoint stores; it is read once per reader."""
-    return reader.parsed("index", lambda: Index(reader, allow_globals))
-
-
-def _describe_stored(index: Index) -> tuple[list[ShardedTensor], list[ShardedObject]]:
-    """Describe the stored tensors without data, unsharded, and each rank's object of the items that differ."""
-    tensors = [ShardedTensor.from_global_shape(each.key, each.dtype, each.shape) for each in index.tensors.values()]
-    objects = [
-        ShardedObject(item, None, (len(contents),), (rank,))
-        for item, contents in index.per_rank.items()
-        for rank in contents
-    ]
-    return tensors, objects
+    return context.reader.parsed("index", lambda: Index(context.reader, context.allow_globals))

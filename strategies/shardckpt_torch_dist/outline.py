@@ -46,8 +46,9 @@ def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
         return None
     try:
         index = ColumnFile.read(directory, record, INDEX_FILE)
-        common = list_dict_names(read_recorded_file(directory, record, COMMON_FILE), COMMON_FILE)
-        return None if common is None else _outline(index, common)
+        data = read_recorded_file(directory, record, COMMON_FILE)
+        common = list_dict_names(data, COMMON_FILE)
+        return None if common is None else _outline(index, common)._replace(plain_common=data)
     except (CheckpointingException, _UnusualError, LookupError, TypeError, ValueError, OverflowError):
         return None
 

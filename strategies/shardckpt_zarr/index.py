@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.manifest import list_parents
-from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.mapping import ShardedObject
 from shardckpt.storage import on_store
 from shardckpt_zarr.arrays import ARRAY_FILE, ChunkedArray, read_array
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from shardckpt.mapping import ShardedBase
     from shardckpt.storage import CheckpointReader
 
 COMMON_FILE = "common.pt"
@@ -30,11 +29,6 @@ class Index:
 
     arrays: dict[str, ChunkedArray]
     objects: dict[str, str]
-
-    def shards(self) -> list[ShardedBase]:
-        """Return every tensor, unsharded, and every object, without data."""
-        tensors = (ShardedTensor.from_global_shape(a.key, a.dtype, a.shape) for a in self.arrays.values())
-        return [*tensors, *map(ShardedObject.empty_from_unique_key, self.objects)]
 
 
 def read_index(reader: CheckpointReader) -> Index:

@@ -14,7 +14,7 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError, Uns
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.planning import Box, intersect, shard_parts
 from shardckpt.storage import StoredArray, read_box
-from shardckpt.strategy import StoredFile, find_error
+from shardckpt.strategy import StoredColumns, StoredFile, find_error
 from shardckpt_zarr.arrays import ARRAY_FILE, ChunkedArray
 from shardckpt_zarr.compressed import decompress
 from shardckpt_zarr.index import COMMON_FILE, count_files, find_folders, read_index
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.chunks import ChunkRead
-    from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, StateDict
+    from shardckpt.mapping import ShardedObject, ShardedTensor, StateDict
     from shardckpt.planning import FlatPart
     from shardckpt.storage import CheckpointReader
     from shardckpt.strategy import LoadContext
@@ -100,9 +100,12 @@ class ZarrLoadShardedStrategy(ChunkLoadStrategy):
         data = context.reader.read(COMMON_FILE, "the common state")
         return decode_object(data, str(path), context.allow_globals)  # type: ignore[no-any-return]
 
-    def load_index(self, context: LoadContext) -> list[ShardedBase]:
-        """Return the stored tensors without data, with their global shapes, and the stored objects."""
-        return read_index(context.reader).shards()
+    def list_columns(self, context: LoadContext) -> StoredColumns:
+        """Return the stored tensors by their descriptions, without a look at their chunks, and the stored objects."""
+        index = read_index(context.reader)
+        dtypes = [array.dtype for array in index.arrays.values()]
+        shapes = [array.shape for array in index.arrays.values()]
+        return StoredColumns([*index.arrays], dtypes, shapes, [*index.objects], {})
 
     def owned_files(self, directory: Path) -> set[str]:
         """Return the names of the files and folders in a directory that Megatron wrote."""

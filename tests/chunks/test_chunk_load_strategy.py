@@ -15,7 +15,7 @@ from shardckpt.manifest import Manifest
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.planning import Box
 from shardckpt.storage import CheckpointReader
-from shardckpt.strategy import LoadContext
+from shardckpt.strategy import LoadContext, lists_columns
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -119,3 +119,22 @@ def test_an_author_who_forgets_to_read_is_told(tmp_path: Path) -> None:
 
         with pytest.raises((CheckpointingException, NotImplementedError), match="Forgetful has neither read_chunk nor"):
             Forgetful([(0, 4)]).load([ShardedTensor.from_rank_offsets("w", torch.zeros(4, 6))], context)
+
+
+def test_a_listing_needs_no_line_of_the_format(tmp_path: Path) -> None:
+    """The base lists tensors and objects in columns, as ``inspect`` asks for them; ``load_index`` describes these."""
+
+    class WithObject(Reader):
+        def list_objects(self, context: LoadContext) -> list[str]:
+            return ["rng/shard_0_1"]
+
+    strategy = WithObject([(0, 1), (1, 4)])
+    with _open(tmp_path) as context:
+        columns, index = strategy.list_columns(context), strategy.load_index(context)
+    assert lists_columns(strategy)
+    assert columns == (["w"], [torch.float32], [(4, 6)], ["rng/shard_0_1"], {}, ())
+    assert [(type(each), each.key, tuple(each.global_shape)) for each in index] == [
+        (ShardedTensor, "w", (4, 6)),
+        (ShardedObject, "rng", (1,)),
+    ]
+    assert strategy.asked == 1

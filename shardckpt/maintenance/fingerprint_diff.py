@@ -1,0 +1,97 @@
+"""Comparing two checkpoints by their indexes and stored fingerprints alone, without torch, which imports in seconds.
+
+What needs a look at values is left to :func:`shardckpt.maintenance.diff_checkpoints`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt.engine import read_whole_outline
+from shardckpt.errors import CheckpointingException
+from shardckpt.maintenance.diff_report import DiffReport, ObjectReport, TensorDifference
+from shardckpt.manifest import CONTENT, FINGERPRINTS_NAME
+from shardckpt.storage import parse_fingerprints, read_recorded_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardckpt.engine import OutlinedCheckpoint
+    from shardckpt.plugins import Outline
+
+
+def diff_by_fingerprints(
+    first: str,
+    second: str,
+    own: Mapping[tuple[str, int], str],
+    *,
+    tensors_only: bool = False,
+) -> DiffReport | None:
+    """Do what :func:`shardckpt.maintenance.diff_checkpoints` does, without torch: for checkpoints of this library.
+
+    Args:
+        first: A checkpoint.
+        second: The same.
+        own: The functions that outline the formats of this distribution, as their plugins register them.
+        tensors_only: Do not compare objects and common state.
+
+    Returns:
+        None if values have to be read: a tensor of both has no fingerprint there, or another; one has an object, or
+        they have not the same bytes of a plain common state. And if either is not whole, or has no outline.
+    """
+    try:
+        found = [read_whole_outline(each, own) for each in (first, second)]
+        if found[0] is None or found[1] is None:
+            return None
+        one, other = found[0], found[1]
+        objects = None if tensors_only else _compare_objects(one.outline, other.outline)
+        if objects is None and not tensors_only:
+            return None
+        first_prints, second_prints = _read_fingerprints(one, other)
+    except (CheckpointingException, OSError):  # diff_checkpoints says better what it is
+        return None
+    others = set(other.outline.keys)
+    both = {key: key for key in one.outline.keys if key in others}
+    same = find_same(first_prints, second_prints, both)
+    if len(same) < len(both):
+        return None
+    differences = [
+        *(TensorDifference(key, "only in first", text, "") for key, text in _describe(one.outline, same)),
+        *(TensorDifference(key, "only in second", "", text) for key, text in _describe(other.outline, same)),
+    ]
+    differences.sort(key=lambda difference: difference.key)
+    return DiffReport(len(same), len(same), tuple(differences), objects)
+
+
+def find_same(first: Mapping[str, str], second: Mapping[str, str], names: Mapping[str, str]) -> set[str]:
+    """Return the keys of tensors with equal stored fingerprints.
+
+    ``first`` and ``second`` are the fingerprints by key, and ``names`` the names in the second of tensors of the first.
+    A fingerprint has the shape and the dtype; a transposed tensor of the same shape has another.
+    """
+    return {key for key, name in names.items() if (known := first.get(key)) is not None and known == second.get(name)}
+
+
+def _compare_objects(one: Outline, other: Outline) -> ObjectReport | None:
+    """Return what is equal but for tensors; None if that needs a look at values."""
+    # the structure of what was a file of torch.save is no value
+    if one.objects or other.objects or not one.plain_common or CONTENT in one.common:
+        return None
+    return ObjectReport(len(one.common)) if one.plain_common == other.plain_common else None
+
+
+def _read_fingerprints(*checkpoints: OutlinedCheckpoint) -> Iterator[dict[str, str]]:
+    """Yield the fingerprints of each by key; those of the same bytes are parsed once."""
+    parsed: dict[bytes, dict[str, str]] = {}
+    for each in checkpoints:
+        is_there = FINGERPRINTS_NAME in each.record.list_files()
+        data = read_recorded_file(each.place, each.record, FINGERPRINTS_NAME) if is_there else b""
+        if data not in parsed:
+            parsed[data] = parse_fingerprints(data, FINGERPRINTS_NAME) if is_there else {}
+        yield parsed[data]
+
+
+def _describe(outline: Outline, same: set[str]) -> list[tuple[str, str]]:
+    """Return dtype and shape, as text, of the tensors that only this checkpoint has, each with its key."""
+    rows = zip(outline.keys, outline.dtypes, outline.shapes, strict=True)
+    return [(key, f"{dtype} {list(shape)}") for key, dtype, shape in rows if key not in same]

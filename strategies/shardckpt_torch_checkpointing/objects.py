@@ -1,0 +1,97 @@
+"""Objects that are put together from values and from entire tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from shardckpt.chunks import read_targets
+from shardckpt.errors import CorruptCheckpointError, ShardingError
+from shardckpt.planning import Box
+from shardckpt_torch_checkpointing.files import LocalTensor, join_path
+from shardckpt_torch_checkpointing.index import Part
+from shardckpt_torch_dist import NestedState
+
+if TYPE_CHECKING:
+    from shardckpt.mapping import ShardedObject
+    from shardckpt.planning import Ints
+    from shardckpt.storage import CheckpointReader
+    from shardckpt_torch_checkpointing.files import Path
+    from shardckpt_torch_checkpointing.index import Index
+
+#: Bytes that the tensors of an object may have, whatever the sizes of the files.
+_FREE = 1 << 20
+
+
+class _Tensor(NamedTuple):
+    """A tensor of an object, and the parts of it."""
+
+    dtype: torch.dtype
+    shape: Ints
+    parts: list[Part]
+
+
+class _Read(NamedTuple):
+    """A part of a tensor to read, and the tensor to fill."""
+
+    key: str
+    part: Part
+    target: torch.Tensor
+
+
+def read_object(shard: ShardedObject, index: Index, reader: CheckpointReader) -> Any:
+    """Return an object with its tensors; one of another number of ranks than saved is a ShardingError."""
+    contents = index.per_rank.get(shard.key)
+    if contents is None:
+        nested, found = index.nested, _find_tensors(shard.key, index)
+    elif tuple(shard.global_shape) == (len(contents),):
+        nested, found = _find_content(contents[sorted(contents)[shard.global_offset[0]]])
+    else:
+        raise ShardingError(
+            f"{shard.key!r} has an object for each of {len(contents)} ranks, and one of a grid of "
+            f"{tuple(shard.global_shape)} is requested"
+        )
+    nbytes = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in found.values())
+    if nbytes > _FREE + 2 * index.nbytes:  # they name the same bytes repeatedly
+        raise CorruptCheckpointError(
+            f"{shard.key!r} has tensors of {nbytes:,} bytes, and all files have {index.nbytes:,}"
+        )
+    values = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for key, tensor in found.items()}
+    reads = [
+        _Read(key, part, values[key][part.box.within(_at_zero(tensor.shape))])
+        for key, tensor in found.items()
+        for part in tensor.parts
+    ]
+    reads.sort(key=lambda read: (read.part.local.file, read.part.local.offset))
+    read_targets(reads, lambda read: read.part.local.read(reader, read.part.start, read.target, read.key), reader)
+    return nested.build(shard.key, values)
+
+
+def _find_tensors(key: str, index: Index) -> dict[str, _Tensor]:
+    """Return the tensors below a key; it is a CorruptCheckpointError if not all elements are stored."""
+    found = {}
+    for name in index.nested.tensors(key):
+        tensor = index.tensors[name]
+        whole = _at_zero(tensor.shape)
+        index.check_stored(name, whole)
+        found[name] = _Tensor(tensor.dtype, tensor.shape, index.find_parts(name, whole))
+    return found
+
+
+def _find_content(content: dict[Path, Any]) -> tuple[NestedState, dict[str, _Tensor]]:
+    """Return an item of one rank, and its tensors, which are no parts of others."""
+    found = {path: value for path, value in content.items() if isinstance(value, LocalTensor)}
+    values = [path for path in content if path not in found]
+    nested = NestedState(values, {join_path(path): path for path in found}, content.__getitem__)
+    return nested, {
+        join_path(path): _Tensor(
+            local.dtype, local.shape, [Part(local, (0,) * len(local.shape), _at_zero(local.shape))]
+        )
+        for path, local in found.items()
+    }
+
+
+def _at_zero(shape: Ints) -> Box:
+    return Box((0,) * len(shape), shape)
