@@ -21,6 +21,7 @@ from shardckpt.manifest import (
     MARKER_NAME,
     RECORD_LIMIT,
     RECORD_NAME,
+    SAVE_ID,
     Marker,
     Record,
     find_generation,
@@ -95,6 +96,19 @@ class Claim:
         """Write the in-progress object: from now on other saves see this one by a listing."""
         (self._target / self.in_progress).write(_introduce(self._save_id))
 
+    def take_over(self) -> bool:
+        """Make the in-progress object of a dead process this one's; return False if another process has it.
+
+        Only where the store replaces an object on a condition: of two processes that try at once one succeeds.
+        """
+        path = self._target / self.in_progress
+        text, tag = path.read_tagged()
+        found, mine = parse_introduction(text), _introduce(self._save_id)
+        if tag is None or found is None or found[0].is_alive() is not False:
+            return False
+        # the second: an attempt of ours had replaced it, and its answer was lost
+        return path.replace_tagged(mine, tag) or path.read_tagged()[0] == mine
+
     def is_anothers(self, found: Collection[str]) -> bool:
         """Whether another save has begun in the folder since, judged by a listing."""
         known = {self.in_progress, CLAIM, *self._overruled}
@@ -136,6 +150,12 @@ class Claim:
 def in_progress_name(save_id: str) -> str:
     """Return the name of the in-progress object of a save."""
     return f"{_UNDER_WAY}{save_id}"
+
+
+def parse_in_progress(name: str) -> str:
+    """Return the id of the save that has an in-progress object; ``""`` for any other name."""
+    save_id = name.removeprefix(_UNDER_WAY)
+    return save_id if name == in_progress_name(save_id) and re.match(SAVE_ID, save_id) else ""
 
 
 def is_mark(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Take over the staging directory that a killed process has left, with its journal, to go on from there."""
+"""Take over what a killed process has left, a staging directory or objects, with its journal, to go on from there."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from shardckpt.commit.claim import CLAIM, Claim, is_mark, parse_in_progress, without_others
 from shardckpt.commit.commit import discard_staging, list_staging_directories, staging_path
 from shardckpt.commit.owner import claim_name, release_name
 from shardckpt.commit.staging_names import STAGING, get_save_id, parse_temporary
-from shardckpt.storage import JOURNAL_NAME, Journal, is_there
+from shardckpt.manifest import MARKER_NAME, generation_name
+from shardckpt.storage import FIRST_LINE, JOURNAL_NAME, Journal, RemotePath, is_there
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
     from pathlib import Path
+
+    from shardckpt.storage import RemoteFolder
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +41,42 @@ def adopt_staging(target: Path, journal: Journal) -> Path | None:
         except OSError:  # another process was first
             release_name(mine.name)
             continue
-        if journal.resume(mine):
-            logger.info("going on with %s, of which %d bytes are written", target, journal.nbytes)
+        if _resume(journal, mine, target):
             return mine
-        logger.warning(
-            "writing %s starts anew: what an interrupted run has left is of another source or of other options", target
-        )
         discard_staging(mine)
     return None
+
+
+def adopt_upload(
+    target: RemotePath, found: Collection[str], journal: Journal, open_folder: Callable[[str], RemoteFolder]
+) -> str:
+    """Take over what a killed process was sending to a URL, as :func:`adopt_staging` does; return the save's id.
+
+    ``found`` are the names of all objects there. It is ``""`` if there is nothing to go on with.
+    """
+    marks = {name for name in found if is_mark(name)}
+    is_first = MARKER_NAME not in found  # else it was overwriting, in a generation
+    for save_id in filter(None, map(parse_in_progress, sorted(marks))):
+        claim = Claim(target, save_id)
+        within = "" if is_first else f"{generation_name(save_id)}/"
+        if f"{within}{FIRST_LINE}" not in found or (is_first and marks - {CLAIM, claim.in_progress}):
+            continue
+        if not claim.take_over():
+            continue
+        folder = target.folder if is_first else open_folder(f"{target.url}/{generation_name(save_id)}")
+        if _resume(journal, RemotePath(folder), target):
+            return save_id
+        target.delete_all({name for name in without_others(found) - marks if name.startswith(within)})
+        target.delete_all({claim.in_progress, *([CLAIM] if is_first else [])})  # last: until then the rest is known
+    return ""
+
+
+def _resume(journal: Journal, folder: Path, target: Path) -> bool:
+    """Return whether the journal goes on with a folder; log which."""
+    if journal.resume(folder):
+        logger.info("going on with %s, of which %d bytes are written", target, journal.nbytes)
+        return True
+    logger.warning(
+        "writing %s starts anew: what an interrupted run has left is of another source or of other options", target
+    )
+    return False

@@ -34,7 +34,7 @@ def open_writer(folder: Path, journal: Journal | None = None) -> CheckpointWrite
     """
     if journal is None:
         return CheckpointWriter(folder, 0, memory_budget=LEAST_WRITING)
-    return ResumableWriter(folder, journal, memory_budget=LEAST_WRITING)
+    return ResumableWriter(journal, folder, memory_budget=LEAST_WRITING)
 
 
 def write_blocks(writer: CheckpointWriter, name: str, layout: FileLayout, checkpoint: OpenCheckpoint) -> None:
