@@ -222,6 +222,13 @@ class Upload:
         except CheckpointingException as exc:
             logger.warning("%s, which is no longer needed", exc)
 
+    def release(self) -> None:
+        """Give the folder free, if it was taken: what is there is complete without a marker."""
+        if self.save_id:
+            self._delete(self._claim.names)
+        self._committed = True
+        self.close()
+
     def close(self) -> None:
         """Remove the spool directory."""
         if "spool" in vars(self):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.commit import is_under_way
 from shardckpt.engine import (
     find_saver,
     locate,
@@ -289,8 +290,9 @@ def _find_assets(
     source = locate(old, plugins)
     if to != FOLDER or assets is not None or is_renamed or prefix or mapping or lacks_directory(source):
         return assets
+    target = locate(new, plugins)
     if (
-        is_there(locate(new, plugins) / CONFIG)
+        (is_there(target / CONFIG) and not is_under_way(target))  # else a killed conversion has left it
         or not is_there(source / CONFIG)
         or read_hub_config(source, plugins) is None
     ):
