@@ -65,6 +65,8 @@ class Claim:
         self.in_progress = in_progress_name(save_id)
         self._save_id = save_id
         self._text = b""
+        #: The store's tag of the in-progress object of a dead process.
+        self._tag: object = None
 
     def take(self) -> None:
         """Create the claim, where the store has conditional writes; StorageError names another save that has it."""
@@ -96,18 +98,21 @@ class Claim:
         """Write the in-progress object: from now on other saves see this one by a listing."""
         (self._target / self.in_progress).write(_introduce(self._save_id))
 
-    def take_over(self) -> bool:
-        """Make the in-progress object of a dead process this one's; return False if another process has it.
+    def can_take_over(self) -> bool:
+        """Whether the process that has written the in-progress object has certainly ended; :meth:`take_over` follows.
 
-        Only where the store replaces an object on a condition: of two processes that try at once one succeeds.
+        Only where the store replaces an object on a condition: else two processes could go on with the same.
         """
-        path = self._target / self.in_progress
-        text, tag = path.read_tagged()
-        found, mine = parse_introduction(text), _introduce(self._save_id)
-        if tag is None or found is None or found[0].is_alive() is not False:
-            return False
+        text, self._tag = (self._target / self.in_progress).read_tagged()
+        found = parse_introduction(text)
+        return self._tag is not None and found is not None and found[0].is_alive() is False
+
+    def take_over(self) -> None:
+        """Make the in-progress object of a dead process this one's, unless another process was first."""
+        path, text = self._target / self.in_progress, _introduce(self._save_id)
         # the second: an attempt of ours had replaced it, and its answer was lost
-        return path.replace_tagged(mine, tag) or path.read_tagged()[0] == mine
+        if not path.replace_tagged(text, self._tag) and path.read_tagged()[0] != text:
+            raise self.make_error([self.in_progress])
 
     def is_anothers(self, found: Collection[str]) -> bool:
         """Whether another save has begun in the folder since, judged by a listing."""

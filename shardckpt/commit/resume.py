@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from typing import TYPE_CHECKING
 
-from shardckpt.commit.claim import CLAIM, Claim, is_mark, parse_in_progress, without_others
+from shardckpt.commit.claim import CLAIM, Claim, is_mark, parse_in_progress
 from shardckpt.commit.commit import discard_staging, list_staging_directories, staging_path
 from shardckpt.commit.owner import claim_name, release_name
 from shardckpt.commit.staging_names import STAGING, get_save_id, parse_temporary
+from shardckpt.commit.unfinished import find_unfinished, remove_unfinished, why_unfinished_kept
 from shardckpt.manifest import MARKER_NAME, generation_name
 from shardckpt.storage import FIRST_LINE, JOURNAL_NAME, Journal, RemotePath, is_there
 
@@ -52,22 +54,26 @@ def adopt_upload(
 ) -> str:
     """Take over what a killed process was sending to a URL, as :func:`adopt_staging` does; return the save's id.
 
-    ``found`` are the names of all objects there. It is ``""`` if there is nothing to go on with.
+    ``found`` are the names of all objects there. It is ``""`` if there is nothing to go on with; what a dead process
+    has left of a first conversion is then removed.
     """
     marks = {name for name in found if is_mark(name)}
     is_first = MARKER_NAME not in found  # else it was overwriting, in a generation
     for save_id in filter(None, map(parse_in_progress, sorted(marks))):
-        claim = Claim(target, save_id)
-        within = "" if is_first else f"{generation_name(save_id)}/"
-        if f"{within}{FIRST_LINE}" not in found or (is_first and marks - {CLAIM, claim.in_progress}):
+        generation, claim = generation_name(save_id), Claim(target, save_id)
+        within = "" if is_first else f"{generation}/"
+        is_alone = not is_first or marks <= {CLAIM, claim.in_progress}
+        # a generation with a marker may be the checkpoint already
+        if f"{within}{FIRST_LINE}" not in found or f"{within}{MARKER_NAME}" in found or not is_alone:
             continue
-        if not claim.take_over():
-            continue
-        folder = target.folder if is_first else open_folder(f"{target.url}/{generation_name(save_id)}")
-        if _resume(journal, RemotePath(folder), target):
+        folder = target.folder if is_first else open_folder(f"{target.url}/{generation}")
+        if claim.can_take_over() and _resume(journal, RemotePath(folder), target):
+            claim.take_over()
             return save_id
-        target.delete_all({name for name in without_others(found) - marks if name.startswith(within)})
-        target.delete_all({claim.in_progress, *([CLAIM] if is_first else [])})  # last: until then the rest is known
+    if is_first and (FIRST_LINE in found or marks.issuperset(found)):
+        unfinished = find_unfinished(target)
+        if unfinished is not None and not why_unfinished_kept(unfinished, math.inf):
+            remove_unfinished(unfinished)
     return ""
 
 

@@ -77,6 +77,8 @@ class Upload:
         self.save_id = ""
         #: Names of this rank's objects that were streamed, and so are not in the spool directory.
         self.streamed: set[str] = set()
+        #: The journal of what is sent, if another process may go on with it.
+        self._journal: Journal | None = None
         self._handed_over = False
         self._marking = False
         self._committed = False
@@ -95,6 +97,7 @@ class Upload:
         """
         adopted = "" if journal is None else self._adopt(journal, overwrite=overwrite)
         self._begin(adopted or save_id, overwrite=overwrite, is_adopted=bool(adopted))
+        self._journal = journal
         if journal is not None and not adopted:
             journal.begin(self.target)
 
@@ -216,16 +219,16 @@ class Upload:
         self._committed = True
         try:
             if self._replacement is not None:
-                self._replacement.finish(self._claim.names)
+                self._replacement.finish(self._list_marks())
             else:
-                self._delete(self._claim.names)
+                self._delete(self._list_marks())
         except CheckpointingException as exc:
             logger.warning("%s, which is no longer needed", exc)
 
     def release(self) -> None:
         """Give the folder free, if it was taken: what is there is complete without a marker."""
         if self.save_id:
-            self._delete(self._claim.names)
+            self._delete(self._list_marks())
         self._committed = True
         self.close()
 
@@ -262,6 +265,10 @@ class Upload:
         if main:
             for name in self._claim.list_own(found):
                 self._delete([name])
+
+    def _list_marks(self) -> list[str]:
+        """Return what a save that has ended needs no longer, the in-progress object last."""
+        return [*(() if self._journal is None else self._journal.names), *self._claim.names]
 
     @functools.cached_property
     def _claim(self) -> Claim:

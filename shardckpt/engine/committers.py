@@ -287,8 +287,6 @@ class StoreCommitter(Committer):
         if check is not None:
             self._fetch_record(writer)
             check(self._upload.spool, self._upload.target)
-        if self._journal is not None:
-            self._journal.end()
         self._upload.commit(files + added, writer.marker)
 
     def close(self) -> None:

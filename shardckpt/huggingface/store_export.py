@@ -66,8 +66,6 @@ class StoreExport(FolderExport):
                         (self._store / name).write(content)
                     if self.check is not None:
                         self.check(self.target)
-                    if self.journal is not None:
-                        self.journal.end()
                     upload.release()
         except BaseException:
             self._delete(written)

@@ -8,17 +8,18 @@ object there is one line, when the store has all of it.
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import StorageError
 from shardckpt.storage.abilities import find_ability, has_local_files
 from shardckpt.storage.journal_log import open_log
+from shardckpt.storage.places import remove_file
 from shardckpt.storage.remote import HasFolders
 from shardckpt.storage.store_abilities import ReplacesObjects, StreamsWrites
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from shardckpt.storage.journal_log import JournalLog
 
@@ -60,6 +61,7 @@ class Journal:
         self._collect = collect
         self._lock = threading.Lock()
         self._log: JournalLog | None = None
+        self._folder = Path()
         #: What an earlier process has written of each file.
         self.files: dict[str, FileProgress] = {}
         #: What ``collect`` has returned for each line of the earlier process.
@@ -74,7 +76,7 @@ class Journal:
 
     def begin(self, folder: Path) -> None:
         """Begin the journal of a new staging directory, or of a folder on a store."""
-        self._log = open_log(folder)
+        self._folder, self._log = folder, open_log(folder)
         self._log.begin()
         self._log.append({"identity": self._identity})
 
@@ -95,7 +97,8 @@ class Journal:
             files[line["file"]] = before.extend(progress) if before else progress
         if not log.go_on({name: progress.position for name, progress in files.items()}):
             return False
-        self._log, self.files, self.collected = log, files, [line["collected"] for line in lines[1:]]
+        self._folder, self._log = folder, log
+        self.files, self.collected = files, [line["collected"] for line in lines[1:]]
         return True
 
     def note(self, file: str, progress: FileProgress) -> None:
@@ -111,10 +114,16 @@ class Journal:
             f"{path}: what an interrupted run has left is damaged, or does not belong to what is written now"
         )
 
+    @property
+    def names(self) -> list[str]:
+        """The names of what it has in its folder."""
+        return [] if self._log is None else self._log.names
+
     def end(self) -> None:
-        """Remove the journal: all files are complete."""
-        if self._log is not None:
-            self._log.remove()
+        """Remove the journal of a directory: all files are complete. On a store it goes with what marks the save."""
+        self.close()
+        for name in self.names:
+            remove_file(self._folder / name)
 
     def close(self) -> None:
         """Close it; may be called twice."""

@@ -48,9 +48,10 @@ class JournalLog(ABC):
     def append(self, line: dict[str, Any]) -> None:
         """Add a line."""
 
+    @property
     @abstractmethod
-    def remove(self) -> None:
-        """Remove the journal."""
+    def names(self) -> list[str]:
+        """The names of what it has in the folder."""
 
     def close(self) -> None:  # noqa: B027 - objects need none of it
         """Close what is open; may be called twice."""
@@ -106,11 +107,10 @@ class FileLog(JournalLog):
         write_all(self._fd, self._path, memoryview(data), self._size)
         self._size += len(data)
 
-    def remove(self) -> None:
-        """Close and remove the file."""
-        self.close()
-        with wrap_os_errors("remove", self._path):
-            self._path.unlink(missing_ok=True)
+    @property
+    def names(self) -> list[str]:
+        """The file's name."""
+        return [JOURNAL_NAME]
 
     def close(self) -> None:
         """Close the file."""
@@ -149,13 +149,18 @@ class ObjectLog(JournalLog):
         (self._folder / name).write(_encode(line))
         self._names.append(name)
 
-    def remove(self) -> None:
-        """Delete the objects."""
-        self._folder.delete_all(self._names)
-        self._names.clear()
+    @property
+    def names(self) -> list[str]:
+        """The objects' names."""
+        return list(self._names)
 
     def _next_name(self) -> str:
         return f"{JOURNAL_NAME}-{len(self._names)}"
+
+
+def is_journal(name: str) -> bool:
+    """Return whether a file or object is a journal, or a line of one."""
+    return name.partition("-")[0] == JOURNAL_NAME
 
 
 def open_log(folder: Path) -> JournalLog:
