@@ -68,7 +68,8 @@ class StoreExport(FolderExport):
                         self.check(self.target)
                     upload.release()
         except BaseException:
-            self._delete(written)
+            if not upload.save_id:  # else all of the URL is this export's, unless another has taken it
+                self._delete(written)
             upload.abort(main=comm.is_main)
             raise
 

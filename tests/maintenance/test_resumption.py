@@ -15,7 +15,7 @@ from shardckpt.chunks import files
 from shardckpt.commit.claim import Claim
 from shardckpt.engine import open_folder, prune_leftovers
 from shardckpt.errors import StorageError
-from shardckpt.maintenance import ConversionReport, convert_checkpoint, get_exit_code, verify_checkpoint
+from shardckpt.maintenance import ConversionReport, convert_checkpoint, get_exit_code, open_any, verify_checkpoint
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import RemotePath, resumable
 from tests.commit import owners
@@ -143,9 +143,11 @@ def test_a_killed_conversion_goes_on(make: Any, to: str, is_overwrite: bool, ste
         if is_overwrite:
             target.convert()
         was_killed = target.kill(at, overwrite=is_overwrite)
+        if not is_overwrite and "metadata.json" in target.folder.tree():
+            prune_leftovers(target.place.url)  # it had committed
         has_marker = any(name.endswith("/metadata.json") for name in target.folder.tree())
         noted = {} if has_marker else target.list_noted()  # it may be the checkpoint already
-        if is_overwrite or target.read() != whole:  # else it had committed
+        if is_overwrite or target.read() != whole:
             report = target.convert(overwrite=is_overwrite)
             assert report.resumed == sum(noted.values())
             assert not {name.rpartition("/")[2] for name in noted} & set(target.begun)
@@ -155,6 +157,20 @@ def test_a_killed_conversion_goes_on(make: Any, to: str, is_overwrite: bool, ste
             break
         at += step
     assert most > 8 * MIB
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf"])
+def test_it_goes_on_after_each_kill(make: Any, to: str) -> None:
+    """Killed again and again, a conversion has more each time, and ends."""
+    target: Target = make(to)
+    found = []
+    while target.kill(28):
+        found.append(sum(target.list_noted().values()))
+    assert len(found) > 2
+    assert found == sorted(set(found))
+    assert not [name for name in target.folder.tree() if ".journal" in name or ".shardckpt" in name]
+    with open_any(target.source) as old, open_any(target.place.url) as new:
+        assert all(new[key].read().equal(old[key].read()) for key in old)
 
 
 @table(
