@@ -63,6 +63,8 @@ class PlanContext:
         lineage: The checkpoint that the job was resumed from, and the step of the training, as far as the caller gave
             them. ``shardckpt.json`` has them; a format may also store them itself.
         is_streamed: Whether files go to a store while they are written, so that a directory says nothing about speed.
+        file_bytes: Bytes of a data file, about, where a file that is complete is not written again after a kill; 0 for
+            files of any size.
     """
 
     comm: Comm
@@ -71,6 +73,7 @@ class PlanContext:
     staging: Path | None = None
     lineage: Lineage = field(default_factory=Lineage)
     is_streamed: bool = False
+    file_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -380,6 +380,8 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
             return self.encode_common(common, context) if context.comm.is_main else b""
 
     def _count_files(self, nbytes: int, context: PlanContext) -> int:
+        if context.file_bytes:
+            return max(1, -(-nbytes // context.file_bytes))
         # the parts of an object are sent at a time: several objects would only take more memory
         return count_files(self._files, nbytes, None if context.is_streamed else context.staging)
 

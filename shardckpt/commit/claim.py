@@ -21,6 +21,7 @@ from shardckpt.manifest import (
     MARKER_NAME,
     RECORD_LIMIT,
     RECORD_NAME,
+    SAVE_ID,
     Marker,
     Record,
     find_generation,
@@ -64,6 +65,8 @@ class Claim:
         self.in_progress = in_progress_name(save_id)
         self._save_id = save_id
         self._text = b""
+        #: The store's tag of the in-progress object of a dead process.
+        self._tag: object = None
 
     def take(self) -> None:
         """Create the claim, where the store has conditional writes; StorageError names another save that has it."""
@@ -94,6 +97,22 @@ class Claim:
     def announce(self) -> None:
         """Write the in-progress object: from now on other saves see this one by a listing."""
         (self._target / self.in_progress).write(_introduce(self._save_id))
+
+    def can_take_over(self) -> bool:
+        """Whether the process that has written the in-progress object has certainly ended; :meth:`take_over` follows.
+
+        Only where the store replaces an object on a condition: else two processes could go on with the same.
+        """
+        text, self._tag = (self._target / self.in_progress).read_tagged()
+        found = parse_introduction(text)
+        return self._tag is not None and found is not None and found[0].is_alive() is False
+
+    def take_over(self) -> None:
+        """Make the in-progress object of a dead process this one's, unless another process was first."""
+        path, text = self._target / self.in_progress, _introduce(self._save_id)
+        # the second: an attempt of ours had replaced it, and its answer was lost
+        if not path.replace_tagged(text, self._tag) and path.read_tagged()[0] != text:
+            raise self.make_error([self.in_progress])
 
     def is_anothers(self, found: Collection[str]) -> bool:
         """Whether another save has begun in the folder since, judged by a listing."""
@@ -136,6 +155,12 @@ class Claim:
 def in_progress_name(save_id: str) -> str:
     """Return the name of the in-progress object of a save."""
     return f"{_UNDER_WAY}{save_id}"
+
+
+def parse_in_progress(name: str) -> str:
+    """Return the id of the save that has an in-progress object; ``""`` for any other name."""
+    save_id = name.removeprefix(_UNDER_WAY)
+    return save_id if name == in_progress_name(save_id) and re.match(SAVE_ID, save_id) else ""
 
 
 def is_mark(name: str) -> bool:

@@ -67,7 +67,7 @@ class Replacement:
         self.may_be_switched = False
 
     def begin(self, found: Collection[str]) -> None:
-        """Claim the URL.
+        """Claim the URL; ``found`` are all objects there, among them those of the save that a dead process has begun.
 
         It is a StorageError if another save is under way there, or nothing says which objects are the checkpoint's.
         """
@@ -80,11 +80,12 @@ class Replacement:
                 "says which objects an overwrite would have to remove; give another URL, or delete the objects there "
                 "first"
             )
-        marks = {name for name in found if is_mark(name)}
+        marks = {name for name in found if is_mark(name)} - {self._claim.in_progress}
         overruled = self._overrule(marks)
         if overruled == self._dead:
             # a save that has died may also have left what it had replaced; of one that may live nothing is deleted
-            self._needless = {folder for name in found if (folder := find_generation(name))} - {self._old_generation}
+            self._needless = {folder for name in found if (folder := find_generation(name))}
+            self._needless -= {self._old_generation, generation_name(self._save_id)}
         else:
             self._dead.clear()  # left to a prune
         self._claim = Claim(self._target, self._save_id, overruled)

@@ -1,18 +1,25 @@
-"""Take over the staging directory that a killed process has left, with its journal, to go on from there."""
+"""Take over what a killed process has left, a staging directory or objects, with its journal, to go on from there."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 from typing import TYPE_CHECKING
 
+from shardckpt.commit.claim import CLAIM, Claim, is_mark, parse_in_progress
 from shardckpt.commit.commit import discard_staging, list_staging_directories, staging_path
 from shardckpt.commit.owner import claim_name, release_name
 from shardckpt.commit.staging_names import STAGING, get_save_id, parse_temporary
-from shardckpt.storage import JOURNAL_NAME, Journal, is_there
+from shardckpt.commit.unfinished import find_unfinished, remove_unfinished, why_unfinished_kept
+from shardckpt.manifest import MARKER_NAME, generation_name
+from shardckpt.storage import FIRST_LINE, JOURNAL_NAME, Journal, RemotePath, is_there
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
     from pathlib import Path
+
+    from shardckpt.storage import RemoteFolder
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +43,46 @@ def adopt_staging(target: Path, journal: Journal) -> Path | None:
         except OSError:  # another process was first
             release_name(mine.name)
             continue
-        if journal.resume(mine):
-            logger.info("going on with %s, of which %d bytes are written", target, journal.nbytes)
+        if _resume(journal, mine, target):
             return mine
-        logger.warning(
-            "writing %s starts anew: what an interrupted run has left is of another source or of other options", target
-        )
         discard_staging(mine)
     return None
+
+
+def adopt_upload(
+    target: RemotePath, found: Collection[str], journal: Journal, open_folder: Callable[[str], RemoteFolder]
+) -> str:
+    """Take over what a killed process was sending to a URL, as :func:`adopt_staging` does; return the save's id.
+
+    ``found`` are the names of all objects there. It is ``""`` if there is nothing to go on with; what a dead process
+    has left of a first conversion is then removed.
+    """
+    marks = {name for name in found if is_mark(name)}
+    is_first = MARKER_NAME not in found  # else it was overwriting, in a generation
+    for save_id in filter(None, map(parse_in_progress, sorted(marks))):
+        generation, claim = generation_name(save_id), Claim(target, save_id)
+        within = "" if is_first else f"{generation}/"
+        is_alone = not is_first or marks <= {CLAIM, claim.in_progress}
+        # a generation with a marker may be the checkpoint already
+        if f"{within}{FIRST_LINE}" not in found or f"{within}{MARKER_NAME}" in found or not is_alone:
+            continue
+        folder = target.folder if is_first else open_folder(f"{target.url}/{generation}")
+        if claim.can_take_over() and _resume(journal, RemotePath(folder), target):
+            claim.take_over()
+            return save_id
+    if is_first and (FIRST_LINE in found or marks.issuperset(found)):
+        unfinished = find_unfinished(target)
+        if unfinished is not None and not why_unfinished_kept(unfinished, math.inf):
+            remove_unfinished(unfinished)
+    return ""
+
+
+def _resume(journal: Journal, folder: Path, target: Path) -> bool:
+    """Return whether the journal goes on with a folder; log which."""
+    if journal.resume(folder):
+        logger.info("going on with %s, of which %d bytes are written", target, journal.nbytes)
+        return True
+    logger.warning(
+        "writing %s starts anew: what an interrupted run has left is of another source or of other options", target
+    )
+    return False

@@ -21,7 +21,7 @@ from shardckpt.commit.generations import delete_first, delete_generations, list_
 from shardckpt.commit.removal import delete_checkpoint
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.manifest import MARKER_NAME, Marker, find_generation
-from shardckpt.storage import attempt, list_names, list_objects, on_store
+from shardckpt.storage import attempt, is_journal, list_names, list_objects, on_store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -99,7 +99,9 @@ def _list_needless(path: RemotePath, tree: Mapping[str, int], generation: str | 
     """Return the objects of a complete checkpoint's URL that no load needs: those of other generations, and marks."""
     if generation is None:
         return set()
-    others = {name for name in tree if find_generation(name) not in ("", generation)}
+    # the journal of a conversion, at the URL or in its generation
+    others = {name for name in tree if is_journal(name.removeprefix(f"{generation}/"))}
+    others |= {name for name in tree if find_generation(name) not in ("", generation)}
     if not generation:
         return others
     marks = {

@@ -36,6 +36,7 @@ from shardckpt.commit.claim import (
 from shardckpt.commit.holds import hold_place
 from shardckpt.commit.leftovers import create_spool
 from shardckpt.commit.replacement import Replacement
+from shardckpt.commit.resume import adopt_upload
 from shardckpt.errors import CheckpointingException, StorageError, format_many
 from shardckpt.manifest import MARKER_NAME, generation_name
 from shardckpt.storage import (
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.manifest import FileRecord
-    from shardckpt.storage import ObjectWriter, RemoteFolder
+    from shardckpt.storage import Journal, ObjectWriter, RemoteFolder
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ class Upload:
         self.save_id = ""
         #: Names of this rank's objects that were streamed, and so are not in the spool directory.
         self.streamed: set[str] = set()
+        #: The journal of what is sent, if another process may go on with it.
+        self._journal: Journal | None = None
         self._handed_over = False
         self._marking = False
         self._committed = False
@@ -85,12 +88,26 @@ class Upload:
         """The local directory to which this rank writes its files before they are uploaded; made when first needed."""
         return create_spool()
 
-    def begin(self, save_id: str, *, overwrite: bool) -> None:
+    def begin(self, save_id: str, *, overwrite: bool, journal: Journal | None = None) -> None:
         """Take the folder for this save; only the main rank calls it.
 
         ``overwrite`` permits it to delete the objects of a save that never ended. Objects that may not be deleted are a
-        StorageError, a lease or a pin of the checkpoint there is a CheckpointingException.
+        StorageError, a lease or a pin of the checkpoint there is a CheckpointingException. With a journal it goes on
+        with what a killed process has sent, under that one's id, if it was sending the same.
         """
+        adopted = "" if journal is None else self._adopt(journal, overwrite=overwrite)
+        self._begin(adopted or save_id, overwrite=overwrite, is_adopted=bool(adopted))
+        self._journal = journal
+        if journal is not None and not adopted:
+            journal.begin(self.target)
+
+    def _adopt(self, journal: Journal, *, overwrite: bool) -> str:
+        found = list_objects(self._folder)
+        if self._open_folder is None or (MARKER_NAME in found and not overwrite):
+            return ""
+        return adopt_upload(self._checkpoint, found, journal, self._open_folder)
+
+    def _begin(self, save_id: str, *, overwrite: bool, is_adopted: bool) -> None:
         found = set(list_objects(self._folder))
         if overwrite and MARKER_NAME in found and self._open_folder is not None:
             # removals look for the in-progress object under a mark of theirs, which this one sees
@@ -104,6 +121,24 @@ class Upload:
                     # no claim: no other save has a folder with the save's id in its name
                     self._claim.announce()
                     return
+        claim = Claim(self.target, save_id)
+        if is_adopted:
+            self._delete([CLAIM])  # of the process that died
+        else:
+            self._clear(found, claim, overwrite=overwrite)
+        claim.take()
+        self.save_id, self._claim = save_id, claim
+        # Two saves that begin at once may both have seen an empty folder. Each finds the other's in-progress object in
+        # commit(), and then neither commits.
+        claim.announce()
+        # the first listing may be older than a save that began and ended since: its files have the names of this one's,
+        # which would replace them. Whoever begins from here on finds the in-progress object
+        found = set(list_objects(self._folder))
+        if self._is_anothers(found):
+            raise claim.make_error(found)
+
+    def _clear(self, found: set[str], claim: Claim, *, overwrite: bool) -> None:
+        """Delete the objects of a save that never ended, if that is permitted, or raise."""
         left = set(filter(is_mark, found))
         if overwrite and found and not left:
             raise StorageError(
@@ -115,7 +150,6 @@ class Upload:
                 f"{self.target} is not empty: give another URL, or pass overwrite=True (the command: --overwrite) to "
                 "replace a checkpoint that is there; what is none, delete first"
             )
-        claim = Claim(self.target, save_id)
         if found and not overwrite:
             many, other = format_many(len(found), "object"), claim.describe_other(found)
             raise StorageError(
@@ -130,16 +164,6 @@ class Upload:
             )
         self._delete(found - left)
         self._delete(left)  # last: after a crash in between, the rest is still known as that of an unfinished save
-        claim.take()
-        self.save_id, self._claim = save_id, claim
-        # Two saves that begin at once may both have seen an empty folder. Each finds the other's in-progress object in
-        # commit(), and then neither commits.
-        claim.announce()
-        # the first listing may be older than a save that began and ended since: its files have the names of this one's,
-        # which would replace them. Whoever begins from here on finds the in-progress object
-        found = set(list_objects(self._folder))
-        if self._is_anothers(found):
-            raise claim.make_error(found)
 
     def join(self, save_id: str, *, is_replacing: bool) -> None:
         """Take part in a save that the main rank has begun."""
@@ -195,11 +219,18 @@ class Upload:
         self._committed = True
         try:
             if self._replacement is not None:
-                self._replacement.finish(self._claim.names)
+                self._replacement.finish(self._list_marks())
             else:
-                self._delete(self._claim.names)
+                self._delete(self._list_marks())
         except CheckpointingException as exc:
             logger.warning("%s, which is no longer needed", exc)
+
+    def release(self) -> None:
+        """Give the folder free, if it was taken: what is there is complete without a marker."""
+        if self.save_id:
+            self._delete(self._list_marks())
+        self._committed = True
+        self.close()
 
     def close(self) -> None:
         """Remove the spool directory."""
@@ -234,6 +265,10 @@ class Upload:
         if main:
             for name in self._claim.list_own(found):
                 self._delete([name])
+
+    def _list_marks(self) -> list[str]:
+        """Return what a save that has ended needs no longer, the in-progress object last."""
+        return [*(() if self._journal is None else self._journal.names), *self._claim.names]
 
     @functools.cached_property
     def _claim(self) -> Claim:

@@ -138,7 +138,7 @@ def make_committer(
     """Return the committer of a target; nothing is opened or written yet."""
     if (remote := on_store(target)) is None:
         return DirectoryCommitter(target, plugins, overwrite=overwrite, journal=journal)
-    return StoreCommitter(remote, plugins, overwrite=overwrite, memory_budget=memory_budget)
+    return StoreCommitter(remote, plugins, overwrite=overwrite, journal=journal, memory_budget=memory_budget)
 
 
 class DirectoryCommitter(Committer):
@@ -205,8 +205,9 @@ class DirectoryCommitter(Committer):
 class StoreCommitter(Committer):
     """Each rank streams its files to a store, or uploads them from a directory of its own; the marker comes last.
 
-    ``overwrite`` permits it to replace a checkpoint there, or what an interrupted save has left. ``memory_budget``:
-    bytes that this rank may hold at a time in addition to the tensors; None: as many as are fast.
+    ``overwrite`` permits it to replace a checkpoint there, or what an interrupted save has left. The journal is as for
+    :class:`DirectoryCommitter`. ``memory_budget``: bytes that this rank may hold at a time in addition to the tensors;
+    None: as many as are fast.
     """
 
     def __init__(
@@ -215,9 +216,11 @@ class StoreCommitter(Committer):
         plugins: PluginManager,
         *,
         overwrite: bool,
+        journal: Journal | None,
         memory_budget: int | None,
     ) -> None:
         super().__init__()
+        self._journal = journal
         self._folder = target.folder
         self._upload = Upload(target.folder, self._open_folder)
         self._plugins = plugins
@@ -242,9 +245,8 @@ class StoreCommitter(Committer):
 
     def begin(self) -> Begun:
         """Take the URL."""
-        save_id = new_save_id()
-        self._upload.begin(save_id, overwrite=self._overwrite)
-        return Begun(save_id, Owner.current(), self._upload.is_replacing)
+        self._upload.begin(new_save_id(), overwrite=self._overwrite, journal=self._journal)
+        return Begun(self._upload.save_id, Owner.current(), self._upload.is_replacing)
 
     def join(self, save_id: str, owner: Owner, *, is_replacing: bool) -> None:  # noqa: ARG002 - as the interface
         """Save to the URL, or to the generation below it."""

@@ -107,7 +107,7 @@ class Transaction:
     Args:
         overwrite: Whether ``target`` may have a checkpoint, or other files; at a URL, a checkpoint or what an
             interrupted save has left.
-        journal: The journal of what one process writes to a directory, if another may go on with it after a kill.
+        journal: The journal of what one process writes, if another may go on with it after a kill.
         check: Called on the main rank when all is written and nothing is committed: with a directory that has the
             record and ``metadata.json``, and the place of all other files, which is the same directory or the target's
             URL. If it raises, nothing is committed.
@@ -198,16 +198,8 @@ class Transaction:
         """Return a new writer of this rank's files; it may fail on one rank, as in :meth:`Comm.local_phase`."""
         comm = self.operation.comm
         with comm.local_phase("starting the file threads"):
-            if self._journal is not None:
-                return ResumableWriter(
-                    self.staging or Path(),
-                    self._journal,
-                    algorithm=self.algorithm,
-                    author=self.operation.strategy,
-                    fingerprints=self.fingerprints,
-                    memory_budget=self.memory_budget,
-                )
-            writer = self._writer = CheckpointWriter(
+            kind = CheckpointWriter if self._journal is None else partial(ResumableWriter, self._journal)
+            writer = self._writer = kind(
                 self.staging or Path(),
                 comm.rank,
                 sha256=self.sha256,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardckpt.engine import OpenCheckpoint
     from shardckpt.huggingface.header import FileLayout, TensorSpan
     from shardckpt.mapping import ShardedBase, ShardedTensor
-    from shardckpt.storage import Journal
+    from shardckpt.storage import Journal, StreamsWrites
 
 #: Bytes that are loaded at a time: a multiple of 8, so that no element is cut.
 BLOCK_BYTES = 8 << 20
@@ -27,14 +27,18 @@ BLOCK_BYTES = 8 << 20
 WRITER_BYTES: int = 3 * BLOCK_BYTES
 
 
-def open_writer(folder: Path, journal: Journal | None = None) -> CheckpointWriter:
-    """Return a writer of files of tensors in a folder of this machine.
+def open_writer(
+    folder: Path,
+    journal: Journal | None = None,
+    store: StreamsWrites | None = None,
+    memory_budget: int | None = LEAST_WRITING,
+) -> CheckpointWriter:
+    """Return a writer of files of tensors in a folder of this machine, or on a store.
 
     ``journal`` has what is written, if another process may go on with it after a kill.
     """
-    if journal is None:
-        return CheckpointWriter(folder, 0, memory_budget=LEAST_WRITING)
-    return ResumableWriter(folder, journal, memory_budget=LEAST_WRITING)
+    kind = CheckpointWriter if journal is None else partial(ResumableWriter, journal)
+    return kind(folder, 0, store=store, memory_budget=memory_budget)
 
 
 def write_blocks(writer: CheckpointWriter, name: str, layout: FileLayout, checkpoint: OpenCheckpoint) -> None:

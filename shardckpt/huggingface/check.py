@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
 from shardckpt.huggingface.folder import (
-    find_only_file,
+    find_files,
     parse_object,
     parse_text,
     read_head,
@@ -36,7 +36,7 @@ def check_folder(folder: Path) -> dict[str, CheckpointingException | None]:
     promised: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         promised.setdefault(file, []).append(name)
-    files = promised or {find_only_file(folder): []}
+    files = promised or {file: [] for file in find_files(folder)}
     found = {
         file: find_error(check_weights, resolve_link(folder, file), names) for file, names in sorted(files.items())
     }

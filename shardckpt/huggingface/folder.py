@@ -22,7 +22,7 @@ from shardckpt.huggingface.names import (
     index_name,
     list_numbered_files,
 )
-from shardckpt.manifest import HUB_CONFIG, HUB_WEIGHTS, Rescue, lacks_weights
+from shardckpt.manifest import HUB_CONFIG, Rescue, lacks_weights
 from shardckpt.storage import (
     HEADER_LIMIT,
     LENGTH_BYTES,
@@ -165,8 +165,7 @@ def _read_folder(folder: Path, lost: dict[str, tuple[str, int | None]] | None) -
     """Read it; where ``lost`` is a dict, the tensors that are missing or cut are added to it."""
     faults: dict[str, str] = {}
     weight_map, origin = read_index(folder)
-    files = sorted(set(weight_map.values())) or (_find_unlisted(folder) if lost is not None else [])
-    files = files or [find_only_file(folder)]
+    files = sorted(set(weight_map.values())) or find_files(folder, is_rescue=lost is not None)
     if lost is None:
         heads = {file: read_head(resolve_link(folder, file)) for file in files}
     else:
@@ -248,24 +247,22 @@ def read_index(folder: Path, file_format: str = SAFETENSORS) -> tuple[dict[str, 
     return found, _find_origin(content.get("metadata"))
 
 
-def _find_unlisted(folder: Path) -> list[str]:
-    """Return the files of several whose index has been lost, if none of them has."""
-    return list_numbered_files(list_entries(folder)) if folder.is_dir() and not is_there(folder / HUB_WEIGHTS) else []
+def find_files(folder: Path, *, is_rescue: bool = False) -> list[str]:
+    """Return the names of the files of weights where there is no index: the one file, or that of an adapter.
 
-
-def find_only_file(folder: Path) -> str:
-    """Return the name of the one file of weights, or of an adapter's.
-
-    Several, whose index has been lost, are a CorruptCheckpointError.
+    Several, whose index has been lost, are a CorruptCheckpointError; of a rescue these, if none of them is lost.
     """
     (name,) = file_names(1, SAFETENSORS)
     if not is_there(folder / name):
-        if is_there(folder / ADAPTER_WEIGHTS):
-            return ADAPTER_WEIGHTS
         names = sorted(list_entries(folder)) if folder.is_dir() else []
+        numbered = list_numbered_files(names)
+        if is_rescue and numbered:
+            return numbered
+        if ADAPTER_WEIGHTS in names:
+            return [ADAPTER_WEIGHTS]
         if has_numbered_files(names):
             rest = "nothing says whether a file is missing: copy it from where the folder came from, or export again"
-            if list_numbered_files(names):
+            if numbered:
                 call = name_call("convert", folder, "NEW", "--to", "hf", "--skip-damaged")
                 rest = f"no file is missing, as their names count them: {call} writes the folder with a new one"
             raise CorruptCheckpointError(
@@ -281,7 +278,7 @@ def find_only_file(folder: Path) -> str:
             f"{folder} has neither {name} nor {index_name(SAFETENSORS)}: it is not a Hugging Face folder of "
             f"safetensors (found {found or 'nothing'})"
         )
-    return name
+    return [name]
 
 
 def _link_directory(folder: Path, real: Mapping[str, Path]) -> str:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import shutil
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
-from shardckpt.commit import create_spool, hold_place
+from shardckpt.commit import Upload, create_spool, hold_place, is_under_way, new_save_id
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.huggingface.blocks import open_writer, write_blocks
 from shardckpt.huggingface.folder import CONFIG
 from shardckpt.huggingface.folder_export import FolderExport
 from shardckpt.huggingface.names import SAFETENSORS, is_weights
+from shardckpt.manifest import MARKER_NAME
 from shardckpt.plugins import open_folder
 from shardckpt.storage import (
-    CheckpointWriter,
+    LEAST_WRITING,
     StreamsWrites,
+    find_ability,
     has_local_files,
     limit_uploads,
     list_objects,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.huggingface.hub_tensor import HubTensor
-    from shardckpt.storage import RemotePath
+    from shardckpt.storage import RemoteFolder, RemotePath
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +39,20 @@ class StoreExport(FolderExport):
 
     A store cannot exchange folders. So weights that are there are deleted first, and the index, or the only file, comes
     last: what a crash leaves is no folder that loads. ``check`` reads the complete folder; what it refuses is deleted.
+    A URL without files is taken as by a save: no other export begins there, and a prune finds what a kill leaves.
     """
 
     def run(self) -> None:
         """Make the place ready, write, and complete."""
         comm = self.operation.comm
-        with self.operation.local_phase("staging"):
-            limit_uploads(self._store.folder, self.writing)
-            if comm.is_main:
-                self._make_ready()
-        comm.sync_errors()
+        upload = Upload(self._store.folder, self._open_folder)
         written: list[str] = []
         try:
+            with self.operation.local_phase("staging"):
+                limit_uploads(self._store.folder, self.writing)
+                if comm.is_main:
+                    self._make_ready(upload)
+            comm.sync_errors()
             with self.operation.local_phase("writing"):
                 for name, tensors in self._choose_files():
                     written.append(name)
@@ -63,29 +66,39 @@ class StoreExport(FolderExport):
                         (self._store / name).write(content)
                     if self.check is not None:
                         self.check(self.target)
+                    upload.release()
         except BaseException:
-            self._delete(written)
+            if not upload.save_id:  # else all of the URL is this export's, unless another has taken it
+                self._delete(written)
+            upload.abort(main=comm.is_main)
             raise
 
     @property
     def _store(self) -> RemotePath:
         return cast("RemotePath", self.target)  # find_export has seen that it is one
 
-    def _make_ready(self) -> None:
-        """Delete the weights that are to be replaced, and write the other files; on the main rank."""
+    def _make_ready(self, upload: Upload) -> None:
+        """Take the URL, or delete the weights there that are to be replaced, and write the other files.
+
+        Only the main rank does it. A URL with files of others is not taken: a prune would remove them with the rest.
+        """
         found = list_objects(self._store.folder)
-        if found and not self.overwrite:
+        is_shared = bool(found) and (MARKER_NAME in found or not is_under_way(self._store.refresh()))
+        if is_shared and not self.overwrite:
             raise StorageError(
                 f"{self.target} is not empty: give another URL, or pass overwrite=True (--overwrite) to replace weights"
             )
         config = self._adapt_config()
-        with hold_place(self._store, partial(open_folder, plugins=self.operation.plugins)) if found else nullcontext():
-            self._refuse_checkpoint()
-            gone = self._choose_replaced(name for name in found if "/" not in name)
-            gone -= {path.name for path in self.options.assets}
-            # the index first: without it the other files are no folder
-            for name in sorted(gone, key=lambda name: not (is_weights(name) and name.endswith(".json"))):
-                (self._store / name).delete()
+        if is_shared:
+            with hold_place(self._store, self._open_folder):
+                self._refuse_checkpoint()
+                gone = self._choose_replaced(name for name in found if "/" not in name)
+                gone -= {path.name for path in self.options.assets}
+                # the index first: without it the other files are no folder
+                for name in sorted(gone, key=lambda name: not (is_weights(name) and name.endswith(".json"))):
+                    (self._store / name).delete()
+        else:
+            upload.begin(new_save_id(), overwrite=self.overwrite, journal=self.journal)
         if config is not None:
             (self._store / CONFIG).write(config)
         for path in self.options.assets:
@@ -94,18 +107,20 @@ class StoreExport(FolderExport):
 
     def _write_file(self, name: str, tensors: Sequence[HubTensor]) -> None:
         """Send a file: tensors while they are read, if the store takes streams."""
-        folder = self._store.folder
-        if self.plan.file_format == SAFETENSORS and isinstance(folder, StreamsWrites):
-            with CheckpointWriter(self.target, 0, store=folder, memory_budget=self.writing) as writer:
-                write_blocks(writer, name, self._lay_out(tensors), self.checkpoint)
-            return
         with _spool() as spool:
             if self.plan.file_format == SAFETENSORS:
-                with open_writer(spool) as writer:
+                store = find_ability(self._store, StreamsWrites)
+                budget = self.writing if store is not None else LEAST_WRITING
+                with open_writer(spool, self.journal, store, budget) as writer:
                     write_blocks(writer, name, self._lay_out(tensors), self.checkpoint)
+                if store is not None:
+                    return
             else:
                 self._pickle(spool / name, tensors)
             (self._store / name).upload(spool / name)
+
+    def _open_folder(self, url: str) -> RemoteFolder:
+        return open_folder(url, self.operation.plugins)
 
     def _delete(self, names: Sequence[str]) -> None:
         """Delete what this rank has written of an export that failed; raise nothing."""

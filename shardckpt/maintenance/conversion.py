@@ -55,7 +55,7 @@ from shardckpt.maintenance.tensor_boxes import DeferredBoxes, cut_tensors
 from shardckpt.manifest import CONTENT
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.plugins import Identity
-from shardckpt.storage import Journal, digest_vote, has_local_files
+from shardckpt.storage import Journal, can_resume, digest_vote, has_local_files
 from shardckpt.strategy import ReadsPlainObjects, SaveContext, SaveStrategy
 from shardckpt.validation import GivenShards, describe_shards, stored_key
 
@@ -237,7 +237,7 @@ class Conversion:
 
     def _make_journal(self, stored: SummedCheckpoint, written: object) -> Journal | None:
         """Return the journal of what is written; None if no other process could go on with it."""
-        if not (self.is_resumable and has_local_files(self.target)):
+        if not (self.is_resumable and can_resume(self.target)):
             return None
         source, options = self.identify(stored), self.options
         if not source:
@@ -415,6 +415,8 @@ class Conversion:
                 allow_globals=self.allow_globals,
                 staging=writer.directory,
                 lineage=lineage,
+                is_streamed=writer.is_streamed,
+                file_bytes=writer.file_bytes,
             )
             saver.save(shards, common, context)
             GivenShards(describe_shards(shards), saver).compare(writer.shards, comm)

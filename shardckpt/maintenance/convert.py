@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.commit import is_under_way
 from shardckpt.engine import (
     find_saver,
     locate,
@@ -84,9 +85,10 @@ def convert_checkpoint(
     and its fingerprints are compared with those of what was read. A checkpoint at ``new`` has those of tensors whose
     shapes stay, whether ``old`` has any or not.
 
-    What a killed conversion to a directory or file has left is gone on with, if it was on this host since its last
-    boot, of the same source, with the same options, and ``to`` is no strategy; the result is the same, but for the
-    save's id. Else it is removed, with a warning. The proof covers all.
+    What a killed conversion has left is gone on with, if it was on this host since its last boot, of the same source,
+    with the same options, and ``to`` is no strategy; the result is the same, but for the save's id. Else it is removed,
+    with a warning. At a URL these are the objects that are complete; there it starts anew where the store does not
+    stream writes or has no conditional ones, and over a Hugging Face folder. The proof covers all.
 
     Args:
         old: A checkpoint that an installed strategy reads, a Hugging Face folder, or a file of
@@ -289,8 +291,9 @@ def _find_assets(
     source = locate(old, plugins)
     if to != FOLDER or assets is not None or is_renamed or prefix or mapping or lacks_directory(source):
         return assets
+    target = locate(new, plugins)
     if (
-        is_there(locate(new, plugins) / CONFIG)
+        (is_there(target / CONFIG) and not is_under_way(target))  # else a killed conversion wrote it
         or not is_there(source / CONFIG)
         or read_hub_config(source, plugins) is None
     ):

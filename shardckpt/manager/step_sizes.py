@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from shardckpt.distributed import Comm
 from shardckpt.engine import EarlierSave, count_stored_bytes
 from shardckpt.errors import CheckpointingException
+from shardckpt.manifest import RECORD_NAME
 from shardckpt.plugins import choose_reader, hold_checkpoint
-from shardckpt.storage import CheckpointReader
+from shardckpt.storage import CheckpointReader, find_size
 from shardckpt.strategy import LoadContext
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class StepSizes:
         place, manifest = hold_checkpoint(directory, plugins)
         if manifest.record is None:
             return
-        self._nbytes = sum(manifest.record.list_files().values()) + len(manifest.record.dump())
+        self._nbytes = sum(manifest.record.list_files().values()) + find_size(place / RECORD_NAME)
         if free >= 2 * self._nbytes:  # there is space for all that a step has besides its tensors: read no index for it
             return
         with CheckpointReader(place, manifest, verify=False) as reader:

@@ -51,9 +51,12 @@ from shardckpt.storage.identity import has_changed as has_changed
 from shardckpt.storage.identity import is_of_save as is_of_save
 from shardckpt.storage.input_file import open_existing as open_existing
 from shardckpt.storage.input_file import read_file as read_file
-from shardckpt.storage.journal import JOURNAL_NAME as JOURNAL_NAME
 from shardckpt.storage.journal import FileProgress as FileProgress
 from shardckpt.storage.journal import Journal as Journal
+from shardckpt.storage.journal import can_resume as can_resume
+from shardckpt.storage.journal_log import FIRST_LINE as FIRST_LINE
+from shardckpt.storage.journal_log import JOURNAL_NAME as JOURNAL_NAME
+from shardckpt.storage.journal_log import is_journal as is_journal
 from shardckpt.storage.memory_budget import LEAST_READING as LEAST_READING
 from shardckpt.storage.memory_budget import LEAST_WRITING as LEAST_WRITING
 from shardckpt.storage.memory_budget import check_memory_budget as check_memory_budget

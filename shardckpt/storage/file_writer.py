@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.manifest import FileRecord
+    from shardckpt.storage.object_stream import SentObject
     from shardckpt.storage.store_abilities import StreamsWrites
 
 Produce = Callable[[], Sequence[bytes | bytearray | memoryview]]
@@ -31,7 +32,7 @@ class FileWriter:
     ``produce`` waits while the pool has as many large records as it may hold, which bounds memory. If the file's
     SHA-256 is requested, a thread of this file does the caller's part and hashes: SHA-256 needs the bytes in order, and
     so several files are hashed in parallel. With a ``store`` it is an object: the calling thread digests and copies the
-    records into parts, which the store's client sends.
+    records into parts, which the store's client sends; ``sent`` is one that the store has already.
     """
 
     def __init__(
@@ -46,14 +47,17 @@ class FileWriter:
         exists: bool = False,
         store: StreamsWrites | None = None,
         part_bytes: int = 0,
+        sent: SentObject | None = None,
     ) -> None:
         path = directory / name
         self._name = name
         self._path = path
         self._pool = pool
         self._file: NewFile | None = None
-        self._stream: FileStream | ObjectStream
-        if store is None:
+        self._stream: FileStream | ObjectStream | SentObject
+        if sent is not None:
+            self._stream = sent
+        elif store is None:
             self._file = NewFile(path, nbytes, shared=exists, count=pool.count)
             self._stream = FileStream(self._file, pool, algorithm)
         else:

@@ -80,6 +80,10 @@ class ObjectStream:
         finally:
             release()
 
+    def segments(self, first: int) -> tuple[list[int], list[int]]:
+        """Return the lengths and digests of the segments from a number on; after :meth:`finish`."""
+        return self._lengths[first:], self._digests[first:]
+
     def end(self) -> None:
         """Send an object of one part, by a thread: several small ones are then on their way at a time.
 
@@ -169,3 +173,50 @@ class ObjectStream:
             raise
         except Exception as exc:  # stores raise errors of many kinds
             raise StorageError(f"cannot {action} {self._path}: {type(exc).__name__}: {exc}") from exc
+
+
+class SentObject:
+    """The content of an object that an earlier process has sent: nothing of it is sent again.
+
+    ``refuse`` makes the error for what would be appended to it.
+    """
+
+    #: Seconds of waiting for fsync; there is none.
+    sync_seconds = 0.0
+
+    def __init__(
+        self, lengths: list[int], digests: list[int], algorithm: str, refuse: Callable[[], CheckpointingException]
+    ) -> None:
+        self._table = Segments(lengths, digests, algorithm)
+        self._refuse = refuse
+        #: The first error.
+        self.error: BaseException | None = None
+
+    def put_small(self, data: bytes | memoryview, what: str = "") -> None:  # noqa: ARG002 - as of a stream
+        """Refuse bytes that the object does not have."""
+        raise self._refuse()
+
+    def put(self, parts: list[memoryview], release: Callable[[], None], what: str = "") -> None:  # noqa: ARG002
+        """Refuse a record that the object does not have."""
+        release()
+        raise self._refuse()
+
+    def segments(self, first: int) -> tuple[list[int], list[int]]:
+        """Return the lengths and digests of the segments from a number on."""
+        return self._table.lengths[first:].tolist(), self._table.digests[first:].tolist()
+
+    def end(self) -> None:
+        """Do nothing: it is complete."""
+
+    def finish(self) -> Segments:
+        """Return its table of digests, or raise the first error."""
+        if self.error is not None:
+            raise self.error
+        return self._table
+
+    def fail(self, error: BaseException) -> None:
+        """Note an error."""
+        self.error = self.error or error
+
+    def stop(self) -> None:
+        """Do nothing: the object stays, for the next process, until the save is given up."""

@@ -7,13 +7,14 @@ source, and written, begins where the journal ends.
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.storage.digest import SMALL_RECORD, digest_function
 from shardckpt.storage.file_writer import FileWriter
-from shardckpt.storage.filesystem import make_folders
 from shardckpt.storage.input_file import open_existing
 from shardckpt.storage.journal import NOTE_BYTES, FileProgress
+from shardckpt.storage.object_stream import SentObject
 from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.tensors import LARGE, PAGE
 
@@ -24,33 +25,31 @@ if TYPE_CHECKING:
     from shardckpt.manifest import FileRecord
     from shardckpt.storage.file_writer import Produce
     from shardckpt.storage.journal import Journal
+    from shardckpt.storage.store_abilities import StreamsWrites
     from shardckpt.storage.stream import FileStream, WriterPool
 
+#: Bytes of a data file on a store: a process that goes on sends the last one again.
+OBJECT_BYTES = 1 << 30
 _NOTHING = FileProgress(0, 0, "", [], [])
 _DIGEST_BYTES = 16
 
 
-class ResumableFile(FileWriter):
+class ReplayedFile(FileWriter):
     """A file whose first records an earlier process may have written.
 
-    The journal has what is written already, and gets what is written now.
+    The journal has what is written already, ``done`` of this file, and gets what is written now.
     """
 
-    _stream: FileStream
-
     def __init__(
-        self, directory: Path, name: str, pool: WriterPool, algorithm: str, nbytes: int, journal: Journal
+        self, journal: Journal, done: FileProgress, directory: Path, name: str, *arguments: Any, **options: Any
     ) -> None:
+        super().__init__(directory, name, *arguments, **options)
         self._journal = journal
-        self._done = journal.files.get(name, _NOTHING)
-        self._check_written(directory / name, algorithm)
-        super().__init__(directory, name, pool, algorithm, nbytes, exists=name in journal.files)
+        self._done = done
         self._records = 0
         self._described = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         #: Bytes and segments that the journal has.
-        self._noted, self._noted_segments = self._done.position, len(self._done.lengths)
-        if self._done.position:
-            self._stream.resume(self._done.lengths, self._done.digests, self._read_tail())
+        self._noted, self._noted_segments = done.position, len(done.lengths)
 
     def describe(self, content: Callable[[], str]) -> None:
         """Say what the records hold; see the base."""
@@ -101,20 +100,6 @@ class ResumableFile(FileWriter):
             self._write_note()
         return record
 
-    def _check_written(self, path: Path, algorithm: str) -> None:
-        """Raise, so that all is written anew, unless what an earlier process has written has its digests."""
-        if not self._done.position:
-            return
-        digest = digest_function(algorithm)
-        memory = memoryview(bytearray(max(self._done.lengths)))
-        with open_existing(path) as file:
-            start = 0
-            for length, expected in zip(self._done.lengths, self._done.digests, strict=True):
-                file.read_into(memory[:length], start)
-                if digest(memory[:length]) != expected:
-                    raise self._journal.diverge(path)
-                start += length
-
     def _replay(self, nbytes: int, keys: int, what: str) -> int | None:
         """Return the offset of the next record if it is in the file already, else None."""
         self._described.update(f"{nbytes} {what}\n".encode())
@@ -128,15 +113,34 @@ class ResumableFile(FileWriter):
         return offset
 
     def _note(self) -> None:
-        if self.position - self._noted >= NOTE_BYTES:
-            self._stream.drain()
-            self._write_note()
+        """Note what is appended, where the bytes outlive the process before the file is complete."""
 
     def _write_note(self) -> None:
         lengths, digests = self._stream.segments(self._noted_segments)
         described = self._described.hexdigest()
         self._journal.note(self._name, FileProgress(self.position, self._records, described, lengths, digests))
         self._noted, self._noted_segments = self.position, self._noted_segments + len(lengths)
+
+
+class ResumableFile(ReplayedFile):
+    """A file on a disk, which another process goes on with behind the last note."""
+
+    _stream: FileStream
+
+    def __init__(
+        self, journal: Journal, directory: Path, name: str, pool: WriterPool, algorithm: str, nbytes: int
+    ) -> None:
+        done = journal.files.get(name, _NOTHING)
+        if done.position:
+            _check_written(journal, done, directory / name, algorithm)
+        super().__init__(journal, done, directory, name, pool, algorithm, nbytes, exists=name in journal.files)
+        if done.position:
+            self._stream.resume(done.lengths, done.digests, self._read_tail())
+
+    def _note(self) -> None:
+        if self.position - self._noted >= NOTE_BYTES:
+            self._stream.drain()
+            self._write_note()
 
     def _read_tail(self) -> bytes:
         """Return the last bytes that are written, if they do not fill a page: the next ones join them."""
@@ -146,19 +150,48 @@ class ResumableFile(FileWriter):
         return bytes(tail)
 
 
+class ResumableObject(ReplayedFile):
+    """An object of a store, which is sent once; of half of one, nothing outlives the process."""
+
+    def __init__(
+        self, journal: Journal, directory: Path, name: str, pool: WriterPool, algorithm: str, **options: Any
+    ) -> None:
+        done = journal.files.get(name, _NOTHING)
+        refuse = partial(journal.diverge, directory / name)
+        sent = SentObject(done.lengths, done.digests, algorithm, refuse) if done.position else None
+        super().__init__(journal, done, directory, name, pool, algorithm, sent=sent, **options)
+
+
+def _check_written(journal: Journal, done: FileProgress, path: Path, algorithm: str) -> None:
+    """Raise, so that all is written anew, unless what an earlier process has written has its digests."""
+    digest = digest_function(algorithm)
+    memory = memoryview(bytearray(max(done.lengths)))
+    with open_existing(path) as file:
+        start = 0
+        for length, expected in zip(done.lengths, done.digests, strict=True):
+            file.read_into(memory[:length], start)
+            if digest(memory[:length]) != expected:
+                raise journal.diverge(path)
+            start += length
+
+
 class ResumableWriter(CheckpointWriter):
     """Writes files that another process can complete; small ones are written anew."""
 
-    def __init__(self, directory: Path, journal: Journal, **kwargs: Any) -> None:
-        super().__init__(directory, 0, **kwargs)
+    def __init__(self, journal: Journal, directory: Path, rank: int = 0, **options: Any) -> None:
+        super().__init__(directory, rank, **options)
         self._journal = journal
 
-    def create(self, name: str, nbytes: int = 0) -> FileWriter:
-        """Create a file, or go on with it; see the base."""
+    @property
+    def file_bytes(self) -> int:
+        """What a kill may cost where half of an object is nothing; see the base."""
+        return OBJECT_BYTES if self.is_streamed else 0
+
+    def _open_file(self, name: str, nbytes: int, store: StreamsWrites | None, part_bytes: int) -> FileWriter:
+        """Open a file, or go on with it; see the base."""
         if nbytes < LARGE:
-            return super().create(name, nbytes)
-        self._check_name(name)
-        make_folders(self.directory, name)
-        writer = ResumableFile(self.directory, name, self._pool, self._algorithm, nbytes, self._journal)
-        self._open[name] = writer
-        return writer
+            return super()._open_file(name, nbytes, store, part_bytes)
+        common = self._journal, self.directory, name, self._pool, self._algorithm
+        if store is None:
+            return ResumableFile(*common, nbytes)
+        return ResumableObject(*common, store=store, part_bytes=part_bytes)

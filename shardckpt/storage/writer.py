@@ -143,6 +143,11 @@ class CheckpointWriter:
         """Whether files go to a store while they are written."""
         return self._store is not None
 
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of a data file, about, if files are to be complete one after the other; 0 for files of any size."""
+        return 0
+
     def create(self, name: str, nbytes: int = 0) -> FileWriter:
         """Create a new file.
 
@@ -161,18 +166,8 @@ class CheckpointWriter:
         """
         self._begin_file(name)
         store = self._open_store(name)
-        directory = self.directory
-        writer = FileWriter(
-            directory,
-            name,
-            self._pool,
-            self._algorithm,
-            nbytes,
-            sha256=self._sha256,
-            store=store,
-            part_bytes=0 if store is None else self._choose_part_bytes(name, nbytes),
-        )
-        self._open[name] = writer
+        part_bytes = 0 if store is None else self._choose_part_bytes(name, nbytes)
+        self._open[name] = writer = self._open_file(name, nbytes, store, part_bytes)
         return writer
 
     def finish(self, writer: FileWriter) -> FileRecord:
@@ -396,6 +391,19 @@ class CheckpointWriter:
         for writer in self._open.values():
             writer.stop()
         self._pool.close()
+
+    def _open_file(self, name: str, nbytes: int, store: StreamsWrites | None, part_bytes: int) -> FileWriter:
+        """Open a new file in the staging directory, or on a store in parts of so many bytes."""
+        return FileWriter(
+            self.directory,
+            name,
+            self._pool,
+            self._algorithm,
+            nbytes,
+            sha256=self._sha256,
+            store=store,
+            part_bytes=part_bytes,
+        )
 
     def _open_store(self, name: str) -> StreamsWrites | None:
         """Return where a new file is streamed to; None if it is written to the staging directory."""

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from operator import add
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from shardckpt.chunks import ChunkWork, append_run, cut_runs
+from shardckpt.chunks import ChunkWork, append_run, cut_runs, list_turns
 from shardckpt.errors import ShardingError
 from shardckpt_safetensors.encoded_index import EncodedIndex
 from shardckpt_safetensors.index_header import make_header
 from shardckpt_safetensors.index_names import COMMON_FILE, INDEX_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -78,22 +78,14 @@ class WritePlan(ChunkWork[EncodedIndex, Payload]):
         return contiguous
 
     def write_files(self, writer: CheckpointWriter) -> None:
-        """Write all files concurrently, each item at its planned position."""
+        """Write all files, each item at its planned position."""
         boxes = sum(len(file.positions) for file in self.files)
         shared = [] if self.contiguous is None else self.contiguous.begin(writer, self.tensors[boxes:])
         unfinished: list[FileWriter] = []
-        runs: list[tuple[FilePlan, range, FileWriter]] = []
-        for file in self.files:
-            into = writer.create(file.name, file.nbytes)
-            into.append_small((file.head,), keys=0, what="the header")
-            for key, tail in file.objects.items():
-                into.append_small((self.objects[key].data, bytes(tail)), what=key)
-            unfinished.append(into)
-            sizes = list(map(add, file.sizes, file.tails))
-            runs += ((file, run, into) for run in cut_runs(sizes))
-        # In the order of the tensors, which alternates between the files, so that all are written concurrently.
-        for file, run, into in sorted(runs, key=lambda found: found[0].positions[found[1][0]]):
-            self._append_run(file, run, into)
+        for turn in list_turns(self.files, writer):
+            for into in unfinished:
+                writer.finish(into)
+            unfinished = self._write_at_once(writer, turn)
         if self.global_files is not None:
             files = self.global_files
             index = files.index.to_bytes(make_header(files.save_id, files.lineage))
@@ -110,6 +102,23 @@ class WritePlan(ChunkWork[EncodedIndex, Payload]):
             self.contiguous.finish(writer, shared)
         written = sorted(position for file in self.files for position in file.positions)
         self.record_written(writer, written, [key for file in self.files for key in file.objects])
+
+    def _write_at_once(self, writer: CheckpointWriter, files: Sequence[FilePlan]) -> list[FileWriter]:
+        """Write data files concurrently; return them, for the caller to finish."""
+        unfinished: list[FileWriter] = []
+        runs: list[tuple[FilePlan, range, FileWriter]] = []
+        for file in files:
+            into = writer.create(file.name, file.nbytes)
+            into.append_small((file.head,), keys=0, what="the header")
+            for key, tail in file.objects.items():
+                into.append_small((self.objects[key].data, bytes(tail)), what=key)
+            unfinished.append(into)
+            sizes = list(map(add, file.sizes, file.tails))
+            runs += ((file, run, into) for run in cut_runs(sizes))
+        # In the order of the tensors, which alternates between the files, so that all are written concurrently.
+        for file, run, into in sorted(runs, key=lambda found: found[0].positions[found[1][0]]):
+            self._append_run(file, run, into)
+        return unfinished
 
     def _append_run(self, file: FilePlan, run: range, into: FileWriter) -> None:
         """Append tensors that follow each other in a file."""

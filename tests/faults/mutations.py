@@ -313,8 +313,8 @@ MUTATIONS = (
     Mutation(
         "a save to a store goes on where another one has begun",
         _UPLOAD,
-        "            raise claim.make_error(found)\n\n    def join(",
-        "            pass\n\n    def join(",
+        "            raise claim.make_error(found)\n\n    def _clear(",
+        "            pass\n\n    def _clear(",
         "remote/test_obstore.py::test_a_save_that_has_seen_an_empty_url_does_not_write_over_one_that_has_ended_since",
     ),
     Mutation(

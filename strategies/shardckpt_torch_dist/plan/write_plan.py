@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shardckpt.archive import ARCHIVE_ALIGN, make_frame_of_length
-from shardckpt.chunks import ChunkWork, append_run, append_tensor, cut_runs
+from shardckpt.chunks import ChunkWork, append_run, append_tensor, cut_runs, list_turns
 from shardckpt.errors import ShardingError
 from shardckpt_torch_dist.dialects import (
     COMMON_FILE,
@@ -52,21 +52,12 @@ class WritePlan(ChunkWork[StoredIndex, bytes]):
     lengths: list[int]
 
     def write_files(self, writer: CheckpointWriter) -> None:
-        """Write all files concurrently, each item at its planned position."""
-        open_files = [(file, writer.create(file.name, file.nbytes)) for file in self.files]
-        for file, into in open_files:
-            for name in file.objects:
-                data = self.objects[name]
-                into.append_small((data, bytes(-len(data) % ARCHIVE_ALIGN)), what=name)
-        runs = [
-            (file.tensors[run.start : run.stop], into)
-            for file, into in open_files
-            for run in cut_runs([self.lengths[number] for number in file.tensors])
-        ]
-        # In the order of the tensors, which alternates between the files, so that all are written concurrently.
-        for numbers, into in sorted(runs, key=lambda run: run[0][0]):
-            self._append_archives(into, numbers)
-        unfinished = [into for _, into in open_files]
+        """Write all files, each item at its planned position."""
+        unfinished: list[FileWriter] = []
+        for turn in list_turns(self.files, writer):
+            for into in unfinished:
+                writer.finish(into)
+            unfinished = self._write_at_once(writer, turn)
         if self.global_files is not None:
             index, save_id = self.global_files.index, self.global_files.save_id
             # The index files come first: they are finished while the last tensors are still being written.
@@ -79,9 +70,26 @@ class WritePlan(ChunkWork[StoredIndex, bytes]):
             writer.finish(into)
         self.record_written(
             writer,
-            sorted(n for numbers, _ in runs for n in numbers),
+            sorted(number for file in self.files for number in file.tensors),
             [key for file in self.files for key in file.objects],
         )
+
+    def _write_at_once(self, writer: CheckpointWriter, files: Sequence[FilePlan]) -> list[FileWriter]:
+        """Write data files concurrently; return them, for the caller to finish."""
+        open_files = [(file, writer.create(file.name, file.nbytes)) for file in files]
+        for file, into in open_files:
+            for name in file.objects:
+                data = self.objects[name]
+                into.append_small((data, bytes(-len(data) % ARCHIVE_ALIGN)), what=name)
+        runs = [
+            (file.tensors[run.start : run.stop], into)
+            for file, into in open_files
+            for run in cut_runs([self.lengths[number] for number in file.tensors])
+        ]
+        # In the order of the tensors, which alternates between the files, so that all are written concurrently.
+        for numbers, into in sorted(runs, key=lambda run: run[0][0]):
+            self._append_archives(into, numbers)
+        return [into for _, into in open_files]
 
     def _append_archives(self, file: FileWriter, numbers: Sequence[int]) -> None:
         """Append the archives of tensors that follow each other in a file."""

@@ -1,0 +1,182 @@
+"""Where a journal's lines are: in one file of a staging directory, or in objects of a store, which do not grow."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.storage.abilities import on_store
+from shardckpt.storage.filesystem import open_new, wrap_os_errors, write_all
+from shardckpt.storage.input_file import read_file
+from shardckpt.storage.remote import list_objects
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from shardckpt.storage.remote import RemotePath
+
+#: The journal's name in a staging directory; on a store its lines have the name with their numbers.
+JOURNAL_NAME = ".journal"
+#: The first of these objects.
+FIRST_LINE = f"{JOURNAL_NAME}-0"
+_HEX = 8
+#: Most bytes of a line on a store: it has the digests of one object.
+_LINE_LIMIT = 1 << 28
+
+
+class JournalLog(ABC):
+    """The lines of the journal of a folder. :meth:`begin`, or :meth:`read` and :meth:`go_on`, comes before the rest."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Begin a journal without lines."""
+
+    @abstractmethod
+    def read(self) -> list[dict[str, Any]]:
+        """Return the complete lines that another process has left."""
+
+    @abstractmethod
+    def go_on(self, files: Mapping[str, int]) -> bool:
+        """Make the folder ready for more, with so many bytes of each file; return False if some are not there."""
+
+    @abstractmethod
+    def append(self, line: dict[str, Any]) -> None:
+        """Add a line."""
+
+    @property
+    @abstractmethod
+    def names(self) -> list[str]:
+        """The names of what it has in the folder."""
+
+    def close(self) -> None:  # noqa: B027 - objects need none of it
+        """Close what is open; may be called twice."""
+
+
+class FileLog(JournalLog):
+    """The lines are those of a file, which lives as long as the system that wrote it: nothing is fsynced."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path = folder / JOURNAL_NAME
+        self._fd = -1
+        self._size = 0
+
+    def begin(self) -> None:
+        """Create the file."""
+        self._fd = open_new(self._path)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the lines up to one that was cut by the kill."""
+        lines: list[dict[str, Any]] = []
+        data = b""
+        with suppress(OSError):  # it was killed before there was one, or another process has taken it
+            data = self._path.read_bytes()
+        for raw in data.splitlines(keepends=True):
+            if (line := _decode(raw)) is None:
+                break
+            lines.append(line)
+            self._size += len(raw)
+        return lines
+
+    def go_on(self, files: Mapping[str, int]) -> bool:
+        """Remove unknown files, and cut the others to what is known; see the base."""
+        for path in [path for path in self._folder.rglob("*") if path.is_symlink() or not path.is_dir()]:
+            name = path.relative_to(self._folder).as_posix()
+            with wrap_os_errors("remove", path):
+                if name not in files and name != JOURNAL_NAME:
+                    path.unlink()
+        for name, nbytes in files.items():
+            path = self._folder / name
+            with wrap_os_errors("cut", path):
+                if not path.is_file() or path.stat().st_size < nbytes:
+                    return False
+                os.truncate(path, nbytes)
+        with wrap_os_errors("open", self._path):
+            os.truncate(self._path, self._size)
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return True
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Write it to the end of the file."""
+        data = _encode(line)
+        write_all(self._fd, self._path, memoryview(data), self._size)
+        self._size += len(data)
+
+    @property
+    def names(self) -> list[str]:
+        """The file's name."""
+        return [JOURNAL_NAME]
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+class ObjectLog(JournalLog):
+    """Each line is an object: what was written once is not sent again with every line."""
+
+    def __init__(self, folder: RemotePath) -> None:
+        self._folder = folder.refresh()
+        self._names: list[str] = []
+
+    def begin(self) -> None:
+        """Do nothing: the first line makes it."""
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the lines up to the first number that is missing."""
+        lines: list[dict[str, Any]] = []
+        while (path := self._folder / self._next_name()).is_file():
+            if (line := _decode(read_file(path, _LINE_LIMIT))) is None:
+                break
+            lines.append(line)
+            self._names.append(path.name)
+        return lines
+
+    def go_on(self, files: Mapping[str, int]) -> bool:
+        """Return whether the store has each object as it was written; others are replaced by what is written anew."""
+        return files.items() <= list_objects(self._folder.folder).items()
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Write an object."""
+        name = self._next_name()
+        (self._folder / name).write(_encode(line))
+        self._names.append(name)
+
+    @property
+    def names(self) -> list[str]:
+        """The objects' names."""
+        return list(self._names)
+
+    def _next_name(self) -> str:
+        return f"{JOURNAL_NAME}-{len(self._names)}"
+
+
+def is_journal(name: str) -> bool:
+    """Return whether a file or object is a journal, or a line of one."""
+    return name.partition("-")[0] == JOURNAL_NAME
+
+
+def open_log(folder: Path) -> JournalLog:
+    """Return the lines of the journal of a folder; nothing is opened yet."""
+    return FileLog(folder) if (remote := on_store(folder)) is None else ObjectLog(remote)
+
+
+def _encode(line: dict[str, Any]) -> bytes:
+    text = json.dumps(line).encode()
+    return b"%08x %b\n" % (zlib.crc32(text), text)
+
+
+def _decode(raw: bytes) -> dict[str, Any] | None:
+    """Return a line; None if it is not complete."""
+    text = raw[_HEX + 1 : -1]
+    if not raw.endswith(b"\n") or raw[:_HEX] != b"%08x" % zlib.crc32(text):
+        return None
+    found: dict[str, Any] = json.loads(text)
+    return found
