@@ -17,7 +17,7 @@ import torch
 from shardckpt import dist_checkpointing
 from shardckpt.cli.table import table
 from shardckpt.mapping import ShardedTensor
-from shardckpt.tensors import sum_boxes
+from shardckpt.tensors.fingerprint import sum_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -28,7 +28,7 @@ from xxhash import xxh3_64_intdigest
 from benchmarks.machine import describe
 from shardckpt import ShardedTensor, dist_checkpointing
 from shardckpt.cli.table import table
-from shardckpt.storage import Segments
+from shardckpt.storage.digest import Segments
 from shardckpt.tensors import tensor_bytes
 
 if TYPE_CHECKING:

@@ -11,37 +11,30 @@ from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from shardckpt.background import request_save
-from shardckpt.distributed import Comm
-from shardckpt.engine import (
-    LoadOptions,
-    SaveOptions,
-    find_saver,
-    lend_checkpoint,
-    load_checkpoint,
-    locate,
-    locate_local,
-    parse_resize,
-    read_checkpoint,
-    report_failure,
-    save_checkpoint,
-)
-from shardckpt.engine import open_checkpoint as open_any
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.loading import LoadOptions, lend_checkpoint, load_checkpoint, read_checkpoint
+from shardckpt.engine.loading import open_checkpoint as open_any
+from shardckpt.engine.locations import locate, locate_local
+from shardckpt.engine.operation import report_failure
+from shardckpt.engine.resizing import parse_resize
+from shardckpt.engine.saving import SaveOptions, find_saver, save_checkpoint
 from shardckpt.errors import CheckpointingException, parse_globals
-from shardckpt.huggingface import ModelCheckpoint
-from shardckpt.maintenance import RemovalReport, remove_keys
-from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, SAVE_ID, Lineage, Marker
-from shardckpt.mapping import (
-    LocalNonpersistentObject,
-    LocalNonpersitentObject,
-    ShardedBase,
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from shardckpt.huggingface.weights import ModelCheckpoint
+from shardckpt.maintenance.remove import RemovalReport, remove_keys
+from shardckpt.manifest.models import Marker
+from shardckpt.manifest.names import MARKER_LIMIT, MARKER_NAME, SAVE_ID, Lineage
+from shardckpt.mapping.factory import ShardedTensorFactory
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.mapping.unstored import LocalNonpersistentObject, LocalNonpersitentObject
 from shardckpt.parallel import share_reading, split_budget
-from shardckpt.plugins import StrategyAction, get_plugin_manager
-from shardckpt.storage import is_there, parse_memory_budget, read_file, retry_if_replaced
-from shardckpt.validation import StrictHandling, parse_on_unused, parse_strict_flag, stored_key
+from shardckpt.plugins.entries import StrategyAction
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.storage.directory import retry_if_replaced
+from shardckpt.storage.filesystem import is_there
+from shardckpt.storage.input_file import read_file
+from shardckpt.storage.memory_budget import parse_memory_budget
+from shardckpt.validation.keys import StrictHandling, parse_on_unused, parse_strict_flag, stored_key
 
 if TYPE_CHECKING:
     import os
@@ -53,11 +46,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardckpt.background import AsyncRequest
-    from shardckpt.engine import OpenCheckpoint
-    from shardckpt.mapping import CommonStateDict, ShardedStateDict, StateDict
-    from shardckpt.plugins import Accept
+    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.mapping.base import CommonStateDict, ShardedBase, ShardedStateDict, StateDict
+    from shardckpt.plugins.resolver import Accept
     from shardckpt.strategy import LoadStrategy, SaveStrategy
-    from shardckpt.validation import KeyMismatch, OnUnused
+    from shardckpt.validation.keys import KeyMismatch, OnUnused
 
     PathLike = str | os.PathLike[str]
     LoadChoice = str | tuple[str, int] | LoadStrategy | None

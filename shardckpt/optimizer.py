@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from shardckpt.adapters import (
+from shardckpt.adapters.optimizer_loading import load_sharded_optimizer_state_dict
+from shardckpt.adapters.optimizer_sharding import (
     KEEP_VARS_HINT,
     get_optim_param_to_id_map,
     get_param_id_to_sharded_param_map,
-    load_sharded_optimizer_state_dict,
     make_sharded_optimizer_tensor,
     optim_state_to_sharding_state,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardckpt.adapters import load_sharded_optimizer_state_dict
+from shardckpt.adapters.optimizer_loading import load_sharded_optimizer_state_dict
 
 #: Names of torch's module that other code imports with the function.
 HELPERS = (

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardckpt.errors import ShardingError
-from shardckpt.mapping import BlockScales, ReplicaId, ShardedObject, ShardedTensor, ShardedTensorFactory
-from shardckpt.tensors import flatten_tensor, is_quantized, kind
+from shardckpt.mapping.factory import ShardedTensorFactory
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import BlockScales, ShardedTensor
+from shardckpt.tensors.inner import flatten_tensor
+from shardckpt.tensors.wrappers import is_quantized, kind
+
+if TYPE_CHECKING:
+    from shardckpt.mapping.base import ReplicaId
 
 #: Name of the object that stores the class and the dtypes; no attribute, and so no inner tensor, can have it.
 _FORM = "class"

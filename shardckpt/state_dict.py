@@ -12,17 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError, show_given
-from shardckpt.mapping import (
-    CommonStateDict,
-    LocalNonpersistentObject,
-    OptionalEntries,
-    PlainObject,
-    ShardedBase,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-    StateDict,
-)
+from shardckpt.mapping.base import CommonStateDict, ShardedBase, ShardedStateDict, StateDict
+from shardckpt.mapping.factory import ShardedTensorFactory
+from shardckpt.mapping.sharded_object import PlainObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.mapping.unstored import LocalNonpersistentObject, OptionalEntries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

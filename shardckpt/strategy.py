@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError
-from shardckpt.manifest import Lineage
+from shardckpt.manifest.names import Lineage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -35,18 +35,13 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.distributed import Comm
-    from shardckpt.manifest import Manifest
-    from shardckpt.mapping import (
-        BlockScales,
-        CommonStateDict,
-        PlainObject,
-        ShardedBase,
-        ShardedObject,
-        ShardedTensor,
-        StateDict,
-    )
-    from shardckpt.storage import CheckpointReader, CheckpointWriter
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.manifest.models import Manifest
+    from shardckpt.mapping.base import CommonStateDict, ShardedBase, StateDict
+    from shardckpt.mapping.sharded_object import PlainObject, ShardedObject
+    from shardckpt.mapping.sharded_tensor import BlockScales, ShardedTensor
+    from shardckpt.storage.reader import CheckpointReader
+    from shardckpt.storage.writer import CheckpointWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +112,9 @@ class LoadContext:
             CheckpointReplacedError: They differ, because the checkpoint is being overwritten.
             CheckpointingException: The ranks have different values.
         """
-        from shardckpt.storage import replaced_error  # brings torch, which the command line's help does without
+        from shardckpt.storage.directory import (
+            replaced_error,  # brings torch, which the command line's help does without
+        )
 
         if not (self.comm.agree(identity, **alike) if alike else self.comm.all_alike(identity)):
             with self.comm.local_phase(f"comparing the {what} that the ranks have read"):

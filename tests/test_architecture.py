@@ -125,15 +125,46 @@ def _circle(graph: dict[str, set[str]]) -> set[str]:
     return set(graph)
 
 
-@table("name", FILES)
-def test_rooms_are_entered_by_their_doors(name: str) -> None:
-    """A file takes of another folder what its __init__ offers, never one of its insides."""
+@table("name", [name for name in FILES if name.split(".")[0] != "shardckpt"])
+def test_strategies_enter_rooms_by_their_doors(name: str) -> None:
+    """A strategy takes of another folder what its __init__ offers, never one of its insides."""
     own = _folders(name)
     for module, taken in _imported(FILES[name]):
         closed = [folder for folder in _folders(module) if folder not in own and not _is_open(folder)]
         if closed:
             assert module == closed[0], f"{module} is inside {closed[0]}"
             assert not taken or taken in OFFERED[module], f"{module} does not offer {taken}"
+
+
+@table("name", [name for name in FILES if name.split(".")[0] == "shardckpt" and name not in FOLDERS])
+def test_modules_of_the_core_import_modules(name: str) -> None:
+    """A module of the core takes a name from the module that has it, and no private one of another folder."""
+    for module, taken in _imported(FILES[name]):
+        is_door = FILES[module].suffix == ".pyi" and module.startswith("shardckpt.")
+        assert not taken or not is_door, f"{module} does not have {taken}, but shows it to others"
+        is_own = module.rpartition(".")[0] == name.rpartition(".")[0] or _is_open(module.rpartition(".")[0])
+        assert is_own or taken.startswith("__") or not taken.startswith("_"), f"{taken} is private to {module}"
+
+
+@table("room", ["archive", "chunks", "commit", "distributed", "engine", "planning", "storage", "tensors", "validation"])
+def test_doors_of_inner_rooms_are_for_strategies(room: str) -> None:
+    """What the door of a room without users of its own offers, a strategy uses, or a page or docstring shows.
+
+    Of storage, authors of plugins see the abilities of stores, too.
+    """
+    used = {
+        taken
+        for name, path in FILES.items()
+        for module, taken in _imported(path)
+        if name.split(".")[0] != "shardckpt" and module == f"shardckpt.{room}"
+    }
+    if room == "storage":
+        used |= set(re.findall(r"class (\w+)", FILES["shardckpt.storage.store_abilities"].read_text()))
+        used |= set(re.findall(r"class (\w+)", FILES["shardckpt.storage.remote"].read_text()))
+    texts = [path.read_text() for path in [*ROOT.glob("**/README.md"), *FILES.values()]]
+    shown = {name for name in OFFERED[f"shardckpt.{room}"] - used if any(f"{room}.{name}" in text for text in texts)}
+    listed = {name for text in texts for name in re.findall(r"`(\w+)[`(]", text)}
+    assert OFFERED[f"shardckpt.{room}"] - used - shown <= listed
 
 
 def test_doors_offer_what_is_there() -> None:

@@ -27,17 +27,18 @@ from shardckpt.chunks.owners import (
 )
 from shardckpt.manifest import FileRecord, Manifest, Marker, Record
 from shardckpt.mapping import BlockScales, ShardedTensor
-from shardckpt.plugins import get_plugin_manager, read_manifest
+from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins.resolver import read_manifest
 from shardckpt.storage import (
     CheckpointReader,
     CheckpointWriter,
     Columns,
     PackedShards,
-    Segments,
     digest_vote,
     negotiate_digest,
     pack_columns,
 )
+from shardckpt.storage.digest import Segments
 from shardckpt.strategy import PlanContext
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from shardckpt_safetensors.encoded_index import encode_index

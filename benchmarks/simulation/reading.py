@@ -14,11 +14,11 @@ import torch
 
 from shardckpt.distributed import Comm
 from shardckpt.parallel.reading_plan import (
-    Want,
+    WantedShard,
     describe_shared,
     find_shared,
     list_shareable,
-    list_wants,
+    list_wanted,
     plan_reading,
 )
 from shardckpt.parallel.transfers import ROUND_BYTES
@@ -54,7 +54,7 @@ def simulate(ranks: int, shards: int, replicas: int) -> tuple[float, int, int]:
     """
     torch.set_num_threads(1)
     wants = [_want(rank // replicas, shards) for rank in range(0, ranks, replicas)]
-    listed = [list_wants(list_shareable(mine), _SETTINGS) for mine in wants]
+    listed = [list_wanted(list_shareable(mine), _SETTINGS) for mine in wants]
     everyone = [listed[rank // replicas] for rank in range(ranks)]
     shared = find_shared(everyone)
     nbytes = sum(want.nbytes for want in wants[0])
@@ -75,10 +75,10 @@ def simulate(ranks: int, shards: int, replicas: int) -> tuple[float, int, int]:
     return time.process_time() - start, comm.received, len(plan.transfers)
 
 
-def _want(part: int, count: int) -> list[Want]:
+def _want(part: int, count: int) -> list[WantedShard]:
     shape = (8, 64)
     return [
-        Want(
+        WantedShard(
             (("tensor", f"layers.{n}.weight", (part * 8, 0), shape, None), torch.bfloat16),
             shape,
             torch.bfloat16,

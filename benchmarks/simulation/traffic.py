@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from benchmarks.simulation.replay import Recorder, Replay
-from shardckpt.engine import INLINE_TABLES, WrittenFiles
+from shardckpt.engine.transaction import INLINE_TABLES, WrittenFiles
 from shardckpt.manifest import FileRecord
 from shardckpt.mapping import ShardedTensor, is_main_replica
-from shardckpt.storage import Segments
-from shardckpt.validation import GivenShards, choose_main_replicas, describe_shards, find_replicas, validate_shards
+from shardckpt.storage.digest import Segments
+from shardckpt.validation import validate_shards
+from shardckpt.validation.completeness import GivenShards
+from shardckpt.validation.replicas import choose_main_replicas, find_replicas
+from shardckpt.validation.sharding import describe_shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,14 +13,19 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.errors import ShardingError
-from shardckpt.mapping import LocalNonpersistentObject, ReplicaId, Replicated, ShardedTensor
-from shardckpt.planning import Box, HeldBox, Split, compute_local_shape, list_held_boxes, make_empty_box
-from shardckpt.tensors import ORDINARY, get_values, read_local_tensor, split_factor
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.mapping.unstored import LocalNonpersistentObject
+from shardckpt.planning.boxes import Box
+from shardckpt.planning.placements import HeldBox, Split, compute_local_shape, list_held_boxes, make_empty_box
+from shardckpt.tensors.inner import get_values
+from shardckpt.tensors.memory import ORDINARY
+from shardckpt.tensors.torch_private import read_local_tensor, split_factor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.planning import Ints
+    from shardckpt.mapping.base import ReplicaId, Replicated
+    from shardckpt.planning.boxes import Ints
 
 
 def describe_dtensor(

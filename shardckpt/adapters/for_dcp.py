@@ -14,7 +14,7 @@ from shardckpt.state_dict import nested_items
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from shardckpt.mapping import PlainObject
+    from shardckpt.mapping.sharded_object import PlainObject
 
 #: Classes of the values that optimizers of torch have.
 _TENSORS = frozenset((torch.Tensor, DTensor))

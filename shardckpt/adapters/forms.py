@@ -18,13 +18,13 @@ from shardckpt.adapters.leaves import describe_leaf, describe_object
 from shardckpt.adapters.wrappers import CLASS, InnerShard, flatten_wrappers, is_wrapper, rebuild_wrapper
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError
 from shardckpt.state_dict import dict_list_map_outplace, nested_items, nested_values, of_type
-from shardckpt.tensors import ORDINARY
+from shardckpt.tensors.memory import ORDINARY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from shardckpt.adapters.dtensor import AlikeTensors
-    from shardckpt.mapping import Replicated
+    from shardckpt.mapping.base import Replicated
 
 #: The key of a form, below that of its state: no name of a value has parentheses.
 FORM = "(form)"

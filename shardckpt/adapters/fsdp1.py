@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from shardckpt.tensors import step_without_hooks
+from shardckpt.tensors.torch_private import step_without_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

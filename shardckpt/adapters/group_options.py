@@ -16,7 +16,8 @@ from shardckpt.adapters.stored_values import find_slots, request_value
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from shardckpt.mapping import Replicated, StoredNames
+    from shardckpt.mapping.base import Replicated
+    from shardckpt.mapping.unstored import StoredNames
 
 #: Entries of an optimizer's state dict.
 STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"

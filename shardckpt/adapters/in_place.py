@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shardckpt.mapping import ShardedTensorFactory
+from shardckpt.mapping.factory import ShardedTensorFactory
 
 if TYPE_CHECKING:
-    from shardckpt.mapping import FactoryMergeFn
+    from shardckpt.mapping.base import FactoryMergeFn
 
 
 @dataclass

@@ -12,14 +12,16 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters.dtensor import AlikeTensors
 from shardckpt.adapters.leaves import describe_leaf
-from shardckpt.mapping import ShardedTensor, ShardedTensorFactory
-from shardckpt.tensors import ORDINARY, read_local_tensors, read_specs
+from shardckpt.mapping.factory import ShardedTensorFactory
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.tensors.memory import ORDINARY
+from shardckpt.tensors.torch_private import read_local_tensors, read_specs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Set as AbstractSet
 
-    from shardckpt.mapping import Replicated
+    from shardckpt.mapping.base import Replicated
 
 #: Classes of leaves whose shards follow from what :class:`_Form` has; others are described in each save.
 _KNOWN = frozenset((*ORDINARY, DTensor))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,8 +12,14 @@ from shardckpt.adapters.dtensor import AlikeTensors, describe_dtensor, get_local
 from shardckpt.adapters.overlapping import describe_overlapping
 from shardckpt.adapters.torch_sharded import describe_torch_sharded
 from shardckpt.errors import ShardingError
-from shardckpt.mapping import PlainObject, Replicated, ShardedObject, ShardedTensor, ShardedTensorFactory
-from shardckpt.tensors import ORDINARY, is_sharded_tensor, overlaps_itself
+from shardckpt.mapping.factory import ShardedTensorFactory
+from shardckpt.mapping.sharded_object import PlainObject, ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.tensors.memory import ORDINARY, overlaps_itself
+from shardckpt.tensors.torch_private import is_sharded_tensor
+
+if TYPE_CHECKING:
+    from shardckpt.mapping.base import Replicated
 
 
 def describe_tree(

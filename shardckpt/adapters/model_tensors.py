@@ -9,8 +9,8 @@ from shardckpt.adapters.leaves import describe_leaf, describe_object
 from shardckpt.adapters.modules import find_buffers, read_model
 from shardckpt.adapters.own_values import find_own_values, request_own_values
 from shardckpt.adapters.wrapper_params import describe_wrapper_param, find_wrapper_params, request_wrapper_params
-from shardckpt.mapping import OptionalEntries
-from shardckpt.validation import VERSIONS
+from shardckpt.mapping.unstored import OptionalEntries
+from shardckpt.validation.keys import VERSIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from shardckpt.adapters.dtensor import AlikeTensors
     from shardckpt.adapters.leaf_shards import LeafShards
     from shardckpt.adapters.module_tree import StateColumns
-    from shardckpt.mapping import Replicated, ShardedStateDict, StoredNames
+    from shardckpt.mapping.base import Replicated, ShardedStateDict
+    from shardckpt.mapping.unstored import StoredNames
 
 
 class ModelTensors:

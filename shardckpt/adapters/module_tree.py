@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardckpt.adapters.versions import METADATA, VERSION, has_version, walk_modules
 from shardckpt.errors import ShardingError
-from shardckpt.tensors import find_wrapped_child, lengthens_names, reshards, shortens_names
+from shardckpt.tensors.torch_private import find_wrapped_child, lengthens_names, reshards, shortens_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from shardckpt.adapters.module_tree import list_state_columns, read_state_dict
 from shardckpt.adapters.versions import list_versions
 from shardckpt.errors import ShardingError
-from shardckpt.tensors import ORDINARY, flatten_tensor, has_inner
+from shardckpt.tensors.inner import flatten_tensor, has_inner
+from shardckpt.tensors.memory import ORDINARY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -13,12 +13,14 @@ from shardckpt.adapters.forms import rebuild_state
 from shardckpt.adapters.group_options import GROUPS, PARAMS, STATE, is_group, spread_options
 from shardckpt.adapters.optimizer_requests import request_optimizer
 from shardckpt.adapters.stored_values import find_name
-from shardckpt.distributed import Comm
-from shardckpt.engine import LoadOptions, LoadTemplate, locate, name_stored, open_checkpoint
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.load_template import LoadTemplate
+from shardckpt.engine.loading import LoadOptions, name_stored, open_checkpoint
+from shardckpt.engine.locations import locate
 from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
-from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.state_dict import are_equal
-from shardckpt.storage import retry_if_replaced
+from shardckpt.storage.directory import retry_if_replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -27,8 +29,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardckpt.adapters.reader_checkpoint import ReaderCheckpoint
-    from shardckpt.engine import OpenCheckpoint
-    from shardckpt.mapping import StateDict, StoredNames
+    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.mapping.base import StateDict
+    from shardckpt.mapping.unstored import StoredNames
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,9 @@ from shardckpt.adapters.optimizers import OptimizerState, list_slots
 from shardckpt.adapters.state_layout import empty_of_axes, empty_state_tensor, resize_like
 from shardckpt.adapters.stored_values import find_slots, nest, request_value, restore_containers
 from shardckpt.adapters.wrappers import InnerShard, is_inner, request_inner
-from shardckpt.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
+from shardckpt.mapping.base import ShardedBase
+from shardckpt.mapping.factory import ShardedTensorFactory
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.state_dict import nested_items
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.mapping import StoredNames
+    from shardckpt.mapping.unstored import StoredNames
 
 
 def request_optimizer(

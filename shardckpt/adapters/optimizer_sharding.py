@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from shardckpt.errors import ShardingError
-from shardckpt.mapping import (
-    LocalNonpersistentObject,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-    StateDict,
-)
+from shardckpt.mapping.factory import ShardedTensorFactory
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.mapping.unstored import LocalNonpersistentObject
 from shardckpt.state_dict import build_copy, extract_sharded_tensors_and_factories, nested_values
-from shardckpt.tensors import view_key
+from shardckpt.tensors.memory import view_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
+
+    from shardckpt.mapping.base import ShardedStateDict, StateDict
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from shardckpt.adapters.dtensor import AlikeTensors
     from shardckpt.adapters.forms import Layout
     from shardckpt.adapters.module_tree import StateColumns
-    from shardckpt.mapping import Replicated
+    from shardckpt.mapping.base import Replicated
 
 #: What an optimizer has in addition to the state and options of parameters, see :attr:`NamedState.others`.
 ENTRIES, EMPTY = "entries", "empty groups"

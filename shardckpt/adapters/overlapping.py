@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.errors import ShardingError
-from shardckpt.mapping import ShardedTensor, ShardedTensorFactory
+from shardckpt.mapping.factory import ShardedTensorFactory
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.state_dict import have_equal_bits
 
 if TYPE_CHECKING:
-    from shardckpt.mapping import ReplicaId, Replicated
+    from shardckpt.mapping.base import ReplicaId, Replicated
 
 
 def describe_overlapping(key: str, tensor: torch.Tensor, replicated: Replicated, rank: int) -> ShardedTensorFactory:

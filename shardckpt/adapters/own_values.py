@@ -16,15 +16,16 @@ from torch.nn.parameter import is_lazy
 from shardckpt.adapters.leaves import describe_leaf, describe_object
 from shardckpt.adapters.module_tree import has_load_hook
 from shardckpt.adapters.versions import walk_modules
-from shardckpt.tensors import ORDINARY, shortens_names
-from shardckpt.validation import is_version_key
+from shardckpt.tensors.memory import ORDINARY
+from shardckpt.tensors.torch_private import shortens_names
+from shardckpt.validation.keys import is_version_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch.nn import Module
 
-    from shardckpt.mapping import StoredNames
+    from shardckpt.mapping.unstored import StoredNames
 
 _LOADING = frozenset(("load_state_dict", "_load_from_state_dict", "set_extra_state"))
 _RESIZING = frozenset(("_load_from_state_dict",))

@@ -11,10 +11,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from shardckpt.archive import decode_object
+from shardckpt.archive.objects import decode_object
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
-from shardckpt.mapping import ShardedTensor
-from shardckpt.planning import unflattened_box
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.planning.boxes import unflattened_box
 from shardckpt.state_dict import nest_values
 from shardckpt.strategy import StoredColumns
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.storage import StorageReader
 
-    from shardckpt.distributed import Comm
-    from shardckpt.mapping import ShardedBase, StateDict
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.mapping.base import ShardedBase, StateDict
 
     #: A destination: the key of a tensor, and the offset of a part of it.
     Place = tuple[str, tuple[int, ...]]

@@ -26,12 +26,13 @@ from shardckpt.adapters.modules import as_parts, read_model, share_memory
 from shardckpt.adapters.optimizers import EMPTY, ENTRIES, find_owner, name_parts, own_method, read_optimizer
 from shardckpt.adapters.own_values import find_own_values
 from shardckpt.adapters.versions import add_versions
-from shardckpt.engine import pause_gc
+from shardckpt.engine.gc_pause import pause_gc
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
-from shardckpt.planning import refuse_cast, refuse_changed_values
+from shardckpt.planning.dtypes import refuse_cast, refuse_changed_values
 from shardckpt.state_dict import are_equal, dict_list_map_outplace
-from shardckpt.tensors import is_quantized, is_sharded_tensor
-from shardckpt.validation import VERSIONS
+from shardckpt.tensors.torch_private import is_sharded_tensor
+from shardckpt.tensors.wrappers import is_quantized
+from shardckpt.validation.keys import VERSIONS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from shardckpt.adapters.optimizers import NamedState
-    from shardckpt.mapping import StateDict
+    from shardckpt.mapping.base import StateDict
 
 logger = logging.getLogger(__name__)
 

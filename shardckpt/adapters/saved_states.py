@@ -16,7 +16,7 @@ from shardckpt.state_dict import nested_items
 if TYPE_CHECKING:
     from shardckpt.adapters.forms import Layout
     from shardckpt.adapters.optimizers import OptimizerState
-    from shardckpt.mapping import Replicated
+    from shardckpt.mapping.base import Replicated
 
 
 class _Columns(NamedTuple):

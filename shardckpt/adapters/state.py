@@ -28,11 +28,13 @@ from shardckpt.adapters.module_tree import list_state_columns
 from shardckpt.adapters.optimizer_requests import find_fresh, request_numbered, request_others, request_states
 from shardckpt.adapters.optimizers import describe_others, describe_state, get_optimizer_state, make_flat_state
 from shardckpt.adapters.saved_states import SavedStates
-from shardckpt.engine import pause_gc
+from shardckpt.engine.gc_pause import pause_gc
 from shardckpt.errors import KeyMismatchError, ShardingError
-from shardckpt.mapping import OptionalEntries, ShardedBase
+from shardckpt.mapping.base import ShardedBase
+from shardckpt.mapping.unstored import OptionalEntries
 from shardckpt.state_dict import nested_values
-from shardckpt.tensors import ORDINARY, is_sharded_tensor
+from shardckpt.tensors.memory import ORDINARY
+from shardckpt.tensors.torch_private import is_sharded_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +43,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from shardckpt.adapters.optimizers import OptimizerState
-    from shardckpt.mapping import Replicated, ShardedStateDict, StoredNames
+    from shardckpt.mapping.base import Replicated, ShardedStateDict
+    from shardckpt.mapping.unstored import StoredNames
 
 
 @pause_gc()

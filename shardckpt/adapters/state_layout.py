@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardckpt.adapters.dtensor import get_dtensor_splits
 from shardckpt.errors import CorruptCheckpointError, ShapeMismatchError, ShardingError
-from shardckpt.planning import compute_local_shape
-from shardckpt.tensors import empty_sharded_tensor_like, is_sharded_tensor, move_placement
+from shardckpt.planning.placements import compute_local_shape
+from shardckpt.tensors.torch_private import empty_sharded_tensor_like, is_sharded_tensor, move_placement
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from shardckpt.planning import Ints
+    from shardckpt.planning.boxes import Ints
 
 #: The axis of the state for each axis of the parameter; axes that were dropped or reduced to 1 are absent.
 _Axes: TypeAlias = dict[int, int]

@@ -11,7 +11,7 @@ from shardckpt.adapters.leaves import describe_leaf, describe_object
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from shardckpt.mapping import StoredNames
+    from shardckpt.mapping.unstored import StoredNames
 
 
 def find_slots(

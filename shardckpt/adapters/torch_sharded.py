@@ -11,15 +11,17 @@ from torch.distributed.tensor import DTensor
 from shardckpt.adapters.dtensor import sharded_tensor_from_dtensor
 from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.errors import ShardingError
-from shardckpt.mapping import LocalNonpersistentObject, ReplicaId, Replicated, ShardedTensor
-from shardckpt.tensors import is_sharded_tensor
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.mapping.unstored import LocalNonpersistentObject
+from shardckpt.tensors.torch_private import is_sharded_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
 
-    from shardckpt.planning import Ints
+    from shardckpt.mapping.base import ReplicaId, Replicated
+    from shardckpt.planning.boxes import Ints
 
 #: An offset in the global tensor, and the plain tensor that begins there.
 _Part: TypeAlias = "tuple[Ints, torch.Tensor]"

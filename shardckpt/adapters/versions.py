@@ -10,7 +10,7 @@ from collections import OrderedDict
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.tensors import find_wrapped_child, shortens_names
+from shardckpt.tensors.torch_private import find_wrapped_child, shortens_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

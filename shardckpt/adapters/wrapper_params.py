@@ -16,14 +16,17 @@ from shardckpt.adapters.forms import FORM, describe_with_form, list_tensors
 from shardckpt.adapters.leaves import describe_leaf
 from shardckpt.adapters.wrappers import CLASS, flatten_wrappers, is_wrapper
 from shardckpt.errors import ShardingError
-from shardckpt.mapping import ShardedTensorFactory
-from shardckpt.tensors import ORDINARY, flatten_tensor, has_inner, kind
+from shardckpt.mapping.factory import ShardedTensorFactory
+from shardckpt.tensors.inner import flatten_tensor, has_inner
+from shardckpt.tensors.memory import ORDINARY
+from shardckpt.tensors.wrappers import kind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardckpt.adapters.dtensor import AlikeTensors
-    from shardckpt.mapping import ReplicaId, Replicated, StoredNames
+    from shardckpt.mapping.base import ReplicaId, Replicated
+    from shardckpt.mapping.unstored import StoredNames
 
 #: Types of those values of a class's context that may say what bits mean, and are compared; those of others are not.
 _FLAGS = (bool, str, int, float, torch.dtype, Enum)

@@ -24,25 +24,17 @@ from shardckpt.adapters.dtensor import (
     get_replica_coordinates,
 )
 from shardckpt.errors import CheckpointingException, ShardingError
-from shardckpt.mapping import ShardedTensor
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.state_dict import dict_list_map_outplace
-from shardckpt.tensors import (
-    INNER,
-    ORDINARY,
-    SHARED,
-    dequantize,
-    find_inner_names,
-    flatten_tensor,
-    get_values,
-    has_inner,
-    kind,
-    read_local_tensor,
-)
+from shardckpt.tensors.inner import INNER, SHARED, find_inner_names, flatten_tensor, get_values, has_inner
+from shardckpt.tensors.memory import ORDINARY
+from shardckpt.tensors.torch_private import read_local_tensor
+from shardckpt.tensors.wrappers import dequantize, kind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardckpt.mapping import ReplicaId, Replicated
+    from shardckpt.mapping.base import ReplicaId, Replicated
 
 logger = logging.getLogger(__name__)
 

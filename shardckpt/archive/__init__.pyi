@@ -1,17 +1,12 @@
 from shardckpt.archive.checksums import check_memory as check_memory
-from shardckpt.archive.checksums import clear_crcs as clear_crcs
 from shardckpt.archive.checksums import summed as summed
-from shardckpt.archive.checksums import write_crcs as write_crcs
 from shardckpt.archive.dict_names import list_dict_names as list_dict_names
-from shardckpt.archive.lazy_reads import LazyReads as LazyReads
-from shardckpt.archive.lazy_reads import refuse_expanded as refuse_expanded
 from shardckpt.archive.lazy_tensors import LazyTensor as LazyTensor
 from shardckpt.archive.objects import check_loadable as check_loadable
 from shardckpt.archive.objects import decode_object as decode_object
 from shardckpt.archive.objects import encode_object as encode_object
 from shardckpt.archive.objects import make_archive as make_archive
 from shardckpt.archive.objects import refuse_unloadable as refuse_unloadable
-from shardckpt.archive.opcodes import check_pickle as check_pickle
 from shardckpt.archive.payload import StoredPayload as StoredPayload
 from shardckpt.archive.payload_reads import read_payload as read_payload
 from shardckpt.archive.pickle_policy import describe as describe
@@ -19,8 +14,6 @@ from shardckpt.archive.reader import Archive as Archive
 from shardckpt.archive.tensor_pickles import resolve_lazy_view as resolve_lazy_view
 from shardckpt.archive.unpickle import load_metadata as load_metadata
 from shardckpt.archive.writer import ARCHIVE_ALIGN as ARCHIVE_ALIGN
-from shardckpt.archive.writer import DeclaredTensor as DeclaredTensor
 from shardckpt.archive.writer import make_frame as make_frame
 from shardckpt.archive.writer import make_frame_of_length as make_frame_of_length
-from shardckpt.archive.writer import make_state_dict_frame as make_state_dict_frame
 from shardckpt.archive.writer import row_major_strides as row_major_strides

@@ -14,14 +14,18 @@ from typing import TYPE_CHECKING
 
 from shardckpt.archive.zip_directory import Member
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage import SEGMENT_BYTES, has_local_files, wrap_os_errors
+from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.digest import SEGMENT_BYTES
+from shardckpt.storage.filesystem import wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from shardckpt.archive.payload import StoredPayload
-    from shardckpt.storage import CheckpointReader, Elements, Source, Take
+    from shardckpt.storage.reader import CheckpointReader, Take
+    from shardckpt.storage.scatter import Source
+    from shardckpt.storage.spans import ElementRange
 
 #: Bytes of a member that are in memory at a time.
 _BLOCK = 1 << 20
@@ -162,7 +166,7 @@ class _SummedSource:
     def read_pieces(
         self,
         name: str,
-        elements: Elements,
+        elements: ElementRange,
         ranges: Iterable[tuple[int, int]],
         take: Take,
         what: str,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from shardckpt.archive.payload import StoredPayload
     from shardckpt.archive.tensor_pickles import Geometry
-    from shardckpt.planning import Ints
+    from shardckpt.planning.boxes import Ints
 
 _TENSOR = "torch.distributed.tensor"
 #: The classes of torch that describe how a DTensor is cut; each becomes an inert stub.

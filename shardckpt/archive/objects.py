@@ -10,7 +10,7 @@ import torch
 from shardckpt.archive.reader import load_bytes
 from shardckpt.archive.unpickle import make_refusal
 from shardckpt.archive.writer import make_plain_archive
-from shardckpt.distributed import can_be_pickled
+from shardckpt.distributed.pickling import can_be_pickled
 from shardckpt.errors import CheckpointingException, ShardingError, UnsafePickleError, listed
 from shardckpt.state_dict import nested_items
 

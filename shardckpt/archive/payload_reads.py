@@ -8,13 +8,13 @@ import torch
 
 from shardckpt.archive.checksums import summed
 from shardckpt.archive.tensor_pickles import resolve_lazy_view
-from shardckpt.storage import StoredArray, read_box
-from shardckpt.tensors import copy_values
+from shardckpt.storage.scatter import StoredArray, read_box
+from shardckpt.tensors.wrappers import copy_values
 
 if TYPE_CHECKING:
     from shardckpt.archive.payload import StoredPayload
-    from shardckpt.planning import Ints
-    from shardckpt.storage import CheckpointReader
+    from shardckpt.planning.boxes import Ints
+    from shardckpt.storage.reader import CheckpointReader
 
 
 def read_payload(

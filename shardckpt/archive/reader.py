@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from shardckpt.archive.tensor_pickles import Geometry, Storage
     from shardckpt.archive.zip_directory import Member, ReadRange
-    from shardckpt.storage import CheckpointReader
+    from shardckpt.storage.reader import CheckpointReader
 
 
 #: Bytes of nested archives that every archive may load, whatever its size.

@@ -29,7 +29,7 @@ from shardckpt.archive.pickle_policy import (
     list_hashed_keys,
     list_values,
 )
-from shardckpt.distributed import replace_text
+from shardckpt.distributed.error_report import replace_text
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, UnsafePickleError, listed
 from shardckpt.stubs import Stub, make_stub_class
 

@@ -23,7 +23,7 @@ import torch
 
 from shardckpt.archive.dtypes import STORAGE_NAMES
 from shardckpt.archive.torch_private import rebuild_tensor_v2, rebuild_tensor_v3
-from shardckpt.tensors import LARGE, PAGE
+from shardckpt.tensors.memory import LARGE, PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shardckpt import settings
-from shardckpt.distributed import SharedPickle, pickle_value
+from shardckpt.distributed.pickling import SharedPickle, pickle_value
 from shardckpt.errors import CheckpointingException, ShardingError
-from shardckpt.storage import Workers
-from shardckpt.tensors import (
+from shardckpt.storage.workers import Workers
+from shardckpt.tensors.memory import (
     LARGE,
     PAGE,
     are_contiguous,
-    copy_each,
     has_values_on_host,
     is_ordinary,
     is_plain,
-    movable,
     page_offset,
     plain_cpu,
     read_addresses,
     synchronize_devices,
 )
+from shardckpt.tensors.torch_private import copy_each
+from shardckpt.tensors.wrappers import movable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from shardckpt.errors import CommunicationError
-from shardckpt.tensors import group_store
+from shardckpt.tensors.torch_private import group_store
 
 if TYPE_CHECKING:
-    from shardckpt.distributed import Comm
+    from shardckpt.distributed.comm import Comm
 
 logger = logging.getLogger(__name__)
 

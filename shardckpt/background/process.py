@@ -17,12 +17,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.distributed import ErrorReport, pickle_parts, unpickle_trusted
+from shardckpt.distributed.pickling import pickle_parts, unpickle_trusted
 from shardckpt.errors import CheckpointingException, RankFailedError
-from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins.manager import get_plugin_manager
 
 if TYPE_CHECKING:
     from shardckpt.background.request import AsyncRequest
+    from shardckpt.distributed.error_report import ErrorReport
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardckpt.background.callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
 from shardckpt.background.ending import say, wait_for_all_ends
 from shardckpt.background.request import AsyncRequest
-from shardckpt.distributed import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from shardckpt.distributed import Comm, replace_text
+from shardckpt.distributed.comm import Comm
+from shardckpt.distributed.error_report import replace_text
 from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:

@@ -13,21 +13,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardckpt.background import staging
 from shardckpt.background.request import AsyncRequest
 from shardckpt.background.staging import StagedWork, count_staged_bytes, stage
-from shardckpt.commit import delete_if_failed, open_stream, upload_files
-from shardckpt.engine import (
-    Operation,
-    Progress,
-    Transaction,
-    WrittenFiles,
-    as_json,
-    check_state,
-    open_folder,
-    saved_plans,
-    wants_progress,
-)
+from shardckpt.commit.upload import delete_if_failed, open_stream, upload_files
+from shardckpt.engine.operation import Operation
+from shardckpt.engine.plan_cache import saved_plans
+from shardckpt.engine.progress import Progress, wants_progress
+from shardckpt.engine.saving import check_state
+from shardckpt.engine.transaction import Transaction, WrittenFiles, as_json
 from shardckpt.errors import CheckpointingException, NotEnoughSpaceError
-from shardckpt.plugins import get_plugin_manager, name_origin
-from shardckpt.storage import CheckpointWriter, PackedShards, WriteTimes, limit_uploads, show_budget, show_mib
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.origin import name_origin
+from shardckpt.plugins.stores import open_folder
+from shardckpt.storage.memory_budget import limit_uploads, show_budget, show_mib
+from shardckpt.storage.packed_shards import PackedShards
+from shardckpt.storage.writer import CheckpointWriter, WriteTimes
 from shardckpt.strategy import AsyncSaveStrategy, PlanContext, SaveContext
 
 if TYPE_CHECKING:
@@ -35,12 +33,14 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from shardckpt.distributed import Comm
-    from shardckpt.engine import CachedPlan, LongPhase, SaveOptions
-    from shardckpt.mapping import ShardedBase, ShardedStateDict
-    from shardckpt.plugins import PluginManager
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.engine.long_phase import LongPhase
+    from shardckpt.engine.plan_cache import CachedPlan
+    from shardckpt.engine.saving import SaveOptions
+    from shardckpt.mapping.base import ShardedBase, ShardedStateDict
+    from shardckpt.plugins.manager import PluginManager
     from shardckpt.strategy import PreparedSave
-    from shardckpt.validation import GivenShards
+    from shardckpt.validation.completeness import GivenShards
 
 
 class _Job(NamedTuple):

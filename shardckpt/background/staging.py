@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.background.copying import ALIGNED, Copies, Layout
 from shardckpt.background.staging_buffer import StagingBuffer, StagingBufferPool, attach, round_up
-from shardckpt.tensors import LARGE, PAGE
+from shardckpt.tensors.memory import LARGE, PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ import torch
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException
-from shardckpt.storage import wrap_os_errors
+from shardckpt.storage.filesystem import wrap_os_errors
 
 if TYPE_CHECKING:
     from shardckpt.background.copying import Layout

@@ -9,12 +9,14 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.background.process import EVENT_NUMBER, NUMBER_BYTES, Outcome
-from shardckpt.distributed import ErrorReport, pickle_value, unpickle_parts
+from shardckpt.distributed.error_report import ErrorReport
+from shardckpt.distributed.pickling import pickle_value, unpickle_parts
 from shardckpt.errors import CheckpointingException
-from shardckpt.plugins import get_plugin_manager, hookimpl
+from shardckpt.plugins.hookspecs import hookimpl
+from shardckpt.plugins.manager import get_plugin_manager
 
 if TYPE_CHECKING:
-    from shardckpt.plugins import Event
+    from shardckpt.plugins.hookspecs import Event
 
 #: Seconds between two checks of an idle process whether its parent is alive.
 _ROUND = 1.0

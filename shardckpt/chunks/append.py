@@ -6,15 +6,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.storage import SEGMENT_BYTES, SMALL_RECORD
-from shardckpt.tensors import Copier, is_ordinary, is_plain, plain_cpu, tensor_bytes, tensor_bytes_of_each
+from shardckpt.storage.digest import SEGMENT_BYTES, SMALL_RECORD
+from shardckpt.tensors.copier import Copier
+from shardckpt.tensors.memory import is_ordinary, is_plain, plain_cpu, tensor_bytes, tensor_bytes_of_each
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
 
-    from shardckpt.storage import FileWriter
+    from shardckpt.storage.file_writer import FileWriter
 
 
 #: Bytes that are copied at a time of a tensor that cannot be written from its memory (on a device, or with strides). It

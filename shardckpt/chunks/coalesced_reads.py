@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.chunks.entire import MOST_GAP, SMALL_ITEM, NeighbourRead
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage import BLOCK_BYTES, block_pool
+from shardckpt.storage.buffers import BLOCK_BYTES, block_pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from shardckpt.chunks.entire import EntireChunks
     from shardckpt.chunks.stored import Item
-    from shardckpt.storage import CheckpointReader, RangeRead
+    from shardckpt.storage.range_reads import RangeRead
+    from shardckpt.storage.reader import CheckpointReader
 
     #: Reads an item, from memory if it was read ahead.
     ReadOne: TypeAlias = Callable[[Any, "ReadAhead | None"], None]

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage import BLOCK_BYTES, RangeRead, block_pool
-from shardckpt.tensors import view_memory
+from shardckpt.storage.buffers import BLOCK_BYTES, block_pool
+from shardckpt.storage.range_reads import RangeRead
+from shardckpt.tensors.raw_memory import view_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.storage import CheckpointReader
+    from shardckpt.storage.reader import CheckpointReader
 
 #: Items up to this size, in bytes, are read together with their neighbours.
 SMALL_ITEM = 64 << 10

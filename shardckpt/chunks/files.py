@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from shardckpt.storage import count_parallel_files
+from shardckpt.storage.direct import count_parallel_files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from shardckpt.storage import CheckpointWriter
+    from shardckpt.storage.writer import CheckpointWriter
 
 _FileT = TypeVar("_FileT")
 

@@ -8,16 +8,20 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import ShardingError
-from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
-from shardckpt.planning import Boxes, part_view, shard_parts
+from shardckpt.mapping.base import is_main_replica
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.planning.boxes import part_view, shard_parts
+from shardckpt.planning.table import Boxes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     import torch
 
-    from shardckpt.mapping import BlockScales, ShardedBase
-    from shardckpt.planning import FlatPart, Ints
+    from shardckpt.mapping.base import ShardedBase
+    from shardckpt.mapping.sharded_tensor import BlockScales
+    from shardckpt.planning.boxes import FlatPart, Ints
 
 
 @dataclass

@@ -6,12 +6,14 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.chunks.parts import make_finder, match_parts
-from shardckpt.distributed import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import ShardingError
-from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt.planning import Box, part_view, with_memory
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.planning.boxes import Box, part_view, with_memory
 from shardckpt.strategy import LoadContext, LoadStrategy, StoredBox, StoredColumns
-from shardckpt.tensors import copy_values, movable, synchronize_devices
+from shardckpt.tensors.memory import synchronize_devices
+from shardckpt.tensors.wrappers import copy_values, movable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,9 +21,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.mapping import ShardedBase
-    from shardckpt.planning import BoxFinder, FlatPart, Ints
-    from shardckpt.storage import CheckpointReader
+    from shardckpt.mapping.base import ShardedBase
+    from shardckpt.planning.boxes import FlatPart, Ints
+    from shardckpt.planning.lookup import BoxFinder
+    from shardckpt.storage.reader import CheckpointReader
 
     class HasTarget(Protocol):
         """Something to read, and the tensor that it fills."""

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt.errors import ShardingError, format_many, listed
-from shardckpt.mapping import BlockScales
-from shardckpt.planning import Table, concat_tables, find_untiled, make_column, make_matrix
-from shardckpt.storage import Columns
+from shardckpt.mapping.sharded_tensor import BlockScales
+from shardckpt.planning.table import Table, concat_tables, find_untiled, make_column, make_matrix
+from shardckpt.storage.columns import Columns
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from shardckpt.planning import Ints
-    from shardckpt.storage import Column, PackedShards
+    from shardckpt.planning.boxes import Ints
+    from shardckpt.storage.columns import Column
+    from shardckpt.storage.packed_shards import PackedShards
 
 
 class LocalPlan(NamedTuple):

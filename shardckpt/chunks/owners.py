@@ -31,15 +31,16 @@ from shardckpt.chunks.merge import (
     merge_rows,
     refuse_object_keys,
 )
-from shardckpt.distributed import find_owner, join_parts, place_owner, split_parts
-from shardckpt.planning import Table, make_column
-from shardckpt.storage import Column, Columns, PackedShards, pack_columns
+from shardckpt.distributed.routing import find_owner, join_parts, place_owner, split_parts
+from shardckpt.planning.table import Table, make_column
+from shardckpt.storage.columns import Column, Columns, pack_columns
+from shardckpt.storage.packed_shards import PackedShards
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from shardckpt.distributed import Comm
-    from shardckpt.planning import Ints
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.planning.boxes import Ints
 
 _SOURCE = "a plan for an owner"
 _DIGEST = "specs"

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.planning import BoxFinder, find_hole, find_overlap, shard_parts
+from shardckpt.planning.boxes import shard_parts
+from shardckpt.planning.coverage import find_hole, find_overlap
+from shardckpt.planning.lookup import BoxFinder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.mapping import ShardedTensor
-    from shardckpt.planning import Box, FlatPart
+    from shardckpt.mapping.sharded_tensor import ShardedTensor
+    from shardckpt.planning.boxes import Box, FlatPart
 
 
 def make_finder(key: str, boxes: Sequence[Box]) -> BoxFinder:

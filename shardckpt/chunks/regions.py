@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.storage import RangeRead, StoredArray, find_range
-from shardckpt.tensors import view_tensor
+from shardckpt.storage.range_reads import RangeRead
+from shardckpt.storage.scatter import StoredArray, find_range
+from shardckpt.tensors.raw_memory import view_tensor
 
 if TYPE_CHECKING:
     import torch
 
     from shardckpt.chunks.staged import StagedDestination
     from shardckpt.chunks.stored import Chunk
-    from shardckpt.planning import FlatPart, Ints
+    from shardckpt.planning.boxes import FlatPart, Ints
 
 
 class Region(NamedTuple):

@@ -15,34 +15,23 @@ from shardckpt.chunks.regions import Region, StagedRegion
 from shardckpt.chunks.staged import StagedDestination, check_no_partial_overlap, needs_staging
 from shardckpt.chunks.stored import Chunk, Item
 from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, listed
-from shardckpt.planning import (
-    FEW,
-    Box,
-    FlatPart,
-    Overlaps,
-    Table,
-    check_shapes,
-    count_volumes,
-    find_overlaps,
-    find_untiled,
-    list_boxes,
-    list_fields,
-    list_rows,
-    make_column,
-    part_view,
-    sort_unique,
-    unflattened_box,
-)
-from shardckpt.tensors import ORDINARY, find_addresses, is_ordinary, is_quantized, movable
+from shardckpt.planning.box_overlaps import Overlaps, find_overlaps, list_rows
+from shardckpt.planning.boxes import Box, FlatPart, part_view, unflattened_box
+from shardckpt.planning.shapes import check_shapes
+from shardckpt.planning.shard_fields import list_boxes, list_fields
+from shardckpt.planning.table import FEW, Table, count_volumes, find_untiled, make_column, sort_unique
+from shardckpt.tensors.memory import ORDINARY, find_addresses, is_ordinary
+from shardckpt.tensors.wrappers import is_quantized, movable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from typing import TypeAlias
 
     from shardckpt.chunks.stored import ChunkIndex, Chunks
-    from shardckpt.mapping import ShardedTensor
-    from shardckpt.planning import BoxFinder, Ints
-    from shardckpt.storage import CheckpointReader
+    from shardckpt.mapping.sharded_tensor import ShardedTensor
+    from shardckpt.planning.boxes import Ints
+    from shardckpt.planning.lookup import BoxFinder
+    from shardckpt.storage.reader import CheckpointReader
 
     #: Regions that one thread reads, one after the other.
     Unit: TypeAlias = Sequence[Region | StagedRegion]
@@ -66,7 +55,7 @@ class RequestedTensors:
         self._index = index
         # from here on tensors are numbered by their place among the requested ones, as the chunks are that are taken
         specs = torch.searchsorted(self._numbers, everything)
-        self._chunks, self._bounds = index.take_chunks(self._numbers, lambda: list_boxes(shards, specs))
+        self._chunks, self._bounds = index.select_chunks(self._numbers, lambda: list_boxes(shards, specs))
         simple = _find_simple(shards, list(map(index.shapes.__getitem__, numbers)))
         others = [shard for shard, is_simple in zip(shards, simple, strict=True) if not is_simple]
         few = None if others else _match_few(shards, specs.tolist(), self._chunks, self._bounds, index.files)
@@ -88,14 +77,14 @@ class RequestedTensors:
         if any(unallocated):
             self._check_sizes(sort_unique(specs[torch.tensor(unallocated, device="cpu")]), reader)
 
-    def take_entire(self) -> EntireChunks | None:
+    def split_entire(self) -> EntireChunks | None:
         """Return those of the chunks that are read entirely into the memory of a shard, or None if there are none.
 
         Call it before :meth:`units`, which then leaves them out, and after all ranks have planned: shards without data
         get CPU memory.
         """
         index = self._index
-        return self._matched.take_entire(index.files, index.keys, index.dtypes, self._numbers)
+        return self._matched.split_entire(index.files, index.keys, index.dtypes, self._numbers)
 
     def units(self) -> list[Unit]:
         """Return the regions to read, in units that one thread reads, in the order of the files.
@@ -122,7 +111,7 @@ class RequestedTensors:
             if number not in finders:
                 place = places[number]
                 rows = slice(*self._bounds[place : place + 2].tolist())
-                boxes = self._chunks.box.rows(rows).take_axes(len(shapes[place]))
+                boxes = self._chunks.box.rows(rows).first_axes(len(shapes[place]))
                 chunks = list(self._chunks.list(rows, boxes, self._index.files))
                 finders[number] = make_finder(shard.key, [chunk.box for chunk in chunks]), chunks
             found.append(_OtherShard(shard, number, *finders[number], self._index.dtypes[number]))
@@ -165,7 +154,7 @@ class _FewShards:
         self._specs = specs
         self._parts = parts
 
-    def take_entire(self, *_: object) -> None:
+    def split_entire(self, *_: object) -> None:
         """Return None: no shard is an entire chunk."""
 
     def regions(self, _files: Sequence[str], numbers: Sequence[int]) -> list[Region]:
@@ -200,7 +189,7 @@ class _MatchedShards:
         self._found = found
         self._requested = requested.pad_axes(found.offset.shape[1])
 
-    def take_entire(
+    def split_entire(
         self, files: Sequence[str], keys: Sequence[str], dtypes: Sequence[torch.dtype], numbers: torch.Tensor
     ) -> EntireChunks | None:
         """Take out the regions that are entire chunks, and fill shards as the files have them; see the base.

@@ -13,23 +13,24 @@ import torch
 from shardckpt.chunks.files import count_files
 from shardckpt.chunks.items import collect_items, view_tensors
 from shardckpt.chunks.ties import TieFinder, agree_on_aliases
-from shardckpt.distributed import SharedPickle, pickle_value
+from shardckpt.distributed.pickling import SharedPickle, pickle_value
 from shardckpt.errors import CheckpointingException, ShardingError
-from shardckpt.mapping import ShardedTensor
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.parallel import assign_main_replicas
-from shardckpt.storage import sum_shards
+from shardckpt.storage.sums import sum_shards
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
-from shardckpt.tensors import synchronize_devices
+from shardckpt.tensors.memory import synchronize_devices
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
     from shardckpt.chunks.items import LocalItems, Sources
     from shardckpt.chunks.merge import LocalPlan
-    from shardckpt.distributed import Comm
-    from shardckpt.manifest import Lineage
-    from shardckpt.mapping import CommonStateDict, ShardedBase
-    from shardckpt.storage import CheckpointWriter, PackedShards
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.manifest.names import Lineage
+    from shardckpt.mapping.base import CommonStateDict, ShardedBase
+    from shardckpt.storage.packed_shards import PackedShards
+    from shardckpt.storage.writer import CheckpointWriter
     from shardckpt.strategy import PlanContext
 
 IndexT = TypeVar("IndexT")

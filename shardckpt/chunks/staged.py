@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt.errors import ShardingError
-from shardckpt.planning import part_view
-from shardckpt.tensors import check_outward_dtype, dequantize, fill, inner_tensors, is_quantized, synchronize_devices
+from shardckpt.planning.boxes import part_view
+from shardckpt.tensors.memory import synchronize_devices
+from shardckpt.tensors.wrappers import check_outward_dtype, dequantize, fill, inner_tensors, is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shardckpt.mapping import ShardedTensor
-    from shardckpt.planning import FlatPart
+    from shardckpt.mapping.sharded_tensor import ShardedTensor
+    from shardckpt.planning.boxes import FlatPart
 
 
 class StagedDestination:

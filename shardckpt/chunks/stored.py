@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.planning import Box
+from shardckpt.planning.boxes import Box
 from shardckpt.strategy import StoredBox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from shardckpt.planning import Ints, Table
+    from shardckpt.planning.boxes import Ints
+    from shardckpt.planning.table import Table
 
 
 class Item(NamedTuple):
@@ -115,7 +116,7 @@ class ChunkIndex(ABC):
 
     def list_boxes(self) -> Iterator[StoredBox]:
         """Yield the boxes of all tensors with their files, by each name of a tensor."""
-        chunks, bounds = self.take_chunks(torch.arange(len(self.keys), device="cpu"))
+        chunks, bounds = self.select_chunks(torch.arange(len(self.keys), device="cpu"))
         columns = (chunks.box.offset.tolist(), chunks.box.extent.tolist(), chunks.file.tolist())
         rows = list(zip(*columns, strict=True))
         ends = bounds.tolist()
@@ -125,7 +126,7 @@ class ChunkIndex(ABC):
                 yield StoredBox(key, tuple(offset[:axes]), tuple(extent[:axes]), self.files[file])
 
     @abstractmethod
-    def take_chunks(
+    def select_chunks(
         self, numbers: torch.Tensor, wanted: Callable[[], Table] | None = None
     ) -> tuple[Chunks, torch.Tensor]:
         """Return the chunks of some tensors, numbered anew, and their bounds; a format may check them first.

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from shardckpt.mapping import ShardedTensor
-from shardckpt.tensors import ORDINARY
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.tensors.memory import ORDINARY
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
     from collections.abc import Set as AbstractSet
 
-    from shardckpt.distributed import Comm
-    from shardckpt.mapping import ShardedBase
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.mapping.base import ShardedBase
 
 #: The class of a key without a shard on a rank.
 _ABSENT = -1

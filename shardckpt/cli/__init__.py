@@ -213,7 +213,7 @@ def _make_parser(given: str) -> tuple[argparse.ArgumentParser, Mapping[str, argp
             )
     if only:
         return parser, verbs.choices
-    from shardckpt.plugins import get_plugin_manager
+    from shardckpt.plugins.manager import get_plugin_manager
 
     try:
         with (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardckpt.engine import format_bytes, format_count, format_seconds
+from shardckpt.engine.amounts import format_bytes, format_count, format_seconds
 from shardckpt.errors import format_many
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.errors import SettingFault
-    from shardckpt.manager import Setting
+    from shardckpt.manager.config import Setting
     from shardckpt.settings import Variable
 
 
@@ -46,7 +46,7 @@ def add(verbs: Any) -> None:
 def run(options: Any) -> Output:
     """Return a row per setting and per variable, or the texts of some."""
     from shardckpt.errors import ConfigurationError, name_known
-    from shardckpt.manager import list_settings
+    from shardckpt.manager.config import list_settings
     from shardckpt.settings import list_variables
 
     if options.section and not options.check:
@@ -75,7 +75,9 @@ def _look_further(variable: Variable) -> Variable:
     from shardckpt import settings
     from shardckpt.errors import CheckpointingException
     from shardckpt.integrations.s3_options import check_options
-    from shardckpt.plugins import get_plugin_manager, list_unknown_accepted, list_unknown_disabled, read_stores
+    from shardckpt.plugins.manager import get_plugin_manager, list_unknown_disabled
+    from shardckpt.plugins.resolver import list_unknown_accepted
+    from shardckpt.plugins.stores import read_stores
 
     faults = list_unknown_disabled() if variable.name == settings.DISABLED_PLUGINS else []
     if variable.name == settings.PLUGINS:
@@ -131,7 +133,8 @@ def _check(files: Sequence[str], section: str) -> Output:
 def _check_file(file: str, section: str) -> _Checked:
     """Return what a file has, where its settings are right; else the error says each that is wrong."""
     from shardckpt.errors import ConfigurationError, SettingFault, format_many, name_known
-    from shardckpt.manager import find_faults, make_fault
+    from shardckpt.manager.config import find_faults
+    from shardckpt.manager.faults import make_fault
 
     given = _read(file)
     for name in filter(None, section.split(".")):
@@ -155,8 +158,8 @@ def _check_file(file: str, section: str) -> _Checked:
 
 def _note_shared_folders(checked: Sequence[_Checked]) -> None:
     """Add a note to each file whose folder an earlier one has, too."""
-    from shardckpt.engine import find_local
-    from shardckpt.manager import make_fault
+    from shardckpt.engine.locations import find_local
+    from shardckpt.manager.faults import make_fault
 
     owners: dict[Path | str, str] = {}
     for file, given, notes in checked:
@@ -178,7 +181,7 @@ def _describe_checked(checked: _Checked) -> list[str]:
 
 def _find_section(given: Any) -> str:
     """Return the name of the table that has most settings; ``""`` where none in it has more than the whole."""
-    from shardckpt.manager import list_settings
+    from shardckpt.manager.config import list_settings
 
     known = {each.name for each in list_settings()}
 
@@ -194,7 +197,7 @@ def _find_section(given: Any) -> str:
 
 def _describe_variable(variable: Variable) -> SettingFault:
     """Return a wrong variable as a wrong setting."""
-    from shardckpt.manager import make_fault
+    from shardckpt.manager.faults import make_fault
 
     name, value, text, _ = variable
     return make_fault({name: value}, name, text if text.startswith(name) else f"{name}={value}: {text}")
@@ -203,17 +206,11 @@ def _describe_variable(variable: Variable) -> SettingFault:
 def _find_notes(given: dict[str, Any]) -> list[SettingFault]:
     """Return what settings that are right do not do here."""
     from shardckpt.errors import ask_nearest
-    from shardckpt.huggingface import find_code
-    from shardckpt.manager import (
-        DATALOADER,
-        LR_SCHEDULER,
-        MODEL,
-        OPTIMIZER,
-        TRAIN_STATE,
-        CheckpointConfig,
-        make_fault,
-    )
-    from shardckpt.storage import mask_password
+    from shardckpt.huggingface.mapping_file import find_code
+    from shardckpt.manager.config import CheckpointConfig
+    from shardckpt.manager.faults import make_fault
+    from shardckpt.manager.states import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
+    from shardckpt.storage.store_errors import mask_password
 
     notes = {}
     usual = (MODEL, OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE)  # the others only the training knows
@@ -243,7 +240,7 @@ def _read(file: str) -> Any:
     from pathlib import Path
 
     from shardckpt.errors import ConfigurationError
-    from shardckpt.manifest import parse_json
+    from shardckpt.manifest.strict_json import parse_json
 
     readers: dict[str, Callable[[str], Any]] = {
         ".json": lambda text: parse_json(text.encode()),

@@ -33,7 +33,7 @@ from shardckpt.cli.renames import add_rename_option, read_renames
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.maintenance import ConversionReport
+    from shardckpt.maintenance.convert import ConversionReport
 
 
 #: What --mapping takes.
@@ -160,7 +160,7 @@ def read_hub_options(options: Any) -> dict[str, Any]:
 
 def read_target_options(options: Any) -> dict[str, Any]:
     """Return these options as the arguments of :func:`shardckpt.maintenance.convert_checkpoint`."""
-    from shardckpt.storage import parse_size
+    from shardckpt.storage.memory_budget import parse_size
 
     memory = parse_size(options.memory, "--memory")
     return {"to": options.to, "memory_budget": memory, **read_hub_options(options)}
@@ -169,7 +169,7 @@ def read_target_options(options: Any) -> dict[str, Any]:
 def run(options: Any) -> Output:
     """Convert, and return the report."""
     from shardckpt.cli.progress import show_progress
-    from shardckpt.maintenance import convert_checkpoint
+    from shardckpt.maintenance.convert import convert_checkpoint
 
     with show_progress("convert", part="verify"):
         report = convert_checkpoint(options.source, options.target, **read_target_options(options))
@@ -183,7 +183,7 @@ def run(options: Any) -> Output:
 def parse_target(text: str) -> str | tuple[str, int]:
     """Parse ``backend`` or ``backend@version``; raise ValueError for anything else."""
     from shardckpt.errors import CheckpointingException
-    from shardckpt.plugins import parse_key
+    from shardckpt.plugins.registry import parse_key
 
     try:
         backend, version = parse_key(text)
@@ -204,7 +204,7 @@ def _describe_left_out(report: ConversionReport) -> list[str]:
     """
     from shardckpt.cli.amounts import format_many
     from shardckpt.errors import listed
-    from shardckpt.manifest import CONTENT
+    from shardckpt.manifest.names import CONTENT
 
     lost = report.left_out[: len(report.left_out) - report.plain_objects]
     lines = [f"not written: {listed(lost, limit=_NAMES_SHOWN)}"] if lost else []

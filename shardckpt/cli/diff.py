@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardckpt.cli.colour import Style
-    from shardckpt.maintenance import DiffReport, ObjectReport, TensorDifference
+    from shardckpt.maintenance.diff_report import DiffReport, ObjectReport, TensorDifference
 
 #: A list or dict with more differences than that, such as the state of a random generator, is one row.
 _MOST_VALUES = 16
@@ -70,7 +70,7 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> Output:
     """Return a row for each tensor and value that differs, and a summary."""
-    from shardckpt.engine import pause_gc
+    from shardckpt.engine.gc_pause import pause_gc
 
     with pause_gc():  # the rows of 100,000 tensors all stay
         report = _compare_without_torch(options) or _compare(options)
@@ -89,7 +89,7 @@ def run(options: Any) -> Output:
 def _compare_without_torch(options: Any) -> DiffReport | None:
     """Return the report if stored fingerprints suffice for it; to import torch takes longer than to compare them."""
     from shardckpt.cli.inspect import OUTLINES
-    from shardckpt.maintenance import diff_by_fingerprints
+    from shardckpt.maintenance.fingerprint_diff import diff_by_fingerprints
 
     if options.rtol or options.atol or options.mapping or options.prefix or options.rename or options.read:
         return None
@@ -98,10 +98,11 @@ def _compare_without_torch(options: Any) -> DiffReport | None:
 
 def _compare(options: Any) -> DiffReport:
     from shardckpt.cli.progress import show_progress
-    from shardckpt.engine import locate
-    from shardckpt.huggingface import find_mapping, read_config
-    from shardckpt.maintenance import diff_checkpoints
-    from shardckpt.plugins import get_plugin_manager
+    from shardckpt.engine.locations import locate
+    from shardckpt.huggingface.config import read_config
+    from shardckpt.huggingface.models import find_mapping
+    from shardckpt.maintenance.diff import diff_checkpoints
+    from shardckpt.plugins.manager import get_plugin_manager
 
     config = partial(read_config, (), locate(options.second, get_plugin_manager()))
     with show_progress("diff"):
@@ -204,7 +205,7 @@ def _describe_unread(report: DiffReport, _: Any) -> str:
     """Return which files in the folders were not read, and which of them differ; ``""`` if there are none."""
     if not report.unread_files:
         return ""
-    from shardckpt.maintenance import describe_unread_files  # it imports torch
+    from shardckpt.maintenance.sources import describe_unread_files  # it imports torch
 
     said = describe_unread_files(report.unread_files)
     if report.different_files:
@@ -235,8 +236,8 @@ def _advise_names(report: DiffReport, options: Any) -> str:
 
         common = format_many(len(first & second), "tensor")
         return f"without --prefix {options.prefix}, {common} with the same name" if first & second else ""
-    from shardckpt.huggingface import MEGATRON_NAME
-    from shardckpt.maintenance import suggest_renames
+    from shardckpt.huggingface.megatron import MEGATRON_NAME
+    from shardckpt.maintenance.suggested_renames import suggest_renames
 
     places = options.first, options.second
     calls = ((_find_prefix(first, second), *places), (_find_prefix(second, first), *reversed(places)))
@@ -296,7 +297,7 @@ def _find_prefix(longer: set[str], shorter: set[str]) -> str:
 
     What stands before an optimizer's state, which may have the names of the model, is not meant.
     """
-    from shardckpt.engine import is_optimizer_key
+    from shardckpt.engine.optimizer_keys import is_optimizer_key
 
     some = max(shorter, key=len)  # the longest name is the end of the fewest others
     prefixes = {key.removesuffix(some) for key in longer if key.endswith(some)}

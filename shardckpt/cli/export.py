@@ -24,7 +24,7 @@ from shardckpt.cli.renames import add_rename_option
 from shardckpt.errors import ConfigurationError, name_call
 
 if TYPE_CHECKING:
-    from shardckpt.huggingface import Exported
+    from shardckpt.huggingface.export import Exported
 
 
 def add(verbs: Any) -> None:
@@ -73,7 +73,7 @@ def run(options: Any) -> Output:
     if os.path.isfile(options.checkpoint):  # noqa: PTH113 - or a URL
         return _convert_file(options)
     from shardckpt.cli.progress import show_progress
-    from shardckpt.huggingface import export_to_huggingface
+    from shardckpt.huggingface.export import export_to_huggingface
 
     with show_progress("export", part="verify"), named_folders(options.checkpoint):
         exported = export_to_huggingface(

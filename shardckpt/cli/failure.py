@@ -43,7 +43,8 @@ def explain_error(error: Exception, options: argparse.Namespace) -> Exception:
     """Return the error of a verb with what its text lacks: what is next to a URL, or could go from a full disk."""
     target = options.directory if options.verb == "remove" else find_target(options)
     if isinstance(error, NotEnoughSpaceError) and target:
-        from shardckpt.engine import explain_full, find_local
+        from shardckpt.engine.locations import find_local
+        from shardckpt.engine.space import explain_full
 
         if place := find_local(target):
             error = explain_full(error, place)
@@ -56,14 +57,15 @@ def name_siblings(error: _E, options: argparse.Namespace) -> _E | CheckpointingE
     urls = [each for each in given if isinstance(each, str) and "://" in each]
     if not urls or not isinstance(error, CheckpointingException):
         return error
-    from shardckpt.engine import locate
-    from shardckpt.plugins import ABSENT, get_plugin_manager, name_stored_siblings
+    from shardckpt.engine.locations import locate
+    from shardckpt.plugins.manager import get_plugin_manager
+    from shardckpt.plugins.stores import ABSENT, name_stored_siblings
 
     plugins = get_plugin_manager()
     absent = [url for url in urls if ABSENT in str(error) and f"{locate(url, plugins)} {ABSENT}" in str(error)]
     if not absent or not (beside := name_stored_siblings(absent[0], plugins)):
         return error
-    from shardckpt.distributed import replace_text
+    from shardckpt.distributed.error_report import replace_text
 
     return replace_text(error, f"{error} {beside}").with_traceback(error.__traceback__)
 
@@ -122,7 +124,7 @@ def _advise_of_globals(error: CheckpointingException, options: argparse.Namespac
 
 def _advise_of_damage(error: CheckpointingException, options: argparse.Namespace) -> str:
     """Return how the rest is written where bytes are missing or damaged; ``""`` for other errors."""
-    from shardckpt.engine import is_damage
+    from shardckpt.engine.integrity import is_damage
 
     only_reads = hasattr(options, "reads") and not hasattr(options, "writes")
     if getattr(options, "skip_damaged", not only_reads) or not is_damage(error) or _is_of_target(error, options):
@@ -139,7 +141,7 @@ def _advise_of_damage(error: CheckpointingException, options: argparse.Namespace
 
 def _is_of_target(error: CheckpointingException, options: argparse.Namespace) -> bool:
     """Return whether an error names what a verb writes, or the staging directory of it."""
-    from shardckpt.engine import find_local
+    from shardckpt.engine.locations import find_local
 
     target = find_target(options)
     place = find_local(target) if target else None
@@ -148,6 +150,7 @@ def _is_of_target(error: CheckpointingException, options: argparse.Namespace) ->
 
 def name_plugin(error: Exception) -> str:
     """Return whose code raised an error, in brackets, or ``""``."""
-    from shardckpt.plugins import bracket_origin, get_plugin_manager
+    from shardckpt.plugins.manager import get_plugin_manager
+    from shardckpt.plugins.origin import bracket_origin
 
     return bracket_origin(error, get_plugin_manager())

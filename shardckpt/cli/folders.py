@@ -22,7 +22,7 @@ def name_steps(options: Any) -> None:
     if the word is misspelt; or if, next to steps, it is what a verb is to write.
     """
     if hasattr(options, "writes") and _is_word(getattr(options, options.writes)):
-        from shardckpt.manager import refuse_named_step
+        from shardckpt.manager.named_steps import refuse_named_step
 
         refuse_named_step(getattr(options, options.writes))
     for name in getattr(options, "reads", ()):
@@ -33,7 +33,7 @@ def name_steps(options: Any) -> None:
                 refuse_lost_link(path)
                 _refuse_misspelt_word(path)
         if any(map(_is_word, paths)):
-            from shardckpt.manager import find_named_step
+            from shardckpt.manager.named_steps import find_named_step
 
             found = [find_named_step(path) for path in paths]
             setattr(options, name, found if isinstance(given, list) else found[0])
@@ -45,7 +45,7 @@ def _is_word(path: str) -> bool:
 
 def refuse_lost_link(path: str) -> None:
     """Raise if a path, or a folder that it goes through, is a link to what is not there: errors name that alone."""
-    from shardckpt.engine import find_local
+    from shardckpt.engine.locations import find_local
     from shardckpt.errors import NotACheckpointError
 
     if find_local(path) is None:
@@ -58,10 +58,10 @@ def refuse_lost_link(path: str) -> None:
 
 def _refuse_misspelt_word(path: str) -> None:
     """Raise if nothing is at a local path in a folder of steps, and its last part is most like one of the words."""
-    from shardckpt.engine import find_local
+    from shardckpt.engine.locations import find_local
     from shardckpt.errors import NotACheckpointError, find_nearest
-    from shardckpt.manager import parse_step
-    from shardckpt.storage import wrap_os_errors
+    from shardckpt.manager.step_names import parse_step
+    from shardckpt.storage.filesystem import wrap_os_errors
 
     place = find_local(path)
     if place is None or not place.parent.is_dir():
@@ -79,9 +79,9 @@ def _refuse_misspelt_word(path: str) -> None:
 def refuse_checkpoint(path: str) -> None:
     """Raise if a path is that of a checkpoint: the folder that it is in was meant."""
     from shardckpt.cli.ls import list_folder
-    from shardckpt.engine import find_local, locate
+    from shardckpt.engine.locations import find_local, locate
     from shardckpt.errors import CheckpointingException
-    from shardckpt.plugins import get_plugin_manager
+    from shardckpt.plugins.manager import get_plugin_manager
 
     own = find_local(path) or locate(path, get_plugin_manager())
     if any(each.is_checkpoint and each.path == str(own) for each in list_folder(path)):
@@ -93,10 +93,10 @@ def refuse_checkpoint(path: str) -> None:
 @contextmanager
 def named_folders(path: str) -> Iterator[None]:
     """Say, where the block finds that a local folder is no checkpoint, what it is: a folder of some, most often."""
-    from shardckpt.engine import find_local
+    from shardckpt.engine.locations import find_local
     from shardckpt.errors import CannotLoadError, NotACheckpointError
-    from shardckpt.maintenance import describe_folder
-    from shardckpt.manifest import MARKER_NAME
+    from shardckpt.maintenance.foreign import describe_folder
+    from shardckpt.manifest.names import MARKER_NAME
 
     try:
         yield

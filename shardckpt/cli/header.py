@@ -7,21 +7,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardckpt.engine import StoredCheckpoint
-    from shardckpt.manifest import PlainRecord
+    from shardckpt.engine.lazy import StoredCheckpoint
+    from shardckpt.manifest.plain import PlainRecord
 
 
 def read_header(checkpoint: StoredCheckpoint | PlainRecord, place: Path) -> dict[str, Any]:
     """Return what is known of the checkpoint as a whole; None for what is not."""
-    from shardckpt.engine import find_save_time, measure
-    from shardckpt.manager import read_metrics
-    from shardckpt.manifest import PlainRecord, Rescue
+    from shardckpt.engine.locations import find_save_time, measure
+    from shardckpt.manager.metrics import read_metrics
+    from shardckpt.manifest.names import Rescue
+    from shardckpt.manifest.plain import PlainRecord
 
     record = checkpoint if isinstance(checkpoint, PlainRecord) else checkpoint.record
     parent, step = checkpoint.lineage
     metrics: dict[str, float | None] = {} if record is None else read_metrics(record.content_metadata)
     if record is None and not isinstance(checkpoint, PlainRecord):
-        from shardckpt.manager import read_trainer_state
+        from shardckpt.manager.trainer_steps import read_trainer_state
 
         step, metrics = read_trainer_state(place)
     rescue = (
@@ -46,8 +47,9 @@ def read_header(checkpoint: StoredCheckpoint | PlainRecord, place: Path) -> dict
 
 def _find_library(checkpoint: StoredCheckpoint | PlainRecord, place: Path) -> str | None:
     """Return who wrote it if no record says it: another library, or shardckpt, where the record was lost."""
-    from shardckpt.engine import name_library
-    from shardckpt.manifest import RECORD_NAME, PlainRecord
+    from shardckpt.engine.locations import name_library
+    from shardckpt.manifest.names import RECORD_NAME
+    from shardckpt.manifest.plain import PlainRecord
 
     if isinstance(checkpoint, PlainRecord) or checkpoint.record is not None:
         return None

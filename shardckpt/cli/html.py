@@ -10,18 +10,18 @@ from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.header import read_header
 from shardckpt.cli.output import Output
 from shardckpt.errors import KeyMismatchError, name_prefixes
-from shardckpt.storage import retry_if_replaced
+from shardckpt.storage.directory import retry_if_replaced
 
 if TYPE_CHECKING:
-    from shardckpt.engine import StoredCheckpoint
-    from shardckpt.maintenance import DiffReport
+    from shardckpt.engine.lazy import StoredCheckpoint
+    from shardckpt.maintenance.diff_report import DiffReport
 
 
 def write_checkpoint_page(
     checkpoint: StoredCheckpoint, directory: str, prefix: str, target: str, *, with_values: bool
 ) -> Output:
     """Write the page of a checkpoint, by the name that the caller gives it; return how large it is."""
-    from shardckpt.engine import expand_home
+    from shardckpt.engine.locations import expand_home
     from shardckpt.errors import format_many
     from shardckpt.pages import write_page
 
@@ -43,8 +43,8 @@ def write_checkpoint_page(
 
 def write_difference_page(report: DiffReport, options: Any) -> str:
     """Write the page of two checkpoints; return what to print."""
-    from shardckpt.engine import expand_home
-    from shardckpt.maintenance import open_any
+    from shardckpt.engine.locations import expand_home
+    from shardckpt.maintenance.sources import open_any
     from shardckpt.pages import describe_difference, write_page
 
     def read(place: str, prefix: str) -> dict[str, Any]:
@@ -63,9 +63,9 @@ def _describe(
     checkpoint: StoredCheckpoint, directory: str, prefix: str, *, with_values: bool = False
 ) -> dict[str, Any]:
     from shardckpt.cli.values import list_statistics
-    from shardckpt.engine import locate
+    from shardckpt.engine.locations import locate
     from shardckpt.pages import CheckpointHeader, describe_checkpoint
-    from shardckpt.plugins import get_plugin_manager
+    from shardckpt.plugins.manager import get_plugin_manager
 
     known = read_header(checkpoint, locate(directory, get_plugin_manager()))
     header = CheckpointHeader(name=directory, save_id=known.pop("id"), **known)

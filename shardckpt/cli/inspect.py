@@ -35,10 +35,12 @@ from shardckpt.errors import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from shardckpt.engine import IncompleteFile, StoredCheckpoint
-    from shardckpt.maintenance import Statistics
-    from shardckpt.manifest import PlainRecord, Record
-    from shardckpt.plugins import Outline
+    from shardckpt.engine.integrity import IncompleteFile
+    from shardckpt.engine.lazy import StoredCheckpoint
+    from shardckpt.maintenance.statistics import Statistics
+    from shardckpt.manifest.models import Record
+    from shardckpt.manifest.plain import PlainRecord
+    from shardckpt.plugins.outline import Outline
     from shardckpt.strategy import StoredColumns
 
 #: The functions that list the checkpoints of our formats without torch, as the formats' plugins register them.
@@ -85,8 +87,8 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> Output:
     """Return what is stored, and what is missing."""
-    from shardckpt.engine import pause_gc
-    from shardckpt.storage import retry_if_replaced
+    from shardckpt.engine.gc_pause import pause_gc
+    from shardckpt.storage.directory import retry_if_replaced
 
     if options.html and (options.tree or options.files):
         raise CheckpointingException("--html: its page has the modules and files: leave out --tree and --files")
@@ -103,7 +105,7 @@ def run(options: Any) -> Output:
 def _name_verdict(error: CheckpointingException, path: str) -> CheckpointingException:
     """Return an error of a damaged or incomplete checkpoint with the words of verify, any other as it is."""
     from shardckpt.cli.verify import explain_verdict, judge_error
-    from shardckpt.distributed import replace_text
+    from shardckpt.distributed.error_report import replace_text
 
     answer = judge_error(error, path)
     return replace_text(error, f"{path}: {explain_verdict(answer)}") if answer.exit_code == FOUND else error
@@ -121,7 +123,7 @@ def _inspect(options: Any) -> Output:
     except CheckpointReplacedError:
         raise
     except CheckpointingException as exc:
-        from shardckpt.engine import is_damage
+        from shardckpt.engine.integrity import is_damage
 
         if not is_damage(exc):
             raise
@@ -141,7 +143,7 @@ def _inspect_open(options: Any, lost: str = "") -> Output:
     """
     from shardckpt.cli.html import write_checkpoint_page
     from shardckpt.cli.values import find_common, list_statistics, read_values, show_common, split_region
-    from shardckpt.maintenance import open_any
+    from shardckpt.maintenance.sources import open_any
 
     with open_any(options.directory, unmarked=bool(lost), rename=read_renames(options)) as checkpoint:
         region = split_region(options.prefix)
@@ -164,8 +166,8 @@ def _inspect_open(options: Any, lost: str = "") -> Output:
 
 def _find_faults(checkpoint: StoredCheckpoint, lost: str) -> list[IncompleteFile]:
     """Return which files are missing or incomplete; ``lost`` says that ``metadata.json`` is."""
-    from shardckpt.engine import IncompleteFile
-    from shardckpt.manifest import MARKER_NAME
+    from shardckpt.engine.integrity import IncompleteFile
+    from shardckpt.manifest.names import MARKER_NAME
 
     found = checkpoint.find_incomplete_files()
     if lost and checkpoint.record is not None:
@@ -200,7 +202,7 @@ def _list_faults(faults: Sequence[IncompleteFile]) -> list[dict[str, Any]]:
 
 def _read_outline(options: Any) -> _Found | None:
     """Return what a checkpoint has by its outline, without torch; None if it has none, or is not whole."""
-    from shardckpt.engine import read_whole_outline
+    from shardckpt.engine.whole_outline import read_whole_outline
 
     try:
         found = read_whole_outline(options.directory, OUTLINES)
@@ -248,7 +250,7 @@ class _Tensors(NamedTuple):
 
     def count_parameters(self) -> int:
         """Return how many elements the tensors have that are parameters and buffers."""
-        from shardckpt.engine import is_parameter_key
+        from shardckpt.engine.optimizer_keys import is_parameter_key
 
         counts = [math.prod(form.shape) for form in self.forms]
         rows = zip(self.keys, self.numbers, strict=True)
@@ -276,9 +278,9 @@ class _Found(NamedTuple):
 
 
 def _collect(checkpoint: StoredCheckpoint, options: Any) -> _Found:
-    from shardckpt.engine import locate
-    from shardckpt.maintenance import list_unread_files
-    from shardckpt.plugins import get_plugin_manager
+    from shardckpt.engine.locations import locate
+    from shardckpt.maintenance.sources import list_unread_files
+    from shardckpt.plugins.manager import get_plugin_manager
 
     prefix = options.prefix
     columns = checkpoint.columns
@@ -312,7 +314,7 @@ def _collect(checkpoint: StoredCheckpoint, options: Any) -> _Found:
 
 def _outline_columns(columns: StoredColumns) -> Outline:
     """Return the columns with the names of dtypes in place of torch's."""
-    from shardckpt.plugins import Outline
+    from shardckpt.plugins.outline import Outline
 
     names = {dtype: str(dtype).removeprefix("torch.") for dtype in set(columns.dtypes)}
     itemsizes = {name: dtype.itemsize for dtype, name in names.items()}
@@ -390,7 +392,7 @@ def _describe(found: _Found, options: Any) -> list[str]:
 def _describe_unread(files: Mapping[str, str]) -> list[str]:
     if not files:
         return []
-    from shardckpt.maintenance import describe_unread_files  # it imports torch
+    from shardckpt.maintenance.sources import describe_unread_files  # it imports torch
 
     lines = [escape_text(f"{describe_unread_files(files)}: inspect each by its path")]
     return lines + [paint(escape_text(f"damaged: {fault}"), "bad") for fault in files.values() if fault]

@@ -23,7 +23,7 @@ def identify_target(options: argparse.Namespace) -> object:
     """Return what tells one DST on this machine from the next that takes its name; None if there is none."""
     if not (target := find_target(options)):
         return None
-    from shardckpt.engine import find_local
+    from shardckpt.engine.locations import find_local
 
     with suppress(CheckpointingException, OSError):
         place = find_local(target)
@@ -53,7 +53,7 @@ def describe_left(options: argparse.Namespace) -> str:
     staged = _list_staged(target) if target else []
     if not staged:
         return "nothing was written"
-    from shardckpt.storage import JOURNAL_NAME
+    from shardckpt.storage.journal_log import JOURNAL_NAME
 
     place = staged[0].parent
     is_resumable = any((path / JOURNAL_NAME).exists() for path in staged)
@@ -69,8 +69,8 @@ def find_target(options: argparse.Namespace) -> str:
 
 def _list_staged(target: str) -> list[Path]:
     """Return the staging directories of what a verb writes on this machine."""
-    from shardckpt.commit import list_staging_directories
-    from shardckpt.engine import find_local
+    from shardckpt.commit.commit import list_staging_directories
+    from shardckpt.engine.locations import find_local
 
     with suppress(CheckpointingException, OSError):  # such as of a folder that is not there
         place = find_local(target)

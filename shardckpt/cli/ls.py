@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.cli.colour import Style
-    from shardckpt.engine import PruneResult
-    from shardckpt.manager import CheckpointSummary
+    from shardckpt.engine.pruning import PruneResult
+    from shardckpt.manager.summaries import CheckpointSummary
 
 
 #: The formats of ours that are read, as their plugins register them, by backend and version.
@@ -94,8 +94,8 @@ def _describe(
     options: Any, folder: str, found: Sequence[CheckpointSummary], metrics: dict[str, tuple[str, str]]
 ) -> list[str]:
     from shardckpt.cli.amounts import format_many
-    from shardckpt.commit import walk_folders
-    from shardckpt.engine import find_local
+    from shardckpt.commit.leftovers import walk_folders
+    from shardckpt.engine.locations import find_local
 
     best = _find_best(found, metrics)
     lines = _make_table(found, metrics, best) if found else []
@@ -124,11 +124,11 @@ def _describe(
 
 def list_folder(folder: str, *, recursive: bool = False) -> list[CheckpointSummary]:
     """Return the summaries; torch, which takes seconds to import, is only needed where they are not all of ours."""
-    from shardckpt.manager import list_plain
+    from shardckpt.manager.summaries import list_plain
 
     found = list_plain(folder, FORMATS, recursive=recursive)
     if found is None:
-        from shardckpt.manager import list_checkpoints
+        from shardckpt.manager.listing import list_checkpoints
 
         found = list_checkpoints(folder, recursive=recursive)
     return found
@@ -136,7 +136,7 @@ def list_folder(folder: str, *, recursive: bool = False) -> list[CheckpointSumma
 
 def _refuse_other_file(path: str, found: Sequence[CheckpointSummary]) -> None:
     """Raise if a path is that of a file which is no checkpoint: in a folder it is a row, alone a wrong argument."""
-    from shardckpt.engine import find_local
+    from shardckpt.engine.locations import find_local
 
     place = find_local(path)
     if place is not None and place.is_file() and found[0].state == "other" and not found[0].is_refused:
@@ -149,7 +149,7 @@ def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: 
     ``inside`` are the real paths of other folders in it that have leftovers.
     """
     from shardckpt.cli.amounts import format_bytes
-    from shardckpt.engine import find_local
+    from shardckpt.engine.locations import find_local
 
     lines: list[str] = []
     seen: set[Path] = set()  # what is next to a folder is in the one around it, too
@@ -175,13 +175,13 @@ def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: 
 
 def _find_leftovers(folder: str) -> list[PruneResult]:
     """Return what killed saves have left in a folder or next to a checkpoint; next to a file and at a URL, nothing."""
-    from shardckpt.commit import find_leftovers_of
-    from shardckpt.engine import find_local
+    from shardckpt.commit.leftovers import find_leftovers_of
+    from shardckpt.engine.locations import find_local
 
     place = find_local(folder)
     if place is None or place.is_file() or not find_leftovers_of(place):
         return []
-    from shardckpt.engine import prune_leftovers  # it imports pydantic
+    from shardckpt.engine.pruning import prune_leftovers  # it imports pydantic
 
     return prune_leftovers(folder, dry_run=True)
 
@@ -223,7 +223,8 @@ def _name_folder(found: CheckpointSummary) -> str:
 
 def _find_best(found: Sequence[CheckpointSummary], metrics: dict[str, tuple[str, str]]) -> dict[str, CheckpointSummary]:
     """Return the checkpoint with the best value of each folder, of those that are whole and not marked as failed."""
-    from shardckpt.manager import list_once, rank_steps
+    from shardckpt.manager.metrics import rank_steps
+    from shardckpt.manager.summaries import list_once
 
     sound = [each for each in list_once(found) if each.state == "whole" and not each.has_failed]
     best = {}
@@ -321,8 +322,8 @@ def _name_state(found: CheckpointSummary) -> str:
 def _summarize(folder: str, found: Sequence[CheckpointSummary], *, recursive: bool = False) -> list[str]:
     """Return how many checkpoints there are, in what state, and how many bytes they have on disk."""
     from shardckpt.cli.amounts import format_bytes, format_many
-    from shardckpt.maintenance import FILE_SUFFIXES
-    from shardckpt.manager import list_once
+    from shardckpt.maintenance.inside import FILE_SUFFIXES
+    from shardckpt.manager.summaries import list_once
 
     rows = len(found)
     found = list_once(found)
@@ -361,7 +362,7 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary], *, recursive: bo
 
 def _measure_others(folder: str, found: Sequence[CheckpointSummary]) -> int:
     """Return the bytes in a folder of this machine, logs and what killed saves have left, that no row has."""
-    from shardckpt.engine import find_local, measure
+    from shardckpt.engine.locations import find_local, measure
 
     if (top := find_local(folder)) is None or not top.is_dir():
         return 0
@@ -370,8 +371,8 @@ def _measure_others(folder: str, found: Sequence[CheckpointSummary]) -> int:
 
 def _count_bad_steps(folder: str, found: Sequence[CheckpointSummary]) -> int:
     """Return how many steps in the folder itself are not as they should be."""
-    from shardckpt.engine import find_local
-    from shardckpt.manager import parse_step
+    from shardckpt.engine.locations import find_local
+    from shardckpt.manager.step_names import parse_step
 
     own = str(find_local(folder) or folder.rstrip("/"))  # a checkpoint itself is listed, too
     steps = [e for e in found if "/" not in e.name and parse_step(e.name) is not None and e.path != own]

@@ -34,7 +34,7 @@ from shardckpt.cli.output import Output
 from shardckpt.cli.renames import split_renames
 
 if TYPE_CHECKING:
-    from shardckpt.maintenance import MergeReport
+    from shardckpt.maintenance.merge import MergeReport
 
 
 def add(verbs: Any) -> None:
@@ -79,7 +79,7 @@ def run(options: Any) -> Output:
     """Merge, and return the report."""
     from shardckpt.cli.progress import show_progress
     from shardckpt.errors import CheckpointingException
-    from shardckpt.maintenance import merge_checkpoints
+    from shardckpt.maintenance.merge import merge_checkpoints
 
     if options.base is not None and not 1 <= options.base <= len(options.sources):
         raise CheckpointingException(f"--base {options.base}: there are {len(options.sources)} SRC, numbered from 1")
@@ -108,10 +108,10 @@ def _refuse_neighbour(options: Any) -> None:
     """Raise if DST is the last of the steps that a shell's ``run/step-*`` has named, which ``--overwrite`` replaces."""
     from pathlib import PurePath
 
-    from shardckpt.engine import find_local, locate
+    from shardckpt.engine.locations import find_local, locate
     from shardckpt.errors import CheckpointingException
-    from shardckpt.manager import parse_step, split_path
-    from shardckpt.plugins import get_plugin_manager
+    from shardckpt.manager.step_names import parse_step, split_path
+    from shardckpt.plugins.manager import get_plugin_manager
 
     if not options.overwrite:
         return
@@ -144,7 +144,7 @@ parse_numbers.__name__ = "list of numbers, such as 1,2,1,"
 def _compute_weights(options: Any) -> list[float] | None:
     """Return the weights that the options say; None for equal ones, and for slerp."""
     from shardckpt.errors import CheckpointingException
-    from shardckpt.maintenance import compute_ema_weights, compute_wsm_weights
+    from shardckpt.maintenance.merge_weights import compute_ema_weights, compute_wsm_weights
 
     count = len(options.sources)
     if options.steps is not None and (options.wsm is None or len(options.steps) != count):

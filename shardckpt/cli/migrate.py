@@ -45,8 +45,9 @@ def add(verbs: Any) -> None:
 def run(options: Any) -> Output:
     """Migrate or convert, and return what was done."""
     from shardckpt.cli.progress import show_progress
-    from shardckpt.maintenance import convert_checkpoint, migrate_checkpoint
-    from shardckpt.storage import parse_size
+    from shardckpt.maintenance.convert import convert_checkpoint
+    from shardckpt.maintenance.migrate import migrate_checkpoint
+    from shardckpt.storage.memory_budget import parse_size
 
     if options.to is None or isinstance(options.to, int):
         with show_progress("migrate"):

@@ -46,7 +46,7 @@ def run(options: Any) -> Output:
         return _list(options.folder)
     options.step = _name_step(options.folder, options.step)
     _check_label(options)
-    from shardckpt.manager import pin_step, unpin_step  # it imports torch, and a listing needs none
+    from shardckpt.manager.holds import pin_step, unpin_step  # it imports torch, and a listing needs none
 
     if options.remove:
         unpin_step(options.folder, options.step, options.label)
@@ -62,7 +62,7 @@ def run(options: Any) -> Output:
 def _list(folder: str) -> Output:
     from shardckpt import manager  # what reads a store imports torch, what reads a directory does not
     from shardckpt.cli.table import fit_table
-    from shardckpt.engine import find_local
+    from shardckpt.engine.locations import find_local
 
     place = find_local(folder)
     found = manager.find_holds(folder) if place is None else manager.find_local_holds(place)
@@ -86,9 +86,9 @@ def _parse_step(text: str) -> int | str:
 
 def _name_step(folder: str, step: int | str) -> int | str:
     """Return the name of the directory that ``latest`` or ``best`` stands for now; any other step as it is."""
-    from shardckpt.engine import locate
-    from shardckpt.manager import find_named_step
-    from shardckpt.plugins import get_plugin_manager
+    from shardckpt.engine.locations import locate
+    from shardckpt.manager.named_steps import find_named_step
+    from shardckpt.plugins.manager import get_plugin_manager
 
     if step not in _WORDS:
         return step
@@ -97,9 +97,9 @@ def _name_step(folder: str, step: int | str) -> int | str:
 
 def _refuse_folder_that_is_not_there(folder: str) -> None:
     """Raise an error that names what is near, if a local folder does not exist."""
-    from shardckpt.engine import find_local
+    from shardckpt.engine.locations import find_local
     from shardckpt.errors import StorageError
-    from shardckpt.storage import name_siblings
+    from shardckpt.storage.filesystem import name_siblings
 
     place = find_local(folder)
     if place is not None and not place.is_dir():
@@ -109,7 +109,7 @@ def _refuse_folder_that_is_not_there(folder: str) -> None:
 def _check_label(options: Any) -> None:
     """Raise if the step is not there, has no pin of the label to remove, or no label is given; name those there are."""
     from shardckpt.errors import CheckpointingException, listed, name_known
-    from shardckpt.manager import find_holds, find_step
+    from shardckpt.manager.holds import find_holds, find_step
 
     pins = {
         directory: [hold.holder for hold in holds if hold.kind == "pin"]

@@ -1,5 +1,5 @@
 """Show the progress of long verbs."""
 
-from shardckpt.engine import show_progress
+from shardckpt.engine.display import show_progress
 
 __all__ = ["show_progress"]

@@ -44,8 +44,11 @@ from shardckpt.errors import CheckpointingException, format_many, listed
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from shardckpt.engine import PruneResult
-    from shardckpt.manager import CheckpointSummary, Mark, StepResult, UnknownMetricError
+    from shardckpt.engine.pruning import PruneResult
+    from shardckpt.manager.marks import Mark
+    from shardckpt.manager.retention import UnknownMetricError
+    from shardckpt.manager.step_pruning import StepResult
+    from shardckpt.manager.summaries import CheckpointSummary
 
 #: Terminal cells of the name of what goes, at most: those of staging directories have two ids.
 _LONGEST_NAME = 50
@@ -131,7 +134,7 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> Output:
     """Prune, and return a row per step and leftover."""
-    from shardckpt.engine import explain_unseen_uploads
+    from shardckpt.engine.pruning import explain_unseen_uploads
 
     policies = _make_policies(options)
     _refuse_wrong_calls(options, policies)
@@ -162,9 +165,9 @@ def run(options: Any) -> Output:
 
 def _find_uncounted(folder: str, steps: Sequence[StepResult]) -> list[str]:
     """Return what ls shows of a local folder and no policy counts: files of steps, and directories of other names."""
-    from shardckpt.engine import find_local
-    from shardckpt.maintenance import FILE_SUFFIXES, is_marked
-    from shardckpt.manager import parse_step
+    from shardckpt.engine.locations import find_local
+    from shardckpt.maintenance.inside import FILE_SUFFIXES, is_marked
+    from shardckpt.manager.step_names import parse_step
 
     place = find_local(folder)
     if place is None or not place.is_dir():
@@ -199,10 +202,10 @@ def _list_runs(options: Any) -> tuple[list[argparse.Namespace], list[str]]:
 
     And the links to folders of checkpoints elsewhere, which are left alone: these may be another user's.
     """
-    from shardckpt.commit import walk_folders
-    from shardckpt.engine import find_local
+    from shardckpt.commit.leftovers import walk_folders
+    from shardckpt.engine.locations import find_local
     from shardckpt.errors import StorageError
-    from shardckpt.manager import list_checkpoints
+    from shardckpt.manager.listing import list_checkpoints
 
     if not options.recursive:
         return [options], []
@@ -262,7 +265,7 @@ def _plan_all(folders: Sequence[argparse.Namespace], policies: Sequence[Any]) ->
     What cannot be done in a folder is an error; with --skip-errors, if it can be done in none of them.
     """
     from shardckpt.cli.failure import print_error
-    from shardckpt.manager import UnknownMetricError
+    from shardckpt.manager.retention import UnknownMetricError
 
     plan, unknown = Plan([], [], [], []), []
     for each in folders:
@@ -286,7 +289,7 @@ def _plan_all(folders: Sequence[argparse.Namespace], policies: Sequence[Any]) ->
 
 def _join(errors: Sequence[UnknownMetricError]) -> CheckpointingException:
     """Return the error of folders that all lack a metric that is asked for; it names the metrics of all."""
-    from shardckpt.manager import UnknownMetricError
+    from shardckpt.manager.retention import UnknownMetricError
 
     known = {name for error in errors for name in error.known}
     lacking = [error for error in errors if error.metric not in known]
@@ -304,7 +307,7 @@ def _refuse_empty(plan: Plan, policies: Sequence[Any]) -> None:
 
 def _plan(options: Any, policies: Sequence[Any], *, is_alone: bool) -> list[StepResult]:
     """Return what would become of the steps of one folder; a metric or step that an option names must be there."""
-    from shardckpt.engine import prune_leftovers
+    from shardckpt.engine.pruning import prune_leftovers
 
     if not _chooses_steps(options, policies):
         if not is_alone:
@@ -313,7 +316,7 @@ def _plan(options: Any, policies: Sequence[Any], *, is_alone: bool) -> list[Step
     try:
         return _prune_steps(options, policies, dry_run=True)
     except CheckpointingException as exc:
-        from shardckpt.distributed import replace_text
+        from shardckpt.distributed.error_report import replace_text
 
         if is_alone and not options.recursive:
             raise
@@ -345,7 +348,7 @@ def _prune_steps(
     dry_run: bool,
 ) -> list[StepResult]:
     """Remove the steps of one folder that are not kept; those that were read are in ``failed`` or ``unwritten``."""
-    from shardckpt.manager import prune_steps
+    from shardckpt.manager.step_pruning import prune_steps
 
     return prune_steps(
         options.path,
@@ -372,14 +375,14 @@ class Verified(NamedTuple):
 
 def _prune_leftovers(options: Any) -> list[PruneResult]:
     """Remove what killed saves have left in a folder, and return what became of it."""
-    from shardckpt.engine import prune_leftovers
+    from shardckpt.engine.pruning import prune_leftovers
 
     return prune_leftovers(options.path, _find_age(options), dry_run=options.dry_run)
 
 
 def _prune_spools(options: Any) -> list[PruneResult]:
     """Remove what killed uploads have left on this machine, if that is asked for."""
-    from shardckpt.engine import prune_spools
+    from shardckpt.engine.pruning import prune_spools
 
     if options.spool is None:
         return []
@@ -505,7 +508,7 @@ def _refuse_wrong_calls(options: Any, policies: list[Any]) -> None:
 
 def _refuse_folder_of_runs(path: str) -> None:
     """Raise if a folder without steps has checkpoints of other names, or folders of checkpoints: these were meant."""
-    from shardckpt.manager import list_checkpoints
+    from shardckpt.manager.listing import list_checkpoints
 
     found = list_checkpoints(path)
     numbered = [each.name for each in found if each.is_checkpoint and each.name[-1].isdecimal()]
@@ -531,7 +534,7 @@ def _refuse_folder_of_runs(path: str) -> None:
 def _describe_inner_leftovers(path: str) -> list[str]:
     """Return a line for each folder of checkpoints in a folder where killed saves have left something."""
     from shardckpt.cli.ls import describe_leftovers
-    from shardckpt.manager import list_checkpoints
+    from shardckpt.manager.listing import list_checkpoints
 
     return describe_leftovers(path, list_checkpoints(path))
 
@@ -578,9 +581,9 @@ def _verify(path: str, options: Any) -> tuple[str, Mark | None]:
 
 def _find_families(options: Any) -> list[list[CheckpointSummary]]:
     """Return the whole steps, the newest first, for each way to name them."""
-    from shardckpt.engine import locate
-    from shardckpt.manager import list_checkpoints
-    from shardckpt.plugins import get_plugin_manager
+    from shardckpt.engine.locations import locate
+    from shardckpt.manager.listing import list_checkpoints
+    from shardckpt.plugins.manager import get_plugin_manager
 
     own = str(locate(options.path, get_plugin_manager()))  # a checkpoint itself is listed, and is no step to prune
     families: dict[str, list[CheckpointSummary]] = {}
@@ -594,13 +597,13 @@ def _find_families(options: Any) -> list[list[CheckpointSummary]]:
 
 def _is_step(name: str, prefix: str | None) -> bool:
     """Return whether a directory is one of a step, by the prefix of --names, or by the words that trainers use."""
-    from shardckpt.manager import parse_step
+    from shardckpt.manager.step_names import parse_step
 
     return parse_step(name) is not None if prefix is None else name.rstrip("0123456789") == prefix != name
 
 
 def _make_policies(options: Any) -> list[Any]:
-    from shardckpt.manager import KeepBest, KeepEvery, KeepLatest, KeepNear, KeepRecent, KeepVerified
+    from shardckpt.manager.retention import KeepBest, KeepEvery, KeepLatest, KeepNear, KeepRecent, KeepVerified
 
     policies: list[Any] = []
     for policy, given in (
@@ -623,8 +626,8 @@ def _name_row(result: PruneResult | StepResult, folders: Sequence[str]) -> str:
     Of several folders, the name begins with the one that was given. What stays is named in full: its result may ask for
     its removal by hand.
     """
-    from shardckpt.engine import locate
-    from shardckpt.plugins import get_plugin_manager
+    from shardckpt.engine.locations import locate
+    from shardckpt.plugins.manager import get_plugin_manager
 
     path = name = str(result.path)
     for folder in folders:

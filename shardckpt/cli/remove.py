@@ -13,7 +13,7 @@ from shardckpt.cli.output import Output
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from shardckpt.maintenance import RemovalReport
+    from shardckpt.maintenance.remove import RemovalReport
 
 
 def add(verbs: Any) -> None:
@@ -32,11 +32,11 @@ def run(options: Any) -> Output:
     from shardckpt.cli.amounts import format_many
     from shardckpt.cli.progress import show_progress
     from shardckpt.dist_checkpointing import load_sharded_metadata
-    from shardckpt.distributed import Comm
-    from shardckpt.engine import locate_local
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.engine.locations import locate_local
     from shardckpt.errors import KeyMismatchError, name_prefixes
-    from shardckpt.maintenance import remove_keys
-    from shardckpt.plugins import get_plugin_manager
+    from shardckpt.maintenance.remove import remove_keys
+    from shardckpt.plugins.manager import get_plugin_manager
 
     directory, plugins = locate_local(options.directory, "take keys out of"), get_plugin_manager()
     with named_folders(options.directory):

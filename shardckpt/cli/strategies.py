@@ -23,7 +23,7 @@ def add(verbs: Any) -> None:
 def run(_: Any) -> Output:
     """Return a row per strategy and migration, then the plugins that do not work, or not all of them."""
     from shardckpt.cli.table import fit_table
-    from shardckpt.plugins import get_plugin_manager, list_unknown_disabled
+    from shardckpt.plugins.manager import get_plugin_manager, list_unknown_disabled
 
     registry = get_plugin_manager().registry
     rows = [

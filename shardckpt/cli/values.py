@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardckpt.cli.colour import Style
-    from shardckpt.engine import StoredCheckpoint
-    from shardckpt.maintenance import Statistics
+    from shardckpt.engine.lazy import StoredCheckpoint
+    from shardckpt.maintenance.statistics import Statistics
 
 #: Elements that are printed in full; of a larger region its first corner.
 _MOST = 400
@@ -41,9 +41,9 @@ def read_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...]) 
     An index that selects nothing of the tensor is an error.
     """
     from shardckpt.cli.progress import show_progress
-    from shardckpt.engine import Progress
-    from shardckpt.maintenance import compute_statistics
-    from shardckpt.plugins import get_plugin_manager
+    from shardckpt.engine.progress import Progress
+    from shardckpt.maintenance.statistics import compute_statistics
+    from shardckpt.plugins.manager import get_plugin_manager
 
     if key not in checkpoint:
         raise KeyMismatchError(f"no tensor has the key {key!r} {name_known(key, checkpoint, 'keys')}")
@@ -104,9 +104,9 @@ def list_statistics(checkpoint: StoredCheckpoint, keys: Sequence[str]) -> list[S
     import torch
 
     from shardckpt.cli.progress import show_progress
-    from shardckpt.engine import Progress
-    from shardckpt.maintenance import compute_statistics, has_numbers
-    from shardckpt.plugins import get_plugin_manager
+    from shardckpt.engine.progress import Progress
+    from shardckpt.maintenance.statistics import compute_statistics, has_numbers
+    from shardckpt.plugins.manager import get_plugin_manager
 
     tensors = [checkpoint[key] for key in keys]
     chosen = {each.key for each in tensors if has_numbers(torch.empty(0, dtype=each.dtype, device="cpu"))}
@@ -173,7 +173,7 @@ def show_common(path: str, value: Any) -> Output:
 def _describe_common(path: str, value: Any) -> list[str]:
     import pprint  # slow to import
 
-    from shardckpt.huggingface import forget_structure
+    from shardckpt.huggingface.structure import forget_structure
 
     shown = forget_structure(value) if path == COMMON and isinstance(value, dict) else value
     lines = [f"{escape_text(path)}: common state, {type(value).__name__}"]

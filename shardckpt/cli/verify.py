@@ -48,8 +48,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from shardckpt.cli.colour import Style
-    from shardckpt.maintenance import FileResult
-    from shardckpt.manager import CheckpointSummary, Mark
+    from shardckpt.maintenance.verify import FileResult
+    from shardckpt.manager.marks import Mark
+    from shardckpt.manager.summaries import CheckpointSummary
 
 _STRUCTURE = (
     "they exist, contain the ranges that the index names, and are what it says as far as their structure shows that"
@@ -126,9 +127,10 @@ def run(options: Any) -> Output:
 
     from shardckpt import settings
     from shardckpt.cli.progress import show_progress
-    from shardckpt.huggingface import own_process
-    from shardckpt.maintenance import INTACT
-    from shardckpt.manager import find_checkpoints, follow_marks
+    from shardckpt.huggingface.architecture import own_process
+    from shardckpt.maintenance.verify import INTACT
+    from shardckpt.manager.listing import find_checkpoints
+    from shardckpt.manager.marked_links import follow_marks
 
     paths: dict[str, None] = {}
     skipped: dict[str, CheckpointSummary] = {}
@@ -177,8 +179,15 @@ def check(
     :func:`shardckpt.maintenance.verify_checkpoint`. With ``dry_run`` the verdict is in the answer alone, as it would be
     kept.
     """
-    from shardckpt.maintenance import INTACT, NO_ANSWER, find_refusal, get_exit_code, has_digests, verify_checkpoint
-    from shardckpt.manager import NotMarkedError, identify_save, mark_checkpoint
+    from shardckpt.maintenance.verify import (
+        INTACT,
+        NO_ANSWER,
+        find_refusal,
+        get_exit_code,
+        has_digests,
+        verify_checkpoint,
+    )
+    from shardckpt.manager.marks import NotMarkedError, identify_save, mark_checkpoint
 
     try:
         save, unmarked, is_unwritten, verdict = None, "", False, None
@@ -214,15 +223,15 @@ def check(
 
 def judge_error(error: CheckpointingException, path: str) -> Answer:
     """Return the answer where an error is all that is known of a checkpoint: damaged, incomplete, or none."""
-    from shardckpt.engine import is_damage
-    from shardckpt.maintenance import DAMAGED, NO_ANSWER
+    from shardckpt.engine.integrity import is_damage
+    from shardckpt.maintenance.verify import DAMAGED, NO_ANSWER
 
     return Answer(path, (), DAMAGED if is_damage(error) or _is_incomplete(error, path) else NO_ANSWER, error)
 
 
 def _is_incomplete(error: CheckpointingException, path: str) -> bool:
     """Return whether an error is of a save that did not end, and not of a folder of other files, as ls tells them."""
-    from shardckpt.manager import list_checkpoints
+    from shardckpt.manager.listing import list_checkpoints
 
     if not isinstance(error, IncompleteCheckpointError):
         return False
@@ -233,7 +242,7 @@ def _is_incomplete(error: CheckpointingException, path: str) -> bool:
 
 
 def _describe(answers: Sequence[Answer]) -> Iterator[str]:
-    from shardckpt.manifest import MARKER_NAME
+    from shardckpt.manifest.names import MARKER_NAME
 
     several = len(answers) > 1
     for answer in answers:
@@ -304,7 +313,7 @@ def _describe_skipped(skipped: Sequence[CheckpointSummary]) -> list[str]:
 
 
 def _name_verdict(answer: Answer) -> str:
-    from shardckpt.maintenance import INTACT, get_exit_code, has_digests
+    from shardckpt.maintenance.verify import INTACT, get_exit_code, has_digests
 
     if answer.error is None and get_exit_code(answer.files) == INTACT:
         said = "intact" if has_digests(answer.files) else _name_checks(answer.files)
@@ -387,7 +396,7 @@ def _list_places(path: str) -> Iterable[str]:
 
     To take a relative one out of an error would leave the path of another file.
     """
-    from shardckpt.engine import expand_home
+    from shardckpt.engine.locations import expand_home
 
     path = expand_home(path)
     named = path.rstrip("/") if "://" in path else os.path.abspath(path)  # noqa: PTH100 - links stay
@@ -396,7 +405,7 @@ def _list_places(path: str) -> Iterable[str]:
 
 def _summary(results: Sequence[FileResult]) -> str:
     from shardckpt.cli.amounts import format_many
-    from shardckpt.maintenance import DAMAGED, NO_ANSWER, get_exit_code, has_digests
+    from shardckpt.maintenance.verify import DAMAGED, NO_ANSWER, get_exit_code, has_digests
 
     code = get_exit_code(results)
     own = [result for result in results if not result.foreign]

@@ -16,24 +16,26 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit.owner import Owner
 from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.manifest import (
+from shardckpt.manifest.models import Marker, Record
+from shardckpt.manifest.names import (
     MARKER_LIMIT,
     MARKER_NAME,
     RECORD_LIMIT,
     RECORD_NAME,
     SAVE_ID,
-    Marker,
-    Record,
     find_generation,
     list_parents,
 )
-from shardckpt.storage import CreatesObjects, find_bucket, has_local_files, read_file
+from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.input_file import read_file
+from shardckpt.storage.places import find_bucket
+from shardckpt.storage.store_abilities import CreatesObjects
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-    from shardckpt.storage import RemotePath
+    from shardckpt.storage.remote import RemotePath
 
 logger = logging.getLogger(__name__)
 

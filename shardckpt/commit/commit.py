@@ -37,8 +37,9 @@ from shardckpt.commit.staging_names import (
     temporary_name,
 )
 from shardckpt.errors import StorageError, listed
-from shardckpt.manifest import MARKER_NAME, find_folders, list_parents
-from shardckpt.storage import replaced_error, sync_directory, sync_file, sync_tree, wrap_os_errors
+from shardckpt.manifest.names import MARKER_NAME, find_folders, list_parents
+from shardckpt.storage.directory import replaced_error
+from shardckpt.storage.filesystem import sync_directory, sync_file, sync_tree, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator

@@ -11,19 +11,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptCheckpointError, VersionTooNewError
-from shardckpt.manifest import (
-    INTEGRITY_NAME,
-    RECORD_LIMIT,
-    RECORD_NAME,
-    Record,
-    find_generation,
-)
-from shardckpt.storage import ListsFolders, attempt, read_file
+from shardckpt.manifest.models import Record
+from shardckpt.manifest.names import INTEGRITY_NAME, RECORD_LIMIT, RECORD_NAME, find_generation
+from shardckpt.storage.input_file import read_file
+from shardckpt.storage.remote import ListsFolders, attempt
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from shardckpt.storage import RemotePath
+    from shardckpt.storage.remote import RemotePath
 
 logger = logging.getLogger(__name__)
 

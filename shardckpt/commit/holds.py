@@ -35,14 +35,15 @@ from shardckpt.errors import (
     escape_text,
     listed,
 )
-from shardckpt.storage import RemotePath, on_store
+from shardckpt.storage.abilities import on_store
+from shardckpt.storage.remote import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from shardckpt.storage import RemoteFolder
+    from shardckpt.storage.remote import RemoteFolder
 
 logger = logging.getLogger(__name__)
 

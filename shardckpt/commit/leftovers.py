@@ -21,8 +21,9 @@ from shardckpt import settings
 from shardckpt.commit.owner import Owner, is_claimed
 from shardckpt.commit.staging_names import REMOVED, REPLACED, STAGING, Leftover, discarded_name, parse_temporary, stem
 from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.manifest import MARKER_NAME
-from shardckpt.storage import on_store, sync_directory, wrap_os_errors
+from shardckpt.manifest.names import MARKER_NAME
+from shardckpt.storage.abilities import on_store
+from shardckpt.storage.filesystem import sync_directory, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -13,14 +13,16 @@ from shardckpt.commit.claim import REMOVAL_IN_PROGRESS, list_marks, without_othe
 from shardckpt.commit.generations import list_recorded
 from shardckpt.commit.leftovers import find_leftovers, remove_free
 from shardckpt.commit.staging_names import REMOVED, new_save_id, temporary_name
-from shardckpt.manifest import MARKER_NAME, RECORD_NAME, find_generation
-from shardckpt.storage import list_objects, on_store, wrap_os_errors
+from shardckpt.manifest.names import MARKER_NAME, RECORD_NAME, find_generation
+from shardckpt.storage.abilities import on_store
+from shardckpt.storage.filesystem import wrap_os_errors
+from shardckpt.storage.remote import list_objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from shardckpt.storage import RemotePath
+    from shardckpt.storage.remote import RemotePath
 
 
 def remove_checkpoint(path: Path) -> None:

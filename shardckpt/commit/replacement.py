@@ -33,13 +33,14 @@ from shardckpt.commit.claim import (
 from shardckpt.commit.generations import delete_first, delete_generations, list_first
 from shardckpt.commit.owner import Owner
 from shardckpt.errors import CorruptCheckpointError, StorageError
-from shardckpt.manifest import MARKER_NAME, RECORD_NAME, Marker, find_generation, generation_name
-from shardckpt.storage import list_objects
+from shardckpt.manifest.models import Marker
+from shardckpt.manifest.names import MARKER_NAME, RECORD_NAME, find_generation, generation_name
+from shardckpt.storage.remote import list_objects
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from shardckpt.storage import RemotePath
+    from shardckpt.storage.remote import RemotePath
 
 #: Seconds. A claim without an in-progress object that is older is of a process that died between the two.
 _CLAIM_SECONDS = 60.0

@@ -12,14 +12,17 @@ from shardckpt.commit.commit import discard_staging, list_staging_directories, s
 from shardckpt.commit.owner import claim_name, release_name
 from shardckpt.commit.staging_names import STAGING, get_save_id, parse_temporary
 from shardckpt.commit.unfinished import find_unfinished, remove_unfinished, why_unfinished_kept
-from shardckpt.manifest import MARKER_NAME, generation_name
-from shardckpt.storage import FIRST_LINE, JOURNAL_NAME, Journal, RemotePath, is_there
+from shardckpt.manifest.names import MARKER_NAME, generation_name
+from shardckpt.storage.filesystem import is_there
+from shardckpt.storage.journal_log import FIRST_LINE, JOURNAL_NAME
+from shardckpt.storage.remote import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from pathlib import Path
 
-    from shardckpt.storage import RemoteFolder
+    from shardckpt.storage.journal import Journal
+    from shardckpt.storage.remote import RemoteFolder
 
 logger = logging.getLogger(__name__)
 

@@ -14,16 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shardckpt.commit.owner import Owner
 from shardckpt.errors import CorruptCheckpointError, StorageError
-from shardckpt.storage import (
-    has_local_files,
-    list_names,
-    parse_json,
-    put_file,
-    read_file,
-    refresh_listing,
-    remove_file,
-    wrap_os_errors,
-)
+from shardckpt.manifest.strict_json import parse_json
+from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.directory import refresh_listing
+from shardckpt.storage.filesystem import put_file, wrap_os_errors
+from shardckpt.storage.input_file import read_file
+from shardckpt.storage.places import list_names, remove_file
 
 if TYPE_CHECKING:
     from pathlib import Path

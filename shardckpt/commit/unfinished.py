@@ -20,15 +20,19 @@ from shardckpt.commit.claim import (
 from shardckpt.commit.generations import delete_first, delete_generations, list_first
 from shardckpt.commit.removal import delete_checkpoint
 from shardckpt.errors import CorruptCheckpointError, StorageError
-from shardckpt.manifest import MARKER_NAME, Marker, find_generation
-from shardckpt.storage import attempt, is_journal, list_names, list_objects, on_store
+from shardckpt.manifest.models import Marker
+from shardckpt.manifest.names import MARKER_NAME, find_generation
+from shardckpt.storage.abilities import on_store
+from shardckpt.storage.journal_log import is_journal
+from shardckpt.storage.places import list_names
+from shardckpt.storage.remote import attempt, list_objects
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from shardckpt.commit.owner import Owner
-    from shardckpt.storage import RemotePath
+    from shardckpt.storage.remote import RemotePath
 
 _HOUR = 3600.0
 

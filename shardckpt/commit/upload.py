@@ -38,25 +38,21 @@ from shardckpt.commit.leftovers import create_spool
 from shardckpt.commit.replacement import Replacement
 from shardckpt.commit.resume import adopt_upload
 from shardckpt.errors import CheckpointingException, StorageError, format_many
-from shardckpt.manifest import MARKER_NAME, generation_name
-from shardckpt.storage import (
-    CreatesObjects,
-    HasFolders,
-    RemotePath,
-    StreamsWrites,
-    attempt,
-    list_names,
-    list_objects,
-    refuse_unrecorded,
-)
+from shardckpt.manifest.names import MARKER_NAME, generation_name
+from shardckpt.storage.places import list_names
+from shardckpt.storage.remote import HasFolders, RemotePath, attempt, list_objects
+from shardckpt.storage.staged_files import refuse_unrecorded
+from shardckpt.storage.store_abilities import CreatesObjects, StreamsWrites
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from shardckpt.manifest import FileRecord
-    from shardckpt.storage import Journal, ObjectWriter, RemoteFolder
+    from shardckpt.manifest.models import FileRecord
+    from shardckpt.storage.journal import Journal
+    from shardckpt.storage.remote import RemoteFolder
+    from shardckpt.storage.store_abilities import ObjectWriter
 
 logger = logging.getLogger(__name__)
 

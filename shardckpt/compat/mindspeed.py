@@ -13,13 +13,15 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardckpt.adapters import get_dtensor_splits, get_local_tensor, get_replica_coordinates
+from shardckpt.adapters.dtensor import get_dtensor_splits, get_local_tensor, get_replica_coordinates
 from shardckpt.compat.torch_private import get_root_mesh
 from shardckpt.errors import ShapeMismatchError, ShardingError
-from shardckpt.huggingface import dcp_to_torch_state_dict as _to_state_dict
-from shardckpt.huggingface import get_dtype_size, get_shard_info, save_state_dict
-from shardckpt.manager import cleanup_old_checkpoints
-from shardckpt.planning import Box, Split, compute_local_shape, list_held_boxes, make_empty_box
+from shardckpt.huggingface.convert import dcp_to_torch_state_dict as _to_state_dict
+from shardckpt.huggingface.dtypes import get_dtype_size
+from shardckpt.huggingface.shards import get_shard_info, save_state_dict
+from shardckpt.manager.cleanup import cleanup_old_checkpoints
+from shardckpt.planning.boxes import Box
+from shardckpt.planning.placements import Split, compute_local_shape, list_held_boxes, make_empty_box
 from shardckpt_ep import (
     EP_NAMES,
     FSDP_NAMES,
@@ -43,8 +45,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
     from torch.nn import Module
 
-    from shardckpt.mapping import StateDict
-    from shardckpt.planning import Ints
+    from shardckpt.mapping.base import StateDict
+    from shardckpt.planning.boxes import Ints
     from shardckpt_ep import Names
 
 

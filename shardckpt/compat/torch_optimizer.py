@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.compat.torch_private import ChunkShardingSpec, find_group
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
 from shardckpt.optimizer_state import HELPERS, load_sharded_optimizer_state_dict
-from shardckpt.tensors import is_sharded_tensor, read_local_tensor
+from shardckpt.tensors.torch_private import is_sharded_tensor, read_local_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -19,7 +19,7 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardckpt.planning import Ints
+    from shardckpt.planning.boxes import Ints
 
 
 def make_sharded_tensor(

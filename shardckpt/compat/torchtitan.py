@@ -16,21 +16,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from shardckpt import dist_checkpointing, manager
-from shardckpt.adapters import to_sharded_state_dict
+from shardckpt.adapters.state import to_sharded_state_dict
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager import (
-    DATALOADER,
-    LR_SCHEDULER,
-    MODEL,
-    OPTIMIZER,
-    TRAIN_STATE,
-    AsyncMode,
-    CheckpointConfig,
-    FaultTolerance,
-    PerRank,
-    make_titan_config,
-    merge_loader_states,
-)
+from shardckpt.manager.config import AsyncMode, CheckpointConfig
+from shardckpt.manager.per_rank import PerRank
+from shardckpt.manager.replicas import FaultTolerance
+from shardckpt.manager.states import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
+from shardckpt.manager.titan import make_titan_config, merge_loader_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

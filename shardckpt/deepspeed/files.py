@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CannotLoadError, CorruptCheckpointError
-from shardckpt.storage import HasFolders, on_store
+from shardckpt.storage.abilities import on_store
+from shardckpt.storage.remote import HasFolders
 
 if TYPE_CHECKING:
     from collections.abc import Collection

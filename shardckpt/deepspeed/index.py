@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardckpt.archive import LazyReads, LazyTensor, StoredPayload, refuse_expanded, row_major_strides
+from shardckpt.archive.lazy_reads import LazyReads, refuse_expanded
+from shardckpt.archive.lazy_tensors import LazyTensor
+from shardckpt.archive.writer import row_major_strides
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, format_many
-from shardckpt.planning import Box, cut_flat_range
+from shardckpt.planning.boxes import Box, cut_flat_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from shardckpt.planning import Ints
+    from shardckpt.archive.payload import StoredPayload
+    from shardckpt.planning.boxes import Ints
 
 #: As adapters.to_sharded_state_dict names a model and its optimizer, so that it loads what is converted.
 MODEL, STATE, GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."
@@ -102,7 +105,7 @@ class ModelStates:
         self._states = [check_dict(state, f"{place}/{name}") for name, state in files.items()]
         self._first = self._states[0] if self._states else {}
         self._place = place
-        self._values = LazyReads(lambda value, key: read(take_tensor(value, self._files[0], f"{place}: {key!r}")))
+        self._values = LazyReads(lambda value, key: read(locate_tensor(value, self._files[0], f"{place}: {key!r}")))
 
     @property
     def is_cut(self) -> bool:
@@ -136,7 +139,7 @@ class ModelStates:
         fragments = [self._take_dict(state, "frozen_param_fragments") for state in self._states]
         for name, shape in _check_shapes(self._take_dict(self._first, "frozen_param_shapes"), self._place).items():
             parts = [
-                take_tensor(own.get(name), file, f"{name} in {self._place}")
+                locate_tensor(own.get(name), file, f"{name} in {self._place}")
                 for file, own in zip(self._files, fragments, strict=True)
             ]
             yield name, join_parts(name, shape, parts) if is_cut else make_whole(name, shape, parts[0])
@@ -154,7 +157,7 @@ class ModelStates:
             if not isinstance(value, LazyTensor):
                 index.objects[MODEL + name] = self._values.fill(value, name)
             elif name in buffers:
-                found = take_tensor(value, self._files[0], f"{name} in {self._place}")
+                found = locate_tensor(value, self._files[0], f"{name} in {self._place}")
                 index.tensors[MODEL + name] = make_whole(name, found.payload.shape, found)
 
     def _take_dict(self, state: Mapping[str, Any], name: str) -> dict[Any, Any]:
@@ -244,11 +247,11 @@ class _Partition:
             found = self._state.get(key)
             if not isinstance(found, (list, tuple)):
                 raise CorruptCheckpointError(f"{self._path} has no {key}")
-        return [_check_flat(take_tensor(value, self._name, self._path), self._path) for value in found]
+        return [_check_flat(locate_tensor(value, self._name, self._path), self._path) for value in found]
 
     def get_step(self, group: int) -> Any:
         """Return the count of steps of a group; None if it has none."""
-        return take_number(self._moments.get(group, {}).get("step"), self._name, self._read)
+        return read_step_count(self._moments.get(group, {}).get("step"), self._name, self._read)
 
     def get_options(self, group: int) -> dict[str, Any] | None:
         """Return the options of a group; None if they are not known."""
@@ -331,7 +334,7 @@ def _make_tensor(name: str, shape: Ints, parts: Sequence[StoredTensorFile]) -> I
     return IndexedTensor(shape, dtypes.pop() if dtypes else torch.float32, tuple(chunks))
 
 
-def take_tensor(value: Any, file: str, what: str) -> StoredTensorFile:
+def locate_tensor(value: Any, file: str, what: str) -> StoredTensorFile:
     """Return where a value of a file is, which must be a tensor."""
     if not isinstance(value, LazyTensor) or value.spec is not None:
         raise CorruptCheckpointError(f"{what}: {file} has a {type(value).__name__} where a tensor should be")
@@ -343,11 +346,11 @@ def take_tensor(value: Any, file: str, what: str) -> StoredTensorFile:
     return StoredTensorFile(file, stored)
 
 
-def take_number(value: Any, file: str, read: Callable[[StoredTensorFile], torch.Tensor]) -> Any:
+def read_step_count(value: Any, file: str, read: Callable[[StoredTensorFile], torch.Tensor]) -> Any:
     """Return a count of steps: a number, or the only element of a tensor in a file; None if there is none."""
     if value is None or isinstance(value, (int, float)):
         return value
-    found = take_tensor(value, file, "the count of steps")
+    found = locate_tensor(value, file, "the count of steps")
     if math.prod(found.payload.shape) != 1:
         raise CorruptCheckpointError(f"{file}: the count of steps has the shape {found.payload.shape}")
     return read(found).item()

@@ -6,25 +6,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.archive import Archive, read_payload
-from shardckpt.chunks import ChunkLoadStrategy, StoredChunk
+from shardckpt.archive.payload_reads import read_payload
+from shardckpt.archive.reader import Archive
+from shardckpt.chunks.load import ChunkLoadStrategy, StoredChunk
 from shardckpt.deepspeed.index import ModelStates, StoredTensorFile, index_partitions
 from shardckpt.deepspeed.universal import index_universal
-from shardckpt.distributed import Comm
-from shardckpt.mapping import PlainObject, ShardedObject
-from shardckpt.planning import Box
+from shardckpt.distributed.comm import Comm
+from shardckpt.mapping.sharded_object import PlainObject, ShardedObject
+from shardckpt.planning.boxes import Box
 from shardckpt.strategy import LoadContext, StoredFile, find_error
-from shardckpt.tensors import copy_values
+from shardckpt.tensors.wrappers import copy_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardckpt.chunks import ChunkRead
+    from shardckpt.chunks.load import ChunkRead
     from shardckpt.deepspeed.files import DeepSpeedFiles
     from shardckpt.deepspeed.index import Index
     from shardckpt.errors import CheckpointingException
-    from shardckpt.mapping import StateDict
-    from shardckpt.storage import CheckpointReader
+    from shardckpt.mapping.base import StateDict
+    from shardckpt.storage.reader import CheckpointReader
 
 
 class DeepSpeedLoadStrategy(ChunkLoadStrategy):

@@ -17,13 +17,13 @@ from shardckpt.deepspeed.index import (
     StoredTensorFile,
     check_dict,
     join_parts,
+    locate_tensor,
     make_whole,
     pick_options,
-    take_number,
-    take_tensor,
+    read_step_count,
 )
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage import on_store
+from shardckpt.storage.abilities import on_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.planning import Ints
+    from shardckpt.planning.boxes import Ints
 
 _WEIGHT, _STEP, _VALUE = "fp32", "step", "param"
 #: The file with what is the same for all parameters.
@@ -67,7 +67,7 @@ def index_universal(
         if f"{_STEP}.pt" in files:
             file = f"{UNIVERSAL}/{name}/{_STEP}.pt"
             found = describe(file)
-            steps[name] = take_number(found.get(_VALUE) if isinstance(found, dict) else found, file, read)
+            steps[name] = read_step_count(found.get(_VALUE) if isinstance(found, dict) else found, file, read)
             index.files.append(file)
     options: Any = None
     if (directory / UNIVERSAL / _OPTIONS).is_file():
@@ -76,7 +76,7 @@ def index_universal(
         options = stored.get("param_groups")
         state = (stored.get("optimizer_state_dict") or {}).get("state") or {}  # of stage 3
         for number, group in enumerate(models.groups):
-            step = take_number((state.get(number) or {}).get(_STEP), file, read)
+            step = read_step_count((state.get(number) or {}).get(_STEP), file, read)
             steps = dict.fromkeys(group, step) | steps
         index.files.append(file)
     for number, group in enumerate(models.groups):
@@ -88,7 +88,7 @@ def index_universal(
 
 def _index_file(name: str, shape: Ints | None, file: str, value: Any) -> IndexedTensor:
     """Return the tensor of a file; that of a ZeRO checkpoint of stage 3 is flat, and may be padded."""
-    found = take_tensor(value.get(_VALUE) if isinstance(value, dict) else value, file, name)
+    found = locate_tensor(value.get(_VALUE) if isinstance(value, dict) else value, file, name)
     stored = found.payload.shape
     if shape is not None and len(stored) == 1 and found.payload.is_contiguous and stored[0] >= math.prod(shape):
         return join_parts(name, shape, [found])

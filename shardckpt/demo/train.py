@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shardckpt.demo.model import ByteTransformer, Experts, MixtureOfExperts, batch, feed_forward
-from shardckpt.manager import CheckpointConfig, CheckpointManager
-from shardckpt.tensors import plain_cpu, tensor_bytes
+from shardckpt.manager.config import CheckpointConfig
+from shardckpt.manager.manager import CheckpointManager
+from shardckpt.tensors.memory import plain_cpu, tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

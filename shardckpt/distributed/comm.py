@@ -40,7 +40,7 @@ from shardckpt.distributed.long_wait import LongWait
 from shardckpt.distributed.pickling import pickle_value, unpickle_trusted
 from shardckpt.distributed.routing import DIRECT_RANKS, Grid, check_targets, join_parts, split_parts
 from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError
-from shardckpt.tensors import pack_bytes, view_tensor
+from shardckpt.tensors.raw_memory import pack_bytes, view_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt.errors import format_many
-from shardckpt.tensors import group_store, group_timeout
+from shardckpt.tensors.torch_private import group_store, group_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from shardckpt.errors import CheckpointingException, CommunicationError
-from shardckpt.tensors import group_timeout
+from shardckpt.tensors.torch_private import group_timeout
 
 if TYPE_CHECKING:
     from weakref import ref

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.mapping import ShardedTensor
-from shardckpt.planning import describe_changed_value
-from shardckpt.tensors import find_changed_value, may_be_changed
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.planning.dtypes import describe_changed_value
+from shardckpt.tensors.casts import find_changed_value, may_be_changed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from shardckpt.mapping import ShardedBase
+    from shardckpt.mapping.base import ShardedBase
 
 
 def find_suspects(

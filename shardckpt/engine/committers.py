@@ -10,38 +10,29 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.commit import (
-    Owner,
-    Upload,
-    check_target,
-    commit_staging,
-    discard_staging,
-    new_save_id,
-    open_stream,
-    parse_temporary,
-    staging_path,
-)
+from shardckpt.commit.commit import check_target, commit_staging, discard_staging, staging_path
+from shardckpt.commit.owner import Owner
+from shardckpt.commit.staging_names import new_save_id, parse_temporary
+from shardckpt.commit.upload import Upload, open_stream
 from shardckpt.engine.pruning import make_superseded_check, open_staging, owned_files
 from shardckpt.engine.space import UNKNOWN, find_free_bytes
-from shardckpt.manifest import MARKER_NAME, RECORD_LIMIT, RECORD_NAME, list_files
-from shardckpt.plugins import open_folder
-from shardckpt.storage import (
-    LEAST_WRITING,
-    StreamsWrites,
-    find_least_upload,
-    limit_uploads,
-    on_store,
-    read_file,
-    refuse_unrecorded,
-)
+from shardckpt.manifest.names import MARKER_NAME, RECORD_LIMIT, RECORD_NAME, list_files
+from shardckpt.plugins.stores import open_folder
+from shardckpt.storage.abilities import on_store
+from shardckpt.storage.input_file import read_file
+from shardckpt.storage.memory_budget import LEAST_WRITING, find_least_upload, limit_uploads
+from shardckpt.storage.staged_files import refuse_unrecorded
+from shardckpt.storage.store_abilities import StreamsWrites
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
     from contextlib import AbstractContextManager
 
-    from shardckpt.manifest import FileRecord
-    from shardckpt.plugins import PluginManager
-    from shardckpt.storage import CheckpointWriter, Journal, RemoteFolder, RemotePath
+    from shardckpt.manifest.models import FileRecord
+    from shardckpt.plugins.manager import PluginManager
+    from shardckpt.storage.journal import Journal
+    from shardckpt.storage.remote import RemoteFolder, RemotePath
+    from shardckpt.storage.writer import CheckpointWriter
 
 
 class Begun(NamedTuple):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from shardckpt.mapping import ShardedObject
+    from shardckpt.mapping.sharded_object import ShardedObject
 
 _GROUPS, _NAMES = "param_groups", "params"
 _NOTHING: Any = object()

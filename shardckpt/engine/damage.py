@@ -11,9 +11,9 @@ from shardckpt.engine.loading import COMMON_STATE
 from shardckpt.engine.progress import Progress
 from shardckpt.engine.streaming import STREAM_BYTES, cut_stored, read_boxes
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError, format_many
-from shardckpt.mapping import ShardedTensor
-from shardckpt.planning import batch_by_bytes
-from shardckpt.validation import stored_key
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.planning.batches import batch_by_bytes
+from shardckpt.validation.keys import stored_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -37,7 +37,7 @@ def hide_damaged(checkpoint: OpenCheckpoint, lost: Collection[str] = ()) -> Open
     cannot be read for another reason than damage.
     """
     index = checkpoint.index()
-    checkpoint.context.reader.take_cut_files()
+    checkpoint.context.reader.accept_cut_files()
     damaged = dict.fromkeys(lost)
     tensors = [shard for shard in index if isinstance(shard, ShardedTensor)]
     boxes = [*cut_stored(tensors, _MOST)]

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine.amounts import format_bytes, format_seconds
-from shardckpt.plugins import get_plugin_manager, hookimpl
+from shardckpt.plugins.hookspecs import hookimpl
+from shardckpt.plugins.manager import get_plugin_manager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from shardckpt.plugins import Event
+    from shardckpt.plugins.hookspecs import Event
 
 #: Seconds between two lines; a verb that takes less shows none.
 _PAUSE = 10.0

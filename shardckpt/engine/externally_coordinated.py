@@ -12,18 +12,21 @@ import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.distributed import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.engine.locations import locate, locate_local
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.transaction import CheckpointHeader, Transaction, WrittenFiles
-from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
-from shardckpt.storage import CheckpointReader, CheckpointWriter, digest_vote, negotiate_digest
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.resolver import choose_reader, hold_checkpoint
+from shardckpt.storage.digest import digest_vote, negotiate_digest
+from shardckpt.storage.reader import CheckpointReader
+from shardckpt.storage.writer import CheckpointWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
-    from shardckpt.manifest import FileRecord
+    from shardckpt.manifest.models import FileRecord
     from shardckpt.strategy import LoadStrategy, SaveStrategy
 
 

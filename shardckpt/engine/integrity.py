@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.distributed import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.engine.locations import locate, locate_local
 from shardckpt.errors import (
     CannotLoadError,
@@ -19,31 +19,30 @@ from shardckpt.errors import (
     StorageError,
     format_many,
 )
-from shardckpt.manifest import INTEGRITY_ALGORITHM, INTEGRITY_LIMIT, INTEGRITY_NAME, RECORD_NAME, Integrity, Manifest
-from shardckpt.planning import assign_holders
-from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint, parse_file
-from shardckpt.storage import (
-    CheckpointReader,
-    CheckpointWriter,
+from shardckpt.manifest.models import Integrity, Manifest
+from shardckpt.manifest.names import INTEGRITY_ALGORITHM, INTEGRITY_LIMIT, INTEGRITY_NAME, RECORD_NAME
+from shardckpt.planning.shard_copies import assign_holders
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.resolver import choose_reader, hold_checkpoint, parse_file
+from shardckpt.storage.directory import detect_replacement, replaced_error, retry_if_replaced, was_replaced
+from shardckpt.storage.filesystem import (
     check_file_name,
-    detect_replacement,
     file_size,
     find_size,
     is_there,
     refuse_linked_folders,
-    replaced_error,
-    retry_if_replaced,
     sync_directory,
-    was_replaced,
     wrap_os_errors,
 )
+from shardckpt.storage.reader import CheckpointReader
+from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.strategy import ChecksFiles, StoredFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from shardckpt.plugins import PluginManager
+    from shardckpt.plugins.manager import PluginManager
     from shardckpt.strategy import LoadStrategy
 
 _TEMPORARY = f"{INTEGRITY_NAME}.unfinished"

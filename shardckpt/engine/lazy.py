@@ -11,9 +11,11 @@ from shardckpt.engine.integrity import find_incomplete_files
 from shardckpt.engine.renaming import rename_key
 from shardckpt.engine.streaming import STREAM_BYTES, compute_fingerprints
 from shardckpt.errors import CheckpointingException, KeyMismatchError, listed, name_known
-from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt.planning import Box, cut_box
-from shardckpt.storage import find_size, read_fingerprints
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.planning.boxes import Box, cut_box
+from shardckpt.storage.filesystem import find_size
+from shardckpt.storage.sums import read_fingerprints
 from shardckpt.strategy import ChecksFiles, ListsBoxes
 
 if TYPE_CHECKING:
@@ -23,8 +25,10 @@ if TYPE_CHECKING:
 
     from shardckpt.engine.integrity import IncompleteFile
     from shardckpt.engine.loading import OpenCheckpoint
-    from shardckpt.manifest import Lineage, Record, Rescue
-    from shardckpt.mapping import BlockScales, ShardedBase, StateDict
+    from shardckpt.manifest.models import Record
+    from shardckpt.manifest.names import Lineage, Rescue
+    from shardckpt.mapping.base import ShardedBase, StateDict
+    from shardckpt.mapping.sharded_tensor import BlockScales
     from shardckpt.strategy import StoredBox, StoredColumns, StoredFile
 
 

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.errors import PluginError
-from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
-from shardckpt.plugins import describe_strategy
+from shardckpt.mapping.base import ShardedBase
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.plugins.origin import describe_strategy
 from shardckpt.strategy import StoredColumns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from shardckpt.mapping import StateDict
-    from shardckpt.plugins import PluginManager
+    from shardckpt.mapping.base import StateDict
+    from shardckpt.plugins.manager import PluginManager
     from shardckpt.strategy import LoadStrategy
 
 

@@ -11,18 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shardckpt.errors import CheckpointingException, show_given
-from shardckpt.mapping import (
-    FactoryMergeFn,
-    LocalNonpersistentObject,
-    OptionalEntries,
-    PlainObject,
-    ShardedBase,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-    StateDict,
-    StoredNames,
-)
+from shardckpt.mapping.base import FactoryMergeFn, ShardedBase, ShardedStateDict, StateDict
+from shardckpt.mapping.factory import ShardedTensorFactory
+from shardckpt.mapping.sharded_object import PlainObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.mapping.unstored import LocalNonpersistentObject, OptionalEntries, StoredNames
 from shardckpt.state_dict import (
     build_copy,
     dict_list_map_outplace,

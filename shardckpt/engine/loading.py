@@ -29,23 +29,23 @@ from shardckpt.errors import (
     format_many,
     listed,
 )
-from shardckpt.manifest import Rescue
-from shardckpt.mapping import ShardedObject, ShardedTensor, StoredNames
-from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts, is_exact, make_changed_error
-from shardckpt.plugins import CALLER, Accept, choose_reader, hold_checkpoint, hold_same
-from shardckpt.storage import CheckpointReader, is_read_again, retry_if_replaced
+from shardckpt.manifest.names import Rescue
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.mapping.unstored import StoredNames
+from shardckpt.planning.dtypes import Casts, check_dtypes, describe_casts, is_exact, make_changed_error
+from shardckpt.planning.shapes import check_shapes
+from shardckpt.plugins.resolver import CALLER, Accept, choose_reader, hold_checkpoint, hold_same
+from shardckpt.storage.directory import is_read_again, retry_if_replaced
+from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import BuildsObjects, LoadContext, LoadStrategy, StoredColumns, lists_columns
-from shardckpt.tensors import can_change_values, fill, overlaps_itself
-from shardckpt.validation import (
-    KeyMismatch,
-    StrictHandling,
-    choose_main_replicas,
-    compare_keys,
-    stored_key,
-    use_bare_keys,
-    validate_descriptions,
-    validate_shards,
-)
+from shardckpt.tensors.casts import can_change_values
+from shardckpt.tensors.memory import overlaps_itself
+from shardckpt.tensors.wrappers import fill
+from shardckpt.validation.descriptions import validate_descriptions
+from shardckpt.validation.keys import KeyMismatch, StrictHandling, compare_keys, stored_key, use_bare_keys
+from shardckpt.validation.replicas import choose_main_replicas
+from shardckpt.validation.sharding import validate_shards
 
 if TYPE_CHECKING:
     import os
@@ -53,12 +53,12 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from shardckpt.distributed import Comm
-    from shardckpt.manifest import Manifest
-    from shardckpt.mapping import ShardedBase, ShardedStateDict, StateDict
-    from shardckpt.plugins import PluginManager
-    from shardckpt.storage import Crcs
-    from shardckpt.validation import OnUnused
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.manifest.models import Manifest
+    from shardckpt.mapping.base import ShardedBase, ShardedStateDict, StateDict
+    from shardckpt.plugins.manager import PluginManager
+    from shardckpt.storage.reader import Crcs
+    from shardckpt.validation.keys import OnUnused
 
 logger = logging.getLogger(__name__)
 

@@ -9,24 +9,21 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from shardckpt.commit import NAME_MAX, freed_bytes, used_bytes
+from shardckpt.commit.leftovers import freed_bytes, used_bytes
+from shardckpt.commit.staging_names import NAME_MAX
 from shardckpt.errors import CheckpointingException, StorageError, show_given
-from shardckpt.manifest import MARKER_NAME
-from shardckpt.plugins import open_folder
-from shardckpt.storage import (
-    RemotePath,
-    has_local_files,
-    is_there,
-    list_below,
-    mask_password,
-    on_store,
-    wrap_os_errors,
-)
+from shardckpt.manifest.names import MARKER_NAME
+from shardckpt.plugins.stores import open_folder
+from shardckpt.storage.abilities import has_local_files, on_store
+from shardckpt.storage.filesystem import is_there, wrap_os_errors
+from shardckpt.storage.places import list_below
+from shardckpt.storage.remote import RemotePath
+from shardckpt.storage.store_errors import mask_password
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from shardckpt.plugins import PluginManager
+    from shardckpt.plugins.manager import PluginManager
 
 #: The index of a checkpoint of DCP, which plain DCP has and Megatron's, with ``metadata.json``, too.
 _DCP_INDEX = ".metadata"

@@ -12,12 +12,12 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
-from shardckpt.distributed import is_news, is_waiting
+from shardckpt.distributed.long_wait import is_news, is_waiting
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardckpt.distributed import Comm
+    from shardckpt.distributed.comm import Comm
 
 logger = logging.getLogger(__name__)
 

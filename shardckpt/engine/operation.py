@@ -16,8 +16,10 @@ from shardckpt.engine.gc_pause import pause_gc
 from shardckpt.engine.long_phase import LongPhase
 from shardckpt.engine.progress import Progress, wants_progress
 from shardckpt.errors import CorruptCheckpointError, join_lines, list_causes
-from shardckpt.plugins import Event, describe_origin, get_plugin_manager
-from shardckpt.storage import mask_password
+from shardckpt.plugins.hookspecs import Event
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.origin import describe_origin
+from shardckpt.storage.store_errors import mask_password
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from shardckpt.distributed import Comm
-    from shardckpt.plugins import PluginManager
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.plugins.manager import PluginManager
 
 
 logger = logging.getLogger(__name__)

@@ -18,18 +18,20 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 
-from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
+from shardckpt.mapping.sharded_object import PlainObject, ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.state_dict import validated_copy
 from shardckpt.strategy import AsyncSaveStrategy, find_plan_cache_key
-from shardckpt.tensors import ORDINARY
+from shardckpt.tensors.memory import ORDINARY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
 
-    from shardckpt.distributed import Comm
-    from shardckpt.mapping import CommonStateDict, ShardedBase
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.mapping.base import CommonStateDict, ShardedBase
     from shardckpt.strategy import PlanContext, PreparedSave, SaveStrategy
-    from shardckpt.validation import GivenShards, Replicas
+    from shardckpt.validation.completeness import GivenShards
+    from shardckpt.validation.replicas import Replicas
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardckpt.plugins import Event
+from shardckpt.plugins.hookspecs import Event
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardckpt.plugins import PluginManager
+    from shardckpt.plugins.manager import PluginManager
 
 #: Seconds between two reports: an observer draws no faster, and the threads that count wait for it.
 _INTERVAL = 0.1

@@ -12,56 +12,44 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from shardckpt import settings
-from shardckpt.commit import (
-    adopt_staging,
+from shardckpt.commit.commit import create_staging, find_foreign, is_free
+from shardckpt.commit.leftovers import (
     belongs_to,
-    create_staging,
-    find_foreign,
     find_leftovers,
     find_leftovers_of,
     find_spools,
-    find_unfinished,
     freed_bytes,
-    get_save_id,
-    is_free,
-    new_save_id,
     remove_free,
     remove_leftover,
-    remove_unfinished,
     spool_folder,
-    stem,
     why_kept,
-    why_unfinished_kept,
 )
+from shardckpt.commit.resume import adopt_staging
+from shardckpt.commit.staging_names import get_save_id, new_save_id, stem
+from shardckpt.commit.unfinished import find_unfinished, remove_unfinished, why_unfinished_kept
 from shardckpt.engine.locations import locate, locate_local
 from shardckpt.engine.progress import Progress
 from shardckpt.errors import CheckpointingException, StorageError, listed
-from shardckpt.manifest import GENERATION, INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, find_generation
-from shardckpt.plugins import ABSENT, choose_reader, get_plugin_manager, open_below, read_manifest
-from shardckpt.storage import (
-    AbortsUploads,
-    ListsFolders,
-    attempt,
-    file_size,
-    find_ability,
-    find_bucket,
-    find_url,
-    has_local_files,
-    list_folders,
-    list_names,
-    name_siblings,
-    sync_directory,
-    wrap_os_errors,
-)
+from shardckpt.manifest.names import GENERATION, INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, find_generation
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.resolver import choose_reader, read_manifest
+from shardckpt.plugins.stores import ABSENT, open_below
+from shardckpt.storage.abilities import find_ability, has_local_files
+from shardckpt.storage.filesystem import file_size, name_siblings, sync_directory, wrap_os_errors
+from shardckpt.storage.places import find_bucket, find_url, list_folders, list_names
+from shardckpt.storage.remote import ListsFolders, attempt
+from shardckpt.storage.store_abilities import AbortsUploads
 from shardckpt.strategy import OwnsFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from shardckpt.commit import Leftover, Unfinished
-    from shardckpt.plugins import PluginManager
-    from shardckpt.storage import Journal, PendingUpload
+    from shardckpt.commit.staging_names import Leftover
+    from shardckpt.commit.unfinished import Unfinished
+    from shardckpt.plugins.manager import PluginManager
+    from shardckpt.storage.journal import Journal
+    from shardckpt.storage.store_abilities import PendingUpload
 
 #: Takes a checkpoint that an overwrite has moved aside, and its target; returns whether the first is not needed.
 IsSuperseded: TypeAlias = "Callable[[Path, Path], bool]"

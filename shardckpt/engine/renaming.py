@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import KeyMismatchError, ask_nearest, listed
-from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
+from shardckpt.mapping.sharded_object import PlainObject, ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.strategy import (
     BuildsObjects,
     ChecksFiles,
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 
     from shardckpt.engine.loading import OpenCheckpoint
     from shardckpt.errors import CheckpointingException
-    from shardckpt.manifest import Manifest
-    from shardckpt.mapping import ShardedBase, StateDict
-    from shardckpt.storage import CheckpointReader
+    from shardckpt.manifest.models import Manifest
+    from shardckpt.mapping.base import ShardedBase, StateDict
+    from shardckpt.storage.reader import CheckpointReader
     from shardckpt.strategy import LoadContext, StoredBox, StoredFile
 
 #: Entries of an optimizer's state dict.

@@ -12,14 +12,14 @@ import torch
 from shardckpt.engine.optimizer_keys import is_optimizer_key
 from shardckpt.engine.patterns import matches_any
 from shardckpt.errors import CheckpointingException, listed
-from shardckpt.mapping import ShardedTensor
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from shardckpt.mapping import ShardedBase
-    from shardckpt.planning import Ints
+    from shardckpt.mapping.base import ShardedBase
+    from shardckpt.planning.boxes import Ints
 
 logger = logging.getLogger(__name__)
 

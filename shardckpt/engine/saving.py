@@ -22,29 +22,27 @@ from shardckpt.errors import (
     format_many,
     listed,
 )
-from shardckpt.manifest import Lineage
-from shardckpt.mapping import ShardedObject
-from shardckpt.plugins import StrategyAction, check_key, describe_strategy, get_strategy_key, parse_key
+from shardckpt.manifest.names import Lineage
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.plugins.entries import StrategyAction, check_key, get_strategy_key
+from shardckpt.plugins.origin import describe_strategy
+from shardckpt.plugins.registry import parse_key
 from shardckpt.state_dict import format_path, list_nested_values, nested_items, split_state_dict, validated_copy
 from shardckpt.strategy import AsyncSaveStrategy, SaveContext, SaveStrategy
-from shardckpt.validation import (
-    GivenShards,
-    choose_main_replicas,
-    compare_common,
-    describe_shards,
-    find_replicas,
-    validate_shards,
-)
+from shardckpt.validation.completeness import GivenShards
+from shardckpt.validation.keys import compare_common
+from shardckpt.validation.replicas import choose_main_replicas, find_replicas
+from shardckpt.validation.sharding import describe_shards, validate_shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
 
-    from shardckpt.distributed import Comm
+    from shardckpt.distributed.comm import Comm
     from shardckpt.engine.plan_cache import PlanLookup
-    from shardckpt.mapping import CommonStateDict, ShardedBase, ShardedStateDict
-    from shardckpt.plugins import PluginManager
-    from shardckpt.storage import CheckpointWriter
+    from shardckpt.mapping.base import CommonStateDict, ShardedBase, ShardedStateDict
+    from shardckpt.plugins.manager import PluginManager
+    from shardckpt.storage.writer import CheckpointWriter
 
 logger = logging.getLogger(__name__)
 

@@ -7,20 +7,23 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt import settings
-from shardckpt.commit import is_free, walk_folders
+from shardckpt.commit.commit import is_free
+from shardckpt.commit.leftovers import walk_folders
 from shardckpt.engine.amounts import format_bytes
 from shardckpt.engine.pruning import prune_leftovers
 from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, name_call
-from shardckpt.manifest import MARKER_NAME
-from shardckpt.mapping import ShardedTensor, is_main_replica
-from shardckpt.storage import find_url, has_local_files
-from shardckpt.tensors import ORDINARY
+from shardckpt.manifest.names import MARKER_NAME
+from shardckpt.mapping.base import is_main_replica
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.places import find_url
+from shardckpt.tensors.memory import ORDINARY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from shardckpt.mapping import ShardedBase
+    from shardckpt.mapping.base import ShardedBase
 
 #: Stands for the free bytes of a file system that are not known: 4 EiB, more than all ranks together store.
 UNKNOWN = 1 << 62

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt.engine.tensor_sums import TensorSums
-from shardckpt.mapping import ShardedTensor
-from shardckpt.planning import Box, batch_by_bytes, cut_box
-from shardckpt.storage import Buffer
-from shardckpt.tensors import LARGE
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.planning.batches import batch_by_bytes
+from shardckpt.planning.boxes import Box, cut_box
+from shardckpt.storage.buffers import Buffer
+from shardckpt.tensors.memory import LARGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from shardckpt.engine.loading import OpenCheckpoint
-    from shardckpt.mapping import ShardedBase
+    from shardckpt.mapping.base import ShardedBase
 
 #: Bytes of values that are read at a time: enough for fast reads, and little compared to the process at rest.
 STREAM_BYTES = 32 << 20

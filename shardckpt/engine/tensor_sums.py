@@ -6,15 +6,15 @@ import threading
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from shardckpt.tensors import finish_fingerprint, sum_boxes
+from shardckpt.tensors.fingerprint import finish_fingerprint, sum_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from shardckpt.mapping import ShardedTensor
-    from shardckpt.planning import Ints
+    from shardckpt.mapping.sharded_tensor import ShardedTensor
+    from shardckpt.planning.boxes import Ints
 
     #: A box of a tensor, and its sums: key, offset, shape, sums.
     _Logged = tuple[str, Ints, Ints, tuple[int, int]]
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class TensorSums:
     """Adds up the fingerprints of tensors, box by box; a box that is read twice counts once.
 
-    ``is_logged`` says that :meth:`take_log` is called from time to time.
+    ``is_logged`` says that :meth:`drain_log` is called from time to time.
     """
 
     def __init__(self, *, is_logged: bool = False) -> None:
@@ -44,14 +44,14 @@ class TensorSums:
                 if self._log is not None:
                     self._log.append((shard.key, offset, tuple(value.shape), sums))
 
-    def take_log(self) -> list[_Logged]:
+    def drain_log(self) -> list[_Logged]:
         """Return what was added since the last call, as JSON can keep it."""
         with self._lock:
             log, self._log = self._log or [], []
         return log
 
     def restore(self, log: Sequence[_Logged]) -> None:
-        """Add what :meth:`take_log` returned in another process; what was added here counts once."""
+        """Add what :meth:`drain_log` returned in another process; what was added here counts once."""
         with self._lock:
             for key, offset, shape, (first, second) in log:
                 self._sums[key].setdefault((tuple(offset), tuple(shape)), (first, second))

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.manifest import SaveTimings
+from shardckpt.manifest.models import SaveTimings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardckpt.storage import WriteTimes
+    from shardckpt.storage.writer import WriteTimes
 
 #: Ranks whose times the record has, at most: they take 2 KB then, and the spread says what the others took.
 MOST_RANKS = 64

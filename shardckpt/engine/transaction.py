@@ -16,43 +16,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from pydantic import TypeAdapter
 
-from shardckpt.commit import Owner
-from shardckpt.distributed import find_owner
+from shardckpt.commit.owner import Owner
+from shardckpt.distributed.routing import find_owner
 from shardckpt.engine.committers import Begun, make_committer
 from shardckpt.engine.space import NO_FORECAST, UNLIMITED, refuse_full
 from shardckpt.engine.timeline import Timeline, gather_timings
 from shardckpt.errors import PluginError, StorageError, listed
-from shardckpt.manifest import (
-    FINGERPRINTS_NAME,
-    INTEGRITY_NAME,
-    MARKER_NAME,
-    RECORD_NAME,
-    Integrity,
-    Lineage,
-    Marker,
-    Record,
-    find_folders,
-    parse_json,
-)
-from shardckpt.planning import assign_holders
-from shardckpt.storage import (
-    CheckpointWriter,
-    ResumableWriter,
-    add_sums,
-    check_memory_budget,
-    digest_vote,
-    negotiate_digest,
-    pack_fingerprints,
-    split_sums,
-)
+from shardckpt.manifest.models import Integrity, Marker, Record
+from shardckpt.manifest.names import FINGERPRINTS_NAME, INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, Lineage, find_folders
+from shardckpt.manifest.strict_json import parse_json
+from shardckpt.planning.shard_copies import assign_holders
+from shardckpt.storage.digest import digest_vote, negotiate_digest
+from shardckpt.storage.memory_budget import check_memory_budget
+from shardckpt.storage.resumable import ResumableWriter
+from shardckpt.storage.sums import add_sums, pack_fingerprints, split_sums
+from shardckpt.storage.writer import CheckpointWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from shardckpt.engine.operation import Operation
     from shardckpt.engine.space import Forecast, Room
-    from shardckpt.manifest import FileRecord, SaveTimings
-    from shardckpt.storage import FilePart, Journal
+    from shardckpt.manifest.models import FileRecord, SaveTimings
+    from shardckpt.storage.journal import Journal
+    from shardckpt.storage.staged_files import FilePart
 
 logger = logging.getLogger(__name__)
 

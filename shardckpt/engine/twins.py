@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import KeyMismatchError
-from shardckpt.mapping import ShardedTensor
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.state_dict import have_equal_bits
-from shardckpt.tensors import ORDINARY
+from shardckpt.tensors.memory import ORDINARY
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from shardckpt.mapping import ShardedBase
+    from shardckpt.mapping.base import ShardedBase
 
 
 def find_twins(wanted: Sequence[ShardedBase], not_stored: Collection[str] = ()) -> dict[int, int]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.engine.locations import find_local
-from shardckpt.plugins import hold_plain, read_outline
-from shardckpt.storage import file_size
+from shardckpt.plugins.outline import hold_plain, read_outline
+from shardckpt.storage.filesystem import file_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from shardckpt.manifest import PlainRecord
-    from shardckpt.plugins import Outline
+    from shardckpt.manifest.plain import PlainRecord
+    from shardckpt.plugins.outline import Outline
 
 
 class OutlinedCheckpoint(NamedTuple):

@@ -11,14 +11,14 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import KeyMismatchError, listed
-from shardckpt.plugins import Identity
+from shardckpt.plugins.key_mapping import Identity
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from shardckpt.huggingface.header import FileTensor
-    from shardckpt.planning import Ints
-    from shardckpt.plugins import KeyMapEntry
+    from shardckpt.planning.boxes import Ints
+    from shardckpt.plugins.key_mapping import KeyMapEntry
 
 #: What names of a folder begin with.
 _ROOT = "base_model.model."

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
-    from shardckpt.planning import Ints
+    from shardckpt.planning.boxes import Ints
 
 #: What ``from_pretrained`` tells of a load, and what we call it: tensors without which a model is another one.
 _FAULTS = {"missing_keys": "missing", "mismatched_keys": "of another shape"}

@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardckpt.engine import expand_home, locate
+from shardckpt.engine.locations import expand_home, locate
 from shardckpt.errors import CheckpointingException, StorageError, listed
 from shardckpt.huggingface.adapters import find_adapter_mapping
 from shardckpt.huggingface.names import ADAPTER, is_asset
-from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import lacks_directory, name_siblings, read_file, wrap_os_errors
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.storage.abilities import lacks_directory
+from shardckpt.storage.filesystem import name_siblings, wrap_os_errors
+from shardckpt.storage.input_file import read_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

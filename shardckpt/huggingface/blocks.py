@@ -9,17 +9,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardckpt.planning import cut_flat_range
-from shardckpt.storage import LEAST_WRITING, BufferPool, CheckpointWriter, ResumableWriter
+from shardckpt.planning.boxes import cut_flat_range
+from shardckpt.storage.buffers import BufferPool
+from shardckpt.storage.memory_budget import LEAST_WRITING
+from shardckpt.storage.resumable import ResumableWriter
+from shardckpt.storage.writer import CheckpointWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from shardckpt.engine import OpenCheckpoint
+    from shardckpt.engine.loading import OpenCheckpoint
     from shardckpt.huggingface.header import FileLayout, TensorSpan
-    from shardckpt.mapping import ShardedBase, ShardedTensor
-    from shardckpt.storage import Journal, StreamsWrites
+    from shardckpt.mapping.base import ShardedBase
+    from shardckpt.mapping.sharded_tensor import ShardedTensor
+    from shardckpt.storage.journal import Journal
+    from shardckpt.storage.store_abilities import StreamsWrites
 
 #: Bytes that are loaded at a time: a multiple of 8, so that no element is cut.
 BLOCK_BYTES = 8 << 20

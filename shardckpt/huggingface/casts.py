@@ -6,7 +6,7 @@ from collections import Counter
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.engine import check_patterns, matches_any
+from shardckpt.engine.patterns import check_patterns, matches_any
 from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface.dtypes import is_castable, parse_dtype
 

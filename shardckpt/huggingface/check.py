@@ -14,7 +14,8 @@ from shardckpt.huggingface.folder import (
     resolve_link,
 )
 from shardckpt.huggingface.names import SAFETENSORS, index_name, is_configuration
-from shardckpt.storage import file_size, read_file, wrap_os_errors
+from shardckpt.storage.filesystem import file_size, wrap_os_errors
+from shardckpt.storage.input_file import read_file
 from shardckpt.strategy import find_error
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface.assets import read_asset
 from shardckpt.huggingface.casts import find_model_dtype
 from shardckpt.huggingface.folder import CONFIG, parse_object
-from shardckpt.storage import is_there
+from shardckpt.storage.filesystem import is_there
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

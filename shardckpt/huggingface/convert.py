@@ -5,31 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardckpt.adapters import to_sharded_state_dict
-from shardckpt.distributed import Comm
-from shardckpt.engine import (
-    LoadOptions,
-    SaveOptions,
-    expand_home,
-    locate,
-    open_checkpoint,
-    refuse_overlap,
-    save_checkpoint,
-)
+from shardckpt.adapters.state import to_sharded_state_dict
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.loading import LoadOptions, open_checkpoint
+from shardckpt.engine.locations import expand_home, locate, refuse_overlap
+from shardckpt.engine.saving import SaveOptions, save_checkpoint
 from shardckpt.errors import KeyMismatchError
 from shardckpt.huggingface.small_file import replace_file, write_pickled
 from shardckpt.huggingface.structure import make_structure, nest_stored, plain_name
 from shardckpt.huggingface.torch_file import read_torch_file
 from shardckpt.huggingface.torch_strategy import TorchFileLoadStrategy
-from shardckpt.manifest import Manifest
-from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins import check_policy, get_plugin_manager
-from shardckpt.storage import retry_if_replaced
+from shardckpt.manifest.models import Manifest
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.resolver import check_policy
+from shardckpt.storage.directory import retry_if_replaced
 
 if TYPE_CHECKING:
     import os
 
-    from shardckpt.mapping import ShardedBase, StateDict
+    from shardckpt.mapping.base import ShardedBase, StateDict
     from shardckpt.strategy import SaveStrategy
 
     PathLike = str | os.PathLike[str]

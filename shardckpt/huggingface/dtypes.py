@@ -9,7 +9,7 @@ import torch
 from shardckpt.errors import ConfigurationError, ask_nearest
 
 if TYPE_CHECKING:
-    from shardckpt.planning import Ints
+    from shardckpt.planning.boxes import Ints
 
 #: The format's names, and torch's; this release of torch may lack some.
 #: https://github.com/huggingface/safetensors/blob/main/safetensors/src/tensor.rs

@@ -7,24 +7,19 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.distributed import Comm
-from shardckpt.engine import (
-    LoadOptions,
-    Operation,
-    hide_damaged,
-    list_names,
-    locate,
-    open_checkpoint,
-    refuse_overlap,
-    rename_stored,
-)
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.damage import hide_damaged
+from shardckpt.engine.loading import LoadOptions, open_checkpoint
+from shardckpt.engine.locations import locate, refuse_overlap
+from shardckpt.engine.operation import Operation
+from shardckpt.engine.renaming import list_names, rename_stored
 from shardckpt.huggingface.export_budget import split_export_budget
 from shardckpt.huggingface.names import SAFETENSORS
 from shardckpt.huggingface.options import parse_options
 from shardckpt.huggingface.planning import ExportPlan, LeftOut, plan_export
 from shardckpt.huggingface.store_export import find_export
-from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import replaced_error, retry_if_replaced
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.storage.directory import replaced_error, retry_if_replaced
 
 if TYPE_CHECKING:
     import os
@@ -33,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from shardckpt.plugins import KeyMapping
+    from shardckpt.plugins.key_mapping import KeyMapping
 
     PathLike = str | os.PathLike[str]
 
@@ -203,7 +198,7 @@ def export_to_huggingface(
                 if rename:
                     checkpoint = rename_stored(checkpoint, rename, list_names(checkpoint))
                 if skip_damaged:
-                    checkpoint.context.reader.take_cut_files()  # on each rank: one alone looks for damage
+                    checkpoint.context.reader.accept_cut_files()  # on each rank: one alone looks for damage
                     damaged = comm.main_runs("looking for damage", lambda: tuple(hide_damaged(checkpoint).damaged))
                     checkpoint = replace(checkpoint, damaged=damaged)
                 record = checkpoint.context.reader.manifest.record

@@ -6,13 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.huggingface.blocks import WRITER_BYTES
 from shardckpt.huggingface.names import SAFETENSORS
-from shardckpt.storage import (
-    LEAST_READING,
-    check_memory_budget,
-    find_least_upload,
-    has_local_files,
-    parse_memory_budget,
-)
+from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.memory_budget import LEAST_READING, check_memory_budget, find_least_upload, parse_memory_budget
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.engine import is_damage
+from shardckpt.engine.integrity import is_damage
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, NotACheckpointError, listed, name_call
 from shardckpt.huggingface.header import FileTensor, parse_head
 from shardckpt.huggingface.names import (
@@ -22,23 +22,14 @@ from shardckpt.huggingface.names import (
     index_name,
     list_numbered_files,
 )
-from shardckpt.manifest import HUB_CONFIG, Rescue, lacks_weights
-from shardckpt.storage import (
-    HEADER_LIMIT,
-    LENGTH_BYTES,
-    check_file_name,
-    detect_replacement,
-    has_local_files,
-    header_length,
-    is_there,
-    list_entries,
-    open_existing,
-    read_file,
-    real_path,
-    replaced_error,
-    was_replaced,
-    wrap_os_errors,
-)
+from shardckpt.manifest.hub import HUB_CONFIG, lacks_weights
+from shardckpt.manifest.names import Rescue
+from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.directory import detect_replacement, real_path, replaced_error, was_replaced
+from shardckpt.storage.filesystem import check_file_name, is_there, wrap_os_errors
+from shardckpt.storage.input_file import open_existing, read_file
+from shardckpt.storage.places import list_entries
+from shardckpt.storage.safetensors_header import HEADER_LIMIT, LENGTH_BYTES, header_length
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardckpt import __version__
-from shardckpt.commit import check_target, commit_staging, discard_staging
-from shardckpt.engine import OpenCheckpoint, Operation, open_staging, refuse_full
+from shardckpt.commit.commit import check_target, commit_staging, discard_staging
+from shardckpt.engine.loading import OpenCheckpoint
+from shardckpt.engine.pruning import open_staging
+from shardckpt.engine.space import refuse_full
 from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
 from shardckpt.huggingface.architecture import Fit, try_class
 from shardckpt.huggingface.blocks import open_writer, write_blocks
@@ -31,18 +33,22 @@ from shardckpt.huggingface.names import (
     is_weights,
 )
 from shardckpt.huggingface.small_file import copy_new, write_pickled
-from shardckpt.manifest import MARKER_NAME
-from shardckpt.planning import assign_holders
-from shardckpt.storage import CheckpointWriter, combine_fingerprints, is_there, read_fingerprints, wrap_os_errors
+from shardckpt.manifest.names import MARKER_NAME
+from shardckpt.planning.shard_copies import assign_holders
+from shardckpt.storage.filesystem import is_there, wrap_os_errors
+from shardckpt.storage.fingerprint_file import combine_fingerprints
+from shardckpt.storage.sums import read_fingerprints
+from shardckpt.storage.writer import CheckpointWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from shardckpt.engine.operation import Operation
     from shardckpt.huggingface.header import FileLayout
     from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.huggingface.options import ExportOptions
     from shardckpt.huggingface.planning import ExportPlan
-    from shardckpt.storage import Journal
+    from shardckpt.storage.journal import Journal
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed, natural_order
 from shardckpt.huggingface.dtypes import from_safetensors, safetensors_name, torch_shape, written_shape
 from shardckpt.huggingface.names import ORIGIN
-from shardckpt.storage import HEADER_LIMIT, LENGTH_BYTES, SMALL_RECORD, HeaderEntry, encode_header, parse_json
-from shardckpt.tensors import PAGE
+from shardckpt.manifest.strict_json import parse_json
+from shardckpt.storage.digest import SMALL_RECORD
+from shardckpt.storage.safetensors_header import HEADER_LIMIT, LENGTH_BYTES, HeaderEntry, encode_header
+from shardckpt.tensors.memory import PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardckpt.huggingface.hub_tensor import HubTensor
-    from shardckpt.planning import Ints
+    from shardckpt.planning.boxes import Ints
 
 _METADATA = "__metadata__"
 #: An entry of the metadata that is not the name of a tied tensor.

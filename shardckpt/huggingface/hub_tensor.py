@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.engine import make_memory
-from shardckpt.mapping import ShardedTensor
-from shardckpt.planning import Box, intersect
-from shardckpt.plugins import Identity
+from shardckpt.engine.streaming import make_memory
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.planning.boxes import Box, intersect
+from shardckpt.plugins.key_mapping import Identity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
 
-    from shardckpt.engine import OpenCheckpoint
-    from shardckpt.planning import Ints
-    from shardckpt.plugins import KeyMapEntry
+    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.planning.boxes import Ints
+    from shardckpt.plugins.key_mapping import KeyMapEntry
 
 
 class StoredPart(NamedTuple):
@@ -72,7 +72,7 @@ class HubTensor(NamedTuple):
             yield ShardedTensor(part.key, target, target.dtype, shape, part.shape, offset, None, prepend_axis_num=lead)
 
 
-def take_whole(name: str, dtype: torch.dtype, shape: Ints) -> HubTensor:
+def describe_stored(name: str, dtype: torch.dtype, shape: Ints) -> HubTensor:
     """Return a tensor that is stored as a whole, under its own name."""
     parts = (StoredPart(name, shape, link) for link in Identity().links(name, shape))
     return HubTensor(name, dtype, shape, tuple(parts))

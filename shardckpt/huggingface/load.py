@@ -6,16 +6,13 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.distributed import Comm, replace_text
-from shardckpt.engine import (
-    LoadTemplate,
-    OpenCheckpoint,
-    Operation,
-    allow_resizing,
-    load_checkpoint,
-    locate,
-    parse_resize,
-)
+from shardckpt.distributed.comm import Comm
+from shardckpt.distributed.error_report import replace_text
+from shardckpt.engine.load_template import LoadTemplate
+from shardckpt.engine.loading import OpenCheckpoint, load_checkpoint
+from shardckpt.engine.locations import locate
+from shardckpt.engine.operation import Operation
+from shardckpt.engine.resizing import allow_resizing, parse_resize
 from shardckpt.errors import CheckpointingException, KeyMismatchError, NotACheckpointError, listed
 from shardckpt.huggingface.adapters import AdapterNames
 from shardckpt.huggingface.config import ModelConfig
@@ -23,13 +20,15 @@ from shardckpt.huggingface.folder import CONFIG, check_same_folder, read_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.megatron import MEGATRON_NAME
 from shardckpt.huggingface.models import find_mapping
-from shardckpt.manifest import Manifest
-from shardckpt.mapping import ShardedObject
+from shardckpt.manifest.models import Manifest
+from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.parallel import share_reading, split_budget
-from shardckpt.plugins import check_policy, get_plugin_manager, read_manifest
-from shardckpt.storage import CheckpointReader, open_directory, real_path, retry_if_replaced
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.resolver import check_policy, read_manifest
+from shardckpt.storage.directory import open_directory, real_path, retry_if_replaced
+from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import LoadContext
-from shardckpt.validation import StrictHandling
+from shardckpt.validation.keys import StrictHandling
 
 if TYPE_CHECKING:
     import os
@@ -39,8 +38,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardckpt.huggingface.folder import Folder
-    from shardckpt.mapping import ShardedBase, ShardedStateDict
-    from shardckpt.plugins import KeyMapping
+    from shardckpt.mapping.base import ShardedBase, ShardedStateDict
+    from shardckpt.plugins.key_mapping import KeyMapping
 
 logger = logging.getLogger(__name__)
 

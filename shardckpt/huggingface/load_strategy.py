@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.chunks import read_targets
+from shardckpt.chunks.load import read_targets
 from shardckpt.errors import KeyMismatchError, ShapeMismatchError, ShardingError
 from shardckpt.huggingface.check import check_weights
 from shardckpt.huggingface.dtypes import is_castable, is_unpacked_float
 from shardckpt.huggingface.scaled import SCALE_ENDING, Scaled, block_size, refuse_other_schemes
-from shardckpt.mapping import ShardedTensor
-from shardckpt.planning import Box, intersect, part_view, shard_parts, with_memory
-from shardckpt.plugins import KeyMapEntry, get_key_map_entries
-from shardckpt.storage import StoredArray, read_box
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.planning.boxes import Box, intersect, part_view, shard_parts, with_memory
+from shardckpt.plugins.key_mapping import KeyMapEntry, get_key_map_entries
+from shardckpt.storage.scatter import StoredArray, read_box
 from shardckpt.strategy import LoadStrategy, StoredBox, StoredFile, find_error
-from shardckpt.tensors import is_quantized
+from shardckpt.tensors.wrappers import is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from shardckpt.errors import CheckpointingException
     from shardckpt.huggingface.folder import Folder
-    from shardckpt.manifest import Rescue
-    from shardckpt.mapping import ShardedBase, StateDict
-    from shardckpt.planning import Ints
-    from shardckpt.plugins import KeyMapping
-    from shardckpt.storage import CheckpointReader
+    from shardckpt.manifest.names import Rescue
+    from shardckpt.mapping.base import ShardedBase, StateDict
+    from shardckpt.planning.boxes import Ints
+    from shardckpt.plugins.key_mapping import KeyMapping
+    from shardckpt.storage.reader import CheckpointReader
     from shardckpt.strategy import LoadContext
 
 

@@ -7,13 +7,13 @@ import runpy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.engine import expand_home
+from shardckpt.engine.locations import expand_home
 from shardckpt.errors import CheckpointingException, listed
 from shardckpt.huggingface.folder import CONFIG, CONFIG_LIMIT, read_json
 from shardckpt.huggingface.megatron import split_qkv, split_vocabulary
 from shardckpt.huggingface.rules import Rule, RuleMapping
-from shardckpt.plugins import KeyMapping
-from shardckpt.storage import name_siblings
+from shardckpt.plugins.key_mapping import KeyMapping
+from shardckpt.storage.filesystem import name_siblings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -20,13 +20,15 @@ from shardckpt.huggingface.megatron import (
     list_shared_expert_rules,
 )
 from shardckpt.huggingface.rules import Rule, RuleMapping
-from shardckpt.plugins import Identity, KeyMapping, UsesConfig, bracket_origin, get_plugin_manager
+from shardckpt.plugins.key_mapping import Identity, KeyMapping, UsesConfig
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.origin import bracket_origin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from shardckpt.planning import Ints
-    from shardckpt.plugins import KeyMapEntry, Padding
+    from shardckpt.planning.boxes import Ints
+    from shardckpt.plugins.key_mapping import KeyMapEntry, Padding
 
 _LAYER = "model.layers.{layer}"
 _EXPERTS = f"{_LAYER}.mlp.experts"

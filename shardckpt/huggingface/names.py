@@ -7,14 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.manifest import (
-    HUB_ADAPTER,
-    HUB_ADAPTER_CONFIG,
-    HUB_FILES,
-    HUB_WEIGHTS,
-    TRAINER_STATE,
-    lacks_weights,
-)
+from shardckpt.manifest.hub import HUB_ADAPTER, HUB_ADAPTER_CONFIG, HUB_FILES, HUB_WEIGHTS, TRAINER_STATE, lacks_weights
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -11,7 +11,7 @@ from shardckpt.huggingface.casts import Casts, parse_casts
 from shardckpt.huggingface.config import read_config
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.huggingface.names import BIN, SAFETENSORS, parse_leave_out
-from shardckpt.storage import parse_size
+from shardckpt.storage.memory_budget import parse_size
 
 if TYPE_CHECKING:
     import os
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.plugins import KeyMapping
+    from shardckpt.plugins.key_mapping import KeyMapping
 
 
 class ExportOptions(NamedTuple):

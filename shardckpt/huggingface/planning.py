@@ -7,7 +7,7 @@ import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.engine import is_optimizer_key
+from shardckpt.engine.optimizer_keys import is_optimizer_key
 from shardckpt.errors import (
     CheckpointingException,
     KeyMismatchError,
@@ -26,11 +26,11 @@ from shardckpt.huggingface.hub_tensor import HubTensor, StoredPart
 from shardckpt.huggingface.megatron import MEGATRON_NAME
 from shardckpt.huggingface.names import ADAPTER_WEIGHTS, SAFETENSORS, assign_files
 from shardckpt.huggingface.sections import find_sections
-from shardckpt.mapping import ShardedTensor
-from shardckpt.planning import find_hole, find_overlap
-from shardckpt.plugins import Identity, KnowsKeys, get_key_map_entries
-from shardckpt.tensors import get_outer_key
-from shardckpt.validation import is_version_key, stored_key
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.planning.coverage import find_hole, find_overlap
+from shardckpt.plugins.key_mapping import Identity, KnowsKeys, get_key_map_entries
+from shardckpt.tensors.inner import get_outer_key
+from shardckpt.validation.keys import is_version_key, stored_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
     from shardckpt.huggingface.casts import Casts
     from shardckpt.huggingface.options import ExportOptions
-    from shardckpt.mapping import ShardedBase
-    from shardckpt.plugins import KeyMapEntry
+    from shardckpt.mapping.base import ShardedBase
+    from shardckpt.plugins.key_mapping import KeyMapEntry
 
 logger = logging.getLogger(__name__)
 

@@ -10,16 +10,17 @@ from shardckpt.huggingface.adapters import review_adapter
 from shardckpt.huggingface.architecture import try_class
 from shardckpt.huggingface.config import ModelConfig, describe_contradiction, describe_dtype, find_tied
 from shardckpt.huggingface.folder import CONFIG
-from shardckpt.huggingface.hub_tensor import have_equal_values, take_whole
+from shardckpt.huggingface.hub_tensor import describe_stored, have_equal_values
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.names import ADAPTER, ADAPTER_WEIGHTS, SAFETENSORS, file_names, index_name
-from shardckpt.storage import has_local_files, wrap_os_errors
+from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.filesystem import wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-    from shardckpt.engine import OpenCheckpoint
+    from shardckpt.engine.loading import OpenCheckpoint
 
 #: Mistral's own layout, which vLLM takes instead of the Hub's where such a file is there.
 _MISTRAL = "consolidated*.safetensors"
@@ -77,7 +78,7 @@ def review_folder(place: Path, checkpoint: OpenCheckpoint) -> Review:
     if not folder.config:
         return Review(None, "", "")
     config = ModelConfig(place / CONFIG, folder.config)
-    tensors = [take_whole(n, t.dtype, t.shape) for n, (_, t) in folder.tensors.items() if t.dtype is not None]
+    tensors = [describe_stored(n, t.dtype, t.shape) for n, (_, t) in folder.tensors.items() if t.dtype is not None]
     faults = [describe_contradiction(config, tensors)]
     pair = find_tied(config, tensors)
     if pair is not None and not have_equal_values(*pair, checkpoint):

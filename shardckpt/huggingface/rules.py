@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
-from shardckpt.planning import Box
-from shardckpt.plugins import Identity, KeyMapEntry
+from shardckpt.planning.boxes import Box
+from shardckpt.plugins.key_mapping import Identity, KeyMapEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from shardckpt.planning import Ints
-    from shardckpt.plugins import Padding
+    from shardckpt.planning.boxes import Ints
+    from shardckpt.plugins.key_mapping import Padding
 
 #: Fields that a stored name may lack: then they count along its leading axes, in this order.
 _AXES = ("layer", "expert")

@@ -13,14 +13,14 @@ import torch
 
 from shardckpt.errors import CorruptCheckpointError, ShardingError
 from shardckpt.huggingface.dtypes import is_unpacked_float
-from shardckpt.storage import StoredArray, read_box
-from shardckpt.tensors import copy_values
+from shardckpt.storage.scatter import StoredArray, read_box
+from shardckpt.tensors.wrappers import copy_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardckpt.planning import Ints
-    from shardckpt.storage import Source
+    from shardckpt.planning.boxes import Ints
+    from shardckpt.storage.scatter import Source
 
 SCALE_ENDING = "_scale_inv"
 #: Suffixes of the scales of other schemes, which need not be factors of blocks.

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.engine import is_optimizer_key
+from shardckpt.engine.optimizer_keys import is_optimizer_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator

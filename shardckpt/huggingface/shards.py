@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardckpt.engine import expand_home
+from shardckpt.engine.locations import expand_home
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.huggingface.dtypes import cast_to, parse_dtype
 from shardckpt.huggingface.header import lay_out, refuse_unknown
 from shardckpt.huggingface.hub_tensor import HubTensor
 from shardckpt.huggingface.names import BIN, SAFETENSORS, file_names
 from shardckpt.huggingface.small_file import replace_file, write_pickled
-from shardckpt.storage import NewFile, parse_size
-from shardckpt.tensors import plain_cpu, tensor_bytes, view_key
+from shardckpt.storage.memory_budget import parse_size
+from shardckpt.storage.new_file import NewFile
+from shardckpt.tensors.memory import plain_cpu, tensor_bytes, view_key
 
 if TYPE_CHECKING:
     import os

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.commit import discard_staging
-from shardckpt.engine import check_names, open_staging
+from shardckpt.commit.commit import discard_staging
+from shardckpt.engine.locations import check_names
+from shardckpt.engine.pruning import open_staging
 from shardckpt.huggingface.assets import read_asset
-from shardckpt.storage import has_local_files, open_new, sync_directory, sync_file, wrap_os_errors
+from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.filesystem import open_new, sync_directory, sync_file, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from shardckpt.storage import Journal
+    from shardckpt.storage.journal import Journal
 
 #: The name of a file in its staging directory.
 _STAGED = "file"

@@ -7,29 +7,28 @@ import shutil
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
-from shardckpt.commit import Upload, create_spool, hold_place, is_under_way, new_save_id
+from shardckpt.commit.holds import hold_place
+from shardckpt.commit.leftovers import create_spool
+from shardckpt.commit.staging_names import new_save_id
+from shardckpt.commit.upload import Upload, is_under_way
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.huggingface.blocks import open_writer, write_blocks
 from shardckpt.huggingface.folder import CONFIG
 from shardckpt.huggingface.folder_export import FolderExport
 from shardckpt.huggingface.names import SAFETENSORS, is_weights
-from shardckpt.manifest import MARKER_NAME
-from shardckpt.plugins import open_folder
-from shardckpt.storage import (
-    LEAST_WRITING,
-    StreamsWrites,
-    find_ability,
-    has_local_files,
-    limit_uploads,
-    list_objects,
-)
+from shardckpt.manifest.names import MARKER_NAME
+from shardckpt.plugins.stores import open_folder
+from shardckpt.storage.abilities import find_ability, has_local_files
+from shardckpt.storage.memory_budget import LEAST_WRITING, limit_uploads
+from shardckpt.storage.remote import list_objects
+from shardckpt.storage.store_abilities import StreamsWrites
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from shardckpt.huggingface.hub_tensor import HubTensor
-    from shardckpt.storage import RemoteFolder, RemotePath
+    from shardckpt.storage.remote import RemoteFolder, RemotePath
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.manifest import CONTENT
-from shardckpt.mapping import ShardedObject
+from shardckpt.manifest.names import CONTENT
+from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.strategy import NestsState
 
 if TYPE_CHECKING:
-    from shardckpt.engine import OpenCheckpoint
-    from shardckpt.mapping import ShardedBase, StateDict
+    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.mapping.base import ShardedBase, StateDict
 
 #: Entries of content_metadata, and so part of the format: the converted state dict with keys in place of tensors.
 _STRUCTURE, _TENSOR = "form of the state dict", "key of the tensor"

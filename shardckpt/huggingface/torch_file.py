@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.archive import check_pickle
+from shardckpt.archive.opcodes import check_pickle
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, UnsafePickleError
-from shardckpt.storage import wrap_os_errors
+from shardckpt.storage.filesystem import wrap_os_errors
 
 if TYPE_CHECKING:
     from pathlib import Path

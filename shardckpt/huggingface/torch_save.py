@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.archive import DeclaredTensor, clear_crcs, make_state_dict_frame, write_crcs
-from shardckpt.engine import refuse_full
+from shardckpt.archive.checksums import clear_crcs, write_crcs
+from shardckpt.archive.writer import DeclaredTensor, make_state_dict_frame
+from shardckpt.engine.space import refuse_full
 from shardckpt.errors import ShardingError
 from shardckpt.huggingface.blocks import open_writer, write_blocks
 from shardckpt.huggingface.header import FileLayout, FramePart, TensorSpan
 from shardckpt.huggingface.small_file import replace_file
-from shardckpt.tensors import plain_cpu, tensor_bytes
+from shardckpt.tensors.memory import plain_cpu, tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from shardckpt.engine import OpenCheckpoint
+    from shardckpt.engine.loading import OpenCheckpoint
     from shardckpt.huggingface.hub_tensor import HubTensor
-    from shardckpt.storage import Journal
+    from shardckpt.storage.journal import Journal
 
 #: What ``torch.load`` reads with ``weights_only``, in addition to tensors and containers.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)

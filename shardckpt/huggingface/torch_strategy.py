@@ -7,35 +7,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.archive import (
-    Archive,
-    LazyReads,
-    LazyTensor,
-    StoredPayload,
-    read_payload,
-    refuse_expanded,
-)
-from shardckpt.chunks import ChunkLoadStrategy, StoredChunk
-from shardckpt.distributed import Comm
+from shardckpt.archive.lazy_reads import LazyReads, refuse_expanded
+from shardckpt.archive.lazy_tensors import LazyTensor
+from shardckpt.archive.payload_reads import read_payload
+from shardckpt.archive.reader import Archive
+from shardckpt.chunks.load import ChunkLoadStrategy, StoredChunk
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError, listed
 from shardckpt.huggingface.folder import read_index
 from shardckpt.huggingface.names import BIN, file_names, index_name
 from shardckpt.huggingface.structure import make_structure
 from shardckpt.huggingface.torch_file import is_archive, read_torch_file
-from shardckpt.manifest import CONTENT
-from shardckpt.mapping import PlainObject
-from shardckpt.planning import Box
+from shardckpt.manifest.names import CONTENT
+from shardckpt.mapping.sharded_object import PlainObject
+from shardckpt.planning.boxes import Box
 from shardckpt.state_dict import extract_matching_values
 from shardckpt.strategy import LoadContext, StoredFile, find_error
-from shardckpt.tensors import copy_values
+from shardckpt.tensors.wrappers import copy_values
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
-    from shardckpt.chunks import ChunkRead
-    from shardckpt.mapping import StateDict
-    from shardckpt.storage import CheckpointReader
+    from shardckpt.archive.payload import StoredPayload
+    from shardckpt.chunks.load import ChunkRead
+    from shardckpt.mapping.base import StateDict
+    from shardckpt.storage.reader import CheckpointReader
 
 #: Values that a pickle of n bytes may have: some, and some a byte. It can name one list any number of times.
 _FREE, _VALUES = 1 << 16, 8

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.engine import STREAM_BYTES, StoredCheckpoint
+from shardckpt.engine.lazy import StoredCheckpoint
+from shardckpt.engine.streaming import STREAM_BYTES
 from shardckpt.errors import KeyMismatchError, name_prefixes
 from shardckpt.huggingface.hub_tensor import read_hub_boxes
 from shardckpt.huggingface.options import parse_options
 from shardckpt.huggingface.planning import choose_model, plan_tensors
-from shardckpt.mapping import ShardedTensor
-from shardckpt.planning import batch_by_bytes
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.planning.batches import batch_by_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.huggingface.options import ExportOptions
-    from shardckpt.plugins import KeyMapping
+    from shardckpt.plugins.key_mapping import KeyMapping
 
 
 class ModelCheckpoint(StoredCheckpoint):

@@ -16,8 +16,8 @@ from shardckpt.errors import (
 from shardckpt.huggingface.folder import read_file_as_folder, read_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.scaled import SCALE_ENDING
-from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins import Identity, get_key_map_entries
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.plugins.key_mapping import Identity, get_key_map_entries
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from shardckpt.huggingface.folder import Folder
     from shardckpt.huggingface.rules import RuleMapping
-    from shardckpt.planning import Ints
-    from shardckpt.plugins import KeyMapEntry
+    from shardckpt.planning.boxes import Ints
+    from shardckpt.plugins.key_mapping import KeyMapEntry
 
 
 def read_all_of_folder(

@@ -10,14 +10,15 @@ import torch
 from accelerate import DistributedType  # type: ignore[import-untyped]
 
 from shardckpt import dist_checkpointing
-from shardckpt.adapters import load_into, to_sharded_state_dict
-from shardckpt.distributed import Comm
+from shardckpt.adapters.restore import load_into
+from shardckpt.adapters.state import to_sharded_state_dict
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from shardckpt.mapping import ShardedStateDict
+    from shardckpt.mapping.base import ShardedStateDict
 
 #: The checkpoint's name in the folder of a ``save_state``.
 FOLDER = "shardckpt"

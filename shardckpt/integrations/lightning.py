@@ -14,30 +14,26 @@ try:
 except ModuleNotFoundError:  # pytorch-lightning has the same under another name
     from lightning_fabric.plugins import CheckpointIO  # type: ignore[assignment]
 
-from shardckpt.commit import clear_tombstones, remove_checkpoint, stem
-from shardckpt.distributed import Comm
-from shardckpt.engine import (
-    LoadOptions,
-    SaveOptions,
-    expand_home,
-    load_checkpoint,
-    locate,
-    open_checkpoint,
-    save_checkpoint,
-)
+from shardckpt.commit.removal import clear_tombstones, remove_checkpoint
+from shardckpt.commit.staging_names import stem
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.loading import LoadOptions, load_checkpoint, open_checkpoint
+from shardckpt.engine.locations import expand_home, locate
+from shardckpt.engine.saving import SaveOptions, save_checkpoint
 from shardckpt.errors import CheckpointingException, parse_globals
-from shardckpt.manager import describe_form, describe_tensors, merge_tensors, request_tensors
-from shardckpt.plugins import get_plugin_manager
+from shardckpt.manager.plain_state import describe_form, describe_tensors, merge_tensors, request_tensors
+from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.state_dict import dict_list_map_outplace
-from shardckpt.storage import has_local_files, retry_if_replaced
-from shardckpt.validation import StrictHandling
+from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.directory import retry_if_replaced
+from shardckpt.validation.keys import StrictHandling
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator
 
-    from shardckpt.engine import OpenCheckpoint
-    from shardckpt.mapping import ShardedStateDict, StateDict
+    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.mapping.base import ShardedStateDict, StateDict
 
     PathLike = str | os.PathLike[str]
 

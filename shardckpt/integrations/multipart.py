@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.integrations.s3_options import SCHEMES, make_s3fs_options
-from shardckpt.storage import PendingUpload
+from shardckpt.storage.store_abilities import PendingUpload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,13 +21,13 @@ from opentelemetry import metrics, trace
 from opentelemetry.trace import Status, StatusCode
 
 from shardckpt import __version__
-from shardckpt.plugins import hookimpl
+from shardckpt.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
     from opentelemetry.trace import Span, TracerProvider
 
-    from shardckpt.plugins import Event
+    from shardckpt.plugins.hookspecs import Event
 
 _NAME = "shardckpt"
 _NANO = 1_000_000_000

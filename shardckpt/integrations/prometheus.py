@@ -24,11 +24,15 @@ from typing import TYPE_CHECKING, ClassVar
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
-from shardckpt.engine import locate, measure
+from shardckpt.engine.locations import locate, measure
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager import list_checkpoints
-from shardckpt.plugins import get_plugin_manager, hookimpl
-from shardckpt.storage import find_url, has_local_files, parse_size, quiet_attempts
+from shardckpt.manager.listing import list_checkpoints
+from shardckpt.plugins.hookspecs import hookimpl
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.memory_budget import parse_size
+from shardckpt.storage.places import find_url
+from shardckpt.storage.remote import quiet_attempts
 
 if TYPE_CHECKING:
     import os
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
-    from shardckpt.plugins import Event
+    from shardckpt.plugins.hookspecs import Event
 
 logger = logging.getLogger(__name__)
 

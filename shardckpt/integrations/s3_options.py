@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CheckpointingException, name_known
-from shardckpt.storage import mask_password
+from shardckpt.storage.store_errors import mask_password
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

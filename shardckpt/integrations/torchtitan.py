@@ -8,21 +8,19 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchtitan.components.checkpointer import BaseCheckpointManager  # type: ignore[import-not-found]
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager import (
-    CheckpointConfig,
-    CheckpointManager,
-    FaultTolerance,
-    PerRank,
-    RetentionPolicy,
-    SavePolicy,
-    make_titan_config,
-    merge_loader_states,
-)
+from shardckpt.manager.manager import CheckpointManager
+from shardckpt.manager.per_rank import PerRank
+from shardckpt.manager.replicas import FaultTolerance
+from shardckpt.manager.titan import make_titan_config, merge_loader_states
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
+
+    from shardckpt.manager.config import CheckpointConfig
+    from shardckpt.manager.retention import RetentionPolicy
+    from shardckpt.manager.save_policies import SavePolicy
 
 #: Options of torchtitan that CheckpointConfig names differently or does not have.
 _NOT_PASSED = ("enable", "initial_load_in_hf_quantized")

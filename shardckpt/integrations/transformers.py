@@ -16,18 +16,21 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from shardckpt import dist_checkpointing
-from shardckpt.adapters import describe_object
-from shardckpt.distributed import Comm, replace_text
+from shardckpt.adapters.leaves import describe_object
+from shardckpt.distributed.comm import Comm
+from shardckpt.distributed.error_report import replace_text
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, parse_globals
-from shardckpt.manager import CheckpointConfig, CheckpointManager, RandomState
-from shardckpt.manifest import CONTENT_KEY
+from shardckpt.manager.manager import CheckpointManager
+from shardckpt.manager.rng import RandomState
+from shardckpt.manifest.names import CONTENT_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from transformers import TrainerControl, TrainingArguments
 
-    from shardckpt.mapping import ShardedObject
+    from shardckpt.manager.config import CheckpointConfig
+    from shardckpt.mapping.sharded_object import ShardedObject
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from vllm.model_executor.model_loader import (  # type: ignore[import-not-found]
 
 from shardckpt.dist_checkpointing import open_checkpoint
 from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
-from shardckpt.storage import parse_size, retry_if_replaced
+from shardckpt.storage.directory import retry_if_replaced
+from shardckpt.storage.memory_budget import parse_size
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage import Elements, Segments, Span, cut_spans
-from shardckpt.tensors import PAGE, view_tensor
+from shardckpt.storage.digest import Segments
+from shardckpt.storage.spans import ElementRange, Span, cut_spans
+from shardckpt.tensors.memory import PAGE
+from shardckpt.tensors.raw_memory import view_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.manifest import Record
+    from shardckpt.manifest.models import Record
 
 #: Bytes of a chunk at most. Of each part that it sends or receives, a rank has two chunks in memory.
 CHUNK_BYTES = 16 << 20
@@ -46,7 +48,7 @@ def list_chunks(record: Record) -> list[Chunk]:
                 "local one"
             )
         segments = Segments.unpack(file.segments, file.digest, file.size, record.digest_algorithm)
-        spans = cut_spans(segments, [(0, file.size)], CHUNK_BYTES, Elements(0, file.size))
+        spans = cut_spans(segments, [(0, file.size)], CHUNK_BYTES, ElementRange(0, file.size))
         found += [Chunk(file.name, span) for span in spans]
     return found
 

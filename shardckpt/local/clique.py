@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.distributed import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:

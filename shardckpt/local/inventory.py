@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CannotLoadError, IncompleteCheckpointError, NotACheckpointError
 from shardckpt.local.parts import PartId, SaveId
-from shardckpt.planning import find_holders
+from shardckpt.planning.shard_copies import find_holders
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -6,20 +6,25 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.distributed import Comm
-from shardckpt.engine import LoadOptions, SaveOptions, load_checkpoint, locate_local, open_checkpoint, save_checkpoint
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.loading import LoadOptions, load_checkpoint, open_checkpoint
+from shardckpt.engine.locations import locate_local
+from shardckpt.engine.saving import SaveOptions, save_checkpoint
 from shardckpt.errors import CheckpointingException, parse_globals
 from shardckpt.local.tensor_aware import TensorAwareStateDict
-from shardckpt.mapping import BlockScales, ShardedBase, ShardedObject, ShardedTensor
-from shardckpt.plugins import get_plugin_manager
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import BlockScales, ShardedTensor
+from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.state_dict import dict_list_map_outplace, nested_values
-from shardckpt.storage import retry_if_replaced
-from shardckpt.validation import StrictHandling
+from shardckpt.storage.directory import retry_if_replaced
+from shardckpt.validation.keys import StrictHandling
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable
     from pathlib import Path
+
+    from shardckpt.mapping.base import ShardedBase
 
 _KINDS: dict[str, type[ShardedBase]] = {"tensor": ShardedTensor, "object": ShardedObject}
 

@@ -6,8 +6,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardckpt.distributed import Comm
-from shardckpt.engine import locate_local
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.locations import locate_local
 from shardckpt.errors import (
     CheckpointingException,
     CommunicationError,

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import KeyMismatchError
 from shardckpt.parallel import Transfer, choose_device, exchange_shards
-from shardckpt.planning import assign_shards, describe_copy, find_holders, shard_id
+from shardckpt.planning.shard_copies import assign_shards, describe_copy, find_holders, shard_id
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
     import torch
 
-    from shardckpt.distributed import Comm
-    from shardckpt.mapping import ShardedTensor
-    from shardckpt.planning import ShardCopy, ShardId
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.mapping.sharded_tensor import ShardedTensor
+    from shardckpt.planning.shard_copies import ShardCopy, ShardId
 
 
 class KeptShards(NamedTuple):

@@ -5,20 +5,16 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.commit import publish_staging, staging_directory
+from shardckpt.commit.commit import publish_staging, staging_directory
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.local.chunks import Buffers, list_chunks
-from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Record
-from shardckpt.storage import (
-    NewFile,
-    check_file_name,
-    digest_function,
-    make_folders,
-    open_existing,
-    read_file,
-    refuse_linked_folders,
-)
-from shardckpt.tensors import LARGE
+from shardckpt.manifest.models import Record
+from shardckpt.manifest.names import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME
+from shardckpt.storage.digest import digest_function
+from shardckpt.storage.filesystem import check_file_name, make_folders, refuse_linked_folders
+from shardckpt.storage.input_file import open_existing, read_file
+from shardckpt.storage.new_file import NewFile
+from shardckpt.tensors.memory import LARGE
 
 if TYPE_CHECKING:
     from pathlib import Path

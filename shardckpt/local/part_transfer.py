@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.commit import is_free
+from shardckpt.commit.commit import is_free
 from shardckpt.errors import CheckpointingException
 from shardckpt.local.part_copy import Head, Incoming, Outgoing
-from shardckpt.tensors import pack_bytes, view_tensor
+from shardckpt.tensors.raw_memory import pack_bytes, view_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from shardckpt.distributed import Comm
+    from shardckpt.distributed.comm import Comm
     from shardckpt.local.parts import PartFolder, PartId
 
 _Tensors = list[tuple[torch.Tensor, int]]

@@ -6,11 +6,14 @@ import logging
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.commit import STAGING, Leftover, clear_tombstones, make_tombstone, parse_temporary, remove_free, why_kept
+from shardckpt.commit.leftovers import remove_free, why_kept
+from shardckpt.commit.removal import clear_tombstones, make_tombstone
+from shardckpt.commit.staging_names import STAGING, Leftover, parse_temporary
 from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.manifest import RECORD_NAME
-from shardckpt.plugins import get_plugin_manager, read_manifest
-from shardckpt.storage import file_size, wrap_os_errors
+from shardckpt.manifest.names import RECORD_NAME
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.resolver import read_manifest
+from shardckpt.storage.filesystem import file_size, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.distributed import Comm
-from shardckpt.engine import MISSING, LoadTemplate
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.load_template import MISSING, LoadTemplate
 from shardckpt.errors import CheckpointingException, KeyMismatchError
 from shardckpt.local.memory_shards import fetch_shards, keep_share
-from shardckpt.mapping import ShardedObject, ShardedTensor, StoredNames
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.mapping.unstored import StoredNames
 from shardckpt.parallel import check_algorithm
-from shardckpt.planning import check_dtypes, check_shapes, refuse_changed_values, shard_id
+from shardckpt.planning.dtypes import check_dtypes, refuse_changed_values
+from shardckpt.planning.shapes import check_shapes
+from shardckpt.planning.shard_copies import shard_id
 from shardckpt.state_dict import dict_list_map_outplace, nested_values, split_for_save
-from shardckpt.tensors import fill
-from shardckpt.validation import (
-    StrictHandling,
-    choose_main_replicas,
-    compare_keys,
-    name_keys,
-    parse_strict_flag,
-    stored_key,
-    validate_shards,
-)
+from shardckpt.tensors.wrappers import fill
+from shardckpt.validation.keys import StrictHandling, compare_keys, name_keys, parse_strict_flag, stored_key
+from shardckpt.validation.replicas import choose_main_replicas
+from shardckpt.validation.sharding import validate_shards
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence, ValuesView
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardckpt.local.memory_shards import KeptShards
-    from shardckpt.mapping import ShardedBase, ShardedStateDict, StateDict
+    from shardckpt.mapping.base import ShardedBase, ShardedStateDict, StateDict
 
 _ALGORITHMS = ("fully_parallel", "atomic")
 

@@ -10,7 +10,7 @@ import torch
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException
-from shardckpt.storage import Workers
+from shardckpt.storage.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

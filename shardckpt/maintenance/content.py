@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.manifest import CONTENT, CONTENT_KEY
+from shardckpt.manifest.names import CONTENT, CONTENT_KEY
 
 if TYPE_CHECKING:
-    from shardckpt.manifest import Rescue
-    from shardckpt.mapping import StateDict
+    from shardckpt.manifest.names import Rescue
+    from shardckpt.mapping.base import StateDict
 
 
 def forget_metrics(common: StateDict) -> StateDict:

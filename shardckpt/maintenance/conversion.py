@@ -12,21 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shardckpt import settings
-from shardckpt.distributed import Comm
-from shardckpt.engine import (
-    NO_FORECAST,
-    CheckpointHeader,
-    Forecast,
-    OpenCheckpoint,
-    Operation,
-    TensorSums,
-    Transaction,
-    count_stored_bytes,
-    find_incomplete_files,
-    is_below,
-    is_damage,
-    refuse_objects,
-)
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.integrity import find_incomplete_files, is_damage
+from shardckpt.engine.operation import Operation
+from shardckpt.engine.patterns import is_below
+from shardckpt.engine.saving import refuse_objects
+from shardckpt.engine.space import NO_FORECAST, Forecast, count_stored_bytes
+from shardckpt.engine.tensor_sums import TensorSums
+from shardckpt.engine.transaction import CheckpointHeader, Transaction
 from shardckpt.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -35,39 +28,40 @@ from shardckpt.errors import (
     listed,
     name_prefixes,
 )
-from shardckpt.huggingface import (
-    ExportOptions,
-    HuggingFaceLoadStrategy,
-    TorchFile,
-    find_export,
-    forget_structure,
-    list_values,
-    make_state_dict,
-    nest_stored,
-    plain_name,
-    plan_export,
-    plan_tensors,
-)
+from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
+from shardckpt.huggingface.planning import plan_export, plan_tensors
+from shardckpt.huggingface.store_export import find_export
+from shardckpt.huggingface.structure import forget_structure, make_state_dict, nest_stored, plain_name
+from shardckpt.huggingface.torch_save import TorchFile
+from shardckpt.huggingface.torch_strategy import list_values
 from shardckpt.maintenance.content import note_rescue
 from shardckpt.maintenance.proof import StagedProof, SummedCheckpoint, TensorProof, list_fingerprints
 from shardckpt.maintenance.sources import Reading, warn_of_unread_files
 from shardckpt.maintenance.tensor_boxes import DeferredBoxes, cut_tensors
-from shardckpt.manifest import CONTENT
-from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
-from shardckpt.plugins import Identity
-from shardckpt.storage import Journal, can_resume, digest_vote, has_local_files
+from shardckpt.manifest.names import CONTENT
+from shardckpt.mapping.sharded_object import PlainObject, ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.plugins.key_mapping import Identity
+from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.digest import digest_vote
+from shardckpt.storage.journal import Journal, can_resume
 from shardckpt.strategy import ReadsPlainObjects, SaveContext, SaveStrategy
-from shardckpt.validation import GivenShards, describe_shards, stored_key
+from shardckpt.validation.completeness import GivenShards
+from shardckpt.validation.keys import stored_key
+from shardckpt.validation.sharding import describe_shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from shardckpt.huggingface import HubTensor, RuleMapping
-    from shardckpt.mapping import ShardedBase, StateDict
-    from shardckpt.plugins import PluginManager
-    from shardckpt.storage import CheckpointWriter
+    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.huggingface.hub_tensor import HubTensor
+    from shardckpt.huggingface.options import ExportOptions
+    from shardckpt.huggingface.rules import RuleMapping
+    from shardckpt.mapping.base import ShardedBase, StateDict
+    from shardckpt.plugins.manager import PluginManager
+    from shardckpt.storage.writer import CheckpointWriter
 
     #: Opens what is at a location: :func:`shardckpt.maintenance.sources.open_source`, or the merge of several.
     SourceOpener = Callable[[Path, PluginManager, Reading], AbstractContextManager[OpenCheckpoint]]
@@ -245,7 +239,7 @@ class Conversion:
         saver = None if self.saver is None else (self.saver.backend, self.saver.version, self._box_bytes())
         names = sorted(self.rename.items()), options.prefix, sorted(stored.damaged)
         identity = _make_identity(source, self.kind, saver, names, options.casts, sorted(options.leave_out), written)
-        self.journals.append(Journal(identity, stored.sums.take_log))
+        self.journals.append(Journal(identity, stored.sums.drain_log))
         return self.journals[-1]
 
     def _prove(self, proof: StagedProof, tensors: Sequence[HubTensor], staging: Path, files: Path) -> None:

@@ -5,34 +5,24 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.commit import is_under_way
-from shardckpt.engine import (
-    find_saver,
-    locate,
-    refuse_overlap,
-)
+from shardckpt.commit.upload import is_under_way
+from shardckpt.engine.locations import locate, refuse_overlap
+from shardckpt.engine.saving import find_saver
 from shardckpt.errors import CheckpointingException, UnknownBackendError, UnsafePickleError
-from shardckpt.huggingface import (
-    CONFIG,
-    MegatronMapping,
-    RuleMapping,
-    StoredNames,
-    list_assets,
-    parse_options,
-    resolve_link,
-)
+from shardckpt.huggingface.assets import list_assets
+from shardckpt.huggingface.folder import CONFIG, resolve_link
+from shardckpt.huggingface.models import MegatronMapping
+from shardckpt.huggingface.options import parse_options
+from shardckpt.huggingface.rules import RuleMapping
+from shardckpt.huggingface.whole_folder import StoredNames
 from shardckpt.maintenance.conversion import DCP, FILE, FOLDER, Conversion, ConversionReport
 from shardckpt.maintenance.sources import identify_source, open_source, read_hub_config
-from shardckpt.plugins import StrategyAction, get_plugin_manager
-from shardckpt.storage import (
-    LEAST_READING,
-    check_memory_budget,
-    has_local_files,
-    is_there,
-    lacks_directory,
-    parse_size,
-    retry_if_replaced,
-)
+from shardckpt.plugins.entries import StrategyAction
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.storage.abilities import has_local_files, lacks_directory
+from shardckpt.storage.directory import retry_if_replaced
+from shardckpt.storage.filesystem import is_there
+from shardckpt.storage.memory_budget import LEAST_READING, check_memory_budget, parse_size
 from shardckpt.strategy import SaveStrategy
 from shardckpt.stubs import make_stub_class
 
@@ -43,9 +33,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.engine import OpenCheckpoint
+    from shardckpt.engine.loading import OpenCheckpoint
     from shardckpt.maintenance.conversion import SourceOpener
-    from shardckpt.plugins import KeyMapping, PluginManager
+    from shardckpt.plugins.key_mapping import KeyMapping
+    from shardckpt.plugins.manager import PluginManager
 
 #: The budget if the caller names none.
 _BUDGET = "256MiB"

@@ -9,33 +9,31 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.engine import (
-    STREAM_BYTES,
-    Progress,
-    StoredCheckpoint,
-    TensorBox,
-    is_optimizer_key,
-    locate,
-    read_boxes,
-)
+from shardckpt.engine.lazy import StoredCheckpoint
+from shardckpt.engine.locations import locate
+from shardckpt.engine.optimizer_keys import is_optimizer_key
+from shardckpt.engine.progress import Progress
+from shardckpt.engine.streaming import STREAM_BYTES, TensorBox, read_boxes
 from shardckpt.errors import CheckpointingException, KeyMismatchError, name_prefixes
 from shardckpt.maintenance.diff_report import DiffReport, TensorDifference
 from shardckpt.maintenance.fingerprint_diff import find_same
 from shardckpt.maintenance.object_diff import diff_objects
 from shardckpt.maintenance.sources import Reading, have_same_bytes, list_unread_files, open_source
 from shardckpt.maintenance.statistics import has_numbers
-from shardckpt.mapping import ShardedTensor
-from shardckpt.planning import Box, batch_by_bytes, cut_box
-from shardckpt.plugins import Identity, KeyMapEntry, get_key_map_entries, get_plugin_manager
-from shardckpt.storage import open_directory, retry_if_replaced
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.planning.batches import batch_by_bytes
+from shardckpt.planning.boxes import Box, cut_box
+from shardckpt.plugins.key_mapping import Identity, KeyMapEntry, get_key_map_entries
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.storage.directory import open_directory, retry_if_replaced
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from shardckpt.engine import OpenCheckpoint
-    from shardckpt.planning import Ints
-    from shardckpt.plugins import KeyMapping
+    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.planning.boxes import Ints
+    from shardckpt.plugins.key_mapping import KeyMapping
 
 #: Integers that int64 has.
 _SIGNED = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}

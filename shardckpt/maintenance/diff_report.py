@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardckpt.planning import Ints
+    from shardckpt.planning.boxes import Ints
 
 Kind = Literal["only in first", "only in second", "shape", "dtype", "values"]
 

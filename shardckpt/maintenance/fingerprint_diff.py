@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.engine import read_whole_outline
+from shardckpt.engine.whole_outline import read_whole_outline
 from shardckpt.errors import CheckpointingException
 from shardckpt.maintenance.diff_report import DiffReport, ObjectReport, TensorDifference
-from shardckpt.manifest import CONTENT, FINGERPRINTS_NAME
-from shardckpt.storage import parse_fingerprints, read_recorded_file
+from shardckpt.manifest.names import CONTENT, FINGERPRINTS_NAME
+from shardckpt.storage.fingerprint_file import parse_fingerprints
+from shardckpt.storage.recorded_file import read_recorded_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardckpt.engine import OutlinedCheckpoint
-    from shardckpt.plugins import Outline
+    from shardckpt.engine.whole_outline import OutlinedCheckpoint
+    from shardckpt.plugins.outline import Outline
 
 
 def diff_by_fingerprints(

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, format_many, name_call
 from shardckpt.maintenance.inside import list_inside, list_local_names
-from shardckpt.manifest import find_trainer_parts
-from shardckpt.plugins import describe_legacy_megatron
-from shardckpt.storage import has_local_files, read_file, real_path, wrap_os_errors
+from shardckpt.manifest.hub import find_trainer_parts
+from shardckpt.plugins.legacy_megatron import describe_legacy_megatron
+from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.directory import real_path
+from shardckpt.storage.filesystem import wrap_os_errors
+from shardckpt.storage.input_file import read_file
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -8,17 +8,10 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import StorageError
-from shardckpt.manifest import (
-    HUB_CONFIG,
-    HUB_FILES,
-    HUB_WEIGHTS,
-    MARKER_NAME,
-    RECORD_NAME,
-    find_trainer_parts,
-    is_of_training,
-    lacks_weights,
-)
-from shardckpt.storage import real_path, wrap_os_errors
+from shardckpt.manifest.hub import HUB_CONFIG, HUB_FILES, HUB_WEIGHTS, find_trainer_parts, is_of_training, lacks_weights
+from shardckpt.manifest.names import MARKER_NAME, RECORD_NAME
+from shardckpt.storage.directory import real_path
+from shardckpt.storage.filesystem import wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from shardckpt.distributed import Comm
-from shardckpt.engine import find_incomplete_files, is_damage
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.integrity import find_incomplete_files, is_damage
 from shardckpt.errors import (
     BrokenPluginError,
     CheckpointingException,
@@ -20,16 +20,20 @@ from shardckpt.errors import (
     name_call,
 )
 from shardckpt.maintenance.unmarked import hold_unmarked
-from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
-from shardckpt.plugins import choose_reader, open_below, parse_file
-from shardckpt.storage import CheckpointReader, is_there, open_directory, wrap_os_errors
+from shardckpt.manifest.models import Manifest, Marker, Record
+from shardckpt.manifest.names import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME
+from shardckpt.plugins.resolver import choose_reader, parse_file
+from shardckpt.plugins.stores import open_below
+from shardckpt.storage.directory import open_directory
+from shardckpt.storage.filesystem import is_there, wrap_os_errors
+from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import ChecksFiles, LoadContext
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-    from shardckpt.plugins import PluginManager
+    from shardckpt.plugins.manager import PluginManager
 
 #: The files that say what the others are, and can be written anew.
 _DESCRIPTIONS = {MARKER_NAME, RECORD_NAME}

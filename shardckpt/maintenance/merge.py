@@ -11,22 +11,23 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from shardckpt.engine import locate, refuse_overlap
+from shardckpt.engine.locations import locate, refuse_overlap
 from shardckpt.errors import CheckpointingException, check_choice, format_many, listed
-from shardckpt.huggingface import parse_leave_out
+from shardckpt.huggingface.names import parse_leave_out
 from shardckpt.maintenance.convert import ConversionReport, run_conversion
 from shardckpt.maintenance.merge_weights import check_weights
 from shardckpt.maintenance.merged_source import MergeRules, Missing, Optimizer, merge_opened
 from shardckpt.maintenance.sources import Reading, identify_source, open_source, warn_of_unread_files
-from shardckpt.storage import check_memory_budget, parse_size
+from shardckpt.storage.memory_budget import check_memory_budget, parse_size
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
-    from shardckpt.engine import OpenCheckpoint
-    from shardckpt.plugins import KeyMapping, PluginManager
+    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.plugins.key_mapping import KeyMapping
+    from shardckpt.plugins.manager import PluginManager
 
 logger = logging.getLogger(__name__)
 

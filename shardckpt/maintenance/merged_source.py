@@ -8,29 +8,27 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from shardckpt.engine import (
-    OpenCheckpoint,
-    Operation,
-    TensorBox,
-    is_below,
-    is_optimizer_key,
-    make_memory,
-    read_boxes,
-)
+from shardckpt.engine.loading import OpenCheckpoint
+from shardckpt.engine.operation import Operation
+from shardckpt.engine.optimizer_keys import is_optimizer_key
+from shardckpt.engine.patterns import is_below
+from shardckpt.engine.streaming import TensorBox, make_memory, read_boxes
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMismatchError, listed, name_known
-from shardckpt.huggingface import forget_structure, plain_name
+from shardckpt.huggingface.structure import forget_structure, plain_name
 from shardckpt.maintenance.combine import Angle, Combination, combine, make_average
 from shardckpt.maintenance.content import forget_metrics
 from shardckpt.maintenance.suggested_renames import suggest_renames
-from shardckpt.mapping import ShardedTensor
-from shardckpt.planning import Box, batch_by_bytes, cut_box, part_view, shard_parts
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.planning.batches import batch_by_bytes
+from shardckpt.planning.boxes import Box, cut_box, part_view, shard_parts
 from shardckpt.strategy import LoadStrategy, ReadsPlainObjects
-from shardckpt.validation import stored_key
+from shardckpt.validation.keys import stored_key
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
-    from shardckpt.mapping import PlainObject, ShardedBase, StateDict
+    from shardckpt.mapping.base import ShardedBase, StateDict
+    from shardckpt.mapping.sharded_object import PlainObject
     from shardckpt.strategy import LoadContext
 
 #: What is done with the optimizer's state: merged like the model, not written, or that of the base.

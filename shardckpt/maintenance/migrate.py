@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.distributed import Comm
-from shardckpt.engine import (
-    CheckpointHeader,
-    Forecast,
-    Operation,
-    Transaction,
-    count_stored_bytes,
-    is_same_place,
-    locate,
-    refuse_damage,
-    refuse_overlap,
-)
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.integrity import refuse_damage
+from shardckpt.engine.locations import is_same_place, locate, refuse_overlap
+from shardckpt.engine.operation import Operation
+from shardckpt.engine.space import Forecast, count_stored_bytes
+from shardckpt.engine.transaction import CheckpointHeader, Transaction
 from shardckpt.errors import CannotLoadError, CheckpointingException, PluginError, VersionTooOldError, listed
 from shardckpt.maintenance.sources import open_staged
-from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt.plugins import StrategyAction, check_policy, choose_reader, get_plugin_manager, hold_checkpoint
-from shardckpt.storage import CheckpointReader, read_fingerprints, retry_if_replaced
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.plugins.entries import StrategyAction
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.resolver import check_policy, choose_reader, hold_checkpoint
+from shardckpt.storage.directory import retry_if_replaced
+from shardckpt.storage.reader import CheckpointReader
+from shardckpt.storage.sums import read_fingerprints
 from shardckpt.strategy import LoadContext
 
 if TYPE_CHECKING:
@@ -28,10 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from shardckpt.manifest import Manifest
-    from shardckpt.mapping import ShardedBase
-    from shardckpt.plugins import PluginManager
-    from shardckpt.storage import CheckpointWriter
+    from shardckpt.manifest.models import Manifest
+    from shardckpt.mapping.base import ShardedBase
+    from shardckpt.plugins.manager import PluginManager
+    from shardckpt.storage.writer import CheckpointWriter
 
 
 def migrate_checkpoint(

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.huggingface import forget_structure
+from shardckpt.huggingface.structure import forget_structure
 from shardckpt.maintenance.diff_report import ObjectDifference, ObjectReport
-from shardckpt.mapping import ShardedObject
+from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.state_dict import are_equal, have_equal_bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardckpt.engine import OpenCheckpoint
+    from shardckpt.engine.loading import OpenCheckpoint
 
 #: Characters of a value that are shown.
 _SHOWN = 60

@@ -6,11 +6,12 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.engine import OpenCheckpoint, TensorSums
+from shardckpt.engine.loading import OpenCheckpoint
+from shardckpt.engine.tensor_sums import TensorSums
 from shardckpt.errors import CorruptCheckpointError, listed
 from shardckpt.maintenance.sources import Reading, open_staged
 from shardckpt.maintenance.tensor_boxes import cut_tensors, sum_written
-from shardckpt.mapping import ShardedTensor
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.engine import Operation
-    from shardckpt.huggingface import HubTensor
-    from shardckpt.mapping import ShardedBase
-    from shardckpt.planning import Ints
+    from shardckpt.engine.operation import Operation
+    from shardckpt.huggingface.hub_tensor import HubTensor
+    from shardckpt.mapping.base import ShardedBase
+    from shardckpt.planning.boxes import Ints
 
 
 class TensorProof(NamedTuple):

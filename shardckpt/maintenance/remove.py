@@ -7,39 +7,30 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardckpt.commit import check_target, replace_target, staging_directory
-from shardckpt.engine import (
-    REMOVE,
-    ExpectedFile,
-    Operation,
-    clear_leftovers,
-    find_faults,
-    make_superseded_check,
-    read_integrity,
-    refuse_full,
-)
+from shardckpt.commit.commit import check_target, replace_target, staging_directory
+from shardckpt.engine.integrity import ExpectedFile, find_faults, read_integrity
+from shardckpt.engine.operation import Operation
+from shardckpt.engine.pruning import clear_leftovers, make_superseded_check
+from shardckpt.engine.space import REMOVE, refuse_full
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, format_many
 from shardckpt.maintenance.rewrite import rewrite_file
-from shardckpt.manifest import FINGERPRINTS_NAME, INTEGRITY_NAME, RECORD_NAME, Integrity
-from shardckpt.plugins import choose_reader, hold_checkpoint
-from shardckpt.storage import (
-    CheckpointReader,
-    CheckpointWriter,
-    is_there,
-    pack_fingerprints,
-    read_fingerprints,
-    retry_if_replaced,
-    wrap_os_errors,
-)
+from shardckpt.manifest.models import Integrity
+from shardckpt.manifest.names import FINGERPRINTS_NAME, INTEGRITY_NAME, RECORD_NAME
+from shardckpt.plugins.resolver import choose_reader, hold_checkpoint
+from shardckpt.storage.directory import retry_if_replaced
+from shardckpt.storage.filesystem import is_there, wrap_os_errors
+from shardckpt.storage.reader import CheckpointReader
+from shardckpt.storage.sums import pack_fingerprints, read_fingerprints
+from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.strategy import RemovesKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from shardckpt.distributed import Comm
-    from shardckpt.manifest import Manifest, Record
-    from shardckpt.plugins import PluginManager
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.manifest.models import Manifest, Record
+    from shardckpt.plugins.manager import PluginManager
     from shardckpt.strategy import Removal
 
 logger = logging.getLogger(__name__)

@@ -7,12 +7,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage import SMALL_RECORD
+from shardckpt.storage.digest import SMALL_RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from shardckpt.storage import CheckpointReader, CheckpointWriter, FileWriter
+    from shardckpt.storage.file_writer import FileWriter
+    from shardckpt.storage.reader import CheckpointReader
+    from shardckpt.storage.writer import CheckpointWriter
     from shardckpt.strategy import KeptItem
 
 #: Bytes that are read and passed to the writer at a time; about one such piece for each of its threads is in memory.

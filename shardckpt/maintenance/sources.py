@@ -7,22 +7,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from shardckpt.archive import Archive
-from shardckpt.deepspeed import DeepSpeedLoadStrategy, find_files
-from shardckpt.distributed import Comm
-from shardckpt.engine import (
-    OpenCheckpoint,
-    Operation,
-    Progress,
-    StoredCheckpoint,
-    hide_damaged,
-    lend_checkpoint,
-    list_keys,
-    list_names,
-    locate,
-    rename_key,
-    rename_stored,
-)
+from shardckpt.archive.reader import Archive
+from shardckpt.deepspeed.files import find_files
+from shardckpt.deepspeed.load import DeepSpeedLoadStrategy
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.damage import hide_damaged
+from shardckpt.engine.lazy import StoredCheckpoint
+from shardckpt.engine.loading import OpenCheckpoint, lend_checkpoint
+from shardckpt.engine.locations import locate
+from shardckpt.engine.operation import Operation
+from shardckpt.engine.progress import Progress
+from shardckpt.engine.renaming import list_keys, list_names, rename_key, rename_stored
 from shardckpt.errors import (
     CheckpointingException,
     CheckpointReplacedError,
@@ -33,47 +28,34 @@ from shardckpt.errors import (
     format_many,
     listed,
 )
-from shardckpt.huggingface import (
-    ADAPTER,
-    ADAPTER_WEIGHTS,
-    CONFIG,
-    HuggingFaceLoadStrategy,
-    TorchFileLoadStrategy,
-    check_folder,
-    check_weights,
-    find_torch_weights,
-    header_length,
-    is_archive,
-    is_torch_file,
-    name_for_trainer,
-    read_all_of_folder,
-    read_folder_config,
-    review_folder,
-    review_others,
-)
+from shardckpt.huggingface.check import check_folder, check_weights
+from shardckpt.huggingface.folder import CONFIG, read_folder_config
+from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
+from shardckpt.huggingface.names import ADAPTER, ADAPTER_WEIGHTS
+from shardckpt.huggingface.review import review_folder, review_others
+from shardckpt.huggingface.torch_file import is_archive, is_torch_file
+from shardckpt.huggingface.torch_strategy import TorchFileLoadStrategy, find_torch_weights
+from shardckpt.huggingface.whole_folder import name_for_trainer, read_all_of_folder
 from shardckpt.maintenance.foreign import describe_file, describe_folder
 from shardckpt.maintenance.inside import is_marked
 from shardckpt.maintenance.unmarked import hold_unmarked
-from shardckpt.manifest import (
+from shardckpt.manifest.hub import (
     TRAINER_STATE,
-    Manifest,
     explain_lost_model,
     explain_step_without_optimizer,
     explain_unfinished_step,
     find_trainer_parts,
 )
-from shardckpt.plugins import check_policy, find_reader, get_plugin_manager, hold_checkpoint
-from shardckpt.storage import (
-    CheckpointReader,
-    find_url,
-    has_local_files,
-    is_read_again,
-    is_there,
-    list_entries,
-    open_directory,
-    open_existing,
-    wrap_os_errors,
-)
+from shardckpt.manifest.models import Manifest
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.resolver import check_policy, find_reader, hold_checkpoint
+from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.directory import is_read_again, open_directory
+from shardckpt.storage.filesystem import is_there, wrap_os_errors
+from shardckpt.storage.input_file import open_existing
+from shardckpt.storage.places import find_url, list_entries
+from shardckpt.storage.reader import CheckpointReader
+from shardckpt.storage.safetensors_header import header_length
 from shardckpt.strategy import ChecksFiles, LoadContext, find_error
 
 if TYPE_CHECKING:
@@ -83,8 +65,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.huggingface import RuleMapping
-    from shardckpt.plugins import PluginManager
+    from shardckpt.huggingface.rules import RuleMapping
+    from shardckpt.plugins.manager import PluginManager
     from shardckpt.strategy import LoadStrategy
 
 

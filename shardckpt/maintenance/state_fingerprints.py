@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.adapters import to_sharded_state_dict
-from shardckpt.chunks import collect_items
-from shardckpt.distributed import Comm, find_owner
-from shardckpt.mapping import ShardedTensor
+from shardckpt.adapters.state import to_sharded_state_dict
+from shardckpt.chunks.items import collect_items
+from shardckpt.distributed.comm import Comm
+from shardckpt.distributed.routing import find_owner
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.state_dict import nested_values, split_state_dict, validated_copy
-from shardckpt.storage import PackedShards, add_sums, split_sums, sum_shards
-from shardckpt.tensors import synchronize_devices
-from shardckpt.validation import choose_main_replicas, validate_shards
+from shardckpt.storage.packed_shards import PackedShards
+from shardckpt.storage.sums import add_sums, split_sums, sum_shards
+from shardckpt.tensors.memory import synchronize_devices
+from shardckpt.validation.replicas import choose_main_replicas
+from shardckpt.validation.sharding import validate_shards
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

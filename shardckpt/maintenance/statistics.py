@@ -13,7 +13,7 @@ from shardckpt.errors import CheckpointingException
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardckpt.engine import StoredTensor
+    from shardckpt.engine.lazy import StoredTensor
 
 #: Bytes of a block; its values take up to eight times that as float64.
 _BLOCK_BYTES = 8 << 20

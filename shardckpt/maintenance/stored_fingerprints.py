@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.distributed import Comm
-from shardckpt.engine import STREAM_BYTES, LoadOptions, StoredCheckpoint, read_checkpoint
-from shardckpt.plugins import get_plugin_manager
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.lazy import StoredCheckpoint
+from shardckpt.engine.loading import LoadOptions, read_checkpoint
+from shardckpt.engine.streaming import STREAM_BYTES
+from shardckpt.plugins.manager import get_plugin_manager
 
 if TYPE_CHECKING:
     import os

@@ -6,22 +6,25 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.engine import make_memory
+from shardckpt.engine.streaming import make_memory
 from shardckpt.errors import CheckpointingException
-from shardckpt.huggingface import read_hub_boxes
-from shardckpt.mapping import ShardedTensor
-from shardckpt.planning import batch_by_bytes, cut_box
-from shardckpt.tensors import DeferredTensor
+from shardckpt.huggingface.hub_tensor import read_hub_boxes
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.planning.batches import batch_by_bytes
+from shardckpt.planning.boxes import cut_box
+from shardckpt.tensors.deferred import DeferredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
 
-    from shardckpt.engine import OpenCheckpoint, TensorSums
-    from shardckpt.huggingface import HubTensor
-    from shardckpt.mapping import BlockScales, ShardedBase
-    from shardckpt.planning import Box
+    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine.tensor_sums import TensorSums
+    from shardckpt.huggingface.hub_tensor import HubTensor
+    from shardckpt.mapping.base import ShardedBase
+    from shardckpt.mapping.sharded_tensor import BlockScales
+    from shardckpt.planning.boxes import Box
 
 #: Bytes of small tensors that are read together: each read costs a plan.
 _BATCH_BYTES = 8 << 20

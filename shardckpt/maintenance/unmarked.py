@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.commit import is_temporary, is_under_way
-from shardckpt.distributed import Comm
-from shardckpt.engine import find_incomplete_files, is_damage
+from shardckpt.commit.staging_names import is_temporary
+from shardckpt.commit.upload import is_under_way
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.integrity import find_incomplete_files, is_damage
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, StorageError
-from shardckpt.manifest import RECORD_NAME, Manifest
-from shardckpt.plugins import StrategyAction, choose_reader, hold_checkpoint
-from shardckpt.storage import CheckpointReader, open_directory
+from shardckpt.manifest.models import Manifest
+from shardckpt.manifest.names import RECORD_NAME
+from shardckpt.plugins.entries import StrategyAction
+from shardckpt.plugins.resolver import choose_reader, hold_checkpoint
+from shardckpt.storage.directory import open_directory
+from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import ChecksFiles, LoadContext, Recognises
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardckpt.plugins import PluginManager
+    from shardckpt.plugins.manager import PluginManager
 
 
 def hold_unmarked(directory: Path, plugins: PluginManager) -> tuple[Path, Manifest]:

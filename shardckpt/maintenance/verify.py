@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from shardckpt.commit import is_under_way
-from shardckpt.engine import Progress, find_faults, is_damage, list_digested_files, locate, read_integrity
+from shardckpt.commit.upload import is_under_way
+from shardckpt.engine.integrity import find_faults, is_damage, list_digested_files, read_integrity
+from shardckpt.engine.locations import locate
+from shardckpt.engine.progress import Progress
 from shardckpt.errors import (
     CannotLoadError,
     CheckpointingException,
@@ -22,34 +24,30 @@ from shardckpt.errors import (
 from shardckpt.maintenance.inside import FILE_SUFFIXES
 from shardckpt.maintenance.mending import explain_mendable
 from shardckpt.maintenance.sources import Checked, check_all_files, check_source
-from shardckpt.manifest import (
+from shardckpt.manifest.models import Manifest, Marker, Record
+from shardckpt.manifest.names import (
     GENERATION,
     INTEGRITY_NAME,
     MARKER_LIMIT,
     MARKER_NAME,
     RECORD_LIMIT,
     RECORD_NAME,
-    Manifest,
-    Marker,
-    Record,
     find_folders,
 )
-from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint, name_origin, parse_file
-from shardckpt.storage import (
-    CheckpointReader,
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.origin import name_origin
+from shardckpt.plugins.resolver import choose_reader, hold_checkpoint, parse_file
+from shardckpt.storage.directory import (
     detect_replacement,
-    find_size,
-    is_there,
-    list_folders,
     open_directory,
-    put_file,
     real_path,
-    refuse_linked_folders,
     replaced_error,
     retry_if_replaced,
     was_replaced,
-    wrap_os_errors,
 )
+from shardckpt.storage.filesystem import find_size, is_there, put_file, refuse_linked_folders, wrap_os_errors
+from shardckpt.storage.places import list_folders
+from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import ChecksFiles
 
 if TYPE_CHECKING:
@@ -57,7 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from pathlib import Path
 
-    from shardckpt.storage import Crcs
+    from shardckpt.storage.reader import Crcs
 
 #: Exit codes of ``shardckpt verify``; the worst of several checkpoints is the highest.
 INTACT, DAMAGED, NO_ANSWER = 0, 1, 2

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.huggingface import find_model_dtype, parse_casts
-from shardckpt.mapping import ShardedTensor, is_main_replica
+from shardckpt.huggingface.casts import find_model_dtype, parse_casts
+from shardckpt.mapping.base import is_main_replica
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.state_dict import apply_factories, dict_list_map_outplace, nested_values
-from shardckpt.tensors import is_quantized
+from shardckpt.tensors.wrappers import is_quantized
 
 if TYPE_CHECKING:
-    from shardckpt.distributed import Comm
-    from shardckpt.mapping import ShardedStateDict
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.mapping.base import ShardedStateDict
 
 #: The dtypes that a cast is of.
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -6,15 +6,16 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.distributed import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException, listed
 from shardckpt.manager.garbage_collection import collect_garbage
 from shardckpt.manager.retention import KeepLatest
 from shardckpt.manager.step_names import NAMINGS
 from shardckpt.manager.steps import StepFolder
-from shardckpt.manifest import MARKER_NAME
-from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import has_local_files, wrap_os_errors
+from shardckpt.manifest.names import MARKER_NAME
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.filesystem import wrap_os_errors
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,8 +23,9 @@ from pydantic import (
 )
 
 from shardckpt import settings
-from shardckpt.distributed import replace_text
-from shardckpt.engine import expand_home, find_local, find_saver
+from shardckpt.distributed.error_report import replace_text
+from shardckpt.engine.locations import expand_home, find_local
+from shardckpt.engine.saving import find_saver
 from shardckpt.errors import (
     CheckpointingException,
     ConfigurationError,
@@ -33,15 +34,12 @@ from shardckpt.errors import (
     name_known,
     show_given,
 )
-from shardckpt.huggingface import (
-    LEAST_EXPORTING,
-    LEAST_EXPORTING_ON_STORES,
-    find_code,
-    find_mapping,
-    list_assets,
-    parse_dtype,
-    read_config,
-)
+from shardckpt.huggingface.assets import list_assets
+from shardckpt.huggingface.config import read_config
+from shardckpt.huggingface.dtypes import parse_dtype
+from shardckpt.huggingface.export_budget import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES
+from shardckpt.huggingface.mapping_file import find_code
+from shardckpt.huggingface.models import find_mapping
 from shardckpt.manager.faults import describe_unknown, list_faults, make_fault
 from shardckpt.manager.retention import (
     RETENTION,
@@ -55,15 +53,19 @@ from shardckpt.manager.save_policies import SAVING, SavePolicy
 from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import parse_step
 from shardckpt.manager.steps import MODEL_PREFIX
-from shardckpt.plugins import check_served, get_plugin_manager, is_accepted, list_unknown_accepted, parse_keys
-from shardckpt.storage import LEAST_READING, mask_password, parse_memory_budget, parse_size, show_budget, show_mib
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.registry import parse_keys
+from shardckpt.plugins.resolver import is_accepted, list_unknown_accepted
+from shardckpt.plugins.stores import check_served
+from shardckpt.storage.memory_budget import LEAST_READING, parse_memory_budget, parse_size, show_budget, show_mib
+from shardckpt.storage.store_errors import mask_password
 from shardckpt.strategy import AsyncSaveStrategy, StoresHubFolders
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-    from shardckpt.plugins import Accept
+    from shardckpt.plugins.resolver import Accept
     from shardckpt.strategy import SaveStrategy
 
 _Count = Annotated[int, Field(ge=0)]

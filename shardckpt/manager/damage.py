@@ -5,18 +5,21 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.commit import find_last_write, find_unfinished, is_under_way, why_unfinished_kept
-from shardckpt.engine import format_seconds
-from shardckpt.maintenance import explain_mendable, is_marked
+from shardckpt.commit.leftovers import find_last_write
+from shardckpt.commit.unfinished import find_unfinished, why_unfinished_kept
+from shardckpt.commit.upload import is_under_way
+from shardckpt.engine.amounts import format_seconds
+from shardckpt.maintenance.inside import is_marked
+from shardckpt.maintenance.mending import explain_mendable
 from shardckpt.manager.listing import summarize_step
-from shardckpt.storage import list_entries
+from shardckpt.storage.places import list_entries
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.manager.marks import Mark
     from shardckpt.manager.steps import StepCheckpoint, StepFolder
-    from shardckpt.plugins import PluginManager
+    from shardckpt.plugins.manager import PluginManager
 
 #: Hours since the last write to a step after which no save or copy to it can still run: each writes all the time.
 HOURS = 1.0

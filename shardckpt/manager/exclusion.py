@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.mapping import OptionalEntries, ShardedBase
+from shardckpt.mapping.base import ShardedBase
+from shardckpt.mapping.unstored import OptionalEntries
 from shardckpt.state_dict import extract_matching_values, nested_values
-from shardckpt.validation import VERSIONS
+from shardckpt.validation.keys import VERSIONS
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from shardckpt.mapping import ShardedStateDict
+    from shardckpt.mapping.base import ShardedStateDict
 
 
 def leave_out(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ValidationError
 
 from shardckpt.errors import ConfigurationError, SettingFault, ask_nearest, show_given
-from shardckpt.storage import mask_password
+from shardckpt.storage.store_errors import mask_password
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

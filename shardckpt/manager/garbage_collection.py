@@ -14,35 +14,25 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.commit import (
-    REMOVED,
-    find_leftovers,
-    find_unfinished,
-    is_half_deleted,
-    remove_checkpoint,
-    remove_free,
-    stem,
-    why_unfinished_kept,
-)
-from shardckpt.engine import (
-    clear_unfinished,
-    clear_uploads,
-    explain_kept_leftover,
-    make_superseded_check,
-    report_failed,
-)
+from shardckpt.commit.leftovers import find_leftovers, remove_free
+from shardckpt.commit.removal import is_half_deleted, remove_checkpoint
+from shardckpt.commit.staging_names import REMOVED, stem
+from shardckpt.commit.unfinished import find_unfinished, why_unfinished_kept
+from shardckpt.engine.operation import report_failed
+from shardckpt.engine.pruning import clear_unfinished, clear_uploads, explain_kept_leftover, make_superseded_check
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, StorageError, listed
 from shardckpt.manager.marks import drop_marks
 from shardckpt.manager.retention import find_needed_steps, steps_to_remove
 from shardckpt.manager.step_links import find_own_links, update_links
 from shardckpt.manager.step_names import MARKS_NAME
-from shardckpt.storage import ListsFolders, find_ability, has_local_files
+from shardckpt.storage.abilities import find_ability, has_local_files
+from shardckpt.storage.remote import ListsFolders
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
     from pathlib import Path
 
-    from shardckpt.commit import Leftover
+    from shardckpt.commit.staging_names import Leftover
     from shardckpt.manager.damage import Damage
     from shardckpt.manager.marks import StepState
     from shardckpt.manager.retention import Metrics, RetentionPolicy, StepMetrics

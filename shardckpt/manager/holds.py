@@ -11,12 +11,12 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from shardckpt.commit import MARK_SECONDS, Hold, describe_process, make_hold
+from shardckpt.commit.holds import MARK_SECONDS, Hold, describe_process, make_hold
 from shardckpt.errors import CheckpointingException, listed, name_known
 from shardckpt.manager.any_steps import AnySteps
 from shardckpt.manager.step_resolution import check_step, find_newest
 from shardckpt.manager.steps import StepFolder
-from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins.manager import get_plugin_manager
 
 if TYPE_CHECKING:
     import os

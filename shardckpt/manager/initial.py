@@ -6,16 +6,19 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardckpt.distributed import Comm, replace_text
-from shardckpt.engine import locate
+from shardckpt.distributed.comm import Comm
+from shardckpt.distributed.error_report import replace_text
+from shardckpt.engine.locations import locate
 from shardckpt.errors import IncompleteCheckpointError, NotACheckpointError
-from shardckpt.huggingface import HuggingFaceLoadStrategy, load_from_huggingface
+from shardckpt.huggingface.load import load_from_huggingface
+from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.manager.exclusion import leave_out
 from shardckpt.manager.reader import ACCEPT_OF
 from shardckpt.manager.states import MODEL
 from shardckpt.manager.steps import MODEL_PREFIX
-from shardckpt.manifest import Manifest
-from shardckpt.plugins import check_policy, get_plugin_manager
+from shardckpt.manifest.models import Manifest
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.resolver import check_policy
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

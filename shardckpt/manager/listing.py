@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt import settings
-from shardckpt.commit import is_under_way
-from shardckpt.deepspeed import DeepSpeedLoadStrategy
-from shardckpt.distributed import Comm
-from shardckpt.engine import find_incomplete_files, find_save_time, is_damage, locate, measure, name_library
+from shardckpt.commit.upload import is_under_way
+from shardckpt.deepspeed.load import DeepSpeedLoadStrategy
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.integrity import find_incomplete_files, is_damage
+from shardckpt.engine.locations import find_save_time, locate, measure, name_library
 from shardckpt.errors import (
     UNPACK_MODULE,
     CannotLoadError,
@@ -24,21 +25,12 @@ from shardckpt.errors import (
     listed,
     name_call,
 )
-from shardckpt.huggingface import (
-    HuggingFaceLoadStrategy,
-    is_hub_folder,
-    read_hub_folder,
-)
-from shardckpt.maintenance import (
-    FILE_SUFFIXES,
-    describe_foreign,
-    find_cut_file,
-    is_marked,
-    list_local_names,
-    list_stored_names,
-    recognise_file,
-    recognise_files,
-)
+from shardckpt.huggingface.load import read_hub_folder
+from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
+from shardckpt.huggingface.names import is_hub_folder
+from shardckpt.maintenance.foreign import describe_foreign
+from shardckpt.maintenance.inside import FILE_SUFFIXES, is_marked, list_local_names, list_stored_names
+from shardckpt.maintenance.sources import find_cut_file, recognise_file, recognise_files
 from shardckpt.manager.marks import find_mark, find_mark_of
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
 from shardckpt.manager.steps import StepFolder
@@ -54,36 +46,24 @@ from shardckpt.manager.summaries import (
     name_below,
 )
 from shardckpt.manager.trainer_steps import read_trainer_state
-from shardckpt.manifest import (
-    FINGERPRINTS_NAME,
-    MARKER_NAME,
-    RECORD_NAME,
+from shardckpt.manifest.hub import (
     TRAINER_STATE,
-    Manifest,
     explain_lost_model,
     explain_step_without_optimizer,
     explain_unfinished_step,
     find_trainer_parts,
 )
-from shardckpt.plugins import ABSENT, choose_reader, get_plugin_manager, hold_checkpoint
-from shardckpt.storage import (
-    CheckpointReader,
-    attach_listing,
-    combine_fingerprints,
-    find_url,
-    has_local_files,
-    is_there,
-    lacks_directory,
-    list_below,
-    list_each_below,
-    list_entries,
-    name_siblings,
-    on_store,
-    open_directory,
-    parse_fingerprints,
-    retry_if_replaced,
-    wrap_os_errors,
-)
+from shardckpt.manifest.models import Manifest
+from shardckpt.manifest.names import FINGERPRINTS_NAME, MARKER_NAME, RECORD_NAME
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.resolver import choose_reader, hold_checkpoint
+from shardckpt.plugins.stores import ABSENT
+from shardckpt.storage.abilities import has_local_files, lacks_directory, on_store
+from shardckpt.storage.directory import open_directory, retry_if_replaced
+from shardckpt.storage.filesystem import is_there, name_siblings, wrap_os_errors
+from shardckpt.storage.fingerprint_file import combine_fingerprints, parse_fingerprints
+from shardckpt.storage.places import attach_listing, find_url, list_below, list_each_below, list_entries
+from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import LoadContext, find_error
 
 if TYPE_CHECKING:
@@ -91,7 +71,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.manager.summaries import State
-    from shardckpt.plugins import PluginManager
+    from shardckpt.plugins.manager import PluginManager
 
 
 def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False) -> list[CheckpointSummary]:

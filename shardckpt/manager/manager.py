@@ -11,18 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from shardckpt import settings
-from shardckpt.distributed import Comm, replace_text
-from shardckpt.engine import (
-    UNLIMITED,
-    Room,
-    explain_full,
-    is_of_write,
-    measure,
-    note_failure,
-    pause_gc,
-    report_event,
-    report_failure,
-)
+from shardckpt.distributed.comm import Comm
+from shardckpt.distributed.error_report import replace_text
+from shardckpt.engine.gc_pause import pause_gc
+from shardckpt.engine.locations import measure
+from shardckpt.engine.operation import note_failure, report_event, report_failure
+from shardckpt.engine.space import UNLIMITED, Room, explain_full, is_of_write
 from shardckpt.errors import (
     CheckpointingException,
     NotEnoughSpaceError,
@@ -51,9 +45,10 @@ from shardckpt.manager.step_names import parse_number
 from shardckpt.manager.step_resolution import NEWEST, check_step, find_best, read_step, resolve_step, warn_of_others
 from shardckpt.manager.step_sizes import StepSizes
 from shardckpt.manager.steps import MODEL_PREFIX, PER_RANK_KEY, PREFIX_KEY, StepFolder
-from shardckpt.manifest import CONTENT_KEY, Lineage
-from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import limit_attempts, parse_size
+from shardckpt.manifest.names import CONTENT_KEY, Lineage
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.storage.memory_budget import parse_size
+from shardckpt.storage.remote import limit_attempts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -62,7 +57,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
-    from shardckpt.engine import Operation
+    from shardckpt.engine.operation import Operation
     from shardckpt.manager.part import ManagerPart
     from shardckpt.manager.replicas import FaultTolerance
     from shardckpt.manager.writer import StepWriter

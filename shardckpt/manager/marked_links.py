@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from shardckpt.engine import find_local
+from shardckpt.engine.locations import find_local
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.step_links import LINKS, find_own_links, update_links
 from shardckpt.manager.steps import StepFolder
-from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins.manager import get_plugin_manager
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from shardckpt.commit import SmallFile, SmallFiles, Time
-from shardckpt.engine import expand_home, locate
+from shardckpt.commit.small_files import SmallFile, SmallFiles, Time
+from shardckpt.engine.locations import expand_home, locate
 from shardckpt.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -26,14 +26,17 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.manager.step_names import MARKS_NAME
-from shardckpt.manifest import RECORD_NAME
-from shardckpt.plugins import get_plugin_manager, hold_checkpoint
-from shardckpt.storage import find_url, retry_if_replaced
+from shardckpt.manifest.names import RECORD_NAME
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.resolver import hold_checkpoint
+from shardckpt.storage.directory import retry_if_replaced
+from shardckpt.storage.places import find_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from shardckpt.manifest import PlainRecord, Record
+    from shardckpt.manifest.models import Record
+    from shardckpt.manifest.plain import PlainRecord
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.manifest import CONTENT_KEY
+from shardckpt.manifest.names import CONTENT_KEY
 
 
 def read_metric(value: Any) -> float | None:

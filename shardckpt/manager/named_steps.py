@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from shardckpt.commit import NAME_MAX
-from shardckpt.engine import find_local, locate
+from shardckpt.commit.staging_names import NAME_MAX
+from shardckpt.engine.locations import find_local, locate
 from shardckpt.errors import CheckpointingException, NotACheckpointError, StorageError, listed, name_call, name_known
-from shardckpt.maintenance import FILE_SUFFIXES
+from shardckpt.maintenance.inside import FILE_SUFFIXES
 from shardckpt.manager.listing import list_checkpoints
 from shardckpt.manager.step_links import LATEST, LINKS, choose_best
 from shardckpt.manager.step_names import parse_step, split_path
 from shardckpt.manager.steps import StepFolder
-from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import ListsFolders, find_ability, has_local_files, wrap_os_errors
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.storage.abilities import find_ability, has_local_files
+from shardckpt.storage.filesystem import wrap_os_errors
+from shardckpt.storage.remote import ListsFolders
 
 if TYPE_CHECKING:
     from pathlib import Path

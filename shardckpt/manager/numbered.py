@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.adapters import get_model_tensors, get_param_groups
+from shardckpt.adapters.modules import get_model_tensors
+from shardckpt.adapters.optimizers import get_param_groups
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.states import OPTIMIZER
 

@@ -12,16 +12,18 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from shardckpt.commit import Owner, describe_process, make_hold
-from shardckpt.engine import report_event
+from shardckpt.commit.holds import describe_process, make_hold
+from shardckpt.commit.owner import Owner
+from shardckpt.engine.operation import report_event
 from shardckpt.errors import OtherJobError, StorageError, escape_text, listed
 from shardckpt.manager.part import ManagerPart
-from shardckpt.storage import has_local_files, limit_attempts
+from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.remote import limit_attempts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from shardckpt.commit import Hold
+    from shardckpt.commit.holds import Hold
     from shardckpt.manager.steps import StepFolder
 
 logger = logging.getLogger(__name__)

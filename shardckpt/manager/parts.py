@@ -6,11 +6,13 @@ import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.commit import Owner
-from shardckpt.distributed import Comm
-from shardckpt.engine import format_bytes, measure_freed, show_progress
+from shardckpt.commit.owner import Owner
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.amounts import format_bytes
+from shardckpt.engine.display import show_progress
+from shardckpt.engine.locations import measure_freed
 from shardckpt.errors import CheckpointingException, ask_nearest, escape_text
-from shardckpt.huggingface import export_to_huggingface
+from shardckpt.huggingface.export import export_to_huggingface
 from shardckpt.manager.garbage_collection import GarbageCollector, remove_steps
 from shardckpt.manager.other_jobs import OtherJobs
 from shardckpt.manager.part import ManagerPart
@@ -22,7 +24,8 @@ from shardckpt.manager.step_links import begin_links
 from shardckpt.manager.step_pruning import prune_steps
 from shardckpt.manager.steps import MODEL_PREFIX, StepFolder
 from shardckpt.manager.writer import StepWriter, free_step
-from shardckpt.storage import find_url, put_file
+from shardckpt.storage.filesystem import put_file
+from shardckpt.storage.places import find_url
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

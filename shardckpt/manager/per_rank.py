@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from shardckpt.errors import CheckpointingException, ConfigurationError, format_many, show_given
-from shardckpt.mapping import ShardedObject
+from shardckpt.mapping.sharded_object import ShardedObject
 
 if TYPE_CHECKING:
     from collections.abc import Callable

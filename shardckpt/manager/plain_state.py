@@ -8,20 +8,15 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from shardckpt.adapters import (
-    describe_leaf,
-    describe_object,
-    describe_plain_object,
-    is_placeholder,
-    join_path,
-    make_form,
-)
+from shardckpt.adapters.forms import is_placeholder, join_path, make_form
+from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object
 from shardckpt.state_dict import dict_list_map_outplace, nested_items, of_type
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardckpt.mapping import PlainObject, Replicated, ShardedStateDict
+    from shardckpt.mapping.base import Replicated, ShardedStateDict
+    from shardckpt.mapping.sharded_object import PlainObject
 
 _MOST_VALUES = 1000
 

@@ -8,7 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.distributed import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.part import ManagerPart
 

@@ -6,17 +6,11 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.adapters import get_model_tensors
-from shardckpt.distributed import Comm, replace_text
-from shardckpt.engine import (
-    LoadOptions,
-    list_names,
-    list_top_names,
-    load_checkpoint,
-    open_checkpoint,
-    rename_key,
-    rename_stored,
-)
+from shardckpt.adapters.modules import get_model_tensors
+from shardckpt.distributed.comm import Comm
+from shardckpt.distributed.error_report import replace_text
+from shardckpt.engine.loading import LoadOptions, load_checkpoint, open_checkpoint
+from shardckpt.engine.renaming import list_names, list_top_names, rename_key, rename_stored
 from shardckpt.errors import (
     CheckpointingException,
     DtypeMismatchError,
@@ -30,13 +24,14 @@ from shardckpt.manager.numbered import name_numbers
 from shardckpt.manager.rng import RNG
 from shardckpt.manager.states import LR_SCHEDULER, MODEL, OPTIMIZER, Ranks
 from shardckpt.manager.steps import MODEL_PREFIX, PER_RANK_KEY, PREFIX_KEY, MissingStatesError
-from shardckpt.manifest import CONTENT_KEY
-from shardckpt.mapping import ShardedBase, ShardedObject
+from shardckpt.manifest.names import CONTENT_KEY
+from shardckpt.mapping.base import ShardedBase
+from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.parallel import share_reading, split_budget
-from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.state_dict import nested_values
-from shardckpt.storage import retry_if_replaced
-from shardckpt.validation import StrictHandling, find_usual_names, stored_key, use_bare_keys
+from shardckpt.storage.directory import retry_if_replaced
+from shardckpt.validation.keys import StrictHandling, find_usual_names, stored_key, use_bare_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -44,10 +39,10 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from shardckpt.engine import OpenCheckpoint
+    from shardckpt.engine.loading import OpenCheckpoint
     from shardckpt.manager.states import TrainingStates
-    from shardckpt.mapping import ShardedStateDict, StateDict
-    from shardckpt.validation import OnUnused
+    from shardckpt.mapping.base import ShardedStateDict, StateDict
+    from shardckpt.validation.keys import OnUnused
 
 logger = logging.getLogger(__name__)
 

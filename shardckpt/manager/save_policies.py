@@ -16,7 +16,7 @@ from shardckpt.manager.policies import PolicyKind
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.distributed import Comm
+    from shardckpt.distributed.comm import Comm
 
 _STRICT = ConfigDict(extra="forbid")
 _Steps = frozenset[Annotated[int, Field(ge=0)]]

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardckpt.adapters import SavedModules, choose_options, list_option_names, load_into, to_sharded_state_dict
+from shardckpt.adapters.kept_options import choose_options, list_option_names
+from shardckpt.adapters.restore import load_into
+from shardckpt.adapters.state import SavedModules, to_sharded_state_dict
 from shardckpt.errors import CheckpointingException, listed, show_given
-from shardckpt.manager.equal_states import EqualStates
 from shardckpt.manager.per_rank import PerRank, Stateful
 from shardckpt.manager.plain_state import (
     describe_form,
@@ -22,15 +23,17 @@ from shardckpt.manager.plain_state import (
     request_tensors,
     restore_keys,
 )
+from shardckpt.manager.replicated_states import ReplicatedStates
 from shardckpt.manager.steps import MODEL_PREFIX
-from shardckpt.mapping import ShardedBase, ShardedTensor
+from shardckpt.mapping.base import ShardedBase
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.state_dict import nested_values
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from shardckpt.distributed import Comm
-    from shardckpt.mapping import Replicated, ShardedStateDict, StateDict
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.mapping.base import Replicated, ShardedStateDict, StateDict
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +280,7 @@ class TrainingStates:
         elif isinstance(value, Stateful):
             self.plain[name] = value
         elif items and all(isinstance(item, Stateful) for item in items):
-            self.plain[name] = EqualStates(name, items)
+            self.plain[name] = ReplicatedStates(name, items)
         else:
             raise CheckpointingException(
                 f"the state {name!r} is {show_given(given)}: {_advise_of_state(given)}{_TAKEN}"

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.metrics import rank_steps, read_settings
-from shardckpt.storage import has_local_files, sync_directory, wrap_os_errors
+from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.filesystem import sync_directory, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shardckpt.engine import Progress, measure_freed
+from shardckpt.engine.locations import measure_freed
+from shardckpt.engine.progress import Progress
 from shardckpt.errors import CheckpointingException, name_known
 from shardckpt.manager.any_steps import AnySteps
 from shardckpt.manager.damage import Damage, find_damage
@@ -21,7 +22,7 @@ from shardckpt.manager.retention import (
     steps_to_remove,
 )
 from shardckpt.manager.step_links import find_moves, find_own_links
-from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins.manager import get_plugin_manager
 
 if TYPE_CHECKING:
     import os

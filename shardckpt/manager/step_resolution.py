@@ -7,8 +7,8 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from shardckpt.distributed import replace_text
-from shardckpt.engine import report_skipped
+from shardckpt.distributed.error_report import replace_text
+from shardckpt.engine.operation import report_skipped
 from shardckpt.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -18,16 +18,17 @@ from shardckpt.errors import (
     name_call,
     name_known,
 )
-from shardckpt.maintenance import explain_mendable, list_local_names
+from shardckpt.maintenance.inside import list_local_names
+from shardckpt.maintenance.mending import explain_mendable
 from shardckpt.manager.retention import KeepBest
 from shardckpt.manager.steps import MissingStatesError
-from shardckpt.manifest import MARKER_NAME
-from shardckpt.storage import has_local_files
+from shardckpt.manifest.names import MARKER_NAME
+from shardckpt.storage.abilities import has_local_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from shardckpt.distributed import Comm
+    from shardckpt.distributed.comm import Comm
     from shardckpt.manager.reader import StepReader
     from shardckpt.manager.steps import StepCheckpoint, StepFolder
 

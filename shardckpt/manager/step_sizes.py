@@ -5,12 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from shardckpt.distributed import Comm
-from shardckpt.engine import EarlierSave, count_stored_bytes
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.space import EarlierSave, count_stored_bytes
 from shardckpt.errors import CheckpointingException
-from shardckpt.manifest import RECORD_NAME
-from shardckpt.plugins import choose_reader, hold_checkpoint
-from shardckpt.storage import CheckpointReader, find_size
+from shardckpt.manifest.names import RECORD_NAME
+from shardckpt.plugins.resolver import choose_reader, hold_checkpoint
+from shardckpt.storage.filesystem import find_size
+from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import LoadContext
 
 if TYPE_CHECKING:

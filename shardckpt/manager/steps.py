@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import settings
-from shardckpt.commit import HOLDS_NAME, Holds, SmallFiles
-from shardckpt.engine import find_incomplete_files, find_save_time, list_recorded_files, locate
+from shardckpt.commit.holds import Holds
+from shardckpt.commit.small_files import SmallFiles
+from shardckpt.commit.staging_names import HOLDS_NAME
+from shardckpt.engine.integrity import find_incomplete_files, list_recorded_files
+from shardckpt.engine.locations import find_save_time, locate
 from shardckpt.errors import (
     CannotLoadError,
     CheckpointingException,
@@ -24,20 +27,13 @@ from shardckpt.manager.marks import find_mark, name_mark
 from shardckpt.manager.metrics import read_metrics, read_save_time
 from shardckpt.manager.retention import Metrics
 from shardckpt.manager.step_names import MARKS_NAME, STEPS, StepNames, find_namings
-from shardckpt.manifest import CONTENT_KEY, RECORD_NAME
-from shardckpt.plugins import choose_reader, hold_checkpoint
-from shardckpt.storage import (
-    CheckpointReader,
-    attach_listing,
-    detect_replacement,
-    file_size,
-    find_url,
-    has_local_files,
-    list_each_below,
-    list_folders,
-    retry_if_replaced,
-    wrap_os_errors,
-)
+from shardckpt.manifest.names import CONTENT_KEY, RECORD_NAME
+from shardckpt.plugins.resolver import choose_reader, hold_checkpoint
+from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.directory import detect_replacement, retry_if_replaced
+from shardckpt.storage.filesystem import file_size, wrap_os_errors
+from shardckpt.storage.places import attach_listing, find_url, list_each_below, list_folders
+from shardckpt.storage.reader import CheckpointReader
 
 if TYPE_CHECKING:
     import os
@@ -47,8 +43,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from shardckpt.manager.marks import Mark
-    from shardckpt.manifest import Manifest
-    from shardckpt.plugins import PluginManager
+    from shardckpt.manifest.models import Manifest
+    from shardckpt.plugins.manager import PluginManager
     from shardckpt.strategy import LoadStrategy
 
 _E = TypeVar("_E", bound=CheckpointingException)

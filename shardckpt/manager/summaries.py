@@ -6,25 +6,30 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from shardckpt.commit import HOLDS_NAME
-from shardckpt.engine import find_local, find_save_time, measure
+from shardckpt.commit.staging_names import HOLDS_NAME
+from shardckpt.engine.locations import find_local, find_save_time, measure
 from shardckpt.errors import CheckpointingException, format_many, listed
-from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, is_visible_in, list_inside, list_local_names
+from shardckpt.maintenance.foreign import describe_foreign
+from shardckpt.maintenance.inside import FILE_SUFFIXES, is_visible_in, list_inside, list_local_names
 from shardckpt.manager.metrics import read_metrics, read_save_time, read_settings
 from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
-from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, Rescue, find_generation
-from shardckpt.plugins import find_own_formats, hold_plain
-from shardckpt.storage import combine_fingerprints, file_size, parse_fingerprints, read_file, refuse_linked_folders
+from shardckpt.manifest.names import FINGERPRINTS_NAME, MARKER_NAME, Rescue, find_generation
+from shardckpt.plugins.outline import find_own_formats, hold_plain
+from shardckpt.storage.filesystem import file_size, refuse_linked_folders
+from shardckpt.storage.fingerprint_file import combine_fingerprints, parse_fingerprints
+from shardckpt.storage.input_file import read_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
     from pathlib import Path
 
-    from shardckpt.commit import Hold
-    from shardckpt.maintenance import Names
+    from shardckpt.commit.holds import Hold
+    from shardckpt.maintenance.inside import Names
     from shardckpt.manager.marks import Mark
-    from shardckpt.manifest import Lineage, PlainRecord, Record
+    from shardckpt.manifest.models import Record
+    from shardckpt.manifest.names import Lineage
+    from shardckpt.manifest.plain import PlainRecord
 
 #: What a directory is, see :class:`CheckpointSummary`.
 State = Literal["whole", "damaged", "unreadable", "incomplete", "other"]
@@ -229,7 +234,7 @@ def find_local_holds(place: Path) -> dict[str, list[Hold]]:
     """Return the leases and pins of a folder; those that read them are only imported where there are any."""
     if not (place / HOLDS_NAME).exists():
         return {}
-    from shardckpt.commit import Holds
+    from shardckpt.commit.holds import Holds
 
     return Holds(place / HOLDS_NAME).find()
 

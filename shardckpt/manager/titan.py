@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shardckpt.engine import expand_home
+from shardckpt.engine.locations import expand_home
 from shardckpt.manager.config import CheckpointConfig
 
 

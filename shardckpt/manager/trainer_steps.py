@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.metrics import read_metric
-from shardckpt.manifest import TRAINER_STATE
-from shardckpt.storage import parse_json, read_file
+from shardckpt.manifest.hub import TRAINER_STATE
+from shardckpt.manifest.strict_json import parse_json
+from shardckpt.storage.input_file import read_file
 
 if TYPE_CHECKING:
     from pathlib import Path

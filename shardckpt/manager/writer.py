@@ -8,26 +8,34 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.background import request_save
-from shardckpt.commit import check_target, hold_place, remove_checkpoint
-from shardckpt.distributed import Comm
-from shardckpt.engine import UNLIMITED, SaveOptions, locate, save_checkpoint
+from shardckpt.commit.commit import check_target
+from shardckpt.commit.holds import hold_place
+from shardckpt.commit.removal import remove_checkpoint
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.locations import locate
+from shardckpt.engine.saving import SaveOptions, save_checkpoint
+from shardckpt.engine.space import UNLIMITED
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, StorageError
 from shardckpt.manager.config import AsyncMode
 from shardckpt.manager.part import ManagerPart
-from shardckpt.manifest import MARKER_NAME
-from shardckpt.plugins import get_plugin_manager, open_folder, read_manifest
-from shardckpt.storage import has_local_files, parse_memory_budget
+from shardckpt.manifest.names import MARKER_NAME
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.resolver import read_manifest
+from shardckpt.plugins.stores import open_folder
+from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.memory_budget import parse_memory_budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch.distributed import ProcessGroup
 
-    from shardckpt.engine import Operation, Room
+    from shardckpt.engine.operation import Operation
+    from shardckpt.engine.space import Room
     from shardckpt.manager.config import CheckpointConfig
     from shardckpt.manager.steps import StepFolder
-    from shardckpt.manifest import Lineage
-    from shardckpt.mapping import ShardedStateDict
+    from shardckpt.manifest.names import Lineage
+    from shardckpt.mapping.base import ShardedStateDict
     from shardckpt.strategy import SaveStrategy
 
 logger = logging.getLogger(__name__)

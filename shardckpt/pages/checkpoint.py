@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.engine import is_parameter_key
+from shardckpt.engine.optimizer_keys import is_parameter_key
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from shardckpt.engine import IncompleteFile, StoredCheckpoint
-    from shardckpt.maintenance import Statistics
-    from shardckpt.manifest import Record, SaveTimings
+    from shardckpt.engine.integrity import IncompleteFile
+    from shardckpt.engine.lazy import StoredCheckpoint
+    from shardckpt.maintenance.statistics import Statistics
+    from shardckpt.manifest.models import Record, SaveTimings
     from shardckpt.strategy import StoredBox, StoredFile
 
 #: Boxes that a page has, at most: each takes some 20 bytes of it where no two tensors are cut the same way.

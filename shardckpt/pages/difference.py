@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.engine import is_optimizer_key
+from shardckpt.engine.optimizer_keys import is_optimizer_key
 from shardckpt.pages.checkpoint import round_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardckpt.maintenance import DiffReport, TensorDifference
+    from shardckpt.maintenance.diff_report import DiffReport, TensorDifference
 
 
 #: Columns of tensors, which are equal in two steps of one job.

@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import StorageError, escape_text
-from shardckpt.storage import wrap_os_errors
+from shardckpt.storage.filesystem import wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

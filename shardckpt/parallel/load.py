@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from shardckpt.distributed import Comm
-from shardckpt.engine import PlanCache, check_values
-from shardckpt.mapping import ShardedTensor
-from shardckpt.parallel.reading_plan import ReadingPlan, Want, plan_reading
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.load_results import check_values
+from shardckpt.engine.plan_cache import PlanCache
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.parallel.reading_plan import ReadingPlan, WantedShard, plan_reading
 from shardckpt.parallel.transfers import ROUND_BYTES, check_algorithm, exchange_shards, is_fillable
-from shardckpt.planning import shard_id, shard_nbytes
-from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import LEAST_READING, check_memory_budget, parse_memory_budget
+from shardckpt.planning.shard_copies import shard_id, shard_nbytes
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.storage.memory_budget import LEAST_READING, check_memory_budget, parse_memory_budget
 from shardckpt.strategy import BuildsObjects, LoadStrategy, OwnsFiles, Recognises, lists_columns
 
 if TYPE_CHECKING:
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from shardckpt.engine import OpenCheckpoint
-    from shardckpt.manifest import Manifest
-    from shardckpt.mapping import ShardedBase, ShardedObject, StateDict
+    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.manifest.models import Manifest
+    from shardckpt.mapping.base import ShardedBase, StateDict
+    from shardckpt.mapping.sharded_object import ShardedObject
     from shardckpt.strategy import LoadContext, StoredColumns
 
 
@@ -142,7 +144,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
 
     def _plan(self, wanted: Sequence[ShardedBase], group: Comm) -> ReadingPlan:
         with group.collective_phase("listing what this rank wants"):
-            wants = [_describe_want(shard, (group.rank, number)) for number, shard in enumerate(wanted)]
+            wants = [_describe_wanted(shard, (group.rank, number)) for number, shard in enumerate(wanted)]
             # Tied shards get one id, so that one rank reads all of them. A rank that read only a key that the
             # checkpoint lacks would send what its memory held before.
             described = list(wants)
@@ -217,13 +219,13 @@ def _find_tied(wanted: Sequence[ShardedBase]) -> dict[int, list[int]]:
     return {numbers[0]: numbers for numbers in found.values() if len({wanted[number].key for number in numbers}) > 1}
 
 
-def _describe_want(shard: ShardedBase, own: tuple[int, int]) -> Want:
+def _describe_wanted(shard: ShardedBase, own: tuple[int, int]) -> WantedShard:
     """Describe a shard for the other ranks; ``own`` is its id if it cannot be shared with them."""
     if not isinstance(shard, ShardedTensor):
-        return Want(own, (), torch.uint8, shard_nbytes(shard), "cpu", can_share=False)
+        return WantedShard(own, (), torch.uint8, shard_nbytes(shard), "cpu", can_share=False)
     if shard.data is not None and not is_fillable(shard.data):
-        return Want(own, shard.data_shape, shard.dtype, shard_nbytes(shard), "cpu", can_share=False)
+        return WantedShard(own, shard.data_shape, shard.dtype, shard_nbytes(shard), "cpu", can_share=False)
     # besides the id, all that decides what a load writes into the shard's memory
     reading = (tuple(shard.global_shape), shard.prepend_axis_num, shard.allow_shape_mismatch, shard.dtype)
     device_type = "cpu" if shard.data is None else shard.data.device.type
-    return Want((shard_id(shard), *reading), shard.data_shape, shard.dtype, shard_nbytes(shard), device_type)
+    return WantedShard((shard_id(shard), *reading), shard.data_shape, shard.dtype, shard_nbytes(shard), device_type)

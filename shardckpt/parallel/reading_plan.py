@@ -9,18 +9,18 @@ import torch
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.parallel.transfers import Transfer, choose_device
-from shardckpt.planning import assign_holders
+from shardckpt.planning.shard_copies import assign_holders
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-    from shardckpt.distributed import Comm
+    from shardckpt.distributed.comm import Comm
 
 #: Bytes of a digest: two integers. The first finds the ranks that want the same shard, the second confirms it.
 _DIGEST_BYTES = 16
 
 
-class Want(NamedTuple):
+class WantedShard(NamedTuple):
     """A shard that a rank wants, as other ranks need to know it.
 
     Attributes:
@@ -58,7 +58,7 @@ class ReadingPlan(NamedTuple):
     repeats: list[tuple[int, int]]
 
 
-class ListedWants(NamedTuple):
+class WantedColumns(NamedTuple):
     """The shards that a rank wants and may share, in columns: 17 bytes a shard.
 
     Attributes:
@@ -88,7 +88,7 @@ class SharedShards(NamedTuple):
     device_types: list[str | None]
 
 
-class DescribedShards(NamedTuple):
+class SharedShardInfo(NamedTuple):
     """A rank's message about its shards, once all ranks know which ones they share.
 
     ``alone`` is the bytes that it reads for itself alone: the others take more of what is shared. ``shards`` has shape,
@@ -99,7 +99,7 @@ class DescribedShards(NamedTuple):
     shards: list[tuple[tuple[int, ...], torch.dtype, int]]
 
 
-def plan_reading(wants: Sequence[Want], settings: tuple[str, int], group: Comm) -> ReadingPlan:
+def plan_reading(wants: Sequence[WantedShard], settings: tuple[str, int], group: Comm) -> ReadingPlan:
     """Collective: plan which rank of the group reads what.
 
     Ranks first exchange digests, then sizes of only what several want: a job of 2,816 ranks that want 1,000 shards each
@@ -111,7 +111,7 @@ def plan_reading(wants: Sequence[Want], settings: tuple[str, int], group: Comm) 
     with group.collective_phase("assigning the reading"):
         # with "direct" nothing is shared: only the settings travel, to be compared
         shareable = [] if settings[0] == "direct" else list_shareable(wants)
-        listed = list_wants(shareable, settings)
+        listed = list_wanted(shareable, settings)
     everyone = group.all_gather(listed)
     with group.collective_phase("assigning the reading"):
         _check_settings(everyone)
@@ -130,19 +130,19 @@ def plan_reading(wants: Sequence[Want], settings: tuple[str, int], group: Comm) 
     return plan
 
 
-def list_shareable(wants: Sequence[Want]) -> list[Want]:
+def list_shareable(wants: Sequence[WantedShard]) -> list[WantedShard]:
     """Return what other ranks may want too, each shard once."""
-    found: dict[Hashable, Want] = {}
+    found: dict[Hashable, WantedShard] = {}
     for want in wants:
         if want.can_share:
             found.setdefault(want.shard, want)
     return list(found.values())
 
 
-def list_wants(shareable: Sequence[Want], settings: tuple[str, int]) -> ListedWants:
+def list_wanted(shareable: Sequence[WantedShard], settings: tuple[str, int]) -> WantedColumns:
     """Return the columns that a rank sends to all others."""
     kinds = {kind: number for number, kind in enumerate(dict.fromkeys(want.device_type for want in shareable))}
-    return ListedWants(
+    return WantedColumns(
         settings,
         b"".join(hashlib.blake2b(repr(want.shard).encode(), digest_size=_DIGEST_BYTES).digest() for want in shareable),
         tuple(kinds),
@@ -150,7 +150,7 @@ def list_wants(shareable: Sequence[Want], settings: tuple[str, int]) -> ListedWa
     )
 
 
-def find_shared(everyone: Sequence[ListedWants]) -> SharedShards:
+def find_shared(everyone: Sequence[WantedColumns]) -> SharedShards:
     """Find the shards that several ranks want."""
     counts = torch.tensor([len(listed.devices) for listed in everyone], device="cpu")
     starts = counts.cumsum(0) - counts
@@ -197,7 +197,7 @@ def find_shared(everyone: Sequence[ListedWants]) -> SharedShards:
     return SharedShards(holders, places, kinds)
 
 
-def describe_shared(shareable: Sequence[Want], shared: SharedShards, nbytes: int, rank: int) -> DescribedShards:
+def describe_shared(shareable: Sequence[WantedShard], shared: SharedShards, nbytes: int, rank: int) -> SharedShardInfo:
     """Describe the shared shards that a rank holds first; ``nbytes`` are all that it wants."""
     alone, shards = nbytes, []
     for holders, numbers in zip(shared.holders, shared.numbers, strict=True):
@@ -206,11 +206,11 @@ def describe_shared(shareable: Sequence[Want], shared: SharedShards, nbytes: int
             alone -= want.nbytes
             if holders[0] == rank:
                 shards.append((want.shape, want.dtype, want.nbytes))
-    return DescribedShards(alone, shards)
+    return SharedShardInfo(alone, shards)
 
 
 def _plan_transfers(
-    shareable: Sequence[Want], shared: SharedShards, parts: Sequence[DescribedShards], group: Comm
+    shareable: Sequence[WantedShard], shared: SharedShards, parts: Sequence[SharedShardInfo], group: Comm
 ) -> tuple[dict[Hashable, Transfer], dict[Hashable, int]]:
     """Return the transfers of all ranks, and the sources of those in which this rank has a part."""
     described = [iter(part.shards) for part in parts]
@@ -240,7 +240,7 @@ def _find_same(values: torch.Tensor, owner: torch.Tensor, count: int) -> tuple[t
     return lowest == highest, lowest
 
 
-def _check_settings(everyone: Sequence[ListedWants]) -> None:
+def _check_settings(everyone: Sequence[WantedColumns]) -> None:
     for rank, listed in enumerate(everyone):
         if listed.settings != everyone[0].settings:
             raise CheckpointingException(

@@ -7,10 +7,10 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from shardckpt.distributed import Comm
-from shardckpt.engine import PlanCache
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.plan_cache import PlanCache
 from shardckpt.errors import CheckpointingException
-from shardckpt.planning import assign_shards, describe_copy, shard_id
+from shardckpt.planning.shard_copies import assign_shards, describe_copy, shard_id
 from shardckpt.state_dict import build_copy
 from shardckpt.strategy import AsyncSaveStrategy, find_plan_cache_key
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from shardckpt.mapping import CommonStateDict, ReplicaId, ShardedBase
-    from shardckpt.planning import Assignment
+    from shardckpt.mapping.base import CommonStateDict, ReplicaId, ShardedBase
+    from shardckpt.planning.shard_copies import Assignment
     from shardckpt.strategy import PlanContext, PreparedSave, SaveContext, SaveStrategy
 
 

@@ -14,8 +14,8 @@ from shardckpt.errors import CheckpointingException
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
-    from shardckpt.distributed import Comm
-    from shardckpt.mapping import ShardedTensor
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.mapping.sharded_tensor import ShardedTensor
 
 _K = TypeVar("_K", bound="Hashable")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.tensors import dequantize, is_quantized
+from shardckpt.tensors.wrappers import dequantize, is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
 
-    from shardckpt.mapping import ShardedTensor
+    from shardckpt.mapping.sharded_tensor import ShardedTensor
 
 #: A shape or an offset: one number per axis.
 Ints = tuple[int, ...]

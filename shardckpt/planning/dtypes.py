@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from shardckpt.errors import DtypeMismatchError, listed
-from shardckpt.mapping import ShardedTensor
-from shardckpt.tensors import find_changed_value
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.tensors.casts import find_changed_value
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from shardckpt.mapping import ShardedBase
+    from shardckpt.mapping.base import ShardedBase
 
 #: The keys of the tensors that are cast, by stored and wanted dtype.
 Casts: TypeAlias = "dict[tuple[torch.dtype, torch.dtype], list[str]]"

@@ -6,12 +6,12 @@ from operator import ne
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import ShapeMismatchError
-from shardckpt.mapping import ShardedTensor
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from shardckpt.mapping import ShardedBase
+    from shardckpt.mapping.base import ShardedBase
     from shardckpt.planning.boxes import Ints
 
 

@@ -6,12 +6,14 @@ import heapq
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
-from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
+from shardckpt.mapping.base import is_main_replica
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Sequence
 
-    from shardckpt.mapping import ShardedBase
+    from shardckpt.mapping.base import ShardedBase
     from shardckpt.planning.boxes import Ints
 
 #: Bytes that an object counts as: its size is not known before it is pickled or read.

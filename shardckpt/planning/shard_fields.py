@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.mapping import ShardedTensor
+    from shardckpt.mapping.sharded_tensor import ShardedTensor
 
 
 def list_fields(shards: Sequence[object], first: str, second: str, *others: str) -> list[tuple[Any, ...]]:

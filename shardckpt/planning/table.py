@@ -94,7 +94,7 @@ class Table(NamedTuple):
         """Return the same boxes with at least ``axes`` axes."""
         return Table(self.spec, _pad_column(self.offset, axes, 0), _pad_column(self.extent, axes, 1))
 
-    def take_axes(self, axes: int) -> Table:
+    def first_axes(self, axes: int) -> Table:
         """Return the same boxes without the axes from number ``axes`` on."""
         return Table(self.spec, self.offset[:, :axes], self.extent[:, :axes])
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from shardckpt.plugins.key_mapping import KeyMapping
     from shardckpt.plugins.registry import StrategyRegistry
-    from shardckpt.storage import RemoteFolder
+    from shardckpt.storage.remote import RemoteFolder
 
 #: The entry-point group, and the name of the project for pluggy.
 GROUP = "shardckpt"

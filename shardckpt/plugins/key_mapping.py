@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from shardckpt.errors import PluginError
-from shardckpt.planning import Box, Ints
+from shardckpt.planning.boxes import Box, Ints
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -84,7 +84,7 @@ class name_origin:  # noqa: N801 - used as a function; no generator, since each 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if not isinstance(error, Exception):
             return
-        from shardckpt.distributed import ErrorReport  # here: a listing of plugins must not import torch
+        from shardckpt.distributed.error_report import ErrorReport  # here: a listing of plugins must not import torch
 
         origin = describe_origin(error, self._plugins, self._code)
         if origin:

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt import settings
 from shardckpt.errors import PluginError
-from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, parse_plain
+from shardckpt.manifest.names import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME
+from shardckpt.manifest.plain import parse_plain
 from shardckpt.plugins.installed import has_foreign_plugins
-from shardckpt.storage import open_directory, read_file
+from shardckpt.storage.directory import open_directory
+from shardckpt.storage.input_file import read_file
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
-    from shardckpt.manifest import PlainRecord
+    from shardckpt.manifest.plain import PlainRecord
 
 
 class Outline(NamedTuple):

@@ -11,14 +11,10 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import settings
-from shardckpt.commit import (
-    is_temporary,
-    is_under_way,
-    list_replaced_checkpoints,
-    list_staging_directories,
-    parse_temporary,
-    why_kept,
-)
+from shardckpt.commit.commit import list_replaced_checkpoints, list_staging_directories
+from shardckpt.commit.leftovers import why_kept
+from shardckpt.commit.staging_names import is_temporary, parse_temporary
+from shardckpt.commit.upload import is_under_way
 from shardckpt.errors import (
     BrokenPluginError,
     CannotLoadError,
@@ -39,28 +35,28 @@ from shardckpt.errors import (
     name_call,
     natural_order,
 )
-from shardckpt.manifest import HUB_FILES, MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
+from shardckpt.manifest.hub import HUB_FILES
+from shardckpt.manifest.models import Manifest, Marker, Record
+from shardckpt.manifest.names import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME
 from shardckpt.plugins.entries import StrategyAction, get_strategy_key
 from shardckpt.plugins.legacy_megatron import describe_legacy_megatron
 from shardckpt.plugins.origin import describe_origin, name_origin
 from shardckpt.plugins.registry import parse_key, parse_keys
 from shardckpt.plugins.stores import ABSENT, open_below
-from shardckpt.storage import (
-    OpenPath,
-    ParseCache,
+from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.directory import (
     detect_replacement,
-    has_changed,
-    has_local_files,
-    is_of_save,
-    name_siblings,
     open_directory,
-    read_file,
     real_path,
     replaced_error,
     retry_if_replaced,
     was_replaced,
-    wrap_os_errors,
 )
+from shardckpt.storage.filesystem import name_siblings, wrap_os_errors
+from shardckpt.storage.identity import has_changed, is_of_save
+from shardckpt.storage.input_file import read_file
+from shardckpt.storage.open_path import OpenPath
+from shardckpt.storage.parse_cache import ParseCache
 from shardckpt.strategy import LoadStrategy, Recognises
 
 if TYPE_CHECKING:

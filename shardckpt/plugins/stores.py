@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, PluginError, StorageError, name_known
-from shardckpt.storage import RemotePath, list_folders, mask_password, on_store
+from shardckpt.storage.abilities import on_store
+from shardckpt.storage.places import list_folders
+from shardckpt.storage.remote import RemotePath
+from shardckpt.storage.store_errors import mask_password
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
     from shardckpt.plugins.manager import PluginManager
-    from shardckpt.storage import RemoteFolder
+    from shardckpt.storage.remote import RemoteFolder
 
 #: A scheme at the start of a URL, or of a part of one that chains several.
 _SCHEME = re.compile(r"(?:^|(?<=::))[A-Za-z][A-Za-z0-9+.-]*(?=::|://)")

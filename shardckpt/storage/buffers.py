@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardckpt.tensors import tensor_bytes
+from shardckpt.tensors.memory import tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,8 @@ from shardckpt.storage.safetensors_header import LENGTH_BYTES, header_length, pa
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardckpt.manifest import PlainRecord, Record
+    from shardckpt.manifest.models import Record
+    from shardckpt.manifest.plain import PlainRecord
     from shardckpt.storage.safetensors_header import FileEntry
 
 #: How a column of integers of each kind is read, on a little-endian machine.

@@ -22,7 +22,7 @@ from shardckpt.storage.safetensors_header import (
     header_length,
     parse_head,
 )
-from shardckpt.tensors import tensor_bytes
+from shardckpt.tensors.memory import tensor_bytes
 
 #: Integers, not negative, of any shape; or text.
 Column: TypeAlias = torch.Tensor | Sequence[str]

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from shardckpt import settings
-from shardckpt.tensors import PAGE
+from shardckpt.tensors.memory import PAGE
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,7 +18,7 @@ from shardckpt.storage.stream import Countdown, FileStream, WriterPool, start
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardckpt.manifest import FileRecord
+    from shardckpt.manifest.models import FileRecord
     from shardckpt.storage.object_stream import SentObject
     from shardckpt.storage.store_abilities import StreamsWrites
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.errors import CorruptCheckpointError, NotEnoughSpaceError, StorageError, name_known
-from shardckpt.manifest import NAME_RULE, is_file_name, list_parents
+from shardckpt.manifest.names import NAME_RULE, is_file_name, list_parents
 from shardckpt.storage.abilities import on_store
 from shardckpt.storage.open_path import OpenPath
 
@@ -149,7 +149,7 @@ def name_siblings(path: Path) -> str:
     return name_known(path.name, beside, f"in {path.parent}")
 
 
-def patiently(call: Callable[..., _T], *args: Any) -> _T:
+def retry_transient(call: Callable[..., _T], *args: Any) -> _T:
     """Return what the call returns; after an error of ``TRANSIENT`` repeat the call a few times, with pauses."""
     for pause in _PAUSES:
         try:
@@ -174,7 +174,7 @@ def write_some(
     """Write at least one byte, and return the number written; errors with an ``expected`` number stay OSErrors."""
     what = f"{what} " * bool(what)
     try:
-        done = patiently(os.pwritev, fd, [view], offset)
+        done = retry_transient(os.pwritev, fd, [view], offset)
     except OSError as exc:
         if exc.errno in expected:
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.manifest import RECORD_LIMIT, RECORD_NAME
+from shardckpt.manifest.names import RECORD_LIMIT, RECORD_NAME
 from shardckpt.storage.abilities import has_local_files, on_store
 from shardckpt.storage.directory import refresh_listing, was_replaced
 from shardckpt.storage.filesystem import is_there
@@ -14,7 +14,7 @@ from shardckpt.storage.input_file import open_existing, read_file
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardckpt.manifest import Manifest, Record
+    from shardckpt.manifest.models import Manifest, Record
 
 #: Bytes at the end of a record that hold its digest. A later release may write more after it: then all bytes are read.
 _TAIL_BYTES = 128

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.storage.abilities import on_store
 from shardckpt.storage.directory import RelativePath
-from shardckpt.storage.filesystem import LINK_REFUSAL, patiently, wrap_os_errors
+from shardckpt.storage.filesystem import LINK_REFUSAL, retry_transient, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +80,7 @@ class LocalFile:
         """Fill the buffer; one call does it, as a rule."""
         while buffer.nbytes:
             try:
-                done = patiently(os.preadv, self._fd, [buffer], offset)
+                done = retry_transient(os.preadv, self._fd, [buffer], offset)
             except OSError:
                 with wrap_os_errors(f"read at offset {offset} of", self.path):
                     raise
@@ -145,7 +145,7 @@ def read_joined(file: InputFile, buffers: Sequence[memoryview], offset: int) -> 
     If the file ends before, it is a CorruptCheckpointError.
     """
     try:
-        done = patiently(os.preadv, file.fileno(), buffers, offset)
+        done = retry_transient(os.preadv, file.fileno(), buffers, offset)
     except OSError:
         with wrap_os_errors(f"read at offset {offset} of", file.path):
             raise

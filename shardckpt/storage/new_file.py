@@ -16,7 +16,7 @@ from shardckpt.errors import StorageError
 from shardckpt.storage.buffers import BLOCK_BYTES, block_pool
 from shardckpt.storage.direct import address, allocate, open_direct
 from shardckpt.storage.filesystem import open_new, wrap_os_errors, write_all, write_some
-from shardckpt.tensors import PAGE
+from shardckpt.tensors.memory import PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.storage.digest import SEGMENT_BYTES, Segments, digest_function
 from shardckpt.storage.store_errors import mask_password
-from shardckpt.tensors import LARGE
+from shardckpt.tensors.memory import LARGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

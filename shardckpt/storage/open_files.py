@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError, StorageError
-from shardckpt.manifest import RECORD_NAME, list_files
+from shardckpt.manifest.names import RECORD_NAME, list_files
 from shardckpt.storage.digest import Segments, limit_table
 from shardckpt.storage.directory import RelativePath, was_replaced
 from shardckpt.storage.filesystem import (
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from shardckpt.manifest import FileRecord, PlainFile
+    from shardckpt.manifest.models import FileRecord
+    from shardckpt.manifest.plain import PlainFile
 
 #: Files that a reader keeps open; those above this number are closed, and reopened when they are read.
 OPEN_FILES = 64
@@ -40,7 +41,7 @@ class OpenFile:
         record: The record of the file as it was written, if there is one.
         algorithm: Name of the digest algorithm, if digests are checked.
         advise: Returns what to do about a file of another size than was recorded.
-        takes_cut: Whether one that is shorter is no error: what is before its end is read.
+        accepts_cut: Whether one that is shorter is no error: what is before its end is read.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class OpenFile:
         read_table: Callable[[FileRecord | PlainFile, str], bytes],
         advise: Callable[[], str],
         *,
-        takes_cut: bool = False,
+        accepts_cut: bool = False,
     ) -> None:
         self.path = path
         self.name = name
@@ -64,7 +65,7 @@ class OpenFile:
         self._algorithm = algorithm
         self._segments: Segments | None = None
         self._read_table = read_table
-        if record is not None and self.size != record.size and not (takes_cut and self.size < record.size):
+        if record is not None and self.size != record.size and not (accepts_cut and self.size < record.size):
             self.close()
             raise CorruptCheckpointError(f"{path}: it has {self.size} bytes, {record.size} were written: {advise()}")
 
@@ -131,7 +132,7 @@ class OpenFiles:
         self._algorithm = algorithm
         self._detect_replacement = detect_replacement
         #: As for :class:`OpenFile`.
-        self.takes_cut = False
+        self.accepts_cut = False
         #: (size, mtime) of files without a record, when they were first opened: nothing else shows a change of them.
         self._stamps: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
@@ -151,7 +152,7 @@ class OpenFiles:
             refuse_linked_folders(self._directory, name)
             try:
                 file = OpenFile(
-                    path, name, record, self._algorithm, self._read_table, self._advise, takes_cut=self.takes_cut
+                    path, name, record, self._algorithm, self._read_table, self._advise, accepts_cut=self.accepts_cut
                 )
             except StorageError as exc:
                 if not isinstance(exc.__cause__, FileNotFoundError):

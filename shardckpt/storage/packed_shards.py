@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.mapping import PlainObject
-from shardckpt.planning import Boxes, Table, TensorSpec, concat_tables, make_column, make_matrix
+from shardckpt.mapping.sharded_object import PlainObject
+from shardckpt.planning.table import Boxes, Table, TensorSpec, concat_tables, make_column, make_matrix
 from shardckpt.storage.columns import Column, Columns, pack_columns
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from shardckpt.planning import Ints
+    from shardckpt.planning.boxes import Ints
 
 _SOURCE = "the columns of stored shards"
 

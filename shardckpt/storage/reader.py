@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
-from shardckpt.manifest import RECORD_NAME, TABLE_SUFFIX, find_folders
+from shardckpt.manifest.names import RECORD_NAME, TABLE_SUFFIX, find_folders
 from shardckpt.storage.abilities import has_local_files
 from shardckpt.storage.buffers import BLOCK_BYTES, BufferPool, block_pool
 from shardckpt.storage.digest import MAX_SEGMENT, Digest, JoinedDigest, digest_functions
@@ -25,9 +25,9 @@ from shardckpt.storage.memory_budget import plan_reading
 from shardckpt.storage.open_files import OPEN_FILES, OpenFile, OpenFiles
 from shardckpt.storage.range_reads import RangeRead, batch_ranges
 from shardckpt.storage.read_ends import ReadEnds
-from shardckpt.storage.spans import Elements, Span, batches, cut_spans
+from shardckpt.storage.spans import ElementRange, Span, batches, cut_spans
 from shardckpt.storage.workers import Workers
-from shardckpt.tensors import unfilled_bytes
+from shardckpt.tensors.memory import unfilled_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from shardckpt.manifest import Manifest
+    from shardckpt.manifest.models import Manifest
     from shardckpt.storage.digest import Segments
     from shardckpt.storage.spans import Segment
 
@@ -210,9 +210,9 @@ class CheckpointReader:
             except CheckpointingException:
                 continue
 
-    def take_cut_files(self) -> None:
+    def accept_cut_files(self) -> None:
         """Read files that are shorter than recorded, from now on: what is before their ends, against its digests."""
-        self._files.takes_cut = True
+        self._files.accepts_cut = True
 
     def size(self, name: str) -> int:
         """Return the size of the file in bytes.
@@ -335,7 +335,7 @@ class CheckpointReader:
     def read_pieces(
         self,
         name: str,
-        elements: Elements,
+        elements: ElementRange,
         ranges: Iterable[tuple[int, int]],
         take: Take,
         what: str,
@@ -383,7 +383,7 @@ class CheckpointReader:
         file = self._files.open_unshared(name)
         try:
             buffer = memoryview(bytearray(min(file.size, self._block_bytes)))
-            for span in cut_spans(file.segments, [(0, file.size)], self._block_bytes, Elements(0, file.size)):
+            for span in cut_spans(file.segments, [(0, file.size)], self._block_bytes, ElementRange(0, file.size)):
                 block = buffer[: span.stop - span.start]
                 self._read(file, span, block, name)
                 yield block
@@ -492,7 +492,7 @@ class CheckpointReader:
                 self._fill_segments(file, touched, offset, buffer, what)
                 return
         most = _UNCHECKED_BYTES if segments is None and not self._by_requests else self._request_bytes
-        for span in cut_spans(segments, ((offset, stop),), most, Elements(offset, stop)):
+        for span in cut_spans(segments, ((offset, stop),), most, ElementRange(offset, stop)):
             if offset <= span.start and span.stop <= stop:
                 self._read(file, span, buffer[span.start - offset : span.stop - offset], what)
                 continue
@@ -547,7 +547,7 @@ class CheckpointReader:
         self,
         file: OpenFile,
         batch: list[Span],
-        elements: Elements,
+        elements: ElementRange,
         take: Take,
         what: str,
         *,

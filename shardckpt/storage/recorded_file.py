@@ -14,7 +14,8 @@ from shardckpt.storage.open_files import OpenFiles
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardckpt.manifest import PlainRecord, Record
+    from shardckpt.manifest.models import Record
+    from shardckpt.manifest.plain import PlainRecord
 
 
 def read_recorded_file(directory: Path, record: PlainRecord | Record, name: str) -> bytes:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from shardckpt import settings
-from shardckpt.distributed import PicklingError, pickle_value
+from shardckpt.distributed.pickling import PicklingError, pickle_value
 from shardckpt.errors import CheckpointingException, StorageError, format_many, listed
 from shardckpt.storage.memory_budget import plan_upload
 from shardckpt.storage.open_path import OpenPath

@@ -16,13 +16,13 @@ from shardckpt.storage.input_file import open_existing
 from shardckpt.storage.journal import NOTE_BYTES, FileProgress
 from shardckpt.storage.object_stream import SentObject
 from shardckpt.storage.writer import CheckpointWriter
-from shardckpt.tensors import LARGE, PAGE
+from shardckpt.tensors.memory import LARGE, PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from shardckpt.manifest import FileRecord
+    from shardckpt.manifest.models import FileRecord
     from shardckpt.storage.file_writer import Produce
     from shardckpt.storage.journal import Journal
     from shardckpt.storage.store_abilities import StreamsWrites

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.manifest import parse_json
+from shardckpt.manifest.strict_json import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

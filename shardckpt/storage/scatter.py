@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from shardckpt.planning import Box, cut_flat_range, intersect
-from shardckpt.storage.spans import Elements
-from shardckpt.tensors import copy_values, is_ordinary, is_plain, tensor_bytes
+from shardckpt.planning.boxes import Box, cut_flat_range, intersect
+from shardckpt.storage.spans import ElementRange
+from shardckpt.tensors.memory import is_ordinary, is_plain, tensor_bytes
+from shardckpt.tensors.wrappers import copy_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from shardckpt.planning import Ints
+    from shardckpt.planning.boxes import Ints
     from shardckpt.storage.reader import Take
 
 #: Bytes. A smaller gap between requested bytes is read, too: another request costs as much.
@@ -32,7 +33,7 @@ class Source(Protocol):
     def read_pieces(
         self,
         name: str,
-        elements: Elements,
+        elements: ElementRange,
         ranges: Iterable[tuple[int, int]],
         take: Take,
         what: str,
@@ -79,7 +80,7 @@ def read_box(source: Source, stored: StoredArray, start: Ints, target: torch.Ten
         return
     requested, itemsize = Box(start, tuple(target.shape)), stored.dtype.itemsize
     ranges = _ranges(stored, requested)
-    elements = Elements(stored.offset, stored.offset + math.prod(stored.shape) * itemsize, itemsize)
+    elements = ElementRange(stored.offset, stored.offset + math.prod(stored.shape) * itemsize, itemsize)
     scatter, pinned = partial(_scatter, stored, requested, target), target.device.type == "cuda"
     source.read_pieces(stored.file, elements, ranges, scatter, what, pinned=pinned)
 

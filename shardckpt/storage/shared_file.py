@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from shardckpt.manifest import FileRecord
+    from shardckpt.manifest.models import FileRecord
     from shardckpt.storage.stream import WriterPool
 
 

@@ -25,7 +25,7 @@ class Span(NamedTuple):
     segments: Sequence[Segment] = ()
 
 
-class Elements(NamedTuple):
+class ElementRange(NamedTuple):
     """A run of elements in a file: offsets of the first and after the last, and the size of one, in bytes."""
 
     start: int
@@ -39,7 +39,7 @@ class Elements(NamedTuple):
 
 
 def cut_spans(
-    segments: Segments | None, ranges: Iterable[tuple[int, int]], most: int, elements: Elements
+    segments: Segments | None, ranges: Iterable[tuple[int, int]], most: int, elements: ElementRange
 ) -> Iterator[Span]:
     """Cut ranges of a file, ascending and disjoint, into spans, in file order.
 
@@ -57,7 +57,9 @@ def cut_spans(
     )
 
 
-def _checked(segments: Segments, ranges: Iterable[tuple[int, int]], most: int, elements: Elements) -> Iterator[Span]:
+def _checked(
+    segments: Segments, ranges: Iterable[tuple[int, int]], most: int, elements: ElementRange
+) -> Iterator[Span]:
     group: list[Segment] = []
     first = last = 0
     for start, stop in ranges:

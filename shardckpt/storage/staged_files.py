@@ -8,7 +8,8 @@ import stat
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import StorageError, listed
-from shardckpt.manifest import FileRecord, find_folders
+from shardckpt.manifest.models import FileRecord
+from shardckpt.manifest.names import find_folders
 from shardckpt.storage.digest import SEGMENT_BYTES, Segments, digest_function
 from shardckpt.storage.filesystem import refuse_linked_folders, wrap_os_errors
 from shardckpt.storage.input_file import open_existing

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardckpt.storage.buffers import BLOCK_BYTES, block_pool
 from shardckpt.storage.digest import SEGMENT_BYTES, Segments, digest_function
 from shardckpt.storage.new_file import DIRECT_BYTES, full_pages
-from shardckpt.tensors import LARGE
+from shardckpt.tensors.memory import LARGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PIECE_BYTES = 4 << 20
 
 
-class _Once:
+class _SharedTask:
     """A task that the first caller runs; other callers wait until it has ended."""
 
     def __init__(self, task: Callable[[], None]) -> None:
@@ -45,7 +45,7 @@ class _Once:
 
 def start(pool: ThreadPoolExecutor, task: Callable[[], None]) -> Future[None] | None:
     """Submit a task; if the pool cannot start a thread, run the task now and return None."""
-    once = _Once(task)
+    once = _SharedTask(task)
     try:
         return pool.submit(once)
     except (RuntimeError, MemoryError):  # the task stays in the pool's queue, and a thread may still take it: so once

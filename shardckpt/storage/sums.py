@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt import settings
-from shardckpt.manifest import FINGERPRINTS_NAME
-from shardckpt.planning import batch_by_bytes
+from shardckpt.manifest.names import FINGERPRINTS_NAME
+from shardckpt.planning.batches import batch_by_bytes
 from shardckpt.storage.columns import Columns, pack_columns
 from shardckpt.storage.fingerprint_file import FINGERPRINTS_COLUMN, SUM_BYTES, parse_fingerprints
 from shardckpt.storage.workers import Workers
-from shardckpt.tensors import finish_fingerprint, one_thread, sum_boxes
+from shardckpt.tensors.fingerprint import finish_fingerprint, sum_boxes
+from shardckpt.tensors.torch_private import one_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from shardckpt.planning import Ints
+    from shardckpt.planning.boxes import Ints
     from shardckpt.storage.packed_shards import PackedShards
     from shardckpt.storage.reader import CheckpointReader
 

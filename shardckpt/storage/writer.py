@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException, PluginError, StorageError, listed
-from shardckpt.manifest import (
+from shardckpt.manifest.names import (
     FINGERPRINTS_NAME,
     INTEGRITY_NAME,
     MARKER_NAME,
@@ -18,7 +18,7 @@ from shardckpt.manifest import (
     TABLE_SUFFIX,
     is_file_name,
 )
-from shardckpt.mapping import ShardedBase
+from shardckpt.mapping.base import ShardedBase
 from shardckpt.storage.digest import Segments, digest_function, preferred
 from shardckpt.storage.file_writer import FileWriter
 from shardckpt.storage.filesystem import make_folders
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from shardckpt.manifest import FileRecord
+    from shardckpt.manifest.models import FileRecord
     from shardckpt.storage.store_abilities import ObjectWriter, StreamsWrites
 
 #: Names that the commit writes itself, after all other files are recorded.

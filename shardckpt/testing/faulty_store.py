@@ -115,7 +115,7 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:  # noqa: ARG002 - fsspec says it
         """The objects in a folder."""
         folder = Path(path)
-        with _Noted(folder / "listing", "list", ""):
+        with _JournaledRequest(folder / "listing", "list", ""):
             if not folder.is_dir():
                 raise FileNotFoundError(path)
             hidden = _find_place(folder / "listing") / "hidden"
@@ -136,14 +136,14 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
         file = Path(path)
         if start is None or end is None:
             raise ValueError(f"{path} is read as a whole: a checkpoint's files are read by ranges")
-        with _Noted(file, "read", _name(file), end - start), file.open("rb") as opened:
+        with _JournaledRequest(file, "read", _name(file), end - start), file.open("rb") as opened:
             opened.seek(start)
             return opened.read(end - start)
 
     def put_file(self, lpath: str, rpath: str, **_: Any) -> None:
         """Make a file an object, in one step."""
         file = Path(rpath)
-        with _Noted(file, "put", _name(file), Path(lpath).stat().st_size):
+        with _JournaledRequest(file, "put", _name(file), Path(lpath).stat().st_size):
             file.parent.mkdir(parents=True, exist_ok=True)
             part = _find_place(file) / f"part-{os.getpid()}-{file.name}"
             shutil.copyfile(lpath, part)
@@ -152,7 +152,7 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def rm_file(self, path: str) -> None:
         """Remove an object."""
         file = Path(path)
-        with _Noted(file, "delete", _name(file)):
+        with _JournaledRequest(file, "delete", _name(file)):
             file.unlink()
 
     def rmdir(self, path: str) -> None:
@@ -170,7 +170,7 @@ def _name(file: Path) -> str:
     return "/".join(file.relative_to(_find_place(file)).parts[1:])
 
 
-class _Noted:
+class _JournaledRequest:
     """Notes a request, and lets it fail if it is one of those that do."""
 
     def __init__(self, path: Path, kind: str, name: str, nbytes: int = 0) -> None:

@@ -16,7 +16,7 @@ PACKED = tuple(getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr
 CONJUGATED = (torch.complex128, torch.complex64)
 
 
-class Laid(NamedTuple):
+class TensorInMemory(NamedTuple):
     """A view, and all the memory around it."""
 
     view: torch.Tensor
@@ -29,48 +29,48 @@ def garbage(count: int, dtype: torch.dtype) -> torch.Tensor:
     return raw.view(dtype)
 
 
-def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Laid:
+def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> TensorInMemory:
     base = garbage(torch.Size(shape).numel(), dtype)
-    return Laid(base.view(shape), base)
+    return TensorInMemory(base.view(shape), base)
 
 
-def _offset(shape: tuple[int, ...], dtype: torch.dtype) -> Laid:
+def _offset(shape: tuple[int, ...], dtype: torch.dtype) -> TensorInMemory:
     base = garbage(torch.Size(shape).numel() + 7, dtype)
-    return Laid(base[3:-4].view(shape), base)
+    return TensorInMemory(base[3:-4].view(shape), base)
 
 
-def _transposed(shape: tuple[int, ...], dtype: torch.dtype) -> Laid:
+def _transposed(shape: tuple[int, ...], dtype: torch.dtype) -> TensorInMemory:
     axes = tuple(reversed(range(len(shape))))
     inner = _contiguous(shape[::-1], dtype)
-    return Laid(inner.view.permute(axes), inner.base)
+    return TensorInMemory(inner.view.permute(axes), inner.base)
 
 
-def _rotated(shape: tuple[int, ...], dtype: torch.dtype) -> Laid:
+def _rotated(shape: tuple[int, ...], dtype: torch.dtype) -> TensorInMemory:
     inner = _contiguous((*shape[1:], *shape[:1]), dtype)
-    return Laid(inner.view.movedim(-1, 0) if shape else inner.view, inner.base)
+    return TensorInMemory(inner.view.movedim(-1, 0) if shape else inner.view, inner.base)
 
 
-def _every_second(shape: tuple[int, ...], dtype: torch.dtype) -> Laid:
+def _every_second(shape: tuple[int, ...], dtype: torch.dtype) -> TensorInMemory:
     inner = _contiguous(tuple(2 * size for size in shape), dtype)
-    return Laid(inner.view[(slice(None, None, 2),) * len(shape)], inner.base)
+    return TensorInMemory(inner.view[(slice(None, None, 2),) * len(shape)], inner.base)
 
 
-def _window(shape: tuple[int, ...], dtype: torch.dtype) -> Laid:
+def _window(shape: tuple[int, ...], dtype: torch.dtype) -> TensorInMemory:
     inner = _contiguous(tuple(size + 3 for size in shape), dtype)
-    return Laid(inner.view[(slice(1, -2),) * len(shape)], inner.base)
+    return TensorInMemory(inner.view[(slice(1, -2),) * len(shape)], inner.base)
 
 
-def _negated(shape: tuple[int, ...], dtype: torch.dtype) -> Laid:
+def _negated(shape: tuple[int, ...], dtype: torch.dtype) -> TensorInMemory:
     """A view with the lazy bit that its dtype can have: conjugation, negation or none."""
     plain = _contiguous(shape, dtype)
     if dtype in CONJUGATED:
-        return Laid(plain.view.conj(), plain.base)
+        return TensorInMemory(plain.view.conj(), plain.base)
     if dtype not in NEGATED:
         return plain
-    return Laid(torch._neg_view(plain.view), plain.base)  # noqa: SLF001 - else only the imaginary parts of views have it
+    return TensorInMemory(torch._neg_view(plain.view), plain.base)  # noqa: SLF001 - else only the imaginary parts of views have it
 
 
-MEMORY_LAYOUTS: dict[str, Callable[[tuple[int, ...], torch.dtype], Laid]] = {
+MEMORY_LAYOUTS: dict[str, Callable[[tuple[int, ...], torch.dtype], TensorInMemory]] = {
     "contiguous": _contiguous,
     "offset": _offset,
     "transposed": _transposed,
@@ -81,7 +81,7 @@ MEMORY_LAYOUTS: dict[str, Callable[[tuple[int, ...], torch.dtype], Laid]] = {
 }
 
 
-def lay(values: torch.Tensor, way: str) -> Laid:
+def place_in_memory(values: torch.Tensor, way: str) -> TensorInMemory:
     """A copy of values that lies in memory in one of the ``MEMORY_LAYOUTS``."""
     laid = MEMORY_LAYOUTS[way](tuple(values.shape), values.dtype)
     plain(laid.view).copy_(plain(values))
@@ -105,4 +105,4 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return values.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
-__all__ = ["MEMORY_LAYOUTS", "Laid", "bits", "garbage", "lay", "plain", "squeezed"]
+__all__ = ["MEMORY_LAYOUTS", "TensorInMemory", "bits", "garbage", "place_in_memory", "plain", "squeezed"]

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.testing.checks import check, check_same
-from shardckpt.testing.memory import Laid, lay, squeezed
+from shardckpt.testing.memory import TensorInMemory, place_in_memory, squeezed
 from shardckpt.testing.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def saved_shards(case: TensorCase, rank: int) -> list[ShardedTensor]:
 def _filled(whole: TensorSpec, piece: ShardSpec, part: torch.Tensor) -> ShardedTensor:
     axis = None if whole.alike is None or piece.flat else whole.alike - piece.lead
     thin = piece.thin and axis is not None and axis >= 0
-    data = squeezed(part, axis or 0) if thin else lay(part, piece.memory).view
+    data = squeezed(part, axis or 0) if thin else place_in_memory(part, piece.memory).view
     return describe(whole.key, piece, data.dtype, whole.shape, data)
 
 
@@ -86,7 +87,7 @@ class Destination:
 
     piece: ShardSpec
     shard: ShardedTensor
-    memory: Laid | None
+    memory: TensorInMemory | None
 
 
 class Destinations:
@@ -138,7 +139,7 @@ def _destinations(case: TensorCase, rank: int) -> list[Destination]:
 
 def _destination(case: TensorCase, piece: ShardSpec) -> Destination:
     shape = piece.local_shape if piece.flat is None else (piece.size,)
-    memory = None if piece.thin else lay(_blank(shape, case.dtype), piece.memory)
+    memory = None if piece.thin else place_in_memory(_blank(shape, case.dtype), piece.memory)
     other = case.shape != case.spec.shape
     data = None if memory is None else memory.view
     shard = describe(case.key, piece, case.dtype, case.shape, data, allow_shape_mismatch=other)
@@ -158,7 +159,7 @@ def _check_filled(case: TensorCase, place: Destination, value: torch.Tensor, exp
         return
     check_same(value, expected, what)
     if place.memory is not None:
-        check_same(place.memory.base, lay(expected, place.piece.memory).base, f"memory around {what}")
+        check_same(place.memory.base, place_in_memory(expected, place.piece.memory).base, f"memory around {what}")
 
 
 def check_region(case: TensorCase, region: tuple[slice, ...], value: torch.Tensor) -> None:

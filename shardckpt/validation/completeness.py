@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardckpt.errors import PluginError, listed
-from shardckpt.planning import (
+from shardckpt.planning.coverage import find_uncovered
+from shardckpt.planning.lookup import BoxFinder
+from shardckpt.planning.table import (
     LANES,
     PRIME,
-    BoxFinder,
     Table,
     TensorSpec,
     are_equal_in_field,
     compute_weights,
     concat_tables,
-    find_uncovered,
     fingerprint,
 )
-from shardckpt.storage import PackedShards
+from shardckpt.storage.packed_shards import PackedShards
 from shardckpt.validation.sharding import RankBox, describe_shards, format_box, group_by_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from shardckpt.distributed import Comm
-    from shardckpt.mapping import ShardedBase
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.mapping.base import ShardedBase
     from shardckpt.validation.sharding import Columns, ShardColumns
 
 

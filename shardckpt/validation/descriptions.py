@@ -6,12 +6,12 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import ShardingError
-from shardckpt.mapping import ShardedTensor
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.mapping import ShardedBase
+    from shardckpt.mapping.base import ShardedBase
 
 _described = attrgetter("local_shape", "dtype")
 _actual = attrgetter("data.shape", "data.dtype")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from shardckpt.distributed import Comm, try_pickle
+from shardckpt.distributed.pickling import try_pickle
 from shardckpt.errors import (
     CheckpointingException,
     KeyMismatchError,
@@ -22,14 +22,16 @@ from shardckpt.errors import (
     listed,
     show_given,
 )
-from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.state_dict import dict_list_map_outplace, diff
-from shardckpt.tensors import get_outer_key
+from shardckpt.tensors.inner import get_outer_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from shardckpt.mapping import CommonStateDict
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.mapping.base import CommonStateDict, ShardedBase
 
 logger = logging.getLogger(__name__)
 

@@ -14,19 +14,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from shardckpt.distributed import pickle_to_compare
+from shardckpt.distributed.pickling import pickle_to_compare
 from shardckpt.errors import ShardingError, listed
-from shardckpt.mapping import Replicated, ShardedBase, ShardedObject, ShardedTensor
-from shardckpt.planning import shard_id
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.planning.shard_copies import shard_id
 from shardckpt.state_dict import build_copy, diff
-from shardckpt.storage import digest_function, digest_vote, negotiate_digest
-from shardckpt.tensors import ORDINARY, dequantize, is_quantized, movable, plain_cpu, tensor_bytes
+from shardckpt.storage.digest import digest_function, digest_vote, negotiate_digest
+from shardckpt.tensors.memory import ORDINARY, plain_cpu, tensor_bytes
+from shardckpt.tensors.wrappers import dequantize, is_quantized, movable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from shardckpt.distributed import Comm
-    from shardckpt.storage import Digest
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.mapping.base import Replicated, ShardedBase
+    from shardckpt.storage.digest import Digest
 
 #: A digest of a shard's id, of 16 bytes for any key.
 _ShortId: TypeAlias = bytes

@@ -19,36 +19,33 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 
 from shardckpt.errors import ShardingError, listed
-from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
-from shardckpt.planning import (
+from shardckpt.mapping.base import ShardedBase, is_main_replica
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.planning.boxes import Box, Ints, shard_parts, unflattened_box
+from shardckpt.planning.coverage import find_hole, find_overlap
+from shardckpt.planning.shard_fields import list_boxes, list_fields
+from shardckpt.planning.table import (
     LANES,
     PRIME,
-    Box,
     Boxes,
-    Ints,
     Table,
     TensorSpec,
     are_equal_in_field,
     compute_weights,
     concat_tables,
-    find_hole,
-    find_overlap,
     find_untiled,
     fingerprint,
     fingerprint_each,
     fingerprint_specs,
-    list_boxes,
-    list_fields,
     make_column,
-    shard_parts,
-    unflattened_box,
 )
 from shardckpt.state_dict import format_path, nested_items
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from shardckpt.distributed import Comm
+    from shardckpt.distributed.comm import Comm
 
 
 #: What is sent of a tensor: a hash of its kind and key, its weights, and what it adds to the fingerprint. Two keys with

@@ -195,7 +195,7 @@ class StoredIndex(ChunkIndex):
         """Return the place in ``parts`` of the file that has each tensor; -1 if the index is one file."""
         return self._boxes.find_parts(numbers) if isinstance(self._boxes, IndexParts) else torch.full_like(numbers, -1)
 
-    def take_chunks(
+    def select_chunks(
         self, numbers: torch.Tensor, wanted: Callable[[], Table] | None = None
     ) -> tuple[Chunks, torch.Tensor]:
         """Return the chunks of some tensors, after a check of what the index says of them; see the base.
@@ -254,7 +254,7 @@ class StoredIndex(ChunkIndex):
             self._refuse(unknown, lambda: numbers[spec], "has a payload in a file that the index does not name")
         return chunks, bounds
 
-    def take_object(self, name: str) -> StoredObject:
+    def find_object(self, name: str) -> StoredObject:
         """Return an object, after a check of where it lies; it is damaged if its payload is outside of its file."""
         if name not in self.objects:
             raise KeyMismatchError(f"not in the checkpoint: {name}")
@@ -270,7 +270,7 @@ class StoredIndex(ChunkIndex):
         if isinstance(self._boxes, IndexParts):
             self._boxes.check(self._every_chunk.box)
         for name in self.objects:
-            self.take_object(name)
+            self.find_object(name)
         _ = self.numbers
         order, shared = _find_shared(*self._places)
         if bool(shared.any()):

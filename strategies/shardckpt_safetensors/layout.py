@@ -30,7 +30,7 @@ PADDING = "__padding__"
 _METADATA = "__metadata__"
 
 
-class Placed(NamedTuple):
+class FileItem(NamedTuple):
     """An item that is to be laid out.
 
     Attributes:
@@ -60,7 +60,7 @@ class FileLayout(NamedTuple):
     tails: list[int]
 
 
-def lay_out_file(items: Sequence[Placed]) -> FileLayout:
+def lay_out_file(items: Sequence[FileItem]) -> FileLayout:
     """Lay out the items of a data file, at least one, in their order: return its header, and where each lies.
 
     It is a ShardingError if the header would be longer than readers accept.
@@ -101,7 +101,7 @@ def lay_out(items: LocalItems, objects: Mapping[str, Payload], rank: int, count:
     """
     keys = [items.keys[number] for number in items.boxes.spec]
     placed = [
-        Placed(name, "U8", (len(payload.data),), len(payload.data)) for name, payload in objects.items()
+        FileItem(name, "U8", (len(payload.data),), len(payload.data)) for name, payload in objects.items()
     ] + _place_tensors(items)
     check_names((*objects, *items.keys))
     count = max(count, -(-len(placed) // _MOST_ITEMS))
@@ -145,7 +145,7 @@ def lay_out(items: LocalItems, objects: Mapping[str, Payload], rank: int, count:
     return plan, LocalPlan(stored, locations)
 
 
-def _place_tensors(items: LocalItems) -> list[Placed]:
+def _place_tensors(items: LocalItems) -> list[FileItem]:
     """Return the tensors as items of files."""
     for key, dtype in zip(items.keys, items.dtypes, strict=True):
         dtype_name(key, dtype)
@@ -156,7 +156,7 @@ def _place_tensors(items: LocalItems) -> list[Placed]:
         nbytes = tensor.numel() * dtype.itemsize
         name = piece_name(items.keys[number], offset, extent, items.shapes[number])
         # direct writes take large payloads from where they are, if both places are equal modulo a page
-        found.append(Placed(name, *declare(dtype, extent), nbytes, page_offset(tensor) if nbytes >= LARGE else None))
+        found.append(FileItem(name, *declare(dtype, extent), nbytes, page_offset(tensor) if nbytes >= LARGE else None))
     return found
 
 

@@ -62,7 +62,7 @@ class SafetensorsLoadShardedStrategy(LoadStrategy):
         """Return the objects whose names are not those of ShardedObjects: other programs may write such."""
         found = []
         for name in read_index(context.reader).plain_objects:
-            stored, what = read_index(context.reader).take_object(name), f"object {name!r}"
+            stored, what = read_index(context.reader).find_object(name), f"object {name!r}"
             value = decode_object(stored.codec, context.reader.read_range(*stored.item, what), what)
             found.append(PlainObject(name, value))
         return found

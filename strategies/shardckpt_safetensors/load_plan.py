@@ -41,7 +41,7 @@ class LoadPlan:
             if type(shard) is ShardedTensor:  # most are, and to ask whether one is an object is slow
                 continue
             if isinstance(shard, ShardedObject):
-                self._objects.append(_ObjectRead(shard, index.take_object(shard.unique_key)))
+                self._objects.append(_ObjectRead(shard, index.find_object(shard.unique_key)))
             elif not isinstance(shard, ShardedTensor):
                 raise ShardingError(
                     f"{shard.key!r} is a {type(shard).__name__}: only tensors and objects can be loaded"
@@ -49,7 +49,7 @@ class LoadPlan:
 
     def read(self) -> None:
         """Read everything into the destinations."""
-        entire = self._tensors.take_entire()
+        entire = self._tensors.split_entire()
         units: list[Sequence[Any]] = [*self._tensors.units()]
         # The reading threads have streams of their own: work of the caller's that uses the destinations must be done.
         synchronize_devices(item.target for unit in units for item in unit if isinstance(item, Region))

@@ -18,7 +18,7 @@ from shardckpt_safetensors.encoded_index import encode_index
 from shardckpt_safetensors.index import read_index
 from shardckpt_safetensors.index_names import CODECS, INDEX_FILE
 from shardckpt_safetensors.index_parts import MOST_ROWS, encode_part, find_unit
-from shardckpt_safetensors.layout import Placed, lay_out_file, piece_name
+from shardckpt_safetensors.layout import FileItem, lay_out_file, piece_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -43,7 +43,7 @@ def plan_removal(prefix: str, reader: CheckpointReader) -> Removal:
             names.setdefault(number, []).append(name)
     places = _place_items(index)
     gone = {item.file for owner, item, _ in places if _is_gone(owner, names, keys)}
-    kept: dict[str, list[tuple[Item, Placed]]] = {}
+    kept: dict[str, list[tuple[Item, FileItem]]] = {}
     for owner, item, placed in places:
         if not _is_gone(owner, names, keys):
             kept.setdefault(item.file, []).append((item, placed))
@@ -79,18 +79,18 @@ def _is_gone(owner: int | str, names: Mapping[int, list[str]], keys: Collection[
     return owner in keys if isinstance(owner, str) else owner not in names
 
 
-def _place_items(index: StoredIndex) -> list[tuple[int | str, Item, Placed]]:
+def _place_items(index: StoredIndex) -> list[tuple[int | str, Item, FileItem]]:
     """Return all payloads in the order of the files: owner, location, and how a header declares it."""
-    found: list[tuple[int | str, Item, Placed]] = []
-    chunks, _ = index.take_chunks(torch.arange(len(index.keys), device="cpu"))
+    found: list[tuple[int | str, Item, FileItem]] = []
+    chunks, _ = index.select_chunks(torch.arange(len(index.keys), device="cpu"))
     every = chunks.list(slice(None), chunks.box, index.files)
     for number, chunk in zip(chunks.box.spec.tolist(), every, strict=True):
         shape = index.shapes[number]
         offset, extent = chunk.box.offset[: len(shape)], chunk.box.shape[: len(shape)]
         name = piece_name(index.keys[number], offset, extent, shape)
-        found.append((number, chunk.item, Placed(name, *declare(index.dtypes[number], extent), chunk.item.length)))
+        found.append((number, chunk.item, FileItem(name, *declare(index.dtypes[number], extent), chunk.item.length)))
     for name, stored in index.objects.items():
-        found.append((name, stored.item, Placed(name, "U8", (stored.item.length,), stored.item.length)))
+        found.append((name, stored.item, FileItem(name, "U8", (stored.item.length,), stored.item.length)))
     return sorted(found, key=lambda entry: entry[1])
 
 
@@ -104,7 +104,7 @@ def _encode_rest(
     """Return the index of what stays, by file name: in parts if it was and is large."""
     offsets = {Item(name, item.start, item.nbytes): item.to for name, items in rewritten.items() for item in items}
     stays = sorted(names)
-    chunks, bounds = index.take_chunks(make_column(stays))
+    chunks, bounds = index.select_chunks(make_column(stays))
     rows = zip(chunks.file.tolist(), chunks.start.tolist(), chunks.length.tolist(), strict=True)
     starts = []
     for file, start, length in rows:

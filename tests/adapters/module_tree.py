@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from shardckpt.adapters import get_model_tensors
+from shardckpt.adapters.modules import get_model_tensors
 
 
 def check(module: nn.Module, *, is_usual: bool = True) -> None:

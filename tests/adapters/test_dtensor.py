@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from shardckpt import dist_checkpointing
-from shardckpt.adapters import sharded_tensor_from_dtensor, to_sharded_state_dict
+from shardckpt.adapters import to_sharded_state_dict
+from shardckpt.adapters.dtensor import sharded_tensor_from_dtensor
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedTensor, is_main_replica
 from shardckpt.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state

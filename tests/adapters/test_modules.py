@@ -175,7 +175,7 @@ def test_a_model_is_handed_back_without_optimizers(tmp_path: Path) -> None:
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-class _Noted(nn.Module):
+class _JournaledRequest(nn.Module):
     """State beside parameters."""
 
     def __init__(self, note: str) -> None:
@@ -195,9 +195,9 @@ class _Noted(nn.Module):
 def _extra_state(directory: Path) -> list[str]:
     """Rank 0 has stages a and c, rank 1 has b and c."""
     names = ("ab"[dist.get_rank()], "c")
-    parts = [nn.ModuleDict({name: _Noted(f"of {name}")}) for name in names]
+    parts = [nn.ModuleDict({name: _JournaledRequest(f"of {name}")}) for name in names]
     dist_checkpointing.save(to_sharded_state_dict(parts), directory)
-    empty = [nn.ModuleDict({name: _Noted("")}) for name in names]
+    empty = [nn.ModuleDict({name: _JournaledRequest("")}) for name in names]
     load_into(dist_checkpointing.load(to_sharded_state_dict(empty), directory, strict=True), empty)
     return [module.note for part in empty for module in part.values()]  # type: ignore[misc]
 

@@ -13,7 +13,7 @@ from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.errors import ShardingError
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import ShardedTensor
-from shardckpt.tensors import overlaps_itself
+from shardckpt.tensors.memory import overlaps_itself
 from tests.tables import table
 
 if TYPE_CHECKING:

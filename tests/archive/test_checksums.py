@@ -16,7 +16,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.archive import Archive, read_payload
 from shardckpt.archive.checksums import combine_crc32
 from shardckpt.cli import main
-from shardckpt.engine import save_integrity_manifest
+from shardckpt.engine.integrity import save_integrity_manifest
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.maintenance import convert_checkpoint
 from shardckpt.manifest import Manifest

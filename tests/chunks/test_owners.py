@@ -5,8 +5,8 @@ import torch
 from benchmarks.simulation.index_parts import make_plan, move_plan
 from shardckpt.chunks import merge_by_owners, merge_plans
 from shardckpt.chunks.owners import SpecsByPart, route_rows
-from shardckpt.distributed import Comm, place_owner
-from shardckpt.distributed.routing import DIRECT_RANKS, Grid
+from shardckpt.distributed import Comm
+from shardckpt.distributed.routing import DIRECT_RANKS, Grid, place_owner
 from shardckpt.storage import Columns
 
 

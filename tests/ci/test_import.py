@@ -5,7 +5,8 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING
 
-from shardckpt.manager import identify_save, mark_checkpoint, pin_step
+from shardckpt.manager import mark_checkpoint, pin_step
+from shardckpt.manager.marks import identify_save
 from tests.commit import owners
 from tests.manager import folders
 

@@ -15,7 +15,7 @@ from shardckpt.cli import main
 from shardckpt.cli.colour import Painted, paint
 from shardckpt.cli.output import say
 from shardckpt.cli.table import table as make_table
-from shardckpt.engine import format_count
+from shardckpt.engine.amounts import format_count
 from shardckpt.mapping import ShardedTensor
 from tests.cli.checkpoints import damage
 from tests.tables import table

@@ -13,12 +13,13 @@ import torch
 
 from shardckpt import settings
 from shardckpt.cli import main
-from shardckpt.deepspeed import DeepSpeedLoadStrategy
+from shardckpt.deepspeed.load import DeepSpeedLoadStrategy
 from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface import HuggingFaceLoadStrategy, TorchFileLoadStrategy
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.manager import config as manager_config
-from shardckpt.plugins import FOREIGN_BACKENDS, get_plugin_manager
+from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins.resolver import FOREIGN_BACKENDS
 from tests.tables import table
 
 if TYPE_CHECKING:

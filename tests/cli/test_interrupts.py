@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shardckpt.cli import main
-from shardckpt.commit import staging_path
-from shardckpt.storage import JOURNAL_NAME
+from shardckpt.commit.commit import staging_path
+from shardckpt.storage.journal_log import JOURNAL_NAME
 from tests.tables import table
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from shardckpt import ShardedTensor, dist_checkpointing
 from shardckpt.cli import main
 from shardckpt.cli.amounts import format_bytes
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager import find_checkpoints, list_checkpoints, pin_step
+from shardckpt.manager import list_checkpoints, pin_step
+from shardckpt.manager.listing import find_checkpoints
 from tests.manager import folders
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.integrations.fsspec.folder import FsspecFolder
 from shardckpt.manager import CheckpointConfig, CheckpointManager, list_checkpoints, listing
-from shardckpt.manifest import CONTENT_KEY
+from shardckpt.manifest.names import CONTENT_KEY
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager, hookimpl
 from tests.backends import Backend, both, both_in_proof

@@ -9,7 +9,8 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import ls, main
-from shardckpt.manager import identify_save, lease_step, list_checkpoints, list_plain, mark_checkpoint, pin_step
+from shardckpt.manager import lease_step, list_checkpoints, list_plain, mark_checkpoint, pin_step
+from shardckpt.manager.marks import identify_save
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.plugins.entries import StrategyAction
@@ -75,7 +76,7 @@ def test_both_roads_print_the_same(
     monkeypatch.setattr(ls.time, "time", lambda: (zoo / "step-1").stat().st_mtime + 5)
     found = []
     for road in (list_plain, lambda *_, **__: None):
-        monkeypatch.setattr("shardckpt.manager.list_plain", road)
+        monkeypatch.setattr("shardckpt.manager.summaries.list_plain", road)
         code = main(["ls", str(zoo), *how])
         found.append((code, *capsys.readouterr()))
     assert found[0] == found[1]

@@ -12,7 +12,8 @@ import torch
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.cli.ls import _summarize
-from shardckpt.manager import CheckpointSummary, identify_save, mark_checkpoint
+from shardckpt.manager import CheckpointSummary, mark_checkpoint
+from shardckpt.manager.marks import identify_save
 from tests.cli.checkpoints import copy_golden
 from tests.manager import folders
 from tests.tables import table

@@ -19,7 +19,8 @@ from shardckpt.cli import main
 from shardckpt.cli.output import escaped_logs
 from shardckpt.cli.table import grouped_table, table
 from shardckpt.errors import CheckpointingException, escape_text, listed
-from shardckpt.manager import identify_save, mark_checkpoint
+from shardckpt.manager import mark_checkpoint
+from shardckpt.manager.marks import identify_save
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.backends import Backend, both
 from tests.damage import flip

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
-from shardckpt.manifest import CONTENT_KEY
+from shardckpt.manifest.names import CONTENT_KEY
 from shardckpt.mapping import ShardedTensor
 from tests.backends import Backend, both_in_proof
 from tests.cli.checkpoints import damage

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.errors import KeyMismatchError
-from shardckpt.maintenance import open_any
+from shardckpt.maintenance.sources import open_any
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.cli.checkpoints import copy_golden
 from tests.interop.sample import check_equal

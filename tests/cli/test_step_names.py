@@ -8,8 +8,8 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
-from shardckpt.manager import parse_step, remove_step
-from shardckpt.manager.step_names import StepNames, find_namings
+from shardckpt.manager import remove_step
+from shardckpt.manager.step_names import StepNames, find_namings, parse_step
 from shardckpt.mapping import ShardedTensor
 from tests.tables import table
 

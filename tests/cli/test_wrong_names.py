@@ -12,7 +12,7 @@ import torch
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import _VERBS, main
 from shardckpt.manager import pin_step
-from shardckpt.manifest import CONTENT_KEY
+from shardckpt.manifest.names import CONTENT_KEY
 from shardckpt.mapping import ShardedTensor
 from tests.tables import table
 

@@ -10,11 +10,11 @@ import pytest
 from obstore.store import MemoryStore
 
 from shardckpt.commit import Owner
-from shardckpt.engine import open_folder
 from shardckpt.integrations.fsspec.folder import open_folder as open_by_fsspec
 from shardckpt.integrations.obstore.folder import ObstoreFolder
 from shardckpt.manifest import find_generation
 from shardckpt.plugins import get_plugin_manager, hookimpl
+from shardckpt.plugins.stores import open_folder
 from shardckpt.storage import RemotePath
 from tests.commit import owners
 from tests.remote import jobs

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shardckpt.cli import main
-from shardckpt.commit import Hold, Owner
+from shardckpt.commit import Owner
 from shardckpt.commit import holds as holds_module
+from shardckpt.commit.holds import Hold
 from shardckpt.engine.transaction import Transaction
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manager import KeepLatest, pin_step, unpin_step

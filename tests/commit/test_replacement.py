@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.commit import Owner, delete_checkpoint
-from shardckpt.engine import open_folder, prune_leftovers
+from shardckpt.commit import Owner
+from shardckpt.commit.removal import delete_checkpoint
+from shardckpt.engine.pruning import prune_leftovers
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError, StorageError
 from shardckpt.integrations.fsspec.folder import open_folder as open_by_fsspec
 from shardckpt.integrations.obstore.folder import ObstoreFolder
 from shardckpt.maintenance import verify_checkpoint
 from shardckpt.plugins import get_plugin_manager, hookimpl
+from shardckpt.plugins.stores import open_folder
 from shardckpt.storage import RemotePath
 from tests.commit import owners
 from tests.commit.replacement import LATER, NEW, OLD, Place, generations, place, versions

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shardckpt.commit import SmallFiles
+from shardckpt.commit.small_files import SmallFiles
 from shardckpt.errors import StorageError
 
 if TYPE_CHECKING:

@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from obstore.store import MemoryStore
 
-from shardckpt.commit import Owner, Upload, find_unfinished, remove_unfinished, why_unfinished_kept
+from shardckpt.commit import Owner
+from shardckpt.commit.unfinished import find_unfinished, remove_unfinished, why_unfinished_kept
+from shardckpt.commit.upload import Upload
 from shardckpt.integrations.fsspec.folder import open_folder
 from shardckpt.integrations.obstore.folder import ObstoreFolder
 from shardckpt.manifest import MARKER_NAME
-from shardckpt.storage import RemotePath, list_objects
+from shardckpt.storage import RemotePath
+from shardckpt.storage.remote import list_objects
 from tests.commit import owners
 
 if TYPE_CHECKING:
-    from shardckpt.commit import Unfinished
+    from shardckpt.commit.unfinished import Unfinished
     from tests.clock import Clock
 
 SAVE_ID = "7" * 32

@@ -417,7 +417,7 @@ ITEMS = {
         Item(
             "several schedulers",
             AS_WRITTEN,
-            "tests/manager/test_equal_states.py::test_a_list_of_schedulers_is_saved_and_resumed",
+            "tests/manager/test_replicated_states.py::test_a_list_of_schedulers_is_saved_and_resumed",
         ),
         Item("another world size", BETTER, f"{_ITEMS}::test_a_loader_of_another_world_size_says_so"),
         Item("initial_load_path", AS_WRITTEN, f"{_MANAGER}::test_where_to_begin"),

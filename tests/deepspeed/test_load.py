@@ -17,7 +17,8 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.cli import main
 from shardckpt.errors import CannotLoadError, CheckpointingException, CorruptCheckpointError
-from shardckpt.maintenance import convert_checkpoint, diff_checkpoints, open_any
+from shardckpt.maintenance import convert_checkpoint, diff_checkpoints
+from shardckpt.maintenance.sources import open_any
 from tests.tables import table
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "deepspeed"

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine import transaction
-from shardckpt.manifest import RECORD_NAME, TABLE_SUFFIX, Record
+from shardckpt.manifest import RECORD_NAME, Record
+from shardckpt.manifest.names import TABLE_SUFFIX
 from shardckpt.storage import writer
 from tests.remote import jobs
 from tests.shared import shared_by_ranks

@@ -10,7 +10,8 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
-from shardckpt.engine import Progress, show_progress
+from shardckpt.engine.display import show_progress
+from shardckpt.engine.progress import Progress
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager

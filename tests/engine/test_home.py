@@ -9,9 +9,10 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
-from shardckpt.engine import find_local
+from shardckpt.engine.locations import find_local
 from shardckpt.huggingface import dcp_to_torch_save, torch_save_to_dcp
-from shardckpt.manager import CheckpointConfig, CheckpointManager, identify_save, mark_checkpoint
+from shardckpt.manager import CheckpointConfig, CheckpointManager, mark_checkpoint
+from shardckpt.manager.marks import identify_save
 from shardckpt.mapping import ShardedTensor
 
 

@@ -17,7 +17,7 @@ from shardckpt.dist_checkpointing import ShardedTensor
 from shardckpt.engine.integrity import save_integrity_manifest, verify_integrity_manifest
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
 from shardckpt.maintenance.verify import verify_checkpoint
-from shardckpt.manifest import INTEGRITY_LIMIT
+from shardckpt.manifest.names import INTEGRITY_LIMIT
 from shardckpt.storage.memory_budget import REQUEST_BYTES
 from shardckpt.storage.open_files import OpenFile, OpenFiles
 from tests import backends

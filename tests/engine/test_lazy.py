@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.engine import OpenCheckpoint
+from shardckpt.engine.loading import OpenCheckpoint
 from shardckpt.errors import CheckpointingException, KeyMismatchError
-from shardckpt.maintenance import open_any
+from shardckpt.maintenance.sources import open_any
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.storage.reader import CheckpointReader
 from tests import backends

@@ -11,8 +11,9 @@ from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.background import saving
 from shardckpt.distributed import Comm
 from shardckpt.distributed.long_wait import LongWait
-from shardckpt.engine import Operation, long_phase
+from shardckpt.engine import long_phase
 from shardckpt.engine.long_phase import LongPhase
+from shardckpt.engine.operation import Operation
 from shardckpt.plugins import Event, get_plugin_manager
 from tests.background import jobs
 from tests.clock import Clock

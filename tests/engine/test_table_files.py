@@ -11,16 +11,18 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.commit import delete_checkpoint
-from shardckpt.engine import open_folder
+from shardckpt.commit.removal import delete_checkpoint
 from shardckpt.engine.integrity import save_integrity_manifest, verify_integrity_manifest
 from shardckpt.engine.transaction import check_records
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.maintenance.verify import DAMAGED, INTACT, get_exit_code, verify_checkpoint
-from shardckpt.manifest import RECORD_NAME, TABLE_SUFFIX, FileRecord, Record
+from shardckpt.manifest import RECORD_NAME, FileRecord, Record
+from shardckpt.manifest.names import TABLE_SUFFIX
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import RemotePath, Segments
+from shardckpt.plugins.stores import open_folder
+from shardckpt.storage import RemotePath
+from shardckpt.storage.digest import Segments
 from tests import backends
 from tests.damage import flip
 from tests.engine.table_files import list_tables, moved, read_record, save_value

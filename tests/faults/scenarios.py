@@ -27,8 +27,8 @@ from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.chunks import LocalPlan
 from shardckpt.dist_checkpointing import ShardedTensor
 from shardckpt.distributed import Comm
-from shardckpt.engine import prune_leftovers
 from shardckpt.engine.integrity import verify_integrity_manifest
+from shardckpt.engine.pruning import prune_leftovers
 from shardckpt.errors import CheckpointingException, NotACheckpointError
 from shardckpt.huggingface import export_to_huggingface
 from shardckpt.maintenance import convert_checkpoint, migrate_checkpoint, verify_checkpoint

@@ -14,7 +14,8 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, KeyMismatchError
 from shardckpt.huggingface import export_to_huggingface, huggingface_index, load_from_huggingface
-from shardckpt.maintenance import DAMAGED, INTACT, convert_checkpoint, get_exit_code, verify_checkpoint
+from shardckpt.maintenance import convert_checkpoint, verify_checkpoint
+from shardckpt.maintenance.verify import DAMAGED, INTACT, get_exit_code
 from shardckpt.manager import list_checkpoints
 from shardckpt.mapping import ShardedTensor
 from tests.tables import table

@@ -19,17 +19,12 @@ from shardckpt import __version__
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.cli.exit_codes import FAILED
-from shardckpt.huggingface import export_to_huggingface, own_process, save_state_dict
-from shardckpt.maintenance import (
-    DAMAGED,
-    INTACT,
-    convert_checkpoint,
-    get_exit_code,
-    merge_checkpoints,
-    verify_checkpoint,
-)
+from shardckpt.huggingface import export_to_huggingface, save_state_dict
+from shardckpt.huggingface.architecture import own_process
+from shardckpt.maintenance import convert_checkpoint, merge_checkpoints, verify_checkpoint
+from shardckpt.maintenance.verify import DAMAGED, INTACT, get_exit_code
 from shardckpt.manager import list_checkpoints
-from shardckpt.storage import combine_fingerprints
+from shardckpt.storage.fingerprint_file import combine_fingerprints
 from tests.huggingface.samples import read, save, sharded_state
 from tests.safetensors.contiguous.jobs import read_like_vllm
 from tests.tables import table

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError, UnsafePickleError
 from shardckpt.huggingface import TorchFile
-from shardckpt.maintenance import convert_checkpoint, open_any, verify_checkpoint
+from shardckpt.maintenance import convert_checkpoint, verify_checkpoint
+from shardckpt.maintenance.sources import open_any
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.tensors import tensor_bytes
 from shardckpt.testing.tensors import DTYPES

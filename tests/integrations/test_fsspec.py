@@ -11,7 +11,8 @@ from shardckpt import settings
 from shardckpt.errors import StorageError
 from shardckpt.integrations import multipart
 from shardckpt.integrations.fsspec.folder import FsspecFolder
-from shardckpt.storage import RemotePath, list_objects
+from shardckpt.storage import RemotePath
+from shardckpt.storage.remote import list_objects
 from tests.remote import jobs
 
 

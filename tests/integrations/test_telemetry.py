@@ -17,7 +17,8 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.background import saving
 from shardckpt.background.saving import wait_for_dropped
-from shardckpt.engine import long_phase, operation, report_event
+from shardckpt.engine import long_phase, operation
+from shardckpt.engine.operation import report_event
 from shardckpt.errors import CheckpointingException, StorageError, VersionTooNewError
 from shardckpt.maintenance import convert_checkpoint
 from shardckpt.manager import CheckpointConfig, CheckpointManager

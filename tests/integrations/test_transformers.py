@@ -12,7 +12,8 @@ import pytest
 
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
-from shardckpt.manager import CheckpointManager, identify_save, mark_checkpoint
+from shardckpt.manager import CheckpointManager, mark_checkpoint
+from shardckpt.manager.marks import identify_save
 from tests.integrations import small
 from tests.integrations.transformers import At, Crash, callback_of, config_of, crash, resume, trainer_of, without_ranks
 

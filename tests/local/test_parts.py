@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardckpt.local import parts
 from shardckpt.local.parts import PartFolder, PartId, SaveId
-from shardckpt.plugins import read_manifest
+from shardckpt.plugins.resolver import read_manifest
 from tests.local.disks import save_steps
 
 if TYPE_CHECKING:

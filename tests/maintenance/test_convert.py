@@ -20,8 +20,9 @@ from shardckpt.errors import (
     UnsafePickleError,
 )
 from shardckpt.huggingface import export_to_huggingface
-from shardckpt.maintenance import convert_checkpoint, open_any
+from shardckpt.maintenance import convert_checkpoint
 from shardckpt.maintenance.proof import StagedProof, SummedCheckpoint
+from shardckpt.maintenance.sources import open_any
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.state_dict import diff

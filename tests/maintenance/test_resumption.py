@@ -13,10 +13,13 @@ from safetensors.torch import save_file
 
 from shardckpt.chunks import files
 from shardckpt.commit.claim import Claim
-from shardckpt.engine import open_folder, prune_leftovers
+from shardckpt.engine.pruning import prune_leftovers
 from shardckpt.errors import StorageError
-from shardckpt.maintenance import ConversionReport, convert_checkpoint, get_exit_code, open_any, verify_checkpoint
+from shardckpt.maintenance import ConversionReport, convert_checkpoint, verify_checkpoint
+from shardckpt.maintenance.sources import open_any
+from shardckpt.maintenance.verify import get_exit_code
 from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins.stores import open_folder
 from shardckpt.storage import RemotePath, resumable
 from tests.commit import owners
 from tests.commit.replacement import Place

@@ -14,7 +14,8 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.cli import main
 from shardckpt.engine import display
-from shardckpt.manifest import CONTENT_KEY, Rescue
+from shardckpt.manifest import Rescue
+from shardckpt.manifest.names import CONTENT_KEY
 from shardckpt.mapping import ShardedTensor
 from tests.damage import flip
 from tests.tables import table

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.maintenance import compute_statistics, statistics
+from shardckpt.maintenance import statistics
+from shardckpt.maintenance.statistics import compute_statistics
 from shardckpt.mapping import ShardedTensor
 from tests.tables import table
 

@@ -16,9 +16,11 @@ from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.dist_checkpointing import remove_sharded_tensors
 from shardckpt.engine import transaction
 from shardckpt.errors import CheckpointingException
-from shardckpt.maintenance import INTACT, convert_checkpoint, fingerprint_checkpoint, get_exit_code, verify_checkpoint
+from shardckpt.maintenance import convert_checkpoint, verify_checkpoint
+from shardckpt.maintenance.stored_fingerprints import fingerprint_checkpoint
+from shardckpt.maintenance.verify import INTACT, get_exit_code
 from shardckpt.manager import CheckpointConfig, CheckpointManager
-from shardckpt.manifest import FINGERPRINTS_NAME
+from shardckpt.manifest.names import FINGERPRINTS_NAME
 from shardckpt.mapping import ShardedTensor
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from tests.shared import shared_by_ranks

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.steps import StepFolder
-from shardckpt.manifest import CONTENT_KEY
+from shardckpt.manifest.names import CONTENT_KEY
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.manager import get_plugin_manager
 from tests import backends

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.cli import main
-from shardckpt.commit import Hold, Owner
-from shardckpt.commit.holds import Holds
+from shardckpt.commit import Owner
+from shardckpt.commit.holds import Hold, Holds
 from shardckpt.errors import CannotLoadError, CheckpointingException, StorageError
 from shardckpt.manager import (
     CheckpointConfig,

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from shardckpt.cli import main
 from shardckpt.commit import Owner
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
-from shardckpt.manager import KeepLatest, KeepVerified, Metrics, identify_save, mark_checkpoint, prune_steps
+from shardckpt.manager import KeepLatest, KeepVerified, Metrics, mark_checkpoint, prune_steps
 from shardckpt.manager.garbage_collection import collect_garbage, discard_steps_after
+from shardckpt.manager.marks import identify_save
 from shardckpt.manager.retention import steps_to_remove
 from shardckpt.manager.step_names import MARKS_NAME
 from shardckpt.manager.step_resolution import check_step, find_newest

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shardckpt.commit import Owner, make_hold
+from shardckpt.commit import Owner
+from shardckpt.commit.holds import make_hold
 from shardckpt.commit.owner import _host, _status
 from shardckpt.errors import OtherJobError, StorageError
 from shardckpt.manager import CheckpointConfig, CheckpointManager, other_jobs

@@ -10,7 +10,8 @@ import fsspec
 import pytest
 import torch
 
-from shardckpt.engine import locate, measure
+from shardckpt.engine import locate
+from shardckpt.engine.locations import measure
 from shardckpt.errors import ConfigurationError, NotEnoughSpaceError
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.plugins import get_plugin_manager

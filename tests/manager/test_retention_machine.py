@@ -15,7 +15,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from shardckpt.commit import Owner, find_leftovers, temporary_name
+from shardckpt.commit import Owner
+from shardckpt.commit.leftovers import find_leftovers
+from shardckpt.commit.staging_names import temporary_name
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import (
     KeepEvery,

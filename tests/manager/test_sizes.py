@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from shardckpt.engine import measure, measure_freed
+from shardckpt.engine.locations import measure, measure_freed
 from shardckpt.manager import list_checkpoints
 from tests.manager import folders
 

@@ -19,7 +19,7 @@ from shardckpt.errors import CheckpointingException, StorageError, UnknownBacken
 from shardckpt.manager import KeepBest, KeepRecent
 from shardckpt.manager.garbage_collection import collect_garbage
 from shardckpt.manager.step_names import STEPS, StepNames
-from shardckpt.manifest import CONTENT_KEY
+from shardckpt.manifest.names import CONTENT_KEY
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.hookspecs import hookimpl
 from shardckpt.plugins.manager import get_plugin_manager

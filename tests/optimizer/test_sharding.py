@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.adapters import sharded_tensor_from_dtensor
+from shardckpt.adapters.dtensor import sharded_tensor_from_dtensor
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.optimizer import (

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.maintenance import open_any
+from shardckpt.maintenance.sources import open_any
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.pages import CheckpointHeader, describe_checkpoint
 from shardckpt.pages.checkpoint import describe_layouts

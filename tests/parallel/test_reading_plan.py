@@ -5,14 +5,14 @@ import random
 import torch
 
 from benchmarks.simulation.reading import simulate
-from shardckpt.parallel.reading_plan import ListedWants, Want, find_shared, list_shareable, list_wants
-from shardckpt.planning import find_holders
+from shardckpt.parallel.reading_plan import WantedColumns, WantedShard, find_shared, list_shareable, list_wanted
+from shardckpt.planning.shard_copies import find_holders
 
 SETTINGS = ("broadcast", 1 << 20)
 
 
-def _want(name: str, device_type: str = "cpu") -> Want:
-    return Want(name, (2,), torch.float32, 8, device_type)
+def _want(name: str, device_type: str = "cpu") -> WantedShard:
+    return WantedShard(name, (2,), torch.float32, 8, device_type)
 
 
 def test_what_digests_find_is_what_ids_say() -> None:
@@ -23,7 +23,7 @@ def test_what_digests_find_is_what_ids_say() -> None:
         ids[rng.randrange(7)] = []
         devices = {f"w{n}": rng.choice(["cpu", "cuda"]) for n in range(30)}
         wants = [list_shareable([_want(name, devices[name]) for name in names]) for names in ids]
-        shared = find_shared([list_wants(mine, SETTINGS) for mine in wants])
+        shared = find_shared([list_wanted(mine, SETTINGS) for mine in wants])
         expected = {name: held for name, held in find_holders(ids).items() if len(held) > 1}
         assert shared.holders == list(expected.values())
         names = [
@@ -36,14 +36,14 @@ def test_what_digests_find_is_what_ids_say() -> None:
 
 def test_destinations_on_several_kinds_of_device_are_noticed() -> None:
     """A shard that goes to a GPU on one rank and to the CPU on another has no kind of device of its own."""
-    listed = [list_wants([_want("a", "cuda"), _want("b")], SETTINGS), list_wants([_want("b"), _want("a")], SETTINGS)]
+    listed = [list_wanted([_want("a", "cuda"), _want("b")], SETTINGS), list_wanted([_want("b"), _want("a")], SETTINGS)]
     assert find_shared(listed).device_types == [None, "cpu"]
 
 
 def test_digests_that_agree_by_half_are_not_shared() -> None:
     """Different shards are never taken for one another, even if half of their digests is the same by chance."""
     halves = [b"12345678" + b"abcdefgh", b"12345678" + b"ABCDEFGH"]
-    listed = [ListedWants(SETTINGS, half, ("cpu",), b"\0") for half in halves]
+    listed = [WantedColumns(SETTINGS, half, ("cpu",), b"\0") for half in halves]
     assert find_shared(listed).holders == []
     assert find_shared([listed[0], listed[0]]).holders == [(0, 1)]
 

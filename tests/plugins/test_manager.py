@@ -162,7 +162,7 @@ def test_a_claim_of_what_is_built_in_is_switched_off_alone(
     said = _plugin(plugins, name).conflicts
     whats = ["('torch_dist', 1)", "('torch_checkpointing', 1)", "two strategies claim", "('safetensors', 1)"]
     assert [[what for what in whats if text.startswith(what)] for text in said] == [[what] for what in whats]
-    monkeypatch.setattr("shardckpt.plugins.get_plugin_manager", lambda: plugins)
+    monkeypatch.setattr("shardckpt.plugins.manager.get_plugin_manager", lambda: plugins)
     assert main(["strategies"]) == 1
     out = capsys.readouterr().out
     assert all(f"partly working: {name} (" in out and text in out for text in said)
@@ -638,7 +638,7 @@ def test_strategies_says_once_and_by_its_code_that_a_plugin_is_broken(
     """Its answer has the reason: no line of the log says the same before it. One that is left out is no fault."""
     site.install("aaa-broken", "aaa", "raise RuntimeError('no licence')")
     manager = PluginManager()
-    monkeypatch.setattr("shardckpt.plugins.get_plugin_manager", lambda: manager)
+    monkeypatch.setattr("shardckpt.plugins.manager.get_plugin_manager", lambda: manager)
     assert main(["strategies"]) == 1
     assert capsys.readouterr().out.count("RuntimeError: no licence") == 1
     assert "no licence" not in caplog.text

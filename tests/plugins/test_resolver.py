@@ -12,7 +12,8 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
-from shardckpt.commit import claim_name, commit, release_name
+from shardckpt.commit import commit
+from shardckpt.commit.owner import claim_name, release_name
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.loading import LoadOptions, open_checkpoint
 from shardckpt.engine.saving import SaveOptions, save_checkpoint
@@ -29,7 +30,7 @@ from shardckpt.errors import (
     VersionTooNewError,
     VersionTooOldError,
 )
-from shardckpt.manifest import MARKER_LIMIT
+from shardckpt.manifest.names import MARKER_LIMIT
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.hookspecs import hookimpl
 from shardckpt.plugins.manager import PluginManager

@@ -8,8 +8,9 @@ import pytest
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import PluginError
-from shardckpt.plugins import get_plugin_manager, open_folder, stores
+from shardckpt.plugins import get_plugin_manager, stores
 from shardckpt.plugins.hookspecs import hookimpl
+from shardckpt.plugins.stores import open_folder
 
 
 class _HalfAStore:

@@ -15,7 +15,7 @@ from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.mapping import ShardedObject
 from shardckpt.testing.cases import SaveLoadCase, save_load_cases
-from shardckpt.testing.memory import MEMORY_LAYOUTS, bits, garbage, lay, plain
+from shardckpt.testing.memory import MEMORY_LAYOUTS, bits, garbage, place_in_memory, plain
 from shardckpt.testing.shard_specs import boxes_in
 from shardckpt.testing.states import Destinations, check_region, make_state_dict
 from shardckpt.testing.tensors import TensorSpec, tensor_specs
@@ -179,7 +179,7 @@ def test_tensors_in_objects_and_common_state(tmp_path: Path, count: int) -> None
 
     def check(wanted: list[TensorSpec]) -> None:
         path = _new(tmp_path)
-        views = [[lay(whole.values(), way).view for way in MEMORY_LAYOUTS] for whole in wanted]
+        views = [[place_in_memory(whole.values(), way).view for way in MEMORY_LAYOUTS] for whole in wanted]
         dc.save({"common": views, "object": ShardedObject("object", views, (1,), (0,))}, path)
         loaded = dc.load({"object": ShardedObject("object", None, (1,), (0,))}, path)
         for whole, *values in zip(wanted, loaded["common"], loaded["object"], strict=True):

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 from obstore.store import MemoryStore
 
-from shardckpt.engine import open_folder
 from shardckpt.integrations.obstore.folder import ObstoreFolder
 from shardckpt.plugins import get_plugin_manager, hookimpl
+from shardckpt.plugins.stores import open_folder
 from tests.plugged import registered
 from tests.remote.servers import BUCKET
 

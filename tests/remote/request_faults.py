@@ -20,10 +20,13 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.engine import locate, open_folder, prune_leftovers
+from shardckpt.engine import locate
+from shardckpt.engine.pruning import prune_leftovers
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import list_objects, on_store
+from shardckpt.plugins.stores import open_folder
+from shardckpt.storage import on_store
+from shardckpt.storage.remote import list_objects
 from tests.faults.forks import fork, wait
 from tests.remote import jobs
 from tests.remote.fault_proxy import FaultProxy

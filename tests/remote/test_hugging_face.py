@@ -15,7 +15,8 @@ from shardckpt.errors import NotACheckpointError
 from shardckpt.huggingface import export_to_huggingface, huggingface_index, load_from_huggingface
 from shardckpt.integrations.obstore.folder import ObstoreFolder
 from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins import get_plugin_manager, open_folder
+from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins.stores import open_folder
 from shardckpt.storage import RemotePath
 from tests.manager.jobs import Training, weights
 from tests.remote.servers import BUCKET

@@ -13,12 +13,13 @@ from obstore.exceptions import InvalidPathError
 from obstore.store import LocalStore, MemoryStore
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.commit import Upload, open_stream
+from shardckpt.commit.upload import Upload, open_stream
 from shardckpt.errors import StorageError
 from shardckpt.integrations.obstore.folder import ObstoreFolder
 from shardckpt.integrations.obstore.folder import open_folder as open_url
-from shardckpt.maintenance import convert_checkpoint, open_any
+from shardckpt.maintenance import convert_checkpoint
 from shardckpt.maintenance.proof import StagedProof
+from shardckpt.maintenance.sources import open_any
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.storage import CheckpointWriter
 from tests import backends

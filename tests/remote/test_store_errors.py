@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardckpt.errors import StorageError
-from shardckpt.storage import RemotePath, find_problem, mask_secrets
+from shardckpt.storage import RemotePath, find_problem
+from shardckpt.storage.store_errors import mask_secrets
 from tests.tables import table
 
 

@@ -156,7 +156,7 @@ def test_a_million_boxes_open_at_once() -> None:
     tracemalloc.start()
     index = StoredIndex(Columns(data, "here"), "here", sizes)
     number = index.numbers["layers.3.p7.weight"]
-    chunks, _ = index.take_chunks(torch.tensor([number]))
+    chunks, _ = index.select_chunks(torch.tensor([number]))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 32 << 20

@@ -172,8 +172,8 @@ def test_the_pages_of_a_region_have_all_of_its_boxes(
                 low = [rng.randrange(size) for size in shape]
                 extent = [rng.randint(1, min(2, size - start)) for size, start in zip(shape, low, strict=True)]
                 boxes.add(place, tuple(low), tuple(extent))
-            chunks, bounds = index.take_chunks(numbers, boxes.table)
-            every, _ = index.take_chunks(numbers)
+            chunks, bounds = index.select_chunks(numbers, boxes.table)
+            every, _ = index.select_chunks(numbers)
             assert int(bounds[-1]) == len(chunks.box.spec)
             found = _list_touching(chunks.box, boxes)
             assert found == _list_touching(every.box, boxes)
@@ -200,7 +200,7 @@ def test_a_slice_reads_few_pages(path: Path, monkeypatch: pytest.MonkeyPatch) ->
         boxes = Boxes()
         boxes.add(0, (31, 0), (1, 4))
         index = read_index(reader)
-        chunks, _ = index.take_chunks(torch.tensor([index.numbers["m.rows"]]), boxes.table)
+        chunks, _ = index.select_chunks(torch.tensor([index.numbers["m.rows"]]), boxes.table)
     assert [31, 0] in chunks.box.offset[:, :2].tolist()
     assert len(chunks.box.spec) <= 6
     assert sum(read.nbytes for read in reads) <= 6 * 16

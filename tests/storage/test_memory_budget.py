@@ -18,8 +18,16 @@ from shardckpt.huggingface import export_to_huggingface, load_from_huggingface
 from shardckpt.integrations.obstore.folder import ObstoreFolder
 from shardckpt.manager import CheckpointConfig
 from shardckpt.mapping import ShardedTensor
-from shardckpt.storage import CheckpointWriter, find_least_upload, fit_parts, plan_upload
-from shardckpt.storage.memory_budget import REQUEST_BYTES, parse_size, plan_reading, plan_write_threads
+from shardckpt.storage import CheckpointWriter
+from shardckpt.storage.memory_budget import (
+    REQUEST_BYTES,
+    find_least_upload,
+    fit_parts,
+    parse_size,
+    plan_reading,
+    plan_upload,
+    plan_write_threads,
+)
 from tests.tables import table
 
 if TYPE_CHECKING:

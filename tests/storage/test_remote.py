@@ -11,7 +11,9 @@ import pytest
 from shardckpt.engine import locate
 from shardckpt.errors import StorageError
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import RemotePath, attempt, list_folders, list_objects
+from shardckpt.storage import RemotePath
+from shardckpt.storage.places import list_folders
+from shardckpt.storage.remote import attempt, list_objects
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

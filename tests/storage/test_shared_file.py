@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shardckpt.errors import StorageError
-from shardckpt.storage import CheckpointWriter, Segments, cut_segments
+from shardckpt.storage import CheckpointWriter, cut_segments
+from shardckpt.storage.digest import Segments
 from tests.tables import table
 
 if TYPE_CHECKING:

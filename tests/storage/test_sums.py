@@ -12,15 +12,9 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.planning import Box, Boxes
-from shardckpt.storage import (
-    PackedShards,
-    add_sums,
-    pack_columns,
-    pack_fingerprints,
-    parse_fingerprints,
-    split_sums,
-    sum_shards,
-)
+from shardckpt.storage import PackedShards, pack_columns, sum_shards
+from shardckpt.storage.fingerprint_file import parse_fingerprints
+from shardckpt.storage.sums import add_sums, pack_fingerprints, split_sums
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from shardckpt.tensors import fingerprint, finish_fingerprint, sum_boxes
+from shardckpt.tensors import fingerprint
+from shardckpt.tensors.fingerprint import finish_fingerprint, sum_boxes
 from shardckpt.testing.tensors import DTYPES
 from tests.tables import table
 

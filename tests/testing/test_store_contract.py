@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shardckpt.plugins import get_plugin_manager, open_folder
+from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins.stores import open_folder
 from shardckpt.testing import StoreContract
 from tests.tables import table
 from tests.testing import own_store

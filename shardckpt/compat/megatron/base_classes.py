@@ -13,7 +13,7 @@ from shardckpt import dist_checkpointing
 if TYPE_CHECKING:
     import os
 
-    from shardckpt.mapping import CommonStateDict, ShardedStateDict, StateDict
+    from shardckpt.mapping.base import CommonStateDict, ShardedStateDict, StateDict
 
     PathLike = str | os.PathLike[str]
 

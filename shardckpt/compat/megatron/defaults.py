@@ -9,8 +9,8 @@ from shardckpt import dist_checkpointing
 from shardckpt.compat.megatron.path_adapter import adapt_loader, adapt_saver
 from shardckpt.compat.megatron.strategies import callable_with_path
 from shardckpt.errors import CheckpointingException, UnknownBackendError
-from shardckpt.plugins import StrategyAction as Action
-from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins.entries import StrategyAction as Action
+from shardckpt.plugins.manager import get_plugin_manager
 
 
 class StrategyAction(Enum):

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.background import AsyncRequest
-from shardckpt.distributed import Comm
+from shardckpt.distributed.comm import Comm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,26 +22,33 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardckpt import settings
-from shardckpt.archive import decode_object, encode_object
-from shardckpt.commit import find_foreign, is_temporary
+from shardckpt.archive.objects import decode_object, encode_object
+from shardckpt.commit.commit import find_foreign
+from shardckpt.commit.staging_names import is_temporary
 from shardckpt.compat.megatron.base_classes import AsyncSaveShardedStrategy, LoadShardedStrategy, SaveShardedStrategy
-from shardckpt.engine import verify_integrity
+from shardckpt.engine.integrity import verify_integrity
 from shardckpt.errors import CorruptCheckpointError, PluginError, StorageError, listed
-from shardckpt.manifest import NAME_RULE, is_file_name, parse_json
-from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
-from shardckpt.planning import assign_holders
+from shardckpt.manifest.names import NAME_RULE, is_file_name
+from shardckpt.manifest.strict_json import parse_json
+from shardckpt.mapping.base import is_main_replica
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.planning.shard_copies import assign_holders
 from shardckpt.state_dict import build_copy
-from shardckpt.storage import has_local_files, replaced_error, was_replaced, wrap_os_errors
+from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.directory import replaced_error, was_replaced
+from shardckpt.storage.filesystem import wrap_os_errors
 from shardckpt.strategy import AsyncSaveStrategy, LoadStrategy, PreparedSave, SaveStrategy
-from shardckpt.validation import stored_key
+from shardckpt.validation.keys import stored_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from shardckpt.manifest import Manifest
-    from shardckpt.mapping import CommonStateDict, ShardedBase, StateDict
-    from shardckpt.storage import CheckpointReader, CheckpointWriter
+    from shardckpt.manifest.models import Manifest
+    from shardckpt.mapping.base import CommonStateDict, ShardedBase, StateDict
+    from shardckpt.storage.reader import CheckpointReader
+    from shardckpt.storage.writer import CheckpointWriter
     from shardckpt.strategy import LoadContext, PlanContext, SaveContext
 
 logger = logging.getLogger(__name__)

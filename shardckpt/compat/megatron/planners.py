@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 
-    from shardckpt.mapping import ShardedTensor
+    from shardckpt.mapping.sharded_tensor import ShardedTensor
 
 
 class MCoreSavePlanner(ShardedSavePlanner):

@@ -10,14 +10,14 @@ from shardckpt import dist_checkpointing
 from shardckpt.compat.megatron.base_classes import AsyncSaveShardedStrategy, LoadShardedStrategy
 from shardckpt.compat.megatron.external_writers import make_request
 from shardckpt.compat.megatron.path_adapter import PathLoader, PathSaver
-from shardckpt.distributed import Comm
-from shardckpt.engine import LoadOptions, OpenCheckpoint, load_checkpoint, read_checkpoint
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.loading import LoadOptions, OpenCheckpoint, load_checkpoint, read_checkpoint
 from shardckpt.errors import CheckpointingException, PluginError, StrategyMismatchError
-from shardckpt.manifest import Manifest
-from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import find_url
+from shardckpt.manifest.models import Manifest
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.storage.places import find_url
 from shardckpt.strategy import LoadContext, LoadStrategy
-from shardckpt.validation import StrictHandling
+from shardckpt.validation.keys import StrictHandling
 
 if TYPE_CHECKING:
     import os
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
     from shardckpt.background import AsyncRequest
-    from shardckpt.mapping import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
+    from shardckpt.mapping.base import ShardedBase, ShardedStateDict, StateDict
+    from shardckpt.mapping.sharded_tensor import ShardedTensor
 
     PathLike = str | os.PathLike[str]
 

@@ -14,19 +14,21 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from shardckpt.archive import make_archive
+from shardckpt.archive.objects import make_archive
 from shardckpt.compat.torch_private import make_sharded_tensor
 from shardckpt.errors import CheckpointingException, ShardingError
-from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
-from shardckpt.planning import part_view, shard_parts
-from shardckpt.tensors import is_sharded_tensor, new_wrapper
-from shardckpt.validation import stored_key
+from shardckpt.mapping.base import ShardedBase, is_main_replica
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.planning.boxes import part_view, shard_parts
+from shardckpt.tensors.torch_private import is_sharded_tensor, new_wrapper
+from shardckpt.validation.keys import stored_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from shardckpt.mapping import ShardedStateDict, StateDict
-    from shardckpt.planning import FlatPart
+    from shardckpt.mapping.base import ShardedStateDict, StateDict
+    from shardckpt.planning.boxes import FlatPart
 
 #: A path in a state dict: keys of dicts as texts, and indices of lists.
 _Path = tuple["str | int", ...]

@@ -17,13 +17,14 @@ from shardckpt import settings
 from shardckpt.errors import StorageError
 from shardckpt.integrations import multipart
 from shardckpt.integrations.s3_options import SCHEMES, make_s3fs_options
-from shardckpt.storage import find_problem, mask_password, plan_upload
+from shardckpt.storage.memory_budget import plan_upload
+from shardckpt.storage.store_errors import find_problem, mask_password
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from pathlib import Path
 
-    from shardckpt.storage import PendingUpload
+    from shardckpt.storage.store_abilities import PendingUpload
 
 #: What filesystems call the time of the last write: s3fs, adlfs, local files, gcsfs, in memory.
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")

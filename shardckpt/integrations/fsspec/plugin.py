@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.plugins import hookimpl
+from shardckpt.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from shardckpt.storage import RemoteFolder
+    from shardckpt.storage.remote import RemoteFolder
 
 
 def serves(scheme: str) -> bool:

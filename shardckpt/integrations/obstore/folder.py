@@ -20,8 +20,9 @@ from shardckpt.integrations import multipart
 from shardckpt.integrations.fsspec import shardckpt_filesystem as open_by_fsspec
 from shardckpt.integrations.obstore.streamed_object import StreamedObject
 from shardckpt.integrations.s3_options import SCHEMES, make_obstore_options
-from shardckpt.plugins import find_options
-from shardckpt.storage import find_problem, fit_parts, mask_secrets, plan_upload
+from shardckpt.plugins.stores import find_options
+from shardckpt.storage.memory_budget import fit_parts, plan_upload
+from shardckpt.storage.store_errors import find_problem, mask_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from obstore.store import ObjectStore
 
-    from shardckpt.storage import PendingUpload
+    from shardckpt.storage.store_abilities import PendingUpload
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
-from shardckpt.plugins import hookimpl
+from shardckpt.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from shardckpt.storage import RemoteFolder
+    from shardckpt.storage.remote import RemoteFolder
 
 #: fsspec serves all other protocols, memory:// and http:// among them.
 _SCHEMES = frozenset({"s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss"})

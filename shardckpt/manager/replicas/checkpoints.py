@@ -8,13 +8,13 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.distributed import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manager.config import AsyncMode
 from shardckpt.manager.garbage_collection import GarbageCollector, remove_steps
 from shardckpt.manager.reader import StepReader
 from shardckpt.manager.writer import StepWriter
-from shardckpt.manifest import CONTENT_KEY, Lineage
+from shardckpt.manifest.names import CONTENT_KEY, Lineage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

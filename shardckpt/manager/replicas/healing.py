@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardckpt.adapters import get_model_tensors, get_param_groups, load_into, read_versions
+from shardckpt.adapters.modules import get_model_tensors, read_versions
+from shardckpt.adapters.optimizers import get_param_groups
+from shardckpt.adapters.restore import load_into
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.plain_state import memory_of
 from shardckpt.manager.states import MODEL, OPTIMIZER
-from shardckpt.mapping import LocalNonpersistentObject, ShardedBase
+from shardckpt.mapping.base import ShardedBase
+from shardckpt.mapping.unstored import LocalNonpersistentObject
 from shardckpt.state_dict import dict_list_map_outplace
-from shardckpt.tensors import is_sharded_tensor
-from shardckpt.validation import VERSIONS
+from shardckpt.tensors.torch_private import is_sharded_tensor
+from shardckpt.validation.keys import VERSIONS
 
 if TYPE_CHECKING:
     from shardckpt.manager.states import TrainingStates

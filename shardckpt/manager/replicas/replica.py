@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.distributed import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.part import ManagerPart
 from shardckpt.manager.replicas.checkpoints import ReplicaCheckpoints
 from shardckpt.manager.replicas.healing import Healing
 from shardckpt.manager.steps import StepFolder
-from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins.manager import get_plugin_manager
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -9,7 +9,8 @@ import torch
 
 from shardckpt import dist_checkpointing
 from shardckpt.async_save import AsyncCallsQueue, release_memory
-from shardckpt.distributed import Comm, unpickle_trusted
+from shardckpt.distributed.comm import Comm
+from shardckpt.distributed.pickling import unpickle_trusted
 from shardckpt.errors import CheckpointingException
 from shardckpt.strategy import AsyncSaveStrategy, PlanContext
 from shardckpt.testing.checks import check, check_same

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.maintenance import verify_checkpoint
+from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.testing.checks import check
 from shardckpt.testing.contract import jobs
 from shardckpt.testing.contract.claims import Claims, each

@@ -16,8 +16,9 @@ import torch
 
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException
-from shardckpt.maintenance import verify_checkpoint
-from shardckpt.manifest import MARKER_NAME, RECORD_NAME, Record
+from shardckpt.maintenance.verify import verify_checkpoint
+from shardckpt.manifest.models import Record
+from shardckpt.manifest.names import MARKER_NAME, RECORD_NAME
 from shardckpt.strategy import ChecksFiles, RemovesKeys
 from shardckpt.testing.checks import check, check_same
 from shardckpt.testing.contract import jobs

@@ -6,9 +6,10 @@ import json
 from typing import TYPE_CHECKING
 
 from shardckpt import dist_checkpointing
-from shardckpt.maintenance import migrate_checkpoint
-from shardckpt.manifest import MARKER_NAME, Manifest
-from shardckpt.plugins import get_plugin_manager
+from shardckpt.maintenance.migrate import migrate_checkpoint
+from shardckpt.manifest.models import Manifest
+from shardckpt.manifest.names import MARKER_NAME
+from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.strategy import LoadStrategy, Recognises, SaveStrategy
 from shardckpt.testing.checks import check, check_same
 from shardckpt.testing.contract import jobs

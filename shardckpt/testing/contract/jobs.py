@@ -13,7 +13,8 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing
 from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.errors import CheckpointingException
-from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.parallel import FullyParallelLoadStrategyWrapper, FullyParallelSaveStrategyWrapper
 from shardckpt.testing.checks import check, check_same
 from shardckpt.testing.contract.shards import blank, check_shards, make_shards, make_tensor, whole_shard

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.distributed import unpickle_trusted
+from shardckpt.distributed.pickling import unpickle_trusted
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, NotACheckpointError
 from shardckpt.testing.contract import jobs
 

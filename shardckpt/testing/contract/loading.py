@@ -13,14 +13,15 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from shardckpt import dist_checkpointing
-from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.strategy import LoadContext
 from shardckpt.testing.cases import SaveLoadCase, save_load_cases
 from shardckpt.testing.checks import check, check_same
 from shardckpt.testing.contract import jobs
 from shardckpt.testing.contract.claims import Claims, each
 from shardckpt.testing.contract.shards import box_shard, make_tensor, whole_shard
-from shardckpt.testing.memory import MEMORY_LAYOUTS, garbage, lay
+from shardckpt.testing.memory import MEMORY_LAYOUTS, garbage, place_in_memory
 from shardckpt.testing.states import Destinations, make_state_dict
 
 MIB = 1 << 20
@@ -60,11 +61,11 @@ class LoadingTests(Claims):
         """A load fills the destination's own memory, however it lies there, and no byte around it."""
         tensor = make_tensor("w", torch.float32, (5, 6, 4))
         self.subject.save({"w": whole_shard("w", tensor.clone())}, path)
-        place = lay(garbage(tensor.numel(), tensor.dtype).view(tensor.shape), memory)
+        place = place_in_memory(garbage(tensor.numel(), tensor.dtype).view(tensor.shape), memory)
         loaded = self.subject.load({"w": whole_shard("w", place.view)}, path)
         check(loaded["w"] is place.view, "the load returned another tensor than the destination")
         check_same(place.view, tensor, "the destination")
-        check_same(place.base, lay(tensor, memory).base, "the memory around the destination")
+        check_same(place.base, place_in_memory(tensor, memory).base, "the memory around the destination")
 
     def test_no_destination(self, path: Path) -> None:
         """For a shard without data a load returns a new tensor of its dtype and shape."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardckpt.manifest import MARKER_NAME, RECORD_NAME, Manifest, Marker, Record
-from shardckpt.storage import CheckpointReader, CheckpointWriter
+from shardckpt.manifest.models import Manifest, Marker, Record
+from shardckpt.manifest.names import MARKER_NAME, RECORD_NAME
+from shardckpt.storage.reader import CheckpointReader
+from shardckpt.storage.writer import CheckpointWriter
 
 if TYPE_CHECKING:
     import os

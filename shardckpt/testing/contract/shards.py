@@ -6,7 +6,7 @@ import zlib
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.mapping import ShardedTensor
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.testing.checks import check_same
 from shardckpt.testing.memory import garbage, plain
 from shardckpt.testing.tensors import TensorSpec
@@ -117,7 +117,7 @@ def make_shards(
         dtypes: The dtypes.
         rank: The rank.
         world: Number of ranks.
-        shift: Cut each tensor in the layout that stands so many places further in the list.
+        shift: FolderPayload each tensor in the layout that stands so many places further in the list.
     """
     shards = {}
     for dtype in dtypes:

@@ -10,7 +10,7 @@ import torch
 
 from shardckpt import dist_checkpointing
 from shardckpt.errors import ShardingError
-from shardckpt.mapping import ShardedObject
+from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.testing.checks import check, check_same
 from shardckpt.testing.contract import jobs
 from shardckpt.testing.contract.claims import Claims, each

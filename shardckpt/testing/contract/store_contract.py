@@ -15,17 +15,17 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing
-from shardckpt.distributed import pickle_value, unpickle_trusted
+from shardckpt.distributed.pickling import pickle_value, unpickle_trusted
 from shardckpt.errors import CheckpointingException
-from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins import get_plugin_manager, open_folder
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.stores import open_folder
 from shardckpt.settings import PLUGINS
-from shardckpt.storage import (
+from shardckpt.storage.remote import HasFolders, ListsFolders
+from shardckpt.storage.store_abilities import (
     CopiesObjects,
     CreatesObjects,
     DeletesMany,
-    HasFolders,
-    ListsFolders,
     ReadsInto,
     ReplacesObjects,
     StreamsWrites,
@@ -44,7 +44,8 @@ _DELAYS = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)
 _UPLOAD = """
 import sys
 from pathlib import Path
-from shardckpt.plugins import get_plugin_manager, open_folder
+from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins.stores import open_folder
 folder = open_folder(sys.argv[1], get_plugin_manager())
 print("begin", flush=True)
 folder.upload("large", Path(sys.argv[2]))

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardckpt import dist_checkpointing
-from shardckpt.plugins import StrategyAction, get_plugin_manager, parse_key
+from shardckpt.plugins.entries import StrategyAction
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.registry import parse_key
 
 if TYPE_CHECKING:
     import os

@@ -10,11 +10,11 @@ import torch
 
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException
-from shardckpt.mapping import ShardedTensor
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.testing.checks import check, check_same
 from shardckpt.testing.contract.claims import Claims, each
 from shardckpt.testing.contract.shards import box_shard, make_tensor, whole_shard
-from shardckpt.testing.memory import MEMORY_LAYOUTS, lay
+from shardckpt.testing.memory import MEMORY_LAYOUTS, place_in_memory
 from shardckpt.testing.tensors import DTYPES
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class ValueTests(Claims):
     def test_memory_layout(self, path: Path, memory: str) -> None:
         """A tensor that lies in memory in any way, strided, as a window or lazily negated, is saved as its values."""
         tensor = make_tensor("w", torch.float32, (5, 6, 4))
-        laid = lay(tensor, memory)
+        laid = place_in_memory(tensor, memory)
         self.subject.save({"w": whole_shard("w", laid.view)}, path)
         found = self.subject.load({"w": ShardedTensor.from_global_shape("w", tensor.dtype, tuple(tensor.shape))}, path)
         check_same(found["w"], tensor, f"saved from {memory} memory")

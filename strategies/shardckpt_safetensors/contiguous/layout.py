@@ -35,7 +35,7 @@ class TensorInfo(NamedTuple):
         return f"{self.dtype} {self.shape}" + (f" with {self.scales}" if self.scales else "")
 
 
-class Cut(NamedTuple):
+class FolderPayload(NamedTuple):
     """A payload: a tensor of the folder.
 
     ``written`` is the folder's tensor, ``tensor`` the number of the checkpoint's tensor that has its elements, and
@@ -77,7 +77,7 @@ class FolderLayout:
         places: File and offset of each cut.
     """
 
-    def __init__(self, tensors: Sequence[TensorInfo], cuts: Sequence[Cut], limit: int) -> None:
+    def __init__(self, tensors: Sequence[TensorInfo], cuts: Sequence[FolderPayload], limit: int) -> None:
         self.tensors = tensors
         self.cuts = cuts
         self._numbers = numbers = {cut.written.name: number for number, cut in enumerate(cuts)}
@@ -124,7 +124,7 @@ class FolderLayout:
         return encode_weights_index(weight_map, sum(cut.nbytes for cut in self.cuts))
 
 
-def cut_tensor(number: int, info: TensorInfo, prefix: str, mapping: KeyMapping) -> list[Cut] | str:
+def split_tensor(number: int, info: TensorInfo, prefix: str, mapping: KeyMapping) -> list[FolderPayload] | str:
     """Return the folder's tensors that a tensor of the checkpoint becomes; or why it cannot be stored so.
 
     That is the end of a sentence. ``mapping`` maps what is left without the prefix to names in the folder.
@@ -140,7 +140,7 @@ def cut_tensor(number: int, info: TensorInfo, prefix: str, mapping: KeyMapping) 
     boxes = [link.box for link in links]
     if find_overlap(boxes) is not None or find_hole(info.shape, boxes) is not None:
         return "is not in the folder as a whole, by the mapping"
-    return [Cut(HubTensor(link.name, info.dtype, link.shape), number, link.box) for link in links]
+    return [FolderPayload(HubTensor(link.name, info.dtype, link.shape), number, link.box) for link in links]
 
 
 def sort_naturally(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:

@@ -349,7 +349,7 @@ def _cut_rounds(messages: Sequence[Message], world_size: int) -> list[list[Messa
     return rounds
 
 
-def take_view(tensors: Sequence[torch.Tensor], view: View) -> torch.Tensor:
+def view_part(tensors: Sequence[torch.Tensor], view: View) -> torch.Tensor:
     """Return a view of one of the rank's tensors."""
     tensor = tensors[view.item]
     if view.box is None:
@@ -363,7 +363,7 @@ def _take(views: Sequence[torch.Tensor], message: Message) -> torch.Tensor:
     values = views[message.source]
     if message.box is not None:
         box = message.box
-        values = values if box.shape == tuple(values.shape) else take_view([values], View(0, box))
+        values = values if box.shape == tuple(values.shape) else view_part([values], View(0, box))
         return as_bytes(plain_cpu(values))
     end = message.low + message.nbytes
     if is_plain(values) and values.is_contiguous():

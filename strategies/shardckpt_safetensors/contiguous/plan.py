@@ -24,13 +24,13 @@ from shardckpt.manifest import HUB_INDEX
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, Boxes, Table, concat_tables, intersect, make_column, make_matrix
 from shardckpt.storage import Columns, PackedShards, pack_columns
-from shardckpt_safetensors.contiguous.layout import FolderLayout, TensorInfo, cut_tensor, sort_naturally
+from shardckpt_safetensors.contiguous.layout import FolderLayout, TensorInfo, sort_naturally, split_tensor
 from shardckpt_safetensors.contiguous.pieces import (
     assign_owners,
     exchange_pieces,
     find_range,
     plan_pieces,
-    take_view,
+    view_part,
 )
 from shardckpt_safetensors.contiguous.work import ContiguousWork, PlannedWrite
 from shardckpt_safetensors.names import check_names
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from shardckpt.planning import Ints
     from shardckpt.storage import Column
     from shardckpt.strategy import PlanContext
-    from shardckpt_safetensors.contiguous.layout import Cut
+    from shardckpt_safetensors.contiguous.layout import FolderPayload
     from shardckpt_safetensors.contiguous.options import ContiguousOptions
     from shardckpt_safetensors.contiguous.pieces import Pieces, Write
 
@@ -96,7 +96,7 @@ class ContiguousPlan:
             # the local tensor of a shard may lack axes of extent 1 that the global one begins with
             found = zip(view_tensors(self.sources, shards), self.extents, strict=True)
             values = [value if value.shape == extent else value.view(extent) for value, extent in found]
-            views = [take_view(values, view) for view in self.pieces.views]
+            views = [view_part(values, view) for view in self.pieces.views]
         return [*views, *exchange_pieces(self.layout, self.pieces, views, comm)]
 
     def add_to(self, plan: LocalPlan, items: LocalItems, objects: Collection[str]) -> LocalPlan:
@@ -203,7 +203,7 @@ def plan_contiguous(
 
 
 def _find_tied_head(
-    aliases: Mapping[str, str], cuts: Mapping[str, Sequence[Cut]], options: ContiguousOptions, comm: Comm
+    aliases: Mapping[str, str], cuts: Mapping[str, Sequence[FolderPayload]], options: ContiguousOptions, comm: Comm
 ) -> dict[str, str]:
     """Collective: return the output layer's key, and the key by which it is stored, if the folder need not have both.
 
@@ -274,16 +274,18 @@ def _unite(mine: dict[str, TensorInfo], comm: Comm) -> list[TensorInfo]:
     return comm.main_runs("comparing the tensors of all ranks", unite)
 
 
-def _cut_tensors(tensors: Sequence[TensorInfo], sections: Sections, options: ContiguousOptions) -> dict[str, list[Cut]]:
+def _cut_tensors(
+    tensors: Sequence[TensorInfo], sections: Sections, options: ContiguousOptions
+) -> dict[str, list[FolderPayload]]:
     """Return the cuts of each tensor that can be stored contiguously.
 
     It is a ShardingError if one that must be cannot, or two would have one name.
     """
-    found: dict[str, list[Cut]] = {}
+    found: dict[str, list[FolderPayload]] = {}
     names: dict[str, str] = {}
     for info in tensors:
         check_names([info.key])
-        cuts = cut_tensor(0, info, sections.model, options.mapping)
+        cuts = split_tensor(0, info, sections.model, options.mapping)
         if isinstance(cuts, list):
             found[info.key] = cuts
             for cut in cuts:
@@ -300,7 +302,7 @@ def _cut_tensors(tensors: Sequence[TensorInfo], sections: Sections, options: Con
     return found
 
 
-def _vote(cuts: dict[str, list[Cut]], shards: Sequence[ShardedBase]) -> dict[str, int]:
+def _vote(cuts: dict[str, list[FolderPayload]], shards: Sequence[ShardedBase]) -> dict[str, int]:
     """Return for each tensor whether this rank has it otherwise than in ranges of the folder's tensors."""
     votes = dict.fromkeys(cuts, 0)
     items = collect_items([s for s in shards if isinstance(s, ShardedTensor) and s.key in cuts])

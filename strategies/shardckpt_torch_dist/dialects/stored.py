@@ -63,7 +63,7 @@ class StoredIndex(ChunkIndex):
     def _tensors(self) -> dict[int, StoredTensor]:
         return {}
 
-    def take_chunks(
+    def select_chunks(
         self,
         numbers: torch.Tensor,
         wanted: Callable[[], Table] | None = None,  # noqa: ARG002 - all chunks are in memory
@@ -83,7 +83,7 @@ class StoredIndex(ChunkIndex):
         """Return the tensor with this number, with its chunks as objects; they are made once."""
         if number not in self._tensors:
             shape, rows = self.shapes[number], slice(*self.bounds[number : number + 2].tolist())
-            chunks = self.chunks.list(rows, self.chunks.box.rows(rows).take_axes(len(shape)), self.files)
+            chunks = self.chunks.list(rows, self.chunks.box.rows(rows).first_axes(len(shape)), self.files)
             self._tensors[number] = StoredTensor(
                 self.dtypes[number], shape, {chunk.box.offset: chunk for chunk in chunks}
             )

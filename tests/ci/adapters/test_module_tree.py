@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing
-from shardckpt.adapters import get_model_tensors, load_into, to_sharded_state_dict
+from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.adapters.module_tree import list_state_tensors
+from shardckpt.adapters.modules import get_model_tensors
 from shardckpt.errors import ShardingError
 from tests.adapters.models import made_model
 from tests.adapters.module_tree import check

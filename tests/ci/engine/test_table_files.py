@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shardckpt.engine import prune_leftovers
-from shardckpt.manifest import TABLE_SUFFIX
+from shardckpt.engine.pruning import prune_leftovers
+from shardckpt.manifest.names import TABLE_SUFFIX
 from tests import backends
 from tests.engine.table_files import list_tables, read_record, save_value
 from tests.remote import jobs

@@ -15,7 +15,8 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import KeyMismatchError
 from shardckpt.huggingface import export_to_huggingface
-from shardckpt.maintenance import DAMAGED, INTACT, get_exit_code, verify_checkpoint
+from shardckpt.maintenance import verify_checkpoint
+from shardckpt.maintenance.verify import DAMAGED, INTACT, get_exit_code
 from tests.ci.huggingface.test_models import _model
 from tests.huggingface.samples import sharded_state
 from tests.tables import table

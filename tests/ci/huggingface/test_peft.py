@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from shardckpt import dist_checkpointing as dc
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.huggingface import export_to_huggingface, load_from_huggingface
-from shardckpt.maintenance import INTACT, get_exit_code, verify_checkpoint
+from shardckpt.maintenance import verify_checkpoint
+from shardckpt.maintenance.verify import INTACT, get_exit_code
 from tests.ci.huggingface.test_models import _model
 from tests.tables import in_proof, table
 

@@ -9,9 +9,9 @@ from urllib.parse import quote
 import pytest
 import torch
 
-from shardckpt.engine import open_folder
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins.stores import open_folder
 from tests.remote.clients import served_by
 from tests.remote.servers import BUCKET, PAGE, request
 

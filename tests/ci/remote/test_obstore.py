@@ -16,14 +16,15 @@ import torch
 from shardckpt import dist_checkpointing as dc
 from shardckpt import settings
 from shardckpt.cli import main
-from shardckpt.engine import open_folder
 from shardckpt.errors import StorageError
 from shardckpt.integrations.fsspec.folder import FsspecFolder
 from shardckpt.integrations.obstore.folder import ObstoreFolder
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import CheckpointWriter, RemotePath, attempt
+from shardckpt.plugins.stores import open_folder
+from shardckpt.storage import CheckpointWriter, RemotePath
+from shardckpt.storage.remote import attempt
 from tests import backends, programs
 from tests.remote import jobs
 from tests.remote.obstore import MIB, folder, url

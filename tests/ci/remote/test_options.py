@@ -13,7 +13,8 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException
 from shardckpt.integrations.fsspec.folder import open_folder as open_by_fsspec
 from shardckpt.maintenance import convert_checkpoint
-from shardckpt.plugins import get_plugin_manager, open_folder
+from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins.stores import open_folder
 from shardckpt.storage import RemotePath
 from tests.remote.servers import BUCKET, KEY, SECRET, moto_server, request
 from tests.states import entire

@@ -12,11 +12,13 @@ from s3fs import S3FileSystem
 
 from shardckpt import settings
 from shardckpt.cli import main
-from shardckpt.engine import open_folder, pruning
+from shardckpt.engine import pruning
 from shardckpt.integrations import multipart
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import RemotePath, list_objects
+from shardckpt.plugins.stores import open_folder
+from shardckpt.storage import RemotePath
+from shardckpt.storage.remote import list_objects
 from tests import programs
 from tests.commit import owners
 from tests.remote import jobs
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 #: A save that stops when all its files are there, and the marker is to be written.
 _SAVE = """
 import sys, time
-from shardckpt.commit import Upload
+from shardckpt.commit.upload import Upload
 from tests.remote import jobs
 
 def stop(upload, *args, **options):

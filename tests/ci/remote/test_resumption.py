@@ -9,9 +9,9 @@ import pytest
 
 from shardckpt import settings
 from shardckpt.cli import main
-from shardckpt.engine import open_folder
-from shardckpt.maintenance import open_any
+from shardckpt.maintenance.sources import open_any
 from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins.stores import open_folder
 from tests import programs
 from tests.maintenance.resumption import MIB, make_source
 from tests.remote.servers import BUCKET

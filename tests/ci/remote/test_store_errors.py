@@ -12,10 +12,11 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt import settings
-from shardckpt.engine import open_folder
 from shardckpt.errors import StorageError
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import RemotePath, list_objects
+from shardckpt.plugins.stores import open_folder
+from shardckpt.storage import RemotePath
+from shardckpt.storage.remote import list_objects
 from tests.remote import jobs
 from tests.remote.clients import served_by
 from tests.remote.servers import BUCKET, SECRET, fault_proxy, moto_server, rclone_server, variables

@@ -12,9 +12,10 @@ import torch
 import torch.distributed.checkpoint
 from ckpt_chaos import runner
 
-from shardckpt.commit import STAGING
+from shardckpt.commit.staging_names import STAGING
 from shardckpt.errors import CheckpointingException
-from shardckpt.maintenance import get_exit_code, verify_checkpoint
+from shardckpt.maintenance import verify_checkpoint
+from shardckpt.maintenance.verify import get_exit_code
 from tests.faults.chaos.forks import Fork
 from tests.faults.chaos.names import OURS, THEIRS
 

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from shardckpt.commit import delete_checkpoint
-from shardckpt.engine import prune_leftovers
+from shardckpt.commit.removal import delete_checkpoint
+from shardckpt.engine.pruning import prune_leftovers
 from shardckpt.storage import RemotePath
 from tests.commit.replacement import LATER, NEW, OLD, Place, generations, place, versions
 from tests.remote import jobs

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from shardckpt import dist_checkpointing as dc
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import Record
-from shardckpt.storage import Segments
+from shardckpt.storage.digest import Segments
 from shardckpt.testing import check_same
 from tests.safetensors.contiguous import jobs
 from tests.states import error_of

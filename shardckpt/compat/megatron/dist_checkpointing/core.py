@@ -6,12 +6,15 @@ import os
 from dataclasses import asdict, dataclass, fields
 
 from shardckpt.dist_checkpointing import check_is_distributed_checkpoint
-from shardckpt.engine import locate, locate_local
+from shardckpt.engine.locations import locate, locate_local
 from shardckpt.errors import CheckpointingException
-from shardckpt.manifest import MARKER_LIMIT, Marker
-from shardckpt.manifest import MARKER_NAME as CONFIG_FNAME
-from shardckpt.plugins import get_plugin_manager, parse_file
-from shardckpt.storage import CheckpointWriter, sync_directory, wrap_os_errors
+from shardckpt.manifest.models import Marker
+from shardckpt.manifest.names import MARKER_LIMIT
+from shardckpt.manifest.names import MARKER_NAME as CONFIG_FNAME
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.resolver import parse_file
+from shardckpt.storage.filesystem import sync_directory, wrap_os_errors
+from shardckpt.storage.writer import CheckpointWriter
 
 _UNFINISHED = f"{CONFIG_FNAME}.unfinished"
 

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from shardckpt.compat.megatron.dist_checkpointing.utils import _sharded_tensor_shard_id, _ShardId
 from shardckpt.compat.megatron.refusals import make_refusing_getattr
-from shardckpt.distributed import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
-from shardckpt.mapping import ShardedTensor, is_main_replica
+from shardckpt.mapping.base import is_main_replica
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.parallel import Transfer, check_algorithm, exchange_shards
-from shardckpt.planning import ShardCopy, assign_holders, assign_shards, shard_nbytes
+from shardckpt.planning.shard_copies import ShardCopy, assign_holders, assign_shards, shard_nbytes
 from shardckpt.state_dict import nested_values
-from shardckpt.tensors import is_quantized as is_float8tensor
+from shardckpt.tensors.wrappers import is_quantized as is_float8tensor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from shardckpt.mapping import ShardedStateDict
+    from shardckpt.mapping.base import ShardedStateDict
 
 _K = TypeVar("_K", bound="Hashable")
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from shardckpt.compat.megatron.refusals import make_refusing_getattr
-from shardckpt.mapping import (
+from shardckpt.mapping.base import (
     CommonStateDict,
     FactoryBuildFn,
     FactoryMergeFn,
-    LocalNonpersistentObject,
-    LocalNonpersitentObject,
     ReplicaId,
     ShardedBase,
-    ShardedObject,
     ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
     StateDict,
     is_main_replica,
 )
+from shardckpt.mapping.factory import ShardedTensorFactory
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.mapping.unstored import LocalNonpersistentObject, LocalNonpersitentObject
 from shardckpt.state_dict import apply_factories, apply_factory_merges
 
 #: What to do instead of Megatron's names that are not here.

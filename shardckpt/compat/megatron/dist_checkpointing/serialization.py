@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardckpt import dist_checkpointing
-from shardckpt.commit import is_free
+from shardckpt.commit.commit import is_free
 from shardckpt.compat.megatron.base_classes import LoadShardedStrategy
 from shardckpt.compat.megatron.defaults import StrategyAction, get_default_strategy
 from shardckpt.compat.megatron.dist_checkpointing.utils import _clean_metadata_for_serialization
@@ -19,20 +19,21 @@ from shardckpt.dist_checkpointing import (
     load_plain_tensors,
     remove_sharded_tensors,
 )
-from shardckpt.distributed import Comm
-from shardckpt.engine import locate
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.locations import locate
 from shardckpt.errors import CheckpointingException
-from shardckpt.manifest import MARKER_NAME
-from shardckpt.mapping import ShardedBase
-from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import is_there
+from shardckpt.manifest.names import MARKER_NAME
+from shardckpt.mapping.base import ShardedBase
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.storage.filesystem import is_there
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
     from shardckpt.background import AsyncRequest
-    from shardckpt.mapping import ShardedStateDict, ShardedTensor
+    from shardckpt.mapping.base import ShardedStateDict
+    from shardckpt.mapping.sharded_tensor import ShardedTensor
 
     PathLike = str | os.PathLike[str]
 

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.compat.megatron.dist_checkpointing.utils import extract_nonpersistent
 from shardckpt.compat.megatron.refusals import make_refusing_getattr
-from shardckpt.distributed import Comm
-from shardckpt.mapping import LocalNonpersistentObject, ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
+from shardckpt.distributed.comm import Comm
+from shardckpt.mapping.base import ShardedStateDict, StateDict  # noqa: TC001 - the module that this stands for has these names
+from shardckpt.mapping.factory import ShardedTensorFactory
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.mapping.unstored import LocalNonpersistentObject
 from shardckpt.state_dict import (
     build_copy,
     dict_list_map_outplace,
@@ -15,12 +18,13 @@ from shardckpt.state_dict import (
     nested_values,
     split_for_save,
 )
-from shardckpt.validation import compare_common, validate_shards
+from shardckpt.validation.keys import compare_common
+from shardckpt.validation.sharding import validate_shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardckpt.mapping import CommonStateDict
+    from shardckpt.mapping.base import CommonStateDict
 
 
 def save_preprocess(

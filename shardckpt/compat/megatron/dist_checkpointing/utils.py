@@ -9,15 +9,11 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardckpt.compat.megatron.refusals import make_refusing_getattr
-from shardckpt.mapping import (
-    LocalNonpersistentObject,
-    ShardedBase,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-    StateDict,
-)
-from shardckpt.planning import shard_id
+from shardckpt.mapping.base import ShardedBase, ShardedStateDict, StateDict
+from shardckpt.mapping.factory import ShardedTensorFactory
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.mapping.unstored import LocalNonpersistentObject
+from shardckpt.planning.shard_copies import shard_id
 from shardckpt.quantized import is_native_factory
 from shardckpt.state_dict import (
     extract_matching_values,
@@ -25,12 +21,12 @@ from shardckpt.state_dict import (
     extract_sharded_tensors_and_factories,
     nested_values,
 )
-from shardckpt.tensors import dequantize, is_quantized
+from shardckpt.tensors.wrappers import dequantize, is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from shardckpt.mapping import ShardedObject
+    from shardckpt.mapping.sharded_object import ShardedObject
 
 fallback_logger = logging.getLogger(__name__)
 

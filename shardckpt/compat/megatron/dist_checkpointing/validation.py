@@ -12,14 +12,16 @@ from shardckpt.compat.megatron.dist_checkpointing.serialization import (
 )
 from shardckpt.compat.megatron.refusals import make_refusing_getattr
 from shardckpt.compat.megatron.strategies import callable_with_path
-from shardckpt.distributed import Comm
-from shardckpt.engine import locate, save_integrity_manifest, verify_integrity_manifest
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.integrity import save_integrity_manifest, verify_integrity_manifest
+from shardckpt.engine.locations import locate
 from shardckpt.errors import CheckpointingException, KeyMismatchError
-from shardckpt.manifest import INTEGRITY_NAME as INTEGRITY_FNAME
-from shardckpt.mapping import ShardedBase
-from shardckpt.plugins import get_plugin_manager, read_manifest
+from shardckpt.manifest.names import INTEGRITY_NAME as INTEGRITY_FNAME
+from shardckpt.mapping.base import ShardedBase
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.resolver import read_manifest
 from shardckpt.state_dict import extract_matching_values, nested_values
-from shardckpt.validation import (
+from shardckpt.validation.keys import (
     KeyMismatch,
     StrictHandling,
     compare_common,
@@ -28,8 +30,8 @@ from shardckpt.validation import (
     name_keys,
     parse_strict_flag,
     stored_key,
-    validate_shards_by_rank,
 )
+from shardckpt.validation.sharding import validate_shards_by_rank
 
 if TYPE_CHECKING:
     import os
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from shardckpt.mapping import CommonStateDict, ShardedStateDict
+    from shardckpt.mapping.base import CommonStateDict, ShardedStateDict
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardckpt.async_save import AsyncCaller, AsyncCallsQueue, AsyncRequest, PersistentAsyncCaller, TemporalAsyncCaller
 from shardckpt.compat.megatron.refusals import make_refusing_getattr
-from shardckpt.engine import pause_gc as _disable_gc
+from shardckpt.engine.gc_pause import pause_gc as _disable_gc
 
 #: What to do instead of Megatron's names that are not here.
 REFUSED = {

@@ -11,10 +11,10 @@ from shardckpt.compat.megatron.dist_checkpointing.utils import _sharded_tensor_s
 from shardckpt.compat.megatron.path_adapter import adapt_loader, adapt_saver
 from shardckpt.compat.megatron.refusals import make_refusing_getattr
 from shardckpt.compat.megatron.strategies import LoadsByPath, SavesByPath
-from shardckpt.distributed import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException, PluginError
-from shardckpt.mapping import ShardedTensor
-from shardckpt.planning import shard_id
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.planning.shard_copies import shard_id
 from shardckpt.state_dict import nested_values
 from shardckpt.strategy import LoadStrategy, SaveStrategy
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from shardckpt.mapping import ShardedBase, ShardedStateDict
-    from shardckpt.planning import Assignment
+    from shardckpt.mapping.base import ShardedBase, ShardedStateDict
+    from shardckpt.planning.shard_copies import Assignment
 
 
 class _TakesMegatrons:

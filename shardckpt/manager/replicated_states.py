@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.per_rank import Stateful
 
 
-class EqualStates:
+class ReplicatedStates:
     """A list of objects with equal states: one state is stored, and each of them loads it, as torchtitan does it.
 
     So another number of them can load it: the ranks may have different numbers of stages. Errors say ``name``.
