@@ -29,6 +29,9 @@ from shardckpt.testing.contract.shards import make_tensor, whole_shard
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+#: Seconds in which a thread that has nothing to do must have ended.
+_THREAD_SECONDS = 10.0
+
 
 class FileTests(Claims):
     """Files, descriptors, threads."""
@@ -94,7 +97,10 @@ class FileTests(Claims):
         gc.collect()
         left = _open_files(path.parent) - before
         check(not left, f"files stay open after a save and a load: {sorted(left)}")
-        running = [thread for thread in threading.enumerate() if thread not in threads]
+        begun = [thread for thread in threading.enumerate() if thread not in threads]
+        for thread in begun:
+            thread.join(_THREAD_SECONDS)  # that of the core which looks at long phases ends when there is none
+        running = [thread for thread in begun if thread.is_alive()]
         check(not running, f"threads go on after a save and a load: {running}")
 
     def test_an_overwrite_replaces_everything(self, path: Path) -> None:
