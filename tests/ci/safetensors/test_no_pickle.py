@@ -103,8 +103,8 @@ def _reached() -> dict[str, str]:
             continue
         found[name] = importer
         waiting += [(each, name) for each in _imports(name)]
-        if package:
-            waiting.append((package, name))
+        if above := name.rpartition(".")[0]:
+            waiting.append((above, name))
     return found
 
 
