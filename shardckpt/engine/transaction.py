@@ -48,7 +48,8 @@ _ANY = TypeAdapter[Any](Any)
 #: A save's name and owner, 128 bits each, travel as four numbers of 64 bits: what ranks add up are int64.
 _NAME = struct.Struct("<4q")
 _ID_DIGITS = 32
-#: The votes for each digest are counted in bits of their own, and there are fewer than 2**20 ranks.
+#: The votes for each digest are counted in bits of their own, and there are fewer than 2**20 ranks: of the 63 bits of a
+#: sum, three algorithms have 20 each.
 _VOTE_BITS = 20
 #: Bytes of file records with tables of digests that all ranks send to the main rank, at most. Where they would be more,
 #: each table goes to a file of its own, and records are gathered without: at 16,384 ranks, of 512 bytes each.

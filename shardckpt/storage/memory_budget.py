@@ -93,7 +93,7 @@ def parse_memory_budget(budget: int | str | None) -> int | None:
 
 
 def check_memory_budget(budget: int | None, least: int, action: str) -> None:
-    """Refuse a budget of less than ``least`` bytes; the error says how many work, and what for: "to load needs"."""
+    """Refuse a budget of less than ``least`` bytes; the error says how many work, and what for: "to load takes"."""
     if budget is not None and budget < least:
         raise CheckpointingException(f"{show_budget(budget)}: {action} at least {show_mib(least)}")
 

@@ -7,7 +7,10 @@ import torch
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt_safetensors.dtype_names import DTYPES, HEADER_BYTES
 
-_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, known.torch_name) for name, known in DTYPES.items()}
+#: Those that this torch has.
+_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, known.torch_name) for name, known in DTYPES.items() if hasattr(torch, known.torch_name)
+}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -21,9 +24,11 @@ def dtype_name(key: str, dtype: torch.dtype) -> str:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a name; raise CheckpointingException if this release does not know it."""
+    """Return the dtype of a name; raise CheckpointingException if this release, or this torch, does not know it."""
     if name not in _DTYPES:
-        raise CheckpointingException(f"it has tensors of dtype {name!r:.100}, which this release does not know")
+        raise CheckpointingException(
+            f"it has tensors of dtype {name!r:.100}, which this release, or torch {torch.__version__}, lacks"
+        )
     return _DTYPES[name]
 
 

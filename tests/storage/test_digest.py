@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from shardckpt import dist_checkpointing
 from shardckpt.cli import main
+from shardckpt.engine import transaction
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.storage import digest
@@ -226,3 +227,8 @@ def test_tables_that_nobody_could_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(Segments.unpack(table.pack(), table.root(), 11, XXH3).lengths) == [5, 6]
     with pytest.raises(StorageError, match="a file of 3 records and pieces is more than is read"):
         Segments([5, 6, 7], [1, 2, 3], XXH3).pack()
+
+
+def test_the_votes_of_all_ranks_fit_into_a_sum() -> None:
+    """Ranks add up their votes for the algorithms in int64, by bits of its own for each."""
+    assert transaction._VOTE_BITS * len(ALGORITHMS) < 63
