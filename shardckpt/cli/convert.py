@@ -13,7 +13,8 @@ DST is complete or absent. Before it gets its name it is read again, and the fin
 with those of what was read: --verbose and --json have a line for each. If one differs, nothing is left. A
 conversion that was killed leaves nothing at DST; run it again with the same options, on the same host, and it goes on
 with what was written. Where SRC or an option has changed, it starts anew, and says so. To a URL it streams, keeps
-nothing on the local disk, and starts anew after a kill; where SRC or DST is a URL, the same format is a copy.
+nothing on the local disk, and goes on after a kill with the objects that are complete; where SRC or DST is a URL, the
+same format is a copy.
 
 exit codes:
   0  converted, and DST has the values of SRC

@@ -8,7 +8,8 @@ Hugging Face folders and files of safetensors have neither: headers, lengths and
 
 Files and bytes are those that are checked; shardckpt.json and metadata.json, by which they are, count in ls alone. Of
 several checkpoints, or a folder of them, only files with a fault are listed; the exit code is the highest of all.
-What else is in a folder is counted and named as skipped; a folder of checkpoints in it is, too, but with -r.
+Other folders in it are counted and named as skipped, also one of checkpoints, but with -r. A file with the suffix of a
+checkpoint (.pt, .safetensors) that nothing reads is an error.
 
 With --mark the verdict is kept next to the checkpoint: ls shows it, a CheckpointManager does not load a failed step,
 and no retention policy removes the newest verified one. It is about this save: it ends when another replaces it.

@@ -31,6 +31,7 @@ def diff_objects(first: OpenCheckpoint, second: OpenCheckpoint) -> ObjectReport:
     are read as every load reads them: a pickle may name only what is allowed.
     """
     ones, others = _read(first), _read(second)
+    ones, others = _rename_objects(ones, others), _rename_objects(others, ones)
     equal, found = 0, []
     containers: dict[str, int] = {}
     # a pickle of a few bytes may have containers that hold one twice, which hold one twice, and so on
@@ -40,6 +41,20 @@ def diff_objects(first: OpenCheckpoint, second: OpenCheckpoint) -> ObjectReport:
         equal += not differences
         found += differences
     return ObjectReport(equal, tuple(found), containers)
+
+
+def _rename_objects(ones: Mapping[str, Any], others: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Name an object of one shard as the common state has it, where the other checkpoint has the key there.
+
+    A file of ``torch.save`` has no objects: what is converted to it has their values in the common state.
+    """
+    found = dict(ones)
+    for name in ones.keys() - others.keys():
+        key, single, _ = name.rpartition("/shard_0_1")
+        common = f"common[{key!r}]"
+        if single and name == f"{key}{single}" and common in others and common not in ones:
+            found[common] = found.pop(name)
+    return found
 
 
 def _read(checkpoint: OpenCheckpoint) -> Mapping[str, Any]:

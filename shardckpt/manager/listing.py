@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt import settings
@@ -68,7 +69,6 @@ from shardckpt.strategy import LoadContext, find_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from shardckpt.manager.summaries import State
     from shardckpt.plugins.manager import PluginManager
@@ -154,7 +154,8 @@ class FoundCheckpoints(NamedTuple):
 def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
     """Return the checkpoints that a path stands for: those in it if it is a folder of checkpoints, else itself.
 
-    The path need not exist. It is a NotACheckpointError if only its folders have checkpoints.
+    A file of this machine that is one by its suffix, but of no known format, is among them. The path need
+    not exist. It is a NotACheckpointError if only its folders have checkpoints.
     """
     place = locate(path, get_plugin_manager())
     if lacks_directory(place) or is_there(place / MARKER_NAME):
@@ -169,10 +170,17 @@ def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
     if not found or [each.path for each in found] == [str(place)]:
         return FoundCheckpoints([path], [])
     above = "" if path == "." else f"{path.rstrip('/')}/"
-    skipped = [
-        replace(each, path=f"{above}{each.name}") for each in listed_ones if not each.is_checkpoint or each.inside
-    ]
-    return FoundCheckpoints([f"{above}{each.name}" for each in list_once(found)], skipped)
+    read: list[CheckpointSummary] = []
+    skipped: list[CheckpointSummary] = []
+    for each in listed_ones:
+        # .bin is a suffix of many other things; what torch.save wrote may be one tensor, which is no checkpoint
+        is_broken = not each.strategy and each.path.endswith((".pt", ".pth", ".ckpt", ".safetensors"))
+        is_read = each.is_checkpoint or (is_broken and Path(each.path).is_file())
+        if is_read:
+            read.append(each)
+        if not is_read or each.inside:
+            skipped.append(replace(each, path=f"{above}{each.name}"))
+    return FoundCheckpoints([f"{above}{each.name}" for each in list_once(read)], skipped)
 
 
 def _summarize_all(

@@ -321,6 +321,17 @@ def test_what_is_damaged_is_not_repaired(tmp_path: Path, fault: str, capsys: pyt
     assert (step / "metadata.json").read_text() == before
 
 
+def test_a_file_with_the_suffix_of_a_checkpoint_is_not_skipped(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What cannot be read among good checkpoints is an error by its name, as it is alone: a script sees it by 2."""
+    (tmp_path / "model.pt").write_bytes(b"garbage" * 100)
+    assert main(["verify", str(tmp_path)]) == main(["verify", str(tmp_path / "model.pt")]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.count("model.pt is of no format that is known here") == 2
+    assert "skipped" not in shown.out
+
+
 def test_verify_of_many(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder stands for the checkpoints in it; bad files are listed below its path; the exit code is the highest."""
     plain = save_plain_dcp(tmp_path)

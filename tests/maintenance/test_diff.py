@@ -16,7 +16,7 @@ from shardckpt import dist_checkpointing
 from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface import export_to_huggingface, find_mapping
-from shardckpt.maintenance import diff_checkpoints
+from shardckpt.maintenance import convert_checkpoint, diff_checkpoints
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.planning import Box
 from tests.maintenance.diff import save_values
@@ -229,6 +229,23 @@ def test_objects_and_common_state_are_compared(tmp_path: Path, capsys: pytest.Ca
     assert "rng/shard_0_1['seed']" in capsys.readouterr().out
     assert main(["diff", str(one), str(two), "--tensors-only"]) == 0
     assert main(["diff", str(one), str(two), "--json"]) == 1
+
+
+@pytest.mark.parametrize("backend", ["torch_dist", "safetensors"])
+def test_an_object_is_the_value_of_its_key_in_a_file_of_torch_save(tmp_path: Path, backend: str) -> None:
+    """What ``convert --to torch`` wrote equals its source, objects included, whichever comes first."""
+    for name, rate in (("one", 0.5), ("two", 0.25)):
+        state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2)), "step": 3}
+        groups = {"lr": rate, "betas": (0.9, 0.99)}
+        dist_checkpointing.save(
+            {**state, "groups": ShardedObject("groups", groups, (1,), (0,))}, tmp_path / name, backend
+        )
+    convert_checkpoint(tmp_path / "one", tmp_path / "one.pt", "torch")
+    assert diff_checkpoints(tmp_path / "one", tmp_path / "one.pt").are_same
+    assert diff_checkpoints(tmp_path / "one.pt", tmp_path / "one").are_same
+    found = diff_checkpoints(tmp_path / "two", tmp_path / "one.pt").objects
+    assert found is not None
+    assert [each.key for each in found.differences] == ["common['groups']['lr']"]
 
 
 def test_a_long_list_is_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
