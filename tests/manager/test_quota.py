@@ -49,6 +49,18 @@ def test_a_step_beyond_the_quota_is_refused(tmp_path: Path, kind: str) -> None:
         assert {name.partition("/")[0] for name in left if not name.startswith(".")} == {"step-1", "step-2"}
 
 
+def test_a_quota_below_one_step_says_that_it_must_grow(tmp_path: Path) -> None:
+    """To remove steps would not help, and the error says so; a folder that is full of steps does not say it."""
+    full = "fits into the quota, whatever is removed: raise it"
+    with _make_manager(str(tmp_path / "run"), quota="500kB") as manager, pytest.raises(NotEnoughSpaceError, match=full):
+        manager.save(1)
+    with _make_manager(str(tmp_path / "run"), quota="1.5MB") as manager:
+        assert manager.save(1)
+        with pytest.raises(NotEnoughSpaceError) as caught:
+            manager.save(2)
+        assert full not in str(caught.value)
+
+
 @table("kind", ["local", "store"])
 @table("strategy", ["torch_dist", "safetensors"])
 def test_a_step_counts_with_all_that_it_has_beside_its_tensors(tmp_path: Path, kind: str, strategy: str) -> None:
