@@ -567,7 +567,9 @@ class Comm:
     def _reduce(self, values: Sequence[int], operation: Any) -> list[int]:
         """Collective: sync errors, and combine the values of all ranks by position."""
         numbers = list(map(int, values))
-        if len(numbers) <= _SYNC_NUMBERS:
+        # a rank that has failed syncs by MAX: an all-reduce must have one operation, where the main rank uses its own
+        is_one_message = operation == dist.ReduceOp.MAX or self.world_size * SYNC_BYTES <= MAX_BYTES_BY_MAIN
+        if len(numbers) <= _SYNC_NUMBERS and is_one_message:
             return self._sync(*numbers, operation=operation)
         self.sync_errors()
         return self._combine(numbers, operation)

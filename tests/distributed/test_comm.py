@@ -4,7 +4,7 @@ import ast
 import gc
 import traceback
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from shardckpt.mapping import ShardedTensor
 from tests.tables import table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from tests.ranks import Ranks
 
@@ -283,9 +283,13 @@ def _fails_in_a_local_phase(then: str) -> None:
     COLLECTIVES[then](comm)  # the others go on, until they sync errors
 
 
+@pytest.mark.parametrize("limit", [comm_module.MAX_BYTES_BY_MAIN, 0], ids=["by the main rank", "by all-reduces"])
 @table("then", COLLECTIVES)
-def test_an_error_in_a_local_phase_is_everyones_in_what_follows(ranks: Ranks, then: str) -> None:
+def test_an_error_in_a_local_phase_is_everyones_in_what_follows(
+    ranks: Ranks, then: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the ranks do together next, they do not do it, and raise the error of the one that has failed."""
+    monkeypatch.setattr(comm_module, "MAX_BYTES_BY_MAIN", limit)
     outcomes = ranks.outcomes(3, _fails_in_a_local_phase, then)
     assert [outcome.kind for outcome in outcomes] == ["ShardingError"] * 3
     assert {outcome.message for outcome in outcomes} == {"rank 1, in 'alone': bad shard"}
@@ -372,33 +376,45 @@ def test_what_the_main_rank_ran_is_named_while_its_result_is_on_the_way(ranks: R
     assert all("in 'looking'" in said for said in ranks.run(2, _returns_what_cannot_travel, str(tmp_path)))
 
 
-def _combines(limit: int, count: int) -> list[Any]:
-    kept, comm_module.MAX_BYTES_BY_MAIN = comm_module.MAX_BYTES_BY_MAIN, limit
-    try:
-        comm = Comm()
-        values = [(comm.rank + 1) * (n - 3) << 40 for n in range(count)]
-        told = comm.all_gather(bytes([comm.rank]) * count * (comm.rank + 1))
-        return [comm.largest(*values), comm.total(*values), [len(part) for part in told]]
-    finally:
-        comm_module.MAX_BYTES_BY_MAIN = kept
+def _combines(count: int) -> list[Any]:
+    comm = Comm()
+    values = [(comm.rank + 1) * (n - 3) << 40 for n in range(count)]
+    told = comm.all_gather(bytes([comm.rank]) * count * (comm.rank + 1))
+    return [comm.largest(*values), comm.total(*values), [len(part) for part in told]]
 
 
 @pytest.mark.parametrize("count", [0, 1, 6, 7, 50])
-def test_numbers_are_combined_by_the_main_rank_or_round_a_ring(ranks: Ranks, count: int) -> None:
+def test_numbers_are_combined_by_the_main_rank_or_round_a_ring(
+    ranks: Ranks, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Largest, sums and gathered values are the same whichever way they go."""
     rows = [[(rank + 1) * (n - 3) << 40 for n in range(count)] for rank in range(3)]
     columns = list(zip(*rows, strict=True))
     expected = [list(map(max, columns)), list(map(sum, columns)), [count, 2 * count, 3 * count]]
     for limit in (0, 400, 1 << 20):
-        assert ranks.run(3, _combines, limit, count) == [expected] * 3
+        monkeypatch.setattr(comm_module, "MAX_BYTES_BY_MAIN", limit)
+        assert ranks.run(3, _combines, count) == [expected] * 3
 
 
-@contextmanager
-def _noted_messages() -> Iterator[list[torch.Tensor]]:
-    """Every tensor that is given to a collective, or sent or received."""
+def _sends_in_every_way(folder: str) -> None:
+    shard = ShardedTensor.from_rank_offsets(f"w{dist.get_rank()}", torch.ones(9))
+    part, _ = TensorAwareStateDict.from_state_dict({"w": shard}, "atomic")
+    comm = Comm()
+    values = (comm.all_gather(comm.rank), comm.gather(comm.rank), comm.broadcast(7), comm.total(1))
+    assert values == ([0, 1], [0, 1] if comm.is_main else [], 7, [2])
+    with suppress(CheckpointingException), comm.collective_phase("failing"):
+        raise ShardingError("bad shard")
+    LocalCheckpointManager(f"{folder}/{comm.rank}", CliqueReplication(1, 2)).save(part, 1)
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 20])
+def test_messages_are_in_memory_of_torch(
+    ranks: Ranks, tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No collective takes a tensor over Python's memory: gloo may let go of it when there is no Python any more."""
     noted: list[torch.Tensor] = []
 
-    def noting(function: Any) -> Any:
+    def note(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             for value in (*args, *kwargs.values()):
                 noted.extend(one for one in (value if isinstance(value, list) else [value]) if torch.is_tensor(one))
@@ -406,38 +422,13 @@ def _noted_messages() -> Iterator[list[torch.Tensor]]:
 
         return call
 
-    names = ("gather", "broadcast", "all_gather", "all_reduce", "P2POp")
-    kept = {name: getattr(dist, name) for name in names}
-    for name, function in kept.items():
-        setattr(dist, name, noting(function))
-    try:
-        yield noted
-    finally:
-        for name, function in kept.items():
-            setattr(dist, name, function)
-
-
-def _sends_in_every_way(folder: str) -> list[int]:
-    kept = comm_module._AT_ONCE, comm_module.MAX_BYTES_BY_MAIN
-    shard = ShardedTensor.from_rank_offsets(f"w{dist.get_rank()}", torch.ones(9))
-    part, _ = TensorAwareStateDict.from_state_dict({"w": shard}, "atomic")
-    comm = Comm()
-    with _noted_messages() as noted:
-        for comm_module._AT_ONCE, comm_module.MAX_BYTES_BY_MAIN in (kept, (0, 0)):
-            values = (comm.all_gather(comm.rank), comm.gather(comm.rank), comm.broadcast(7), comm.total(1))
-            assert values == ([0, 1], [0, 1] if comm.is_main else [], 7, [2])
-        comm_module._AT_ONCE, comm_module.MAX_BYTES_BY_MAIN = kept
-        with suppress(CheckpointingException), comm.collective_phase("failing"):
-            raise ShardingError("bad shard")
-        LocalCheckpointManager(f"{folder}/{comm.rank}", CliqueReplication(1, 2)).save(part, 1)
-    return [len(noted), sum(not tensor.untyped_storage().resizable() for tensor in noted)]
-
-
-def test_messages_are_in_memory_of_torch(ranks: Ranks, tmp_path: Path) -> None:
-    """No collective takes a tensor over Python's memory: gloo may let go of it when there is no Python any more."""
-    for count, foreign in ranks.run(2, _sends_in_every_way, str(tmp_path)):
-        assert count > 40
-        assert foreign == 0  # what torch has not allocated cannot be resized
+    for name in ("gather", "broadcast", "all_gather", "all_reduce", "P2POp"):
+        monkeypatch.setattr(dist, name, note(getattr(dist, name)))
+    for name in ("_AT_ONCE", "MAX_BYTES_BY_MAIN"):
+        monkeypatch.setattr(comm_module, name, limit)
+    ranks.run(2, _sends_in_every_way, str(tmp_path))
+    assert len(noted) > 40
+    assert all(tensor.untyped_storage().resizable() for tensor in noted)  # what torch has not allocated is not
 
 
 def test_what_is_collective_says_so() -> None:
