@@ -104,7 +104,7 @@ class ChunkLoadStrategy(LoadStrategy):
             context: The checkpoint's files, and what the caller allows.
         """
         values = self.read_chunk(read.chunk, context)
-        copy_values(read.target, values[Box(read.start, tuple(read.target.shape)).within(_at_zero(values.shape))])
+        copy_values(read.target, values[Box(read.start, tuple(read.target.shape)).within(Box.from_shape(values.shape))])
 
     def list_objects(self, context: LoadContext) -> Sequence[str]:  # noqa: ARG002 - a format may have none
         """Return the unique keys of the stored objects; by default there are none."""
@@ -246,7 +246,3 @@ def _plan_reads(
         for chunk, common in touched:
             start = tuple(slice_.start for slice_ in common.within(chunk.box))
             yield ChunkRead(chunk, start, view[common.within(part.box)])
-
-
-def _at_zero(shape: Sequence[int]) -> Box:
-    return Box((0,) * len(shape), tuple(shape))

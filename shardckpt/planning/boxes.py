@@ -29,6 +29,11 @@ class Box(NamedTuple):
     offset: Ints
     shape: Ints
 
+    @classmethod
+    def from_shape(cls, shape: Sequence[int]) -> Box:
+        """Return the box of all elements of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
     @property
     def volume(self) -> int:
         """Number of elements; 1 for the box of a 0-D tensor."""
@@ -114,7 +119,7 @@ def shard_parts(shard: ShardedTensor) -> list[FlatPart]:
         Copy a shard into a full tensor that has its global shape::
 
             for part in shard_parts(shard):
-                full[part.box.within(Box((0,) * full.ndim, full.shape))] = part_view(shard, part)
+                full[part.box.within(Box.from_shape(full.shape))] = part_view(shard, part)
     """
     lead = shard.prepend_axis_num
     block = unflattened_box(shard)

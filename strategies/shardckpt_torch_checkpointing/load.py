@@ -41,7 +41,7 @@ class TorchCheckpointingLoadStrategy(ChunkLoadStrategy):
         """Yield the pieces of all tensors; of one whose files are all missing, a box without elements."""
         index = _read_index(context)
         for tensor in index.tensors.values():
-            chunk = StoredChunk(tensor.key, tensor.dtype, tensor.shape, Box(*[(0,) * len(tensor.shape)] * 2), "")
+            chunk = StoredChunk(tensor.key, tensor.dtype, tensor.shape, Box.from_shape((0,) * len(tensor.shape)), "")
             layouts = index.files[str(tensor.path[0])]
             yield from (chunk._replace(box=piece.box, file=layouts[piece.rank].file) for piece in tensor.pieces)
             if not tensor.pieces:

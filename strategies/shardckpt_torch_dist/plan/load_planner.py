@@ -199,7 +199,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
                 shard = ShardedTensor.from_rank_offsets(index.fqn, local)
                 quantized.append(shard)
                 self._staged.append(StagedDestination(shard, local, count, keeps=True))
-                whole = Box((0,) * local.dim(), tuple(local.shape))
+                whole = Box.from_shape(local.shape)
                 targets[index] = _Target(index.fqn, torch.Size(whole.offset), len(self._targets))
                 self._targets.append(_StagedPart(self._staged[-1], FlatPart(whole, 0)))
         return [dataclasses.replace(item, dest_index=targets.get(item.dest_index, item.dest_index)) for item in items]
