@@ -16,7 +16,7 @@ from shardckpt.chunks.ties import TieFinder, agree_on_aliases
 from shardckpt.distributed.pickling import SharedPickle, pickle_value
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping.sharded_tensor import ShardedTensor
-from shardckpt.parallel import assign_main_replicas
+from shardckpt.parallel.save import assign_main_replicas
 from shardckpt.storage.sums import sum_shards
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
 from shardckpt.tensors.memory import synchronize_devices
