@@ -6,7 +6,6 @@ from shardckpt.chunks.coalesced_reads import ReadAhead as ReadAhead
 from shardckpt.chunks.coalesced_reads import read_in_order as read_in_order
 from shardckpt.chunks.coalesced_reads import read_units as read_units
 from shardckpt.chunks.entire import SMALL_ITEM as SMALL_ITEM
-from shardckpt.chunks.files import list_turns as list_turns
 from shardckpt.chunks.items import LocalItems as LocalItems
 from shardckpt.chunks.items import Sources as Sources
 from shardckpt.chunks.items import collect_items as collect_items

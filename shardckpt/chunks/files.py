@@ -1,18 +1,13 @@
-"""Choose how many files a rank writes, and which at a time."""
+"""Choose how many files a rank writes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from shardckpt.storage.direct import count_parallel_files
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
-
-    from shardckpt.storage.writer import CheckpointWriter
-
-_FileT = TypeVar("_FileT")
 
 #: Several files are faster than one only if each has at least this many bytes.
 _MIN_FILE_BYTES = 32 << 20
@@ -25,8 +20,3 @@ def count_files(requested: int | None, nbytes: int, directory: Path | None) -> i
     """
     most = nbytes // _MIN_FILE_BYTES
     return requested or (1 if most <= 1 or directory is None else min(most, count_parallel_files(directory)))
-
-
-def list_turns(files: Sequence[_FileT], writer: CheckpointWriter) -> list[Sequence[_FileT]]:
-    """Return which files are written at a time: all, or one, where a kill keeps only those that are complete."""
-    return [[file] for file in files] if writer.file_bytes else [files]

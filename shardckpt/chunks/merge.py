@@ -78,10 +78,9 @@ class ScaledTensor(NamedTuple):
     Attributes:
         number: Its number in a plan.
         key: Its key.
-        shape: Its global shape.
+        shape: Its global shape in elements, which blocks count; torch's float4 counts pairs along the last axis.
         by: The key of its scales.
         block: A block's size along each axis.
-        blocks: The number of blocks along each axis, which is the shape of its scales.
     """
 
     number: int
@@ -89,7 +88,6 @@ class ScaledTensor(NamedTuple):
     shape: Ints
     by: str
     block: Ints
-    blocks: Ints
 
     def find_scales(self, names: Mapping[str, int], shapes: Sequence[Ints]) -> int:
         """Return the number of the scales, after a check that they are there and fit."""
@@ -99,10 +97,11 @@ class ScaledTensor(NamedTuple):
                 "block_scales"
             )
         number = names[self.by]
-        if tuple(shapes[number]) != self.blocks:
+        blocks = tuple(-(-size // length) for size, length in zip(self.shape, self.block, strict=True))
+        if tuple(shapes[number]) != blocks:
             raise ShardingError(
                 f"tensor {self.key!r} of shape {self.shape} has block_scales of blocks {self.block}, so {self.by!r} "
-                f"has the shape {self.blocks}, but it has {shapes[number]}"
+                f"has the shape {blocks}, but it has {shapes[number]}"
             )
         return number
 
@@ -255,9 +254,8 @@ def list_scaled(plan: MergedPlan, scaled: Iterable[tuple[int, Columns]]) -> list
 def _describe_scaled(plan: MergedPlan, number: int, scales: BlockScales) -> ScaledTensor:
     shape = list(plan.shapes[number])
     if plan.dtypes[number] == torch.float4_e2m1fn_x2:
-        shape[-1] *= 2  # blocks count elements, shapes of this dtype pairs
-    blocks = tuple(-(-size // length) for size, length in zip(shape, scales.block, strict=True))
-    return ScaledTensor(number, plan.keys[number], plan.shapes[number], scales.key, scales.block, blocks)
+        shape[-1] *= 2
+    return ScaledTensor(number, plan.keys[number], tuple(shape), scales.key, scales.block)
 
 
 def _number_tensors(tensors: dict[str, _GlobalTensor], rank: int, specs: Columns) -> torch.Tensor:
