@@ -10,7 +10,7 @@ from shardckpt.planning import make_column, make_matrix
 from shardckpt.storage import PackedColumns
 from shardckpt_safetensors.dtypes import dtype_name
 from shardckpt_safetensors.index_names import BLOCK_SCALES, CODECS, FEATURE, HEADER, UNALIGNED
-from shardckpt_safetensors.index_parts import ALIGN, find_unit, sort_rows
+from shardckpt_safetensors.index_parts import ALIGN, find_alignment, sort_rows
 from shardckpt_safetensors.names import StringTable
 
 if TYPE_CHECKING:
@@ -100,6 +100,6 @@ def encode_index(plan: MergedPlan, parts: Mapping[str, PartHead] | None = None) 
         }
     packed = PackedColumns.pack({**strings.columns(), **columns})
     features = [] if parts is None else [FEATURE]
-    if {find_unit(plan.locations), *(head.unit for head in heads)} != {ALIGN}:
+    if {find_alignment(plan.locations), *(head.unit for head in heads)} != {ALIGN}:
         features.append(UNALIGNED)
     return EncodedIndex(packed, list(dtypes), [CODECS[number] for number in codecs], features, bool(plan.scales))

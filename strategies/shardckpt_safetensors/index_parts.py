@@ -105,8 +105,8 @@ def encode_part(plan: MergedPlan, page_rows: int = PAGE_ROWS, unit: int = ALIGN)
     return EncodedPart(data, PartHead(len(data) - rows.numel(), width, unit), page_rows * rows.shape[1])
 
 
-def find_unit(locations: torch.Tensor) -> int:
-    """Return 64 if all payloads begin at multiples of it, else 1; ``locations`` are files and starts."""
+def find_alignment(locations: torch.Tensor) -> int:
+    """Return the alignment of payloads in bytes: 64, or 1 for any; ``locations`` are their files and starts."""
     return 1 if bool((locations[:, 1] % ALIGN != 0).any()) else ALIGN
 
 

@@ -17,7 +17,7 @@ from shardckpt_safetensors.dtypes import declare
 from shardckpt_safetensors.encoded_index import encode_index
 from shardckpt_safetensors.index import read_index
 from shardckpt_safetensors.index_names import CODECS, INDEX_FILE
-from shardckpt_safetensors.index_parts import MOST_ROWS, encode_part, find_unit
+from shardckpt_safetensors.index_parts import MOST_ROWS, encode_part, find_alignment
 from shardckpt_safetensors.layout import FileItem, lay_out_file, piece_name
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _encode_rest(
         return {INDEX_FILE: encode_index(plan).to_bytes(index.header)}
     owners = index.find_parts(make_column(stays))
     parts = {
-        index.parts[number]: encode_part(_take_tensors(plan, owners == number), unit=find_unit(plan.locations))
+        index.parts[number]: encode_part(_take_tensors(plan, owners == number), unit=find_alignment(plan.locations))
         for number in sort_unique(owners).tolist()
     }
     rest = _take_tensors(plan, owners < 0)._replace(

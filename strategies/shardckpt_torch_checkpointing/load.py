@@ -48,7 +48,7 @@ class TorchCheckpointingLoadStrategy(ChunkLoadStrategy):
                 yield chunk
 
     def match(self, shard: ShardedTensor, context: LoadContext) -> Mapping[FlatPart, Sequence[tuple[StoredChunk, Box]]]:
-        """Return the parts of files that a shard needs, after a look at the tensors in these files; see the base."""
+        """Return the parts of files that a shard needs, after a check that its elements are stored; see the base."""
         index = _read_index(context)
         tensor = index.tensors[shard.key]
         found: dict[FlatPart, list[tuple[StoredChunk, Box]]] = {}
