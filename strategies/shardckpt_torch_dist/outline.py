@@ -12,6 +12,7 @@ from shardckpt.archive import list_dict_names
 from shardckpt.errors import CheckpointingException
 from shardckpt.plugins import Outline, cut_shapes, is_object_key
 from shardckpt.storage import ColumnFile, read_recorded_file
+from shardckpt.tensors import KNOWN_DTYPES
 from shardckpt_torch_dist.file_names import COMMON_FILE, INDEX_FILE
 
 if TYPE_CHECKING:
@@ -20,14 +21,7 @@ if TYPE_CHECKING:
     from shardckpt.manifest import PlainRecord
 
 #: Bytes of an element of each dtype, by torch's names.
-_ITEMSIZES = {
-    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
-    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"), 1),
-    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
-    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
-    "complex128": 16,
-}
+_ITEMSIZES = {known.torch_name: known.itemsize for known in KNOWN_DTYPES}
 _LARGEST = 2**63
 
 
