@@ -13,6 +13,7 @@ from shardckpt.chunks.items import view_tensors as view_tensors
 from shardckpt.chunks.load import ChunkLoadStrategy as ChunkLoadStrategy
 from shardckpt.chunks.load import ChunkRead as ChunkRead
 from shardckpt.chunks.load import StoredChunk as StoredChunk
+from shardckpt.chunks.load import describe_columns as describe_columns
 from shardckpt.chunks.load import read_targets as read_targets
 from shardckpt.chunks.merge import LocalPlan as LocalPlan
 from shardckpt.chunks.merge import MergedPlan as MergedPlan
@@ -36,5 +37,5 @@ from shardckpt.chunks.stored import ChunkIndex as ChunkIndex
 from shardckpt.chunks.stored import Chunks as Chunks
 from shardckpt.chunks.stored import Item as Item
 from shardckpt.chunks.stored import StoredTensor as StoredTensor
+from shardckpt.chunks.ties import TieFinder as TieFinder
 from shardckpt.chunks.ties import agree_on_aliases as agree_on_aliases
-from shardckpt.chunks.ties import find_ties as find_ties

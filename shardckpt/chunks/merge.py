@@ -10,7 +10,7 @@ import torch
 
 from shardckpt.errors import ShardingError, format_many, listed
 from shardckpt.mapping.sharded_tensor import BlockScales
-from shardckpt.planning.table import Table, concat_tables, find_untiled, make_column, make_matrix
+from shardckpt.planning.table import Table, concat_tables, find_untiled, make_bounds, make_column, make_matrix
 from shardckpt.storage.columns import Columns
 
 if TYPE_CHECKING:
@@ -160,11 +160,7 @@ def merge_plans(plans: Iterable[LocalPlan], aliases: Mapping[str, str] = Mapping
     return merged._replace(scales={t.number: (t.find_scales(names, merged.shapes), t.block) for t in with_scales})
 
 
-def merge_rows(
-    parts: Sequence[RankRows],
-    object_keys: Collection[str],
-    aliases: Mapping[str, str] = MappingProxyType({}),
-) -> MergedPlan:
+def merge_rows(parts: Sequence[RankRows], object_keys: Collection[str], aliases: Mapping[str, str]) -> MergedPlan:
     """Merge the boxes of at least one rank, in the order of the ranks; of each tensor there are those of all ranks.
 
     Returns the tensors and boxes, without files, objects and scales. No tensor may have one of ``object_keys``. The
@@ -192,7 +188,7 @@ def merge_rows(
             "validate_access_integrity=True to see which regions"
         )
     counts = torch.bincount(table.spec, minlength=len(keys))
-    bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    bounds = make_bounds(counts)
     dtypes = [tensor.dtype for tensor in tensors.values()]
     numbers = {alias: tensors[key].number for alias, key in aliases.items()}
     return MergedPlan(keys, dtypes, shapes, bounds, table, location[order], [], {}, numbers)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from shardckpt.chunks.files import count_files
 from shardckpt.chunks.items import collect_items, view_tensors
 from shardckpt.chunks.ties import TieFinder, agree_on_aliases
 from shardckpt.distributed.pickling import SharedPickle, pickle_value
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.parallel.save import assign_main_replicas
+from shardckpt.storage.direct import count_parallel_files
 from shardckpt.storage.sums import sum_shards
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
 from shardckpt.tensors.memory import synchronize_devices
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 IndexT = TypeVar("IndexT")
 ObjectT = TypeVar("ObjectT")
 _FileT = TypeVar("_FileT")
+#: Several files are faster than one only if each has at least this many bytes.
+_MIN_FILE_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -400,10 +402,14 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
             return self.encode_common(common, context) if context.comm.is_main else b""
 
     def _count_files(self, nbytes: int, context: PlanContext) -> int:
+        """Return the number of files that the caller requested, or that is fastest for so many bytes."""
         if context.file_bytes:
             return max(1, -(-nbytes // context.file_bytes))
+        most = nbytes // _MIN_FILE_BYTES
         # the parts of an object are sent at a time: several objects would only take more memory
-        return count_files(self._files, nbytes, None if context.is_streamed else context.staging)
+        if self._files or most <= 1 or context.is_streamed or context.staging is None:
+            return self._files or 1
+        return min(most, count_parallel_files(context.staging))
 
     def _find_ties(self, finder: TieFinder, shards: Sequence[ShardedBase]) -> list[tuple[str, ...]]:
         return finder.find(shards) if self.finds_aliases else []

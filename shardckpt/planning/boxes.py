@@ -48,9 +48,13 @@ class Box(NamedTuple):
         """Return the same box with ``by`` added to its offset."""
         return Box(tuple(off + step for off, step in zip(self.offset, by, strict=True)), self.shape)
 
+    def offset_in(self, outer: Box) -> Ints:
+        """Return where this box begins in a tensor that holds the elements of the outer box."""
+        return tuple(off - base for off, base in zip(self.offset, outer.offset, strict=True))
+
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Return the slices that select this box in a tensor that holds the elements of the outer box."""
-        starts = (off - base for off, base in zip(self.offset, outer.offset, strict=True))
+        starts = self.offset_in(outer)
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
 

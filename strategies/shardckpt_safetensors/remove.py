@@ -10,7 +10,7 @@ import torch
 from shardckpt.chunks import Item, MergedPlan
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import HUB_INDEX
-from shardckpt.planning import make_column, sort_unique
+from shardckpt.planning import make_bounds, make_column, sort_unique
 from shardckpt.strategy import KeptItem, Removal
 from shardckpt_safetensors.contiguous import StoredFolder
 from shardckpt_safetensors.dtypes import declare
@@ -166,7 +166,7 @@ def _take_tensors(plan: MergedPlan, mask: torch.Tensor) -> MergedPlan:
         [*compress(plan.keys, mask.tolist())],
         [*compress(plan.dtypes, mask.tolist())],
         [*compress(plan.shapes, mask.tolist())],
-        torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
+        make_bounds(counts),
         box._replace(spec=torch.searchsorted(numbers, box.spec)),
         plan.locations[rows],
         [],

@@ -25,10 +25,6 @@ _ITEMSIZES = {known.torch_name: known.itemsize for known in KNOWN_DTYPES}
 _LARGEST = 2**63
 
 
-class _UnusualError(Exception):
-    """The checkpoint has what is left to the strategy."""
-
-
 def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
     """Return what a checkpoint stores, or None to leave it to the strategy.
 
@@ -43,7 +39,7 @@ def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
         data = read_recorded_file(directory, record, COMMON_FILE)
         common = list_dict_names(data, COMMON_FILE)
         return None if common is None else _outline(index, common)._replace(plain_common=data)
-    except (CheckpointingException, _UnusualError, LookupError, TypeError, ValueError, OverflowError):
+    except (CheckpointingException, LookupError, TypeError, ValueError, OverflowError):
         return None
 
 
@@ -67,7 +63,7 @@ def _outline(index: ColumnFile, common: list[str]) -> Outline:
 
 def _require(fine: bool) -> None:
     if not fine:
-        raise _UnusualError
+        raise ValueError("not as this library writes it")
 
 
 __all__ = ["read_outline"]

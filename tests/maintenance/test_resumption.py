@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardckpt.chunks import files
+from shardckpt.chunks import save
 from shardckpt.commit.claim import Claim
 from shardckpt.engine.pruning import prune_leftovers
 from shardckpt.errors import StorageError
@@ -290,7 +290,7 @@ def test_a_store_gets_one_file_at_a_time(make: Any, tmp_path: Path, monkeypatch:
     """Whatever the disk with the spool directory is like, no two data files are sent at a time."""
     target: Target = make("safetensors")
     monkeypatch.setattr(conversion, "OBJECT_BYTES", 1 << 30)
-    monkeypatch.setattr(files, "_MIN_FILE_BYTES", MIB)
-    monkeypatch.setattr(files, "count_parallel_files", lambda _: 4)
+    monkeypatch.setattr(save, "_MIN_FILE_BYTES", MIB)
+    monkeypatch.setattr(save, "count_parallel_files", lambda _: 4)
     target.convert()
     assert [name for name in target.begun if name.startswith("rank_")] == ["rank_0_0.safetensors"]

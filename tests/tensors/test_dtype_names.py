@@ -19,11 +19,8 @@ def _name_in_file(dtype: torch.dtype) -> str:
 
 def test_what_safetensors_holds_is_known() -> None:
     """Each dtype of this torch that the installed safetensors writes is in the table, under the name in its files."""
-    names = {
-        dtype: name
-        for dtype in {*vars(torch).values()}
-        if isinstance(dtype, torch.dtype) and (name := _name_in_file(dtype))
-    }
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    names = {dtype: name for dtype in dtypes if (name := _name_in_file(dtype))}
     known = {known.torch_name: known.safetensors_name for known in KNOWN_DTYPES}
     assert len(names) > 15
     assert {dtype: known.get(str(dtype).removeprefix("torch.")) for dtype in names} == names
