@@ -11,7 +11,7 @@ from shardckpt.tensors import KNOWN_DTYPES
 def _name_in_file(dtype: torch.dtype) -> str:
     """The name that safetensors gives a dtype in a header; ``""`` if it cannot hold it."""
     try:
-        data = save({"x": torch.empty(0, dtype=dtype)})
+        data = save({"x": torch.empty(0, dtype=torch.uint8).view(dtype)})
     except (KeyError, RuntimeError, ValueError):
         return ""
     return str(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["x"]["dtype"])
