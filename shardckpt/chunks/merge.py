@@ -107,7 +107,7 @@ class ScaledTensor(NamedTuple):
 
 
 class _GlobalTensor(NamedTuple):
-    """A tensor of the checkpoint: its number, and what the first rank that stores a part says of it."""
+    """A tensor of the checkpoint: its number; dtype and shape, as the first rank that stores a part of it has them."""
 
     number: int
     dtype: torch.dtype

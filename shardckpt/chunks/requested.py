@@ -146,7 +146,7 @@ class _FewShards:
     where the shard begins in it.
     """
 
-    #: As of :class:`_MatchedShards`.
+    #: One chunk has all of each shard.
     uncovered: Sequence[ShardedTensor] = ()
 
     def __init__(

@@ -135,17 +135,17 @@ class StoredIndex(ChunkIndex):
 
     @cached_property
     def keys(self) -> list[str]:  # type: ignore[override]
-        """As of the base; decoded when they are first requested, as dtypes and shapes are."""
+        """The keys of the tensors, decoded when they are first requested, as dtypes and shapes are."""
         return [*self._lists[0]]
 
     @cached_property
     def dtypes(self) -> list[torch.dtype]:  # type: ignore[override]
-        """As of the base."""
+        """Their dtypes."""
         return [*self._lists[1]]
 
     @cached_property
     def shapes(self) -> list[Ints]:  # type: ignore[override]
-        """As of the base."""
+        """Their global shapes."""
         return [*self._lists[2]]
 
     @cached_property

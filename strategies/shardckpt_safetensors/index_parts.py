@@ -221,7 +221,7 @@ class IndexParts:
         return sort_unique(torch.arange(len(run), device="cpu") + (end - ends)[run])
 
     def check(self, boxes: Table) -> None:
-        """Check what the heads say of the rows."""
+        """Compare the reaches and page offsets in the heads with the boxes."""
         reach = _find_reach(boxes, len(self.tensors.keys))
         for number, file in enumerate(self._files):
             tensors = slice(int(self._numbers[number]), int(self._numbers[number + 1]))
