@@ -15,14 +15,10 @@ Example:
 
 from __future__ import annotations
 
-from shardckpt.background import (
-    AsyncCaller,
-    AsyncCallsQueue,
-    AsyncRequest,
-    PersistentAsyncCaller,
-    TemporalAsyncCaller,
-    release_memory,
-)
+from shardckpt.background.callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
+from shardckpt.background.queue import AsyncCallsQueue
+from shardckpt.background.request import AsyncRequest
+from shardckpt.background.saving import release_memory
 
 __all__ = [
     "AsyncCaller",

@@ -10,7 +10,7 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from shardckpt.background import request_save
+from shardckpt.background.saving import request_save
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.loading import LoadOptions, lend_checkpoint, load_checkpoint, read_checkpoint
 from shardckpt.engine.loading import open_checkpoint as open_any
@@ -27,7 +27,7 @@ from shardckpt.mapping.factory import ShardedTensorFactory
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.mapping.unstored import LocalNonpersistentObject, LocalNonpersitentObject
-from shardckpt.parallel import share_reading, split_budget
+from shardckpt.parallel.load import share_reading, split_budget
 from shardckpt.plugins.entries import StrategyAction
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.storage.directory import retry_if_replaced
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from shardckpt.background import AsyncRequest
+    from shardckpt.background.request import AsyncRequest
     from shardckpt.engine.loading import OpenCheckpoint
     from shardckpt.mapping.base import CommonStateDict, ShardedBase, ShardedStateDict, StateDict
     from shardckpt.plugins.resolver import Accept

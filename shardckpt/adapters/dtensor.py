@@ -150,7 +150,7 @@ def make_shards(
     ``pieces`` has the boxes, each with its place in the local tensor. ``grid`` is the number of equal parts along every
     axis of the global tensor; None if it is not cut into equal parts.
     """
-    full, shards = Box((0,) * local.dim(), tuple(local.shape)), []
+    full, shards = Box.from_shape(local.shape), []
     for box, place in pieces:
         part = Box(place, box.shape)
         # all of it is passed as it is: tensor subclasses, such as quantized ones, may not support slicing

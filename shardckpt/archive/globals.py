@@ -19,7 +19,7 @@ import torch
 
 from shardckpt.archive.pickle_policy import FunctionProxy, OpaqueClass, describe
 from shardckpt.errors import UnsafePickleError
-from shardckpt.stubs import Frozen, Stub
+from shardckpt.stubs.stub import Frozen, Stub
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.archive.pickle_policy import FunctionProxy, OpaqueClass, describe
 from shardckpt.archive.tensor_pickles import checked_geometry
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.stubs import Stub, make_stub_class
+from shardckpt.stubs.stub import Stub, make_stub_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -31,7 +31,7 @@ from shardckpt.archive.pickle_policy import (
 )
 from shardckpt.distributed.error_report import replace_text
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, UnsafePickleError, listed
-from shardckpt.stubs import Stub, make_stub_class
+from shardckpt.stubs.stub import Stub, make_stub_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -6,7 +6,6 @@ from shardckpt.chunks.coalesced_reads import ReadAhead as ReadAhead
 from shardckpt.chunks.coalesced_reads import read_in_order as read_in_order
 from shardckpt.chunks.coalesced_reads import read_units as read_units
 from shardckpt.chunks.entire import SMALL_ITEM as SMALL_ITEM
-from shardckpt.chunks.files import list_turns as list_turns
 from shardckpt.chunks.items import LocalItems as LocalItems
 from shardckpt.chunks.items import Sources as Sources
 from shardckpt.chunks.items import collect_items as collect_items
@@ -14,6 +13,7 @@ from shardckpt.chunks.items import view_tensors as view_tensors
 from shardckpt.chunks.load import ChunkLoadStrategy as ChunkLoadStrategy
 from shardckpt.chunks.load import ChunkRead as ChunkRead
 from shardckpt.chunks.load import StoredChunk as StoredChunk
+from shardckpt.chunks.load import describe_columns as describe_columns
 from shardckpt.chunks.load import read_targets as read_targets
 from shardckpt.chunks.merge import LocalPlan as LocalPlan
 from shardckpt.chunks.merge import MergedPlan as MergedPlan
@@ -37,5 +37,5 @@ from shardckpt.chunks.stored import ChunkIndex as ChunkIndex
 from shardckpt.chunks.stored import Chunks as Chunks
 from shardckpt.chunks.stored import Item as Item
 from shardckpt.chunks.stored import StoredTensor as StoredTensor
+from shardckpt.chunks.ties import TieFinder as TieFinder
 from shardckpt.chunks.ties import agree_on_aliases as agree_on_aliases
-from shardckpt.chunks.ties import find_ties as find_ties

@@ -73,6 +73,16 @@ class LocalItems:
     sources: Sources = field(default_factory=Sources)
     objects: dict[str, int] = field(default_factory=dict)
     scales: dict[str, BlockScales] = field(default_factory=dict)
+    _numbers: dict[tuple[str, torch.dtype, Ints], int] = field(default_factory=dict, repr=False)
+
+    def add_tensor(self, key: str, dtype: torch.dtype, shape: Ints) -> int:
+        """Return the number of a tensor, its position in ``keys``; a new one is added."""
+        number = self._numbers.setdefault((key, dtype, shape), len(self._numbers))
+        if number == len(self.keys):
+            self.keys.append(key)
+            self.dtypes.append(dtype)
+            self.shapes.append(shape)
+        return number
 
 
 def view_tensors(sources: Sources, shards: Sequence[Any]) -> list[torch.Tensor]:
@@ -95,13 +105,12 @@ def collect_items(shards: Sequence[ShardedBase], left_out: Collection[str] = ())
     ShardingError.
     """
     items = LocalItems()
-    numbers: dict[tuple[str, torch.dtype, Ints], int] = {}
     for position, shard in enumerate(shards):
         if not is_main_replica(shard.replica_id):
             continue
         if isinstance(shard, ShardedTensor):
             if shard.key not in left_out:
-                _add_tensor(items, numbers, position, shard)
+                _add_shard(items, position, shard)
         elif isinstance(shard, ShardedObject):
             items.objects[shard.unique_key] = position
         else:
@@ -109,18 +118,11 @@ def collect_items(shards: Sequence[ShardedBase], left_out: Collection[str] = ())
     return items
 
 
-def _add_tensor(
-    items: LocalItems, numbers: dict[tuple[str, torch.dtype, Ints], int], position: int, shard: ShardedTensor
-) -> None:
-    """Add the boxes of a shard; ``numbers`` has the number of each tensor, and gets that of a new one."""
+def _add_shard(items: LocalItems, position: int, shard: ShardedTensor) -> None:
+    """Add the boxes of a shard."""
     if shard.data is None:
         raise ShardingError(f"ShardedTensor {shard.key!r} has no data to save")
-    shape = tuple(shard.global_shape)
-    number = numbers.setdefault((shard.key, shard.dtype, shape), len(numbers))
-    if number == len(items.keys):
-        items.keys.append(shard.key)
-        items.dtypes.append(shard.dtype)
-        items.shapes.append(shape)
+    number = items.add_tensor(shard.key, shard.dtype, tuple(shard.global_shape))
     if shard.block_scales is not None:
         items.scales[shard.key] = shard.block_scales
     data = shard.data

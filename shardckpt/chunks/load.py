@@ -104,7 +104,7 @@ class ChunkLoadStrategy(LoadStrategy):
             context: The checkpoint's files, and what the caller allows.
         """
         values = self.read_chunk(read.chunk, context)
-        copy_values(read.target, values[Box(read.start, tuple(read.target.shape)).within(_at_zero(values.shape))])
+        copy_values(read.target, values[Box(read.start, tuple(read.target.shape)).within(Box.from_shape(values.shape))])
 
     def list_objects(self, context: LoadContext) -> Sequence[str]:  # noqa: ARG002 - a format may have none
         """Return the unique keys of the stored objects; by default there are none."""
@@ -167,11 +167,7 @@ class ChunkLoadStrategy(LoadStrategy):
 
     def load_index(self, context: LoadContext) -> list[ShardedBase]:
         """Return the stored tensors without data, unsharded, and the stored objects, by :meth:`list_columns`."""
-        columns = self.list_columns(context)
-        return [
-            *map(ShardedTensor.from_global_shape, columns.keys, columns.dtypes, columns.shapes),
-            *map(ShardedObject.empty_from_unique_key, columns.objects),
-        ]
+        return describe_columns(self.list_columns(context))
 
     def list_columns(self, context: LoadContext) -> StoredColumns:
         """Return the keys, dtypes and shapes of the stored tensors, and the keys of the stored objects.
@@ -222,10 +218,17 @@ def read_targets(reads: Sequence[ReadT], read: Callable[[ReadT], None], reader: 
 
     def fill(each: ReadT) -> None:
         read(each)
-        if each.target.device.type != "cpu":
-            synchronize_devices([each.target])  # the caller's stream does not wait for this thread's
+        synchronize_devices([each.target])  # the caller's stream does not wait for this thread's
 
     reader.map(fill, reads, lambda each: each.target.nbytes)
+
+
+def describe_columns(columns: StoredColumns) -> list[ShardedBase]:
+    """Return what ``load_index`` returns of a checkpoint with these columns: tensors without data, then objects."""
+    tensors = list(map(ShardedTensor.from_global_shape, columns.keys, columns.dtypes, columns.shapes))
+    for shard in tensors if columns.scales else ():
+        shard.block_scales = columns.scales.get(shard.key)
+    return [*tensors, *map(ShardedObject.empty_from_unique_key, columns.objects)]
 
 
 def _group(chunks: Iterable[StoredChunk]) -> dict[str, _StoredTensor]:
@@ -244,9 +247,4 @@ def _plan_reads(
     for part, touched in matched.items():
         view = part_view(shard, part)
         for chunk, common in touched:
-            start = tuple(slice_.start for slice_ in common.within(chunk.box))
-            yield ChunkRead(chunk, start, view[common.within(part.box)])
-
-
-def _at_zero(shape: Sequence[int]) -> Box:
-    return Box((0,) * len(shape), tuple(shape))
+            yield ChunkRead(chunk, common.offset_in(chunk.box), view[common.within(part.box)])

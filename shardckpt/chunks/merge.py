@@ -10,7 +10,7 @@ import torch
 
 from shardckpt.errors import ShardingError, format_many, listed
 from shardckpt.mapping.sharded_tensor import BlockScales
-from shardckpt.planning.table import Table, concat_tables, find_untiled, make_column, make_matrix
+from shardckpt.planning.table import Table, concat_tables, find_untiled, make_bounds, make_column, make_matrix
 from shardckpt.storage.columns import Columns
 
 if TYPE_CHECKING:
@@ -78,10 +78,9 @@ class ScaledTensor(NamedTuple):
     Attributes:
         number: Its number in a plan.
         key: Its key.
-        shape: Its global shape.
+        shape: Its global shape in elements, which blocks count; torch's float4 counts pairs along the last axis.
         by: The key of its scales.
         block: A block's size along each axis.
-        blocks: The number of blocks along each axis, which is the shape of its scales.
     """
 
     number: int
@@ -89,7 +88,6 @@ class ScaledTensor(NamedTuple):
     shape: Ints
     by: str
     block: Ints
-    blocks: Ints
 
     def find_scales(self, names: Mapping[str, int], shapes: Sequence[Ints]) -> int:
         """Return the number of the scales, after a check that they are there and fit."""
@@ -99,16 +97,17 @@ class ScaledTensor(NamedTuple):
                 "block_scales"
             )
         number = names[self.by]
-        if tuple(shapes[number]) != self.blocks:
+        blocks = tuple(-(-size // length) for size, length in zip(self.shape, self.block, strict=True))
+        if tuple(shapes[number]) != blocks:
             raise ShardingError(
                 f"tensor {self.key!r} of shape {self.shape} has block_scales of blocks {self.block}, so {self.by!r} "
-                f"has the shape {self.blocks}, but it has {shapes[number]}"
+                f"has the shape {blocks}, but it has {shapes[number]}"
             )
         return number
 
 
 class _GlobalTensor(NamedTuple):
-    """A tensor of the checkpoint: its number, and what the first rank that stores a part says of it."""
+    """A tensor of the checkpoint: its number; dtype and shape, as the first rank that stores a part of it has them."""
 
     number: int
     dtype: torch.dtype
@@ -161,11 +160,7 @@ def merge_plans(plans: Iterable[LocalPlan], aliases: Mapping[str, str] = Mapping
     return merged._replace(scales={t.number: (t.find_scales(names, merged.shapes), t.block) for t in with_scales})
 
 
-def merge_rows(
-    parts: Sequence[RankRows],
-    object_keys: Collection[str],
-    aliases: Mapping[str, str] = MappingProxyType({}),
-) -> MergedPlan:
+def merge_rows(parts: Sequence[RankRows], object_keys: Collection[str], aliases: Mapping[str, str]) -> MergedPlan:
     """Merge the boxes of at least one rank, in the order of the ranks; of each tensor there are those of all ranks.
 
     Returns the tensors and boxes, without files, objects and scales. No tensor may have one of ``object_keys``. The
@@ -193,7 +188,7 @@ def merge_rows(
             "validate_access_integrity=True to see which regions"
         )
     counts = torch.bincount(table.spec, minlength=len(keys))
-    bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    bounds = make_bounds(counts)
     dtypes = [tensor.dtype for tensor in tensors.values()]
     numbers = {alias: tensors[key].number for alias, key in aliases.items()}
     return MergedPlan(keys, dtypes, shapes, bounds, table, location[order], [], {}, numbers)
@@ -255,9 +250,8 @@ def list_scaled(plan: MergedPlan, scaled: Iterable[tuple[int, Columns]]) -> list
 def _describe_scaled(plan: MergedPlan, number: int, scales: BlockScales) -> ScaledTensor:
     shape = list(plan.shapes[number])
     if plan.dtypes[number] == torch.float4_e2m1fn_x2:
-        shape[-1] *= 2  # blocks count elements, shapes of this dtype pairs
-    blocks = tuple(-(-size // length) for size, length in zip(shape, scales.block, strict=True))
-    return ScaledTensor(number, plan.keys[number], plan.shapes[number], scales.key, scales.block, blocks)
+        shape[-1] *= 2
+    return ScaledTensor(number, plan.keys[number], tuple(shape), scales.key, scales.block)
 
 
 def _number_tensors(tensors: dict[str, _GlobalTensor], rank: int, specs: Columns) -> torch.Tensor:

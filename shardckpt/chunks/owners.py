@@ -133,12 +133,13 @@ class SpecsByPart:
     def __init__(self, plan: LocalPlan, count: int) -> None:
         self.count = count
         specs = Columns(plan.stored.specs, _SOURCE)
-        scaled = _part_scales(Columns(plan.locations, _SOURCE), count)
         keys, dtypes = specs.texts("keys"), specs.texts("dtypes")
         axes, shapes = specs.integers("axes"), specs.integers("shapes")
+        owner_by_key = {key: find_owner(key, count) for key in keys}
+        scaled = _part_scales(Columns(plan.locations, _SOURCE), owner_by_key)
         found: dict[int, list[int]] = defaultdict(list)
         for number, key in enumerate(keys):
-            found[find_owner(key, count)].append(number)
+            found[owner_by_key[key]].append(number)
         self.owners = torch.zeros(len(keys), dtype=torch.int64, device="cpu")
         self.numbers: dict[int, torch.Tensor] = {}
         self.packed: dict[int, bytes] = {}
@@ -152,14 +153,14 @@ class SpecsByPart:
         self.digests = {owner: hashlib.sha256(data).hexdigest()[:16] for owner, data in self.packed.items()}
 
 
-def _part_scales(columns: Columns, count: int) -> dict[int, dict[str, Column]]:
+def _part_scales(columns: Columns, owner_by_key: Mapping[str, int]) -> dict[int, dict[str, Column]]:
     """Return the columns of a rank's plan that say what scales its tensors, by the part of the tensors."""
     if not columns.has("scaled"):
         return {}
     keys, by, blocks = columns.texts("scaled"), columns.texts("scaled_by"), columns.integers("scaled_block")
     rows: dict[int, list[int]] = defaultdict(list)
     for number, key in enumerate(keys):
-        rows[find_owner(key, count)].append(number)
+        rows[owner_by_key[key]].append(number)
     return {
         owner: {
             "scaled": [keys[n] for n in numbers],
@@ -299,8 +300,8 @@ def link_parts(parts: Mapping[int, MergedPlan], sought: Mapping[int, bytes]) -> 
     scales: dict[int, list[tuple[int, int, int, Ints]]] = defaultdict(list)
     names = {number: {**part.numbers, **part.aliases} for number, part in parts.items()} if sought else {}
     for _, message in sorted(sought.items()):
-        for part, place, number, key, shape, by, block, blocks in json.loads(message):
-            tensor = ScaledTensor(number, key, tuple(shape), by, tuple(block), tuple(blocks))
+        for part, place, number, key, shape, by, block in json.loads(message):
+            tensor = ScaledTensor(number, key, tuple(shape), by, tuple(block))
             shapes = parts[place].shapes if place in parts else ()
             scales[place].append((part, number, tensor.find_scales(names.get(place, {}), shapes), tensor.block))
     return {n: PartLinks(len(part.keys), dict(part.aliases), scales[n]) for n, part in parts.items()}

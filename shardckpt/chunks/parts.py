@@ -28,10 +28,9 @@ def make_finder(key: str, boxes: Sequence[Box]) -> BoxFinder:
 
 
 def match_parts(shard: ShardedTensor, finder: BoxFinder) -> dict[FlatPart, list[tuple[int, Box]]]:
-    """Return what the stored boxes have of each part of a shard.
+    """Return the stored boxes that have elements of each part of a shard: numbers, each with the box of the elements.
 
-    That is the numbers of the boxes, each with the box of the common elements. An element that is not stored is a
-    CorruptCheckpointError, unless the shard has ``allow_shape_mismatch``.
+    An element that is not stored is a CorruptCheckpointError, unless the shard has ``allow_shape_mismatch``.
     """
     found = {part: list(finder.touching(part.box)) if part.box.volume else [] for part in shard_parts(shard)}
     if not shard.allow_shape_mismatch:

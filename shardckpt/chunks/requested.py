@@ -20,7 +20,7 @@ from shardckpt.planning.boxes import Box, FlatPart, part_view, unflattened_box
 from shardckpt.planning.shapes import check_shapes
 from shardckpt.planning.shard_fields import list_boxes, list_fields
 from shardckpt.planning.table import FEW, Table, count_volumes, find_untiled, make_column, sort_unique
-from shardckpt.tensors.memory import ORDINARY, find_addresses, is_ordinary
+from shardckpt.tensors.memory import ORDINARY, find_addresses, is_ordinary, synchronize_devices
 from shardckpt.tensors.wrappers import is_quantized, movable
 
 if TYPE_CHECKING:
@@ -97,6 +97,8 @@ class RequestedTensors:
             units += other.units()
         # By file and offset: files are read from front to back, and small neighbours at once.
         units.sort(key=lambda unit: unit[0].chunk.item)
+        # The reading threads have streams of their own: work of the caller's that uses the destinations must be done.
+        synchronize_devices(region.target for unit in units for region in unit if isinstance(region, Region))
         return units
 
     def _match_others(self, shards: Sequence[ShardedTensor], shapes: Sequence[Ints]) -> list[_OtherShard]:
@@ -144,7 +146,7 @@ class _FewShards:
     where the shard begins in it.
     """
 
-    #: As of :class:`_MatchedShards`.
+    #: One chunk has all of each shard.
     uncovered: Sequence[ShardedTensor] = ()
 
     def __init__(
@@ -304,8 +306,7 @@ class _OtherShard:
         for part, touched in self._found.items():
             for place, common in touched:
                 chunk = self._chunks[place]
-                start = tuple(a - b for a, b in zip(common.offset, chunk.box.offset, strict=True))
-                yield part, chunk, start, common.within(part.box), common == chunk.box
+                yield part, chunk, common.offset_in(chunk.box), common.within(part.box), common == chunk.box
 
 
 def _find_numbers(shards: Sequence[ShardedTensor], index: ChunkIndex) -> list[int]:

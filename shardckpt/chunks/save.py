@@ -10,31 +10,35 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from shardckpt.chunks.files import count_files
 from shardckpt.chunks.items import collect_items, view_tensors
 from shardckpt.chunks.ties import TieFinder, agree_on_aliases
 from shardckpt.distributed.pickling import SharedPickle, pickle_value
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping.sharded_tensor import ShardedTensor
-from shardckpt.parallel import assign_main_replicas
+from shardckpt.parallel.save import assign_main_replicas
+from shardckpt.storage.direct import count_parallel_files
 from shardckpt.storage.sums import sum_shards
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
 from shardckpt.tensors.memory import synchronize_devices
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from shardckpt.chunks.items import LocalItems, Sources
     from shardckpt.chunks.merge import LocalPlan
     from shardckpt.distributed.comm import Comm
     from shardckpt.manifest.names import Lineage
     from shardckpt.mapping.base import CommonStateDict, ShardedBase
+    from shardckpt.storage.file_writer import FileWriter
     from shardckpt.storage.packed_shards import PackedShards
     from shardckpt.storage.writer import CheckpointWriter
     from shardckpt.strategy import PlanContext
 
 IndexT = TypeVar("IndexT")
 ObjectT = TypeVar("ObjectT")
+_FileT = TypeVar("_FileT")
+#: Several files are faster than one only if each has at least this many bytes.
+_MIN_FILE_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class ChunkWork(ABC, Generic[IndexT, ObjectT]):
         aliases: Further keys of stored tensors, and the key by which each is stored; the same on every rank.
         stored: The boxes of the tensors, in the same order, and the objects; None if the caller needs none.
         global_files: The files that only the main rank writes; None on the others.
+        one_by_one: Whether a data file is finished before the next is begun: a kill then keeps those that are complete.
         planned: The pickle of the fields that are not of one save alone (:attr:`own_fields`), for all works of a plan.
     """
 
@@ -95,6 +100,7 @@ class ChunkWork(ABC, Generic[IndexT, ObjectT]):
     aliases: dict[str, str] = field(default_factory=dict)
     stored: PackedShards | None = None
     global_files: GlobalFiles[IndexT] | None = None
+    one_by_one: bool = False
     planned: PlannedPart = field(default_factory=PlannedPart, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -125,6 +131,20 @@ class ChunkWork(ABC, Generic[IndexT, ObjectT]):
     @abstractmethod
     def write_files(self, writer: CheckpointWriter) -> None:
         """Write all files of this rank, each item at its planned position."""
+
+    def write_data(
+        self,
+        writer: CheckpointWriter,
+        files: Sequence[_FileT],
+        write: Callable[[CheckpointWriter, Sequence[_FileT]], list[FileWriter]],
+    ) -> list[FileWriter]:
+        """Write data files by a function that writes some concurrently; return those that the caller has to finish."""
+        unfinished: list[FileWriter] = []
+        for some in [[file] for file in files] if self.one_by_one else [files]:
+            for into in unfinished:
+                writer.finish(into)
+            unfinished = write(writer, some)
+        return unfinished
 
     def list_stored(self) -> list[tuple[PackedShards, list[torch.Tensor], Mapping[str, str]]]:
         """Return the boxes that this rank stores, their values, and further keys of the tensors."""
@@ -183,6 +203,7 @@ class SavePlan(Generic[IndexT, ObjectT]):
         """Return a save of these values by this plan; needs no other rank."""
         files = None if self.index is None else GlobalFiles(self.index, context.save_id, common, context.lineage)
         work = replace(self.work, tensors=tensors, objects=objects, global_files=files)
+        work.one_by_one = bool(context.file_bytes)
         return PreparedSave(work, plan=self)
 
 
@@ -236,7 +257,7 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
 
     @abstractmethod
     def measure(self, encoded: ObjectT) -> Hashable:
-        """Return what the layout depends on of an encoded object: its size, in bytes, and what else the index has."""
+        """Return what places an encoded object in a file: its size in bytes, and its other fields in the index."""
 
     @abstractmethod
     def lay_out(
@@ -381,10 +402,14 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
             return self.encode_common(common, context) if context.comm.is_main else b""
 
     def _count_files(self, nbytes: int, context: PlanContext) -> int:
+        """Return the number of files that the caller requested, or that is fastest for so many bytes."""
         if context.file_bytes:
             return max(1, -(-nbytes // context.file_bytes))
+        most = nbytes // _MIN_FILE_BYTES
         # the parts of an object are sent at a time: several objects would only take more memory
-        return count_files(self._files, nbytes, None if context.is_streamed else context.staging)
+        if self._files or most <= 1 or context.is_streamed or context.staging is None:
+            return self._files or 1
+        return min(most, count_parallel_files(context.staging))
 
     def _find_ties(self, finder: TieFinder, shards: Sequence[ShardedBase]) -> list[tuple[str, ...]]:
         return finder.find(shards) if self.finds_aliases else []

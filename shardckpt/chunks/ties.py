@@ -49,11 +49,6 @@ class TieFinder:
         return [tuple(keys) for keys in _group(_sign(shards, shared)) if len(keys) > 1]
 
 
-def find_ties(shards: Sequence[ShardedBase]) -> list[tuple[str, ...]]:
-    """Return what :meth:`TieFinder.find` finds, for one save alone."""
-    return TieFinder().find(shards)
-
-
 def agree_on_aliases(ties: list[tuple[str, ...]], shards: Sequence[ShardedBase], comm: Comm) -> dict[str, str]:
     """Collective: return for each tied key that need not be stored the one that is, the same on every rank.
 

@@ -18,7 +18,7 @@ from shardckpt.errors import name_call
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.demo import Run
+    from shardckpt.demo.launch import Run
 
 
 def add(verbs: Any) -> None:
@@ -36,15 +36,15 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> int:
     """Run the demo, print its report, and return the exit code; an error if anything failed or does not agree."""
-    from shardckpt import demo
+    from shardckpt.demo import launch
 
     start = time.monotonic()
-    layouts = demo.EXPERTS if options.moe else demo.DENSE
-    runs = demo.run_demo(options.dir, options.steps, layouts, functools.partial(say, flush=True))
+    layouts = launch.EXPERTS if options.moe else launch.DENSE
+    runs = launch.run_demo(options.dir, options.steps, layouts, functools.partial(say, flush=True))
     say(f"\n{_report(runs, options.steps)}\n")
-    demo.check(runs)
+    launch.check(runs)
     say(f"All agree, after {time.monotonic() - start:.0f} s.")
-    say(f"The code that ran, to copy from: {Path(demo.__file__).with_name('train.py')}")
+    say(f"The code that ran, to copy from: {Path(launch.__file__).with_name('train.py')}")
     if options.dir is not None:
         checkpoint = Path(options.dir).absolute() / "checkpoints" / f"step-{options.steps}"
         say(f"The checkpoint stays; check its bytes with: {name_call('verify', checkpoint)}")
@@ -53,7 +53,7 @@ def run(options: Any) -> int:
 
 def _report(runs: Sequence[Run], steps: int) -> str:
     """Return the losses and states of all groups as tables."""
-    from shardckpt.demo import TOLERANCE, differences
+    from shardckpt.demo.launch import TOLERANCE, differences
 
     first, *others = runs
     rows = [

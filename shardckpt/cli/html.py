@@ -23,7 +23,7 @@ def write_checkpoint_page(
     """Write the page of a checkpoint, by the name that the caller gives it; return how large it is."""
     from shardckpt.engine.locations import expand_home
     from shardckpt.errors import format_many
-    from shardckpt.pages import write_page
+    from shardckpt.pages.render import write_page
 
     found = _describe(checkpoint, directory, prefix, with_values=with_values)
     if prefix and not found["keys"] and not found["objects"]:
@@ -45,7 +45,8 @@ def write_difference_page(report: DiffReport, options: Any) -> str:
     """Write the page of two checkpoints; return what to print."""
     from shardckpt.engine.locations import expand_home
     from shardckpt.maintenance.sources import open_any
-    from shardckpt.pages import describe_difference, write_page
+    from shardckpt.pages.difference import describe_difference
+    from shardckpt.pages.render import write_page
 
     def read(place: str, prefix: str) -> dict[str, Any]:
         with open_any(place) as checkpoint:
@@ -64,7 +65,7 @@ def _describe(
 ) -> dict[str, Any]:
     from shardckpt.cli.values import list_statistics
     from shardckpt.engine.locations import locate
-    from shardckpt.pages import CheckpointHeader, describe_checkpoint
+    from shardckpt.pages.checkpoint import CheckpointHeader, describe_checkpoint
     from shardckpt.plugins.manager import get_plugin_manager
 
     known = read_header(checkpoint, locate(directory, get_plugin_manager()))

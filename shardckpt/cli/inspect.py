@@ -202,10 +202,10 @@ def _list_faults(faults: Sequence[IncompleteFile]) -> list[dict[str, Any]]:
 
 def _read_outline(options: Any) -> _Found | None:
     """Return what a checkpoint has by its outline, without torch; None if it has none, or is not whole."""
-    from shardckpt.engine.whole_outline import read_whole_outline
+    from shardckpt.engine.outlined import open_by_outline
 
     try:
-        found = read_whole_outline(options.directory, OUTLINES)
+        found = open_by_outline(options.directory, OUTLINES)
     except CheckpointReplacedError:
         raise
     except (CheckpointingException, OSError):  # the strategy's way says better what it is

@@ -20,7 +20,7 @@ from shardckpt.adapters.state import to_sharded_state_dict
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.config import AsyncMode, CheckpointConfig
 from shardckpt.manager.per_rank import PerRank
-from shardckpt.manager.replicas import FaultTolerance
+from shardckpt.manager.replicas.fault_tolerance import FaultTolerance
 from shardckpt.manager.states import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
 from shardckpt.manager.titan import make_titan_config, merge_loader_states
 

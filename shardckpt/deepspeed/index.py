@@ -303,7 +303,7 @@ def make_whole(name: str, shape: Ints, found: StoredTensorFile) -> IndexedTensor
     """Return a tensor that one file has as a whole."""
     if found.payload.shape != shape:
         raise CorruptCheckpointError(f"{name!r} in {found.file} has the shape {found.payload.shape}, not {shape}")
-    chunk = Chunk(Box((0,) * len(shape), shape), found.file, found.payload)
+    chunk = Chunk(Box.from_shape(shape), found.file, found.payload)
     return IndexedTensor(shape, found.payload.dtype, (chunk,))
 
 

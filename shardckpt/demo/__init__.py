@@ -5,7 +5,3 @@ why each call of shardckpt is where it is. ``model.py`` has its model, which you
 is not for copying: in your cluster, torchrun, Slurm or Kubernetes does what it does for ``shardckpt demo``, which is to
 start the ranks, to kill them, and to start others; it also compares their losses.
 """
-
-from shardckpt.demo.launch import DENSE, EXPERTS, TOLERANCE, Layout, Run, check, differences, run_demo, run_rank
-
-__all__ = ["DENSE", "EXPERTS", "TOLERANCE", "Layout", "Run", "check", "differences", "run_demo", "run_rank"]

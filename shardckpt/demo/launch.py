@@ -156,7 +156,7 @@ class _Group:
         self._run = run
         self._kill_at = kill_at
         self._logs = [logs.with_name(f"{logs.name}-rank-{rank}.log") for rank in range(run.layout.ranks)]
-        self._code = f"from shardckpt.demo import run_rank; run_rank({options!r}, {kill_at})"
+        self._code = f"from shardckpt.demo.launch import run_rank; run_rank({options!r}, {kill_at})"
         self._lines: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
 
     def run(self, limit: float, say: Callable[[str], None]) -> None:

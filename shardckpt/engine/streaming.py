@@ -63,8 +63,7 @@ def compute_fingerprints(
 def cut_stored(tensors: Iterable[ShardedTensor], most: int) -> Iterator[TensorBox]:
     """Yield boxes of stored tensors, of at most ``most`` bytes each, in order."""
     for tensor in tensors:
-        whole = Box((0,) * len(tensor.global_shape), tuple(tensor.global_shape))
-        for box in cut_box(whole, tensor.dtype.itemsize, most):
+        for box in cut_box(Box.from_shape(tensor.global_shape), tensor.dtype.itemsize, most):
             yield TensorBox(tensor, box)
 
 

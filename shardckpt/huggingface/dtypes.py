@@ -7,36 +7,16 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from shardckpt.errors import ConfigurationError, ask_nearest
+from shardckpt.tensors.dtype_names import KNOWN_DTYPES
 
 if TYPE_CHECKING:
     from shardckpt.planning.boxes import Ints
 
-#: The format's names, and torch's; this release of torch may lack some.
-#: https://github.com/huggingface/safetensors/blob/main/safetensors/src/tensor.rs
-_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F4": "float4_e2m1fn_x2",
-    "C64": "complex64",
-}
+#: Those that safetensors and this torch have, by the names in safetensors files.
 _DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, attribute) for name, attribute in _NAMES.items() if hasattr(torch, attribute)
+    known.safetensors_name: getattr(torch, known.torch_name)
+    for known in KNOWN_DTYPES
+    if known.safetensors_name and hasattr(torch, known.torch_name)
 }
 _NAME_OF = {dtype: name for name, dtype in _DTYPES.items()}
 #: Names that trainers' options have.

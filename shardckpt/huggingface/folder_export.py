@@ -34,6 +34,7 @@ from shardckpt.huggingface.names import (
 )
 from shardckpt.huggingface.small_file import copy_new, write_pickled
 from shardckpt.manifest.names import MARKER_NAME
+from shardckpt.planning.boxes import Box
 from shardckpt.planning.shard_copies import assign_holders
 from shardckpt.storage.filesystem import is_there, wrap_os_errors
 from shardckpt.storage.fingerprint_file import combine_fingerprints
@@ -143,7 +144,7 @@ class FolderExport:
 
     def _pickle(self, path: Path, tensors: Sequence[HubTensor]) -> None:
         """Write a file for ``torch.load``, whose tensors are in memory as a whole."""
-        values = read_hub_boxes([(tensor, tensor.full_box) for tensor in tensors], self.checkpoint)
+        values = read_hub_boxes([(tensor, Box.from_shape(tensor.shape)) for tensor in tensors], self.checkpoint)
         write_pickled(path, {tensor.name: value for tensor, value in zip(tensors, values, strict=True)})
 
     def _refuse_checkpoint(self) -> None:

@@ -53,11 +53,6 @@ class HubTensor(NamedTuple):
         """Its size in the file, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def full_box(self) -> Box:
-        """The box of all its elements."""
-        return Box((0,) * len(self.shape), self.shape)
-
     def shards_for(self, box: Box, values: torch.Tensor) -> Iterator[ShardedTensor]:
         """Yield the shards of stored tensors that make up a box; their data are views of ``values``, of its shape."""
         for part in self.parts:

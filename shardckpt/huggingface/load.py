@@ -22,7 +22,7 @@ from shardckpt.huggingface.megatron import MEGATRON_NAME
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.manifest.models import Manifest
 from shardckpt.mapping.sharded_object import ShardedObject
-from shardckpt.parallel import share_reading, split_budget
+from shardckpt.parallel.load import share_reading, split_budget
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import check_policy, read_manifest
 from shardckpt.storage.directory import open_directory, real_path, retry_if_replaced

@@ -192,7 +192,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         if not shard.allow_shape_mismatch or not _is_unchanged(links):
             return links
         found = self._folder.tensors[links[0].name].tensor.shape
-        common = Box((0,) * len(found), tuple(map(min, found, links[0].shape)))
+        common = Box.from_shape([*map(min, found, links[0].shape)])
         return [links[0]._replace(shape=found, box=common)] if common.volume else []
 
     def _source(self, name: str, requested: torch.dtype) -> StoredArray | Scaled:

@@ -71,7 +71,7 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
         for file in self._files:
             for key, source in self._content(context, file).tensors.items():
                 shape = tuple(source.shape)
-                yield StoredChunk(key, source.dtype, shape, Box((0,) * len(shape), shape), file, source)
+                yield StoredChunk(key, source.dtype, shape, Box.from_shape(shape), file, source)
 
     def read_part(self, read: ChunkRead, context: LoadContext) -> None:
         """Read a range of a tensor, which may be in memory."""

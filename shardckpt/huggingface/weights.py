@@ -12,6 +12,7 @@ from shardckpt.huggingface.options import parse_options
 from shardckpt.huggingface.planning import choose_model, plan_tensors
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.batches import batch_by_bytes
+from shardckpt.planning.boxes import Box
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -81,7 +82,7 @@ class ModelCheckpoint(StoredCheckpoint):
 
     def _read_weights(self, tensors: list[HubTensor], memory: int) -> Iterator[tuple[str, torch.Tensor]]:
         for batch in batch_by_bytes(tensors, lambda tensor: tensor.nbytes, memory):
-            values = read_hub_boxes([(tensor, tensor.full_box) for tensor in batch], self._checkpoint)
+            values = read_hub_boxes([(tensor, Box.from_shape(tensor.shape)) for tensor in batch], self._checkpoint)
             for tensor in batch:
                 # popped: a tensor that the caller has dropped is not kept until the batch ends
                 yield tensor.name, values.pop(0)

@@ -10,7 +10,7 @@ from torchtitan.components.checkpointer import BaseCheckpointManager  # type: ig
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.manager import CheckpointManager
 from shardckpt.manager.per_rank import PerRank
-from shardckpt.manager.replicas import FaultTolerance
+from shardckpt.manager.replicas.fault_tolerance import FaultTolerance
 from shardckpt.manager.titan import make_titan_config, merge_loader_states
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import KeyMismatchError
-from shardckpt.parallel import Transfer, choose_device, exchange_shards
+from shardckpt.parallel.transfers import Transfer, choose_device, exchange_shards
 from shardckpt.planning.shard_copies import assign_shards, describe_copy, find_holders, shard_id
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from shardckpt.local.memory_shards import fetch_shards, keep_share
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.mapping.unstored import StoredNames
-from shardckpt.parallel import check_algorithm
+from shardckpt.parallel.transfers import check_algorithm
 from shardckpt.planning.dtypes import check_dtypes, refuse_changed_values
 from shardckpt.planning.shapes import check_shapes
 from shardckpt.planning.shard_copies import shard_id

@@ -68,6 +68,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Bytes of a data file on a store: a process that goes on sends the last one again.
+OBJECT_BYTES = 1 << 30
 #: Targets that are no backends: a Hugging Face folder, a file of torch.save, a folder for stock DCP.
 FOLDER: str = "hf"
 FILE: str = "torch"
@@ -399,6 +401,7 @@ class Conversion:
         ]
         # as the old one: a training that goes on from the new one has the same history
         lineage = reader.manifest.lineage
+        journal = self._make_journal(stored, tensors)
 
         def write(writer: CheckpointWriter, save_id: str) -> None:
             comm = operation.comm
@@ -410,7 +413,7 @@ class Conversion:
                 staging=writer.directory,
                 lineage=lineage,
                 is_streamed=writer.is_streamed,
-                file_bytes=writer.file_bytes,
+                file_bytes=OBJECT_BYTES if journal is not None and writer.is_streamed else 0,
             )
             saver.save(shards, common, context)
             GivenShards(describe_shards(shards), saver).compare(writer.shards, comm)
@@ -419,7 +422,6 @@ class Conversion:
             writer.known_fingerprints.update(list_fingerprints(tensors, stored.sums))
 
         header = CheckpointHeader(saver.backend, saver.version, saver.reader, lineage)
-        journal = self._make_journal(stored, tensors)
         Transaction(
             operation,
             self.target,

@@ -24,7 +24,7 @@ from shardckpt.storage.directory import retry_if_replaced
 from shardckpt.storage.filesystem import is_there
 from shardckpt.storage.memory_budget import LEAST_READING, check_memory_budget, parse_size
 from shardckpt.strategy import SaveStrategy
-from shardckpt.stubs import make_stub_class
+from shardckpt.stubs.stub import make_stub_class
 
 if TYPE_CHECKING:
     import os

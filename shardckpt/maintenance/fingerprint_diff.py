@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.engine.whole_outline import read_whole_outline
+from shardckpt.engine.outlined import open_by_outline
 from shardckpt.errors import CheckpointingException
 from shardckpt.maintenance.diff_report import DiffReport, ObjectReport, TensorDifference
 from shardckpt.manifest.names import CONTENT, FINGERPRINTS_NAME
@@ -17,7 +17,7 @@ from shardckpt.storage.recorded_file import read_recorded_file
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardckpt.engine.whole_outline import OutlinedCheckpoint
+    from shardckpt.engine.outlined import OutlinedCheckpoint
     from shardckpt.plugins.outline import Outline
 
 
@@ -41,7 +41,7 @@ def diff_by_fingerprints(
         they have not the same bytes of a plain common state. And if either is not whole, or has no outline.
     """
     try:
-        found = [read_whole_outline(each, own) for each in (first, second)]
+        found = [open_by_outline(each, own) for each in (first, second)]
         if found[0] is None or found[1] is None:
             return None
         one, other = found[0], found[1]

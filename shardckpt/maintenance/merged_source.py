@@ -288,8 +288,7 @@ class MergedLoadStrategy(LoadStrategy):
         """Read a tensor of two sources once more, before its values are combined."""
         tensor, angle = self._tensors[key], Angle()
         (one, first), (other, second) = tensor.sources
-        whole = Box((0,) * len(tensor.shape), tensor.shape)
-        for box in cut_box(whole, 1, _ANGLE_ELEMENTS):
+        for box in cut_box(Box.from_shape(tensor.shape), 1, _ANGLE_ELEMENTS):
             (low,), (high,) = (
                 read_boxes(self.checkpoints[number], [TensorBox(described, box)])
                 for number, described in ((one, first), (other, second))

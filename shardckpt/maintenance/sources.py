@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -254,18 +254,16 @@ def check_source(location: Path, plugins: PluginManager, error: CheckpointingExc
     place = open_directory(location)
     if not place.is_dir():
         raise error
-    try:
+    with suppress(NotACheckpointError):  # no folder of Hugging Face
         return _check_folder(place, location, plugins)
-    except NotACheckpointError:
-        names = {*list_entries(place)}
-        if recognise_files(place, names) is not None:
-            return _check_trainer_step(place, location, plugins, _check_opened(location, plugins))
-        if parts := find_trainer_parts(names):
-            lost = explain_lost_model(parts)
-            found = {lost.partition(" ")[0]: Checked(CorruptCheckpointError(lost))} if lost else {}
-            return _check_trainer_step(place, location, plugins, found)
-        what = describe_folder(place, names)
-        raise (NotACheckpointError(f"{location} is {what}") if what else error) from None
+    try:
+        found = _check_opened(location, plugins)
+    except (NotACheckpointError, IncompleteCheckpointError):
+        if not (parts := find_trainer_parts(list_entries(place))):
+            raise
+        lost = explain_lost_model(parts)
+        found = {lost.partition(" ")[0]: Checked(CorruptCheckpointError(lost))} if lost else {}
+    return _check_trainer_step(place, location, plugins, found)
 
 
 def _check_opened(location: Path, plugins: PluginManager) -> dict[str, Checked]:

@@ -11,7 +11,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface.hub_tensor import read_hub_boxes
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.batches import batch_by_bytes
-from shardckpt.planning.boxes import cut_box
+from shardckpt.planning.boxes import Box, cut_box
 from shardckpt.tensors.deferred import DeferredTensor
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.mapping.base import ShardedBase
     from shardckpt.mapping.sharded_tensor import BlockScales
-    from shardckpt.planning.boxes import Box
 
 #: Bytes of small tensors that are read together: each read costs a plan.
 _BATCH_BYTES = 8 << 20
@@ -52,7 +51,7 @@ class TensorBox(NamedTuple):
 
 def cut_tensors(tensors: Sequence[HubTensor], most: int) -> list[TensorBox]:
     """Cut tensors into boxes of at most ``most`` bytes each, in order."""
-    return [TensorBox(t, box) for t in tensors for box in cut_box(t.full_box, t.dtype.itemsize, most)]
+    return [TensorBox(t, box) for t in tensors for box in cut_box(Box.from_shape(t.shape), t.dtype.itemsize, most)]
 
 
 def sum_written(stored: OpenCheckpoint, boxes: Sequence[TensorBox], sums: TensorSums) -> None:

@@ -20,8 +20,8 @@ from shardckpt.manager.metrics import read_metrics as read_metrics
 from shardckpt.manager.named_steps import find_named_step as find_named_step
 from shardckpt.manager.per_rank import PerRank as PerRank
 from shardckpt.manager.per_rank import Stateful as Stateful
-from shardckpt.manager.replicas import FaultTolerance as FaultTolerance
-from shardckpt.manager.replicas import ReplicaManager as ReplicaManager
+from shardckpt.manager.replicas.fault_tolerance import FaultTolerance as FaultTolerance
+from shardckpt.manager.replicas.fault_tolerance import ReplicaManager as ReplicaManager
 from shardckpt.manager.retention import KeepBest as KeepBest
 from shardckpt.manager.retention import KeepEvery as KeepEvery
 from shardckpt.manager.retention import KeepLatest as KeepLatest

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
     from shardckpt.engine.operation import Operation
     from shardckpt.manager.part import ManagerPart
-    from shardckpt.manager.replicas import FaultTolerance
+    from shardckpt.manager.replicas.fault_tolerance import FaultTolerance
     from shardckpt.manager.writer import StepWriter
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from shardckpt.manager.garbage_collection import GarbageCollector, remove_steps
 from shardckpt.manager.other_jobs import OtherJobs
 from shardckpt.manager.part import ManagerPart
 from shardckpt.manager.preemption import Preemption
-from shardckpt.manager.replicas import Replica
+from shardckpt.manager.replicas.replica import Replica
 from shardckpt.manager.retention import KeepBest, KeepLatest, Metrics, find_needed_steps, steps_to_remove
 from shardckpt.manager.states import MODEL
 from shardckpt.manager.step_links import begin_links
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardckpt.manager.config import CheckpointConfig
-    from shardckpt.manager.replicas import FaultTolerance
+    from shardckpt.manager.replicas.fault_tolerance import FaultTolerance
     from shardckpt.manager.retention import RetentionPolicy, StepMetrics
     from shardckpt.manager.states import TrainingStates
 

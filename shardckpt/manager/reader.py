@@ -27,7 +27,7 @@ from shardckpt.manager.steps import MODEL_PREFIX, PER_RANK_KEY, PREFIX_KEY, Miss
 from shardckpt.manifest.names import CONTENT_KEY
 from shardckpt.mapping.base import ShardedBase
 from shardckpt.mapping.sharded_object import ShardedObject
-from shardckpt.parallel import share_reading, split_budget
+from shardckpt.parallel.load import share_reading, split_budget
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.state_dict import nested_values
 from shardckpt.storage.directory import retry_if_replaced

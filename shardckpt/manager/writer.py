@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.async_save import AsyncCallsQueue
-from shardckpt.background import request_save
+from shardckpt.background.saving import request_save
 from shardckpt.commit.commit import check_target
 from shardckpt.commit.holds import hold_place
 from shardckpt.commit.removal import remove_checkpoint

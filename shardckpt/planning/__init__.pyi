@@ -27,6 +27,7 @@ from shardckpt.planning.table import Table as Table
 from shardckpt.planning.table import are_full as are_full
 from shardckpt.planning.table import concat_tables as concat_tables
 from shardckpt.planning.table import find_untiled as find_untiled
+from shardckpt.planning.table import make_bounds as make_bounds
 from shardckpt.planning.table import make_column as make_column
 from shardckpt.planning.table import make_matrix as make_matrix
 from shardckpt.planning.table import number_groups as number_groups

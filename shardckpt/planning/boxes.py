@@ -29,6 +29,11 @@ class Box(NamedTuple):
     offset: Ints
     shape: Ints
 
+    @classmethod
+    def from_shape(cls, shape: Sequence[int]) -> Box:
+        """Return the box of all elements of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
     @property
     def volume(self) -> int:
         """Number of elements; 1 for the box of a 0-D tensor."""
@@ -43,9 +48,13 @@ class Box(NamedTuple):
         """Return the same box with ``by`` added to its offset."""
         return Box(tuple(off + step for off, step in zip(self.offset, by, strict=True)), self.shape)
 
+    def offset_in(self, outer: Box) -> Ints:
+        """Return where this box begins in a tensor that holds the elements of the outer box."""
+        return tuple(off - base for off, base in zip(self.offset, outer.offset, strict=True))
+
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Return the slices that select this box in a tensor that holds the elements of the outer box."""
-        starts = (off - base for off, base in zip(self.offset, outer.offset, strict=True))
+        starts = self.offset_in(outer)
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
 
@@ -114,7 +123,7 @@ def shard_parts(shard: ShardedTensor) -> list[FlatPart]:
         Copy a shard into a full tensor that has its global shape::
 
             for part in shard_parts(shard):
-                full[part.box.within(Box((0,) * full.ndim, full.shape))] = part_view(shard, part)
+                full[part.box.within(Box.from_shape(full.shape))] = part_view(shard, part)
     """
     lead = shard.prepend_axis_num
     block = unflattened_box(shard)

@@ -40,7 +40,7 @@ def find_hole(shape: Ints, boxes: Sequence[Box]) -> Box | None:
 
     The boxes are inside the shape, and do not overlap.
     """
-    full = Box((0,) * len(shape), tuple(shape))
+    full = Box.from_shape(shape)
     if sum(box.volume for box in boxes) >= full.volume:  # enough, as none overlap
         return None
     filled = [box for box in boxes if box.volume]

@@ -134,6 +134,11 @@ def repeat_values(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return values[number_groups(counts.cumsum(0))]
 
 
+def make_bounds(counts: torch.Tensor) -> torch.Tensor:
+    """Return where each group of rows begins, and where the last one ends: ``[0, 2, 5]`` for the counts ``[2, 3]``."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
 def number_groups(ends: torch.Tensor) -> torch.Tensor:
     """Return the number of the group that each row belongs to: ``[0, 0, 1, 2, 2]`` for the ends ``[2, 3, 5]``.
 

@@ -56,13 +56,13 @@ class KeyMapEntry(NamedTuple):
     def to_stored(self, part: Box) -> Box:
         """Return the region of the stored tensor that corresponds to ``part``, a region within :attr:`folder_box`."""
         lead = self.dropped
-        start = self._swap_axes(tuple(index - base for index, base in zip(part.offset, self.offset, strict=True)))
+        start = self._swap_axes(part.offset_in(self.folder_box))
         inner = Box((0,) * lead + start, (1,) * lead + self._swap_axes(part.shape))
         return inner.moved(self.box.offset)
 
     def to_folder(self, part: Box) -> Box:
         """Return the region of the folder's tensor that corresponds to ``part``, a region within :attr:`box`."""
-        start = tuple(index - base for index, base in zip(part.offset, self.box.offset, strict=True))[self.dropped :]
+        start = part.offset_in(self.box)[self.dropped :]
         return Box(self._swap_axes(start), self._swap_axes(part.shape[self.dropped :])).moved(self.offset)
 
     def _swap_axes(self, values: Ints) -> Ints:

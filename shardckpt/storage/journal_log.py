@@ -6,19 +6,20 @@ import json
 import os
 import zlib
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
+from shardckpt import settings
 from shardckpt.storage.abilities import on_store
 from shardckpt.storage.filesystem import open_new, wrap_os_errors, write_all
 from shardckpt.storage.input_file import read_file
-from shardckpt.storage.remote import list_objects
+from shardckpt.storage.remote import RemotePath, list_objects
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-
-    from shardckpt.storage.remote import RemotePath
 
 #: The journal's name in a staging directory; on a store its lines have the name with their numbers.
 JOURNAL_NAME = ".journal"
@@ -124,7 +125,7 @@ class ObjectLog(JournalLog):
 
     def __init__(self, folder: RemotePath) -> None:
         self._folder = folder.refresh()
-        self._names: list[str] = []
+        self._lines = 0
 
     def begin(self) -> None:
         """Do nothing: the first line makes it."""
@@ -132,11 +133,13 @@ class ObjectLog(JournalLog):
     def read(self) -> list[dict[str, Any]]:
         """Return the lines up to the first number that is missing."""
         lines: list[dict[str, Any]] = []
-        while (path := self._folder / self._next_name()).is_file():
-            if (line := _decode(read_file(path, _LINE_LIMIT))) is None:
-                break
-            lines.append(line)
-            self._names.append(path.name)
+        paths = takewhile(RemotePath.is_file, (self._folder / _name_line(number) for number in count()))
+        with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-journal") as threads:
+            for line in threads.map(lambda path: _decode(read_file(path, _LINE_LIMIT)), paths):
+                if line is None:
+                    break
+                lines.append(line)
+        self._lines = len(lines)
         return lines
 
     def go_on(self, files: Mapping[str, int]) -> bool:
@@ -145,17 +148,13 @@ class ObjectLog(JournalLog):
 
     def append(self, line: dict[str, Any]) -> None:
         """Write an object."""
-        name = self._next_name()
-        (self._folder / name).write(_encode(line))
-        self._names.append(name)
+        (self._folder / _name_line(self._lines)).write(_encode(line))
+        self._lines += 1
 
     @property
     def names(self) -> list[str]:
         """The objects' names."""
-        return list(self._names)
-
-    def _next_name(self) -> str:
-        return f"{JOURNAL_NAME}-{len(self._names)}"
+        return [_name_line(number) for number in range(self._lines)]
 
 
 def is_journal(name: str) -> bool:
@@ -166,6 +165,10 @@ def is_journal(name: str) -> bool:
 def open_log(folder: Path) -> JournalLog:
     """Return the lines of the journal of a folder; nothing is opened yet."""
     return FileLog(folder) if (remote := on_store(folder)) is None else ObjectLog(remote)
+
+
+def _name_line(number: int) -> str:
+    return f"{JOURNAL_NAME}-{number}"
 
 
 def _encode(line: dict[str, Any]) -> bytes:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from shardckpt.storage.store_abilities import StreamsWrites
     from shardckpt.storage.stream import FileStream, WriterPool
 
-#: Bytes of a data file on a store: a process that goes on sends the last one again.
-OBJECT_BYTES = 1 << 30
 _NOTHING = FileProgress(0, 0, "", [], [])
 _DIGEST_BYTES = 16
 
@@ -181,11 +179,6 @@ class ResumableWriter(CheckpointWriter):
     def __init__(self, journal: Journal, directory: Path, rank: int = 0, **options: Any) -> None:
         super().__init__(directory, rank, **options)
         self._journal = journal
-
-    @property
-    def file_bytes(self) -> int:
-        """What a kill may cost where half of an object is nothing; see the base."""
-        return OBJECT_BYTES if self.is_streamed else 0
 
     def _open_file(self, name: str, nbytes: int, store: StreamsWrites | None, part_bytes: int) -> FileWriter:
         """Open a file, or go on with it; see the base."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest.strict_json import parse_json
+from shardckpt.tensors.dtype_names import KNOWN_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -22,14 +23,11 @@ _METADATA = "__metadata__"
 _MOST_PARTS = 1 << 18
 #: Most axes of a tensor.
 _MOST_AXES = 64
-#: Bits of an element, by the format's name of its dtype.
+#: Bits of an element, by the format's name of its dtype; of a packed one it counts the values.
 _BITS = {
+    **{known.safetensors_name: 8 * known.itemsize for known in KNOWN_DTYPES if known.safetensors_name},
     **dict.fromkeys(("F4", "F4_E2M1_X2"), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"), 8),
-    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
-    **dict.fromkeys(("I32", "U32", "F32"), 32),
-    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
 
 

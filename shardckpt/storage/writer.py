@@ -143,11 +143,6 @@ class CheckpointWriter:
         """Whether files go to a store while they are written."""
         return self._store is not None
 
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of a data file, about, if files are to be complete one after the other; 0 for files of any size."""
-        return 0
-
     def create(self, name: str, nbytes: int = 0) -> FileWriter:
         """Create a new file.
 

@@ -1,5 +1,5 @@
 """Inert stubs for values of classes that a checkpoint names and that are not imported."""
 
-from shardckpt.stubs.stub import Frozen, Stub, find_imported, make_stub_class
+from shardckpt.lazy import attach_stub
 
-__all__ = ["Frozen", "Stub", "find_imported", "make_stub_class"]
+__getattr__, __dir__, __all__ = attach_stub(__name__)

@@ -1,5 +1,6 @@
 from shardckpt.tensors.casts import may_be_changed as may_be_changed
 from shardckpt.tensors.deferred import DeferredTensor as DeferredTensor
+from shardckpt.tensors.dtype_names import KNOWN_DTYPES as KNOWN_DTYPES
 from shardckpt.tensors.memory import LARGE as LARGE
 from shardckpt.tensors.memory import ORDINARY as ORDINARY
 from shardckpt.tensors.memory import PAGE as PAGE

@@ -228,12 +228,8 @@ def synchronize_devices(tensors: Iterable[torch.Tensor]) -> None:
     thread that computed the tensors.
     """
     for device in {tensor.device for tensor in tensors}:
-        if device.type in _WITHOUT_QUEUE:
-            continue
-        if hasattr(torch, "accelerator"):
+        if device.type not in _WITHOUT_QUEUE:
             torch.accelerator.current_stream(device).synchronize()
-        else:
-            torch.cuda.current_stream(device).synchronize()
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -3,9 +3,9 @@ from shardckpt.testing.cases import TensorCase as TensorCase
 from shardckpt.testing.cases import save_load_cases as save_load_cases
 from shardckpt.testing.checks import check as check
 from shardckpt.testing.checks import check_same as check_same
-from shardckpt.testing.contract import StoreContract as StoreContract
-from shardckpt.testing.contract import StrategyContract as StrategyContract
-from shardckpt.testing.contract import reseal as reseal
+from shardckpt.testing.contract.rewriting import reseal as reseal
+from shardckpt.testing.contract.store_contract import StoreContract as StoreContract
+from shardckpt.testing.contract.strategy_contract import StrategyContract as StrategyContract
 from shardckpt.testing.faulty_store import FaultyFileSystem as FaultyFileSystem
 from shardckpt.testing.faulty_store import FaultyStore as FaultyStore
 from shardckpt.testing.rank_threads import RankThreads as RankThreads

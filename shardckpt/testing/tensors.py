@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from hypothesis import strategies as st
 
+from shardckpt.tensors.dtype_names import KNOWN_DTYPES
 from shardckpt.testing.memory import plain
 
 if TYPE_CHECKING:
@@ -18,16 +19,8 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 COMPLEX = (torch.complex64, torch.complex128)
-#: Names of dtypes that old or new torch may lack.
-OTHERS = ("uint16", "uint32", "uint64", "complex32", "float8_e8m0fnu", "float4_e2m1fn_x2")
-DTYPES = (
-    *FLOATS,
-    *INTEGERS,
-    torch.bool,
-    *FLOAT8,
-    *COMPLEX,
-    *(getattr(torch, name) for name in OTHERS if hasattr(torch, name)),
-)
+#: All that are stored, as far as this torch has them.
+DTYPES = tuple(getattr(torch, known.torch_name) for known in KNOWN_DTYPES if hasattr(torch, known.torch_name))
 
 
 def _wider(dtype: torch.dtype) -> tuple[torch.dtype, ...]:

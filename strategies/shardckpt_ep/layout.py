@@ -236,9 +236,7 @@ class ExpertLayout:
     @classmethod
     def _of_rank_outside(cls, shape: Ints, expert_dim: int, name: str) -> ExpertLayout:
         """Return the layout of a rank that is not in the mesh; the block stands for no data."""
-        return cls(
-            shape, Box((0,) * len(shape), shape), expert_dim=_normalize_axis(expert_dim, shape, name), inside=False
-        )
+        return cls(shape, Box.from_shape(shape), expert_dim=_normalize_axis(expert_dim, shape, name), inside=False)
 
 
 def _check_shape(layout: ExpertLayout, shape: Ints, expected: Ints, name: str) -> ExpertLayout:

@@ -38,7 +38,7 @@ def list_files(reader: CheckpointReader) -> list[StoredFile]:
 
 def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
     """Return the error of each of those files, or None; see :class:`shardckpt.strategy.ChecksFiles`."""
-    found = {INDEX_FILE: find_error(_check_index, reader), COMMON_FILE: find_error(_check_common, reader)}
+    found = {INDEX_FILE: find_error(lambda: read_index(reader).check()), COMMON_FILE: find_error(_check_common, reader)}
     if _has_lost_record(reader):
         found[RECORD_NAME] = CorruptCheckpointError(
             f"{reader.directory / RECORD_NAME}, which has the digests of all files, is missing: every save writes it"
@@ -69,10 +69,6 @@ def _list_others(reader: CheckpointReader) -> dict[str, int]:
 def _check_size(reader: CheckpointReader, name: str, expected: int) -> None:
     if (size := reader.size(name)) != expected:
         raise CorruptCheckpointError(f"{reader.directory / name} has {size} bytes, and {expected} were written")
-
-
-def _check_index(reader: CheckpointReader) -> None:
-    read_index(reader).check()
 
 
 def _check_common(reader: CheckpointReader) -> None:

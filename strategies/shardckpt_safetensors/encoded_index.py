@@ -8,9 +8,8 @@ import torch
 
 from shardckpt.planning import make_column, make_matrix
 from shardckpt.storage import PackedColumns
-from shardckpt_safetensors.dtypes import dtype_name
 from shardckpt_safetensors.index_names import BLOCK_SCALES, CODECS, FEATURE, HEADER, UNALIGNED
-from shardckpt_safetensors.index_parts import ALIGN, find_unit, sort_rows
+from shardckpt_safetensors.index_parts import ALIGN, encode_tensors, find_alignment
 from shardckpt_safetensors.names import StringTable
 
 if TYPE_CHECKING:
@@ -58,25 +57,17 @@ def encode_index(plan: MergedPlan, parts: Mapping[str, PartHead] | None = None) 
     plan then have numbers of tensors of the parts.
     """
     strings = StringTable()
-    axes = [len(shape) for shape in plan.shapes]
-    width = max(axes, default=0)
-    names = list(map(dtype_name, plan.keys, plan.dtypes))
-    dtypes = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    files = make_column([strings.add(name) for name in plan.files])
+    tensors, dtypes, boxes, locations = encode_tensors(plan, strings)
     objects = make_matrix([tuple(row) for row in plan.objects.values()], 4, 0)
     codecs = sorted(set(objects[:, 3].tolist()))
-    box = plan.boxes.pad_axes(width)
-    order = sort_rows(box.spec, box.offset)
     columns = {
-        "file": make_column([strings.add(name) for name in plan.files]),
-        "tensor": strings.add_names(plan.keys),
-        "tensor_dtype": make_column([dtypes[name] for name in names]),
-        "tensor_axes": make_column(axes),
-        "tensor_shape": make_matrix(plan.shapes, width, 1),
-        "tensor_end": plan.bounds[1:],
-        "box_offset": box.offset[order, :width],
-        "box_extent": box.extent[order, :width],
-        "box_file": plan.locations[order, 0],
-        "box_start": plan.locations[order, 1],
+        "file": files,
+        **tensors,
+        "box_offset": boxes.offset,
+        "box_extent": boxes.extent,
+        "box_file": locations[:, 0],
+        "box_start": locations[:, 1],
         "alias": strings.add_names(plan.aliases),
         "alias_tensor": make_column([*plan.aliases.values()]),
         "object": strings.add_names(plan.objects),
@@ -87,7 +78,7 @@ def encode_index(plan: MergedPlan, parts: Mapping[str, PartHead] | None = None) 
     }
     heads = [] if parts is None else [*parts.values()]
     if plan.scales:
-        most = max([width, *(head.axes for head in heads)])
+        most = max([boxes.offset.shape[1], *(head.axes for head in heads)])
         columns |= {
             "scaled": make_column([*plan.scales]),
             "scaled_by": make_column([by for by, _ in plan.scales.values()]),
@@ -100,6 +91,6 @@ def encode_index(plan: MergedPlan, parts: Mapping[str, PartHead] | None = None) 
         }
     packed = PackedColumns.pack({**strings.columns(), **columns})
     features = [] if parts is None else [FEATURE]
-    if {find_unit(plan.locations), *(head.unit for head in heads)} != {ALIGN}:
+    if {find_alignment(plan.locations), *(head.unit for head in heads)} != {ALIGN}:
         features.append(UNALIGNED)
-    return EncodedIndex(packed, list(dtypes), [CODECS[number] for number in codecs], features, bool(plan.scales))
+    return EncodedIndex(packed, dtypes, [CODECS[number] for number in codecs], features, bool(plan.scales))

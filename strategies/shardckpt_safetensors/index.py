@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,8 +20,8 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.manifest import RECORD_NAME
-from shardckpt.mapping import BlockScales, ShardedObject, ShardedTensor
-from shardckpt.planning import Table, are_full, find_untiled, list_rows, make_column, number_groups
+from shardckpt.mapping import BlockScales, ShardedObject
+from shardckpt.planning import Table, are_full, find_untiled, list_rows, make_bounds, make_column, number_groups
 from shardckpt.storage import LENGTH_BYTES, Columns, ParseCache, check_file_name, header_length
 from shardckpt.strategy import StoredColumns, find_error
 from shardckpt_safetensors.index_columns import (
@@ -42,7 +42,6 @@ from shardckpt_safetensors.names import Strings
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from shardckpt.mapping import ShardedBase
     from shardckpt.planning import Ints
     from shardckpt.storage import CheckpointReader
 
@@ -136,17 +135,17 @@ class StoredIndex(ChunkIndex):
 
     @cached_property
     def keys(self) -> list[str]:  # type: ignore[override]
-        """As of the base; decoded when they are first requested, as dtypes and shapes are."""
+        """The keys of the tensors, decoded when they are first requested, as dtypes and shapes are."""
         return [*self._lists[0]]
 
     @cached_property
     def dtypes(self) -> list[torch.dtype]:  # type: ignore[override]
-        """As of the base."""
+        """Their dtypes."""
         return [*self._lists[1]]
 
     @cached_property
     def shapes(self) -> list[Ints]:  # type: ignore[override]
-        """As of the base."""
+        """Their global shapes."""
         return [*self._lists[2]]
 
     @cached_property
@@ -228,7 +227,7 @@ class StoredIndex(ChunkIndex):
                 rows = boxes.find_rows(numbers, wanted())
                 owners = torch.searchsorted(self.bounds[1:], rows, right=True)
                 counts = torch.bincount(torch.searchsorted(numbers, owners), minlength=len(numbers))
-            bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+            bounds = make_bounds(counts)
             # shards of one tensor are most: a slice is cheaper than indices
             is_run = len(rows) and int(rows[-1] - rows[0]) == len(rows) - 1
             which = slice(int(rows[0]), int(rows[-1]) + 1) if is_run else rows
@@ -326,20 +325,8 @@ class StoredIndex(ChunkIndex):
         found += [(name, stored.item) for name, stored in self.objects.items()]
         return sorted(found, key=lambda pair: pair[1])
 
-    def shards(self) -> list[ShardedBase]:
-        """Return a ShardedTensor for each name of a tensor, without data, and a ShardedObject for each object."""
-        tensors: list[ShardedBase] = []
-        dtypes, shapes, scales = self.dtypes, self.shapes, self.scales
-        for name, number in self.numbers.items():
-            shard = ShardedTensor.from_global_shape(name, dtypes[number], shapes[number])
-            if number in scales:
-                by, block = scales[number]
-                shard.block_scales = BlockScales(self.keys[by], block)
-            tensors.append(shard)
-        return tensors + [shard for shard in map(_describe_object, self.objects) if shard is not None]
-
     def columns(self) -> StoredColumns:
-        """Return the same in columns."""
+        """Return each name of a tensor, with its dtype, its shape and its scales, and the keys of ShardedObjects."""
         keys, dtypes, shapes = [*self.numbers], self.dtypes, self.shapes
         numbers = [*self.numbers.values()]
         if len(numbers) > len(dtypes):  # aliases are names of tensors that are there already
@@ -354,7 +341,7 @@ class StoredIndex(ChunkIndex):
 
     @property
     def plain_objects(self) -> list[str]:
-        """The names of objects that are not those of ShardedObjects, and so are not among :meth:`shards`."""
+        """The names of objects that are not those of ShardedObjects, and so are not among :meth:`columns`."""
         return [name for name in self.objects if _describe_object(name) is None]
 
     def _check_boxes(self, table: Table, numbers: torch.Tensor, *, is_all: bool) -> torch.Tensor:
@@ -474,15 +461,12 @@ def _read_bytes(reader: CheckpointReader, source: str) -> bytearray:
 def _read_index(reader: CheckpointReader) -> StoredIndex:
     source = f"{reader.directory / INDEX_FILE}"
     data = _read_bytes(reader, source)
+    parse = partial(_parse_index, data, source, reader)
     record = reader.manifest.record
     if record is None:
         state = "damaged" if reader.has(RECORD_NAME) else "missing"
         logger.warning("%s: %s is %s: no digest is checked", reader.directory, RECORD_NAME, state)
-        return _parse_index(data, source, reader)
-
-    def parse() -> StoredIndex:
-        return _parse_index(data, source, reader)
-
+        return parse()
     # one in parts reads further files later, by the reader
     return _indexes.get(data, (source, record.self_digest), parse, lambda index: not index.parts)
 

@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.planning import Table, list_rows, make_column, make_matrix, number_groups, sort_unique
+from shardckpt.planning import Table, list_rows, make_bounds, make_column, make_matrix, number_groups, sort_unique
 from shardckpt.storage import INTEGERS, LENGTH_BYTES, Columns, header_length, narrow_dtype, pack_columns, parse_json
 from shardckpt_safetensors.dtypes import dtype_name
 from shardckpt_safetensors.index_columns import join_tensors, read_column, read_tensors, require
@@ -80,37 +80,46 @@ def encode_part(plan: MergedPlan, page_rows: int = PAGE_ROWS, unit: int = ALIGN)
     All payloads begin at multiples of ``unit``, which is the same for all parts of an index: 64, or 1.
     """
     strings = StringTable()
+    columns, dtypes, boxes, locations = encode_tensors(plan, strings)
+    fields = (boxes.offset, boxes.extent, locations[:, :1], locations[:, 1:2] // unit)
+    kinds = [narrow_dtype(field) for field in fields]
+    rows = torch.cat([_to_bytes(field.to(kind)) for field, kind in zip(fields, kinds, strict=True)], 1)
+    columns |= {"tensor_reach": _find_reach(boxes, len(plan.keys)), "page_offset": boxes.offset[::page_rows]}
+    text = _PartHeader(dtypes=dtypes, row=[INTEGERS[kind] for kind in kinds], page=page_rows).model_dump_json()
+    # the narrowest columns come last, in this order: the rows are the end of the file
+    data = pack_columns({**strings.columns(), **columns, "box": rows}, {HEADER: text})
+    return EncodedPart(data, PartHead(len(data) - rows.numel(), boxes.offset.shape[1], unit), page_rows * rows.shape[1])
+
+
+def encode_tensors(
+    plan: MergedPlan, strings: StringTable
+) -> tuple[dict[str, torch.Tensor], list[str], Table, torch.Tensor]:
+    """Return the columns of a plan's tensors, the names of their dtypes, and their boxes and locations, in order.
+
+    The boxes have as many axes as the tensor with the most.
+    """
     axes = [len(shape) for shape in plan.shapes]
     width = max(axes, default=0)
     names = list(map(dtype_name, plan.keys, plan.dtypes))
     dtypes = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    box = plan.boxes.pad_axes(width)
-    order = sort_rows(box.spec, box.offset)
-    offset, extent = box.offset[order, :width], box.extent[order, :width]
-    fields = (offset, extent, plan.locations[order, :1], plan.locations[order, 1:2] // unit)
-    kinds = [narrow_dtype(field) for field in fields]
-    rows = torch.cat([_to_bytes(field.to(kind)) for field, kind in zip(fields, kinds, strict=True)], 1)
+    boxes = plan.boxes.pad_axes(width)
+    order = _sort_rows(boxes.spec, boxes.offset)
     columns = {
         "tensor": strings.add_names(plan.keys),
         "tensor_dtype": make_column([dtypes[name] for name in names]),
         "tensor_axes": make_column(axes),
         "tensor_shape": make_matrix(plan.shapes, width, 1),
         "tensor_end": plan.bounds[1:],
-        "tensor_reach": _find_reach(Table(box.spec[order], offset, extent), len(axes)),
-        "page_offset": offset[::page_rows],
     }
-    text = _PartHeader(dtypes=list(dtypes), row=[INTEGERS[kind] for kind in kinds], page=page_rows).model_dump_json()
-    # the narrowest columns come last, in this order: the rows are the end of the file
-    data = pack_columns({**strings.columns(), **columns, "box": rows}, {HEADER: text})
-    return EncodedPart(data, PartHead(len(data) - rows.numel(), width, unit), page_rows * rows.shape[1])
+    return columns, list(dtypes), boxes.rows(order).first_axes(width), plan.locations[order]
 
 
-def find_unit(locations: torch.Tensor) -> int:
-    """Return 64 if all payloads begin at multiples of it, else 1; ``locations`` are files and starts."""
+def find_alignment(locations: torch.Tensor) -> int:
+    """Return the alignment of payloads in bytes: 64, or 1 for any; ``locations`` are their files and starts."""
     return 1 if bool((locations[:, 1] % ALIGN != 0).any()) else ALIGN
 
 
-def sort_rows(spec: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+def _sort_rows(spec: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     """Return the order of rows by tensor, and by offset within a tensor."""
     order = torch.arange(len(spec), device="cpu")
     if bool((spec[1:] > spec[:-1]).all()):  # one box per tensor, as most have
@@ -135,7 +144,8 @@ class IndexParts:
         self.tensors = join_tensors([file.tensors for file in self._files])
         width = self.tensors.extents.shape[1]
         self._rows, self._pages, self._numbers = (
-            _sum_up([getattr(file, name) for file in self._files]) for name in ("rows", "pages", "count")
+            make_bounds(make_column([getattr(file, name) for file in self._files]))
+            for name in ("rows", "pages", "count")
         )
         self._page_rows = make_column([file.page_rows for file in self._files])
         # the row behind the last page ends every search
@@ -211,7 +221,7 @@ class IndexParts:
         return sort_unique(torch.arange(len(run), device="cpu") + (end - ends)[run])
 
     def check(self, boxes: Table) -> None:
-        """Check what the heads say of the rows."""
+        """Compare the reaches and page offsets in the heads with the boxes."""
         reach = _find_reach(boxes, len(self.tensors.keys))
         for number, file in enumerate(self._files):
             tensors = slice(int(self._numbers[number]), int(self._numbers[number + 1]))
@@ -289,19 +299,13 @@ class _PartFile:
 
 def _to_bytes(field: torch.Tensor) -> torch.Tensor:
     """Return the bytes of each row: uint8 of shape (rows, bytes)."""
-    return (
-        field.contiguous().view(torch.uint8)
-        if field.numel()
-        else torch.empty(len(field), 0, dtype=torch.uint8, device="cpu")
-    )
+    return field.contiguous().view(torch.uint8)
 
 
 def _from_bytes(raw: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     """Return the numbers in each row as int64."""
-    shape = len(raw), raw.shape[1] // kind.itemsize
     # a copy: the memory of a slice may begin where no number can
-    own = raw.clone(memory_format=torch.contiguous_format)
-    return own.view(-1).view(kind).view(shape).long() if raw.numel() else torch.empty(shape, device="cpu").long()
+    return raw.clone(memory_format=torch.contiguous_format).view(kind).long()
 
 
 def _find_reach(boxes: Table, count: int) -> torch.Tensor:
@@ -313,8 +317,3 @@ def _find_reach(boxes: Table, count: int) -> torch.Tensor:
 def _pad(column: torch.Tensor, axes: int, filler: int) -> torch.Tensor:
     more = column.new_full((len(column), axes - column.shape[1]), filler, dtype=torch.int64)
     return torch.cat([column.long(), more], 1)
-
-
-def _sum_up(counts: Sequence[int]) -> torch.Tensor:
-    """Return where each group begins, and where the last one ends."""
-    return make_column([0, *counts]).cumsum(0)

@@ -94,10 +94,10 @@ def lay_out_file(items: Sequence[FileItem]) -> FileLayout:
 
 
 def lay_out(items: LocalItems, objects: Mapping[str, Payload], rank: int, count: int) -> tuple[WritePlan, LocalPlan]:
-    """Assign the items to files by bytes, and give each a position; return what the rank writes.
+    """Assign the items to files by bytes, and give each a position; return the write plan and its LocalPlan.
 
-    It is returned a second time as the main rank needs it. There are ``count`` files, or more if one had too many
-    items. It is a ShardingError if the format cannot hold a key or a dtype.
+    There are ``count`` files, or more if one had too many items. It is a ShardingError if the format cannot hold a key
+    or a dtype.
     """
     keys = [items.keys[number] for number in items.boxes.spec]
     placed = [

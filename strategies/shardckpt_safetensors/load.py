@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.chunks import describe_columns
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.mapping import PlainObject
 from shardckpt.strategy import LoadStrategy
@@ -52,7 +53,7 @@ class SafetensorsLoadShardedStrategy(LoadStrategy):
 
     def load_index(self, context: LoadContext) -> list[ShardedBase]:
         """Return the stored tensors without data, unsharded, by each of their names, and the stored objects."""
-        return read_index(context.reader).shards()
+        return describe_columns(self.list_columns(context))
 
     def list_columns(self, context: LoadContext) -> StoredColumns:
         """Return the same in columns."""

@@ -51,8 +51,6 @@ class LoadPlan:
         """Read everything into the destinations."""
         entire = self._tensors.split_entire()
         units: list[Sequence[Any]] = [*self._tensors.units()]
-        # The reading threads have streams of their own: work of the caller's that uses the destinations must be done.
-        synchronize_devices(item.target for unit in units for item in unit if isinstance(item, Region))
         if self._objects:
             units += ((item,) for item in self._objects)
             units.sort(key=lambda unit: _locate(unit[0]))
@@ -98,8 +96,7 @@ class LoadPlan:
             for axis, (first, length) in enumerate(zip(region.start, target.shape, strict=True)):
                 values = values.narrow(axis, first, length)
             copy_values(target, values)
-        if target.device.type != "cpu":
-            synchronize_devices([target])  # this thread's stream is not the caller's
+        synchronize_devices([target])  # this thread's stream is not the caller's
 
 
 def _locate(item: Region | StagedRegion | _ObjectRead) -> Item:

@@ -34,10 +34,6 @@ _MOST_PARTS = 1 << 18
 _MOST_ELEMENTS = 2**53
 
 
-class _UnusualError(Exception):
-    """The index has what is left to the class that checks all of it."""
-
-
 def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
     """Return what a checkpoint stores, or None to leave it to the strategy.
 
@@ -52,7 +48,7 @@ def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
         # an object with the key $ stands for a value that JSON lacks, which may be in the file, or of a class
         plain = b"" if b'"$"' in tree else tree
         return _outline(index, record, _list_common(tree))._replace(plain_common=plain)
-    except (CheckpointingException, _UnusualError, LookupError, TypeError, ValueError, OverflowError):
+    except (CheckpointingException, LookupError, TypeError, ValueError, OverflowError):
         return None
 
 
@@ -107,7 +103,7 @@ def _list_common(text: bytes) -> list[str]:
 
 def _require(fine: bool) -> None:
     if not fine:
-        raise _UnusualError
+        raise ValueError("not as this library writes it")
 
 
 __all__ = ["read_outline"]

@@ -10,14 +10,14 @@ import torch
 from shardckpt.chunks import Item, MergedPlan
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import HUB_INDEX
-from shardckpt.planning import make_column, sort_unique
+from shardckpt.planning import make_bounds, make_column, sort_unique
 from shardckpt.strategy import KeptItem, Removal
 from shardckpt_safetensors.contiguous import StoredFolder
 from shardckpt_safetensors.dtypes import declare
 from shardckpt_safetensors.encoded_index import encode_index
 from shardckpt_safetensors.index import read_index
 from shardckpt_safetensors.index_names import CODECS, INDEX_FILE
-from shardckpt_safetensors.index_parts import MOST_ROWS, encode_part, find_unit
+from shardckpt_safetensors.index_parts import MOST_ROWS, encode_part, find_alignment
 from shardckpt_safetensors.layout import FileItem, lay_out_file, piece_name
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _encode_rest(
         return {INDEX_FILE: encode_index(plan).to_bytes(index.header)}
     owners = index.find_parts(make_column(stays))
     parts = {
-        index.parts[number]: encode_part(_take_tensors(plan, owners == number), unit=find_unit(plan.locations))
+        index.parts[number]: encode_part(_take_tensors(plan, owners == number), unit=find_alignment(plan.locations))
         for number in sort_unique(owners).tolist()
     }
     rest = _take_tensors(plan, owners < 0)._replace(
@@ -166,7 +166,7 @@ def _take_tensors(plan: MergedPlan, mask: torch.Tensor) -> MergedPlan:
         [*compress(plan.keys, mask.tolist())],
         [*compress(plan.dtypes, mask.tolist())],
         [*compress(plan.shapes, mask.tolist())],
-        torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
+        make_bounds(counts),
         box._replace(spec=torch.searchsorted(numbers, box.spec)),
         plan.locations[rows],
         [],

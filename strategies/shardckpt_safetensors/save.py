@@ -14,7 +14,7 @@ from shardckpt.parallel import assign_main_replicas
 from shardckpt.storage import Columns, parse_size
 from shardckpt_safetensors.contiguous import ContiguousOptions, choose_assets, parse_patterns, plan_contiguous
 from shardckpt_safetensors.encoded_index import EncodedIndex, encode_index
-from shardckpt_safetensors.index_parts import ALIGN, PAGE_ROWS, encode_part, find_unit
+from shardckpt_safetensors.index_parts import ALIGN, PAGE_ROWS, encode_part, find_alignment
 from shardckpt_safetensors.layout import lay_out
 from shardckpt_safetensors.objects import encode_object, encode_tree_file
 from shardckpt_safetensors.write_plan import Payload, WritePlan
@@ -247,7 +247,7 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
             with comm.local_phase("planning for all ranks"):
                 return work, self.make_index(plans, aliases) if comm.is_main else None
         with comm.local_phase("planning for all ranks"):
-            is_unaligned = find_unit(Columns(plan.locations, "a plan").integers("boxes")) < ALIGN
+            is_unaligned = find_alignment(Columns(plan.locations, "a plan").integers("boxes")) < ALIGN
         rows, scaled, unaligned = comm.total(plan.stored.size, has_scales(plan), is_unaligned)
         owned = merge_by_owners(plan, max(1, -(-rows // self.part_rows)), comm, aliases, scaled=bool(scaled))
         with comm.local_phase("planning for all ranks"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from operator import add
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from shardckpt.chunks import ChunkWork, append_run, cut_runs, list_turns
+from shardckpt.chunks import ChunkWork, append_run, cut_runs
 from shardckpt.errors import ShardingError
 from shardckpt_safetensors.encoded_index import EncodedIndex
 from shardckpt_safetensors.index_header import make_header
@@ -81,11 +81,7 @@ class WritePlan(ChunkWork[EncodedIndex, Payload]):
         """Write all files, each item at its planned position."""
         boxes = sum(len(file.positions) for file in self.files)
         shared = [] if self.contiguous is None else self.contiguous.begin(writer, self.tensors[boxes:])
-        unfinished: list[FileWriter] = []
-        for turn in list_turns(self.files, writer):
-            for into in unfinished:
-                writer.finish(into)
-            unfinished = self._write_at_once(writer, turn)
+        unfinished = self.write_data(writer, self.files, self._write_at_once)
         if self.global_files is not None:
             files = self.global_files
             index = files.index.to_bytes(make_header(files.save_id, files.lineage))

@@ -47,7 +47,7 @@ def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | 
         for key, tensor in index.tensors.items():
             files = listing.files[str(tensor.path[0])]
             first = METADATA_FILE if listing.metadata else files[min(files)].file
-            full = Box((0,) * len(tensor.shape), tensor.shape)
+            full = Box.from_shape(tensor.shape)
             found[first] = found[first] or find_error(index.check_stored, key, full)
             for piece in tensor.pieces:
                 name = files[piece.rank].file

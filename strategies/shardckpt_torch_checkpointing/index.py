@@ -277,7 +277,7 @@ class Index:
                 f"{self._reader.directory}: the ranks have saved different values of the tensor {join_path(path)!r}, "
                 f"and {METADATA_FILE} does not say how it is cut"
             )
-        full = Piece(Box((0,) * len(first.shape), first.shape), (0,) * len(first.shape), next(iter(tensors)))
+        full = Piece(Box.from_shape(first.shape), (0,) * len(first.shape), next(iter(tensors)))
         self._add_tensor(StoredTensor(join_path(path), path, first.dtype, first.shape, [full]))
 
     def _add_tensor(self, tensor: StoredTensor) -> None:

@@ -41,14 +41,14 @@ class TorchCheckpointingLoadStrategy(ChunkLoadStrategy):
         """Yield the pieces of all tensors; of one whose files are all missing, a box without elements."""
         index = _read_index(context)
         for tensor in index.tensors.values():
-            chunk = StoredChunk(tensor.key, tensor.dtype, tensor.shape, Box(*[(0,) * len(tensor.shape)] * 2), "")
+            chunk = StoredChunk(tensor.key, tensor.dtype, tensor.shape, Box.from_shape((0,) * len(tensor.shape)), "")
             layouts = index.files[str(tensor.path[0])]
             yield from (chunk._replace(box=piece.box, file=layouts[piece.rank].file) for piece in tensor.pieces)
             if not tensor.pieces:
                 yield chunk
 
     def match(self, shard: ShardedTensor, context: LoadContext) -> Mapping[FlatPart, Sequence[tuple[StoredChunk, Box]]]:
-        """Return the parts of files that a shard needs, after a look at the tensors in these files; see the base."""
+        """Return the parts of files that a shard needs, after a check that its elements are stored; see the base."""
         index = _read_index(context)
         tensor = index.tensors[shard.key]
         found: dict[FlatPart, list[tuple[StoredChunk, Box]]] = {}

@@ -60,7 +60,7 @@ def read_object(shard: ShardedObject, index: Index, reader: CheckpointReader) ->
         )
     values = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for key, tensor in found.items()}
     reads = [
-        _Read(key, part, values[key][part.box.within(_at_zero(tensor.shape))])
+        _Read(key, part, values[key][part.box.within(Box.from_shape(tensor.shape))])
         for key, tensor in found.items()
         for part in tensor.parts
     ]
@@ -74,7 +74,7 @@ def _find_tensors(key: str, index: Index) -> dict[str, _Tensor]:
     found = {}
     for name in index.nested.tensors(key):
         tensor = index.tensors[name]
-        whole = _at_zero(tensor.shape)
+        whole = Box.from_shape(tensor.shape)
         index.check_stored(name, whole)
         found[name] = _Tensor(tensor.dtype, tensor.shape, index.find_parts(name, whole))
     return found
@@ -87,11 +87,7 @@ def _find_content(content: dict[Path, Any]) -> tuple[NestedState, dict[str, _Ten
     nested = NestedState(values, {join_path(path): path for path in found}, content.__getitem__)
     return nested, {
         join_path(path): _Tensor(
-            local.dtype, local.shape, [Part(local, (0,) * len(local.shape), _at_zero(local.shape))]
+            local.dtype, local.shape, [Part(local, (0,) * len(local.shape), Box.from_shape(local.shape))]
         )
         for path, local in found.items()
     }
-
-
-def _at_zero(shape: Ints) -> Box:
-    return Box((0,) * len(shape), shape)

@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.archive import decode_object
+from shardckpt.chunks import describe_columns
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME
 from shardckpt.mapping import PlainObject, ShardedObject
@@ -150,7 +151,7 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
 
     def load_index(self, context: LoadContext) -> list[ShardedBase]:
         """Return the stored tensors without data, unsharded with their true global shapes, and the stored objects."""
-        return read_index(context.reader).shards()
+        return describe_columns(self.list_columns(context))
 
     def list_columns(self, context: LoadContext) -> StoredColumns:
         """Return the same in columns."""

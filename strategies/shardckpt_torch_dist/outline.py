@@ -12,6 +12,7 @@ from shardckpt.archive import list_dict_names
 from shardckpt.errors import CheckpointingException
 from shardckpt.plugins import Outline, cut_shapes, is_object_key
 from shardckpt.storage import ColumnFile, read_recorded_file
+from shardckpt.tensors import KNOWN_DTYPES
 from shardckpt_torch_dist.file_names import COMMON_FILE, INDEX_FILE
 
 if TYPE_CHECKING:
@@ -20,19 +21,8 @@ if TYPE_CHECKING:
     from shardckpt.manifest import PlainRecord
 
 #: Bytes of an element of each dtype, by torch's names.
-_ITEMSIZES = {
-    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
-    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"), 1),
-    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
-    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
-    "complex128": 16,
-}
+_ITEMSIZES = {known.torch_name: known.itemsize for known in KNOWN_DTYPES}
 _LARGEST = 2**63
-
-
-class _UnusualError(Exception):
-    """The checkpoint has what is left to the strategy."""
 
 
 def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
@@ -49,7 +39,7 @@ def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
         data = read_recorded_file(directory, record, COMMON_FILE)
         common = list_dict_names(data, COMMON_FILE)
         return None if common is None else _outline(index, common)._replace(plain_common=data)
-    except (CheckpointingException, _UnusualError, LookupError, TypeError, ValueError, OverflowError):
+    except (CheckpointingException, LookupError, TypeError, ValueError, OverflowError):
         return None
 
 
@@ -73,7 +63,7 @@ def _outline(index: ColumnFile, common: list[str]) -> Outline:
 
 def _require(fine: bool) -> None:
     if not fine:
-        raise _UnusualError
+        raise ValueError("not as this library writes it")
 
 
 __all__ = ["read_outline"]

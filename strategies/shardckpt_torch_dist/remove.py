@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import accumulate, compress
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -17,9 +16,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardckpt.archive import ARCHIVE_ALIGN
-from shardckpt.chunks import Chunks, Item
+from shardckpt.chunks import Item
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.planning import Table, make_column, repeat_values
+from shardckpt.planning import make_column
 from shardckpt.storage import SMALL_RECORD
 from shardckpt.strategy import KeptItem, Removal
 from shardckpt_torch_dist.dialects import (
@@ -156,22 +155,17 @@ def _with_new_offsets(index: StoredIndex, rewritten: Mapping[str, list[KeptItem]
 def remove_keys(index: StoredIndex, keys: Collection[str]) -> StoredIndex:
     """Return the index without some tensors and objects, and without the files that hold nothing else."""
     kept = [key not in keys for key in index.keys]
-    stays, counts = torch.tensor(kept, dtype=torch.bool, device="cpu"), index.bounds.diff()
-    rows = repeat_values(stays, counts).nonzero().view(-1)
+    chunks, bounds = index.select_chunks(make_column([*compress(range(len(kept)), kept)]))
     objects = {key: item for key, item in index.objects.items() if key not in keys}
-    chunks, box = index.chunks, index.chunks.box.rows(rows)
-    numbers = set(chunks.file[rows].tolist())
-    needed = {item.file for item in objects.values()}.union(index.files[number] for number in numbers)
+    used = set(chunks.file.tolist())
+    needed = {item.file for item in objects.values()}.union(index.files[number] for number in used)
+    anew = make_column(list(accumulate(name in needed for name in index.files))) - 1  # files are numbered anew
     return StoredIndex(
         list(compress(index.keys, kept)),
         list(compress(index.dtypes, kept)),
         list(compress(index.shapes, kept)),
-        torch.cat([index.bounds[:1], counts[stays].cumsum(0)]),
-        Chunks(
-            Table((stays.cumsum(0) - 1)[box.spec], box.offset, box.extent),
-            (make_column(list(accumulate(name in needed for name in index.files))) - 1)[chunks.file[rows]],
-            *(column[rows] for column in (chunks.start, chunks.length, chunks.first, chunks.volume)),
-        ),
+        bounds,
+        replace(chunks, file=anew[chunks.file]),
         [name for name in index.files if name in needed],
         objects,
     )

@@ -24,9 +24,9 @@ from shardckpt_torch_dist.plan import (
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
-    from shardckpt.chunks import LocalItems, LocalPlan, SavePlan
+    from shardckpt.chunks import LocalItems, LocalPlan
     from shardckpt.mapping import CommonStateDict, ShardedBase
-    from shardckpt.strategy import PlanContext, PreparedSave
+    from shardckpt.strategy import PlanContext
     from shardckpt_torch_dist.plan import WritePlan
 
 
@@ -101,16 +101,6 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
     def plan_cache_key(self) -> Hashable | None:
         """What the plan depends on, in addition to the shards: the class and its options; None with a planner."""
         return (super().plan_cache_key, self._hint) if self._planner is None else None
-
-    def replan(
-        self,
-        plan: SavePlan[StoredIndex, bytes],
-        shards: Sequence[ShardedBase],
-        common: CommonStateDict,
-        context: PlanContext,
-    ) -> PreparedSave | None:
-        """Collective: prepare a save by an earlier plan; arguments and result as of the base. None with a planner."""
-        return super().replan(plan, shards, common, context) if self._planner is None else None
 
     def collect(
         self, shards: Sequence[ShardedBase], aliases: Mapping[str, str], context: PlanContext

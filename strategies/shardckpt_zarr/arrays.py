@@ -85,7 +85,7 @@ class ChunkedArray:
     @property
     def box(self) -> Box:
         """The box of the full tensor."""
-        return Box((0,) * len(self.shape), self.shape)
+        return Box.from_shape(self.shape)
 
     def touching(self, box: Box) -> Iterator[tuple[str, Box]]:
         """Yield the file and the box of every chunk that has elements of a box; one may reach beyond the tensor."""

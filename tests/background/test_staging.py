@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from shardckpt.background import AsyncCallsQueue, staging_buffer
+from shardckpt.background import staging_buffer
+from shardckpt.background.queue import AsyncCallsQueue
 from shardckpt.background.staging import release_memory, stage
 from shardckpt.background.staging_buffer import StagingBufferPool
 from shardckpt.errors import CheckpointingException, ShardingError

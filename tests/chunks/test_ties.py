@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from shardckpt.chunks.ties import TieFinder, agree_on_aliases, find_ties
+from shardckpt.chunks.ties import TieFinder, agree_on_aliases
 from shardckpt.distributed import Comm
 from shardckpt.mapping import ShardedTensor
 
@@ -24,7 +24,7 @@ def _agree(by_rank: tuple[str, ...]) -> dict[str, str]:
         memory = torch.ones(3)
         shards += [ShardedTensor.from_rank_offsets(key, memory, replica_id=dist.get_rank()) for key in keys]
     comm = Comm()
-    return agree_on_aliases(find_ties(shards), shards, comm)
+    return agree_on_aliases(TieFinder().find(shards), shards, comm)
 
 
 def test_no_rank_may_tell_them_apart(ranks: Ranks) -> None:
@@ -41,10 +41,10 @@ def test_shards_of_one_key_count_together() -> None:
     def shards(key: str, first: torch.Tensor, second: torch.Tensor) -> list[ShardedTensor]:
         return [ShardedTensor.from_rank_offsets(key, data, (0, n, 2)) for n, data in enumerate((first, second))]
 
-    assert find_ties([*shards("a", top, bottom), *shards("b", top, bottom)]) == [("a", "b")]
-    assert find_ties([*shards("a", top, bottom), *shards("b", bottom, top)]) == []
-    assert find_ties([*shards("a", top, bottom), *shards("b", top, bottom.clone())]) == []
-    assert find_ties([*shards("a", top, bottom), *shards("b", top, bottom)[:1]]) == []
+    assert TieFinder().find([*shards("a", top, bottom), *shards("b", top, bottom)]) == [("a", "b")]
+    assert TieFinder().find([*shards("a", top, bottom), *shards("b", bottom, top)]) == []
+    assert TieFinder().find([*shards("a", top, bottom), *shards("b", top, bottom.clone())]) == []
+    assert TieFinder().find([*shards("a", top, bottom), *shards("b", top, bottom)[:1]]) == []
 
 
 def test_ties_that_come_and_go_between_saves() -> None:

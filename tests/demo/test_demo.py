@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shardckpt.cli import main
-from shardckpt.demo import TOLERANCE, Layout, Run, check
+from shardckpt.demo.launch import TOLERANCE, Layout, Run, check
 from shardckpt.errors import CheckpointingException
 from tests.demo.demo import demo
 from tests.tables import table

@@ -20,7 +20,7 @@ def _cut(mapping: RuleMapping, key: str, whole: torch.Tensor) -> dict[str, torch
     """The tensors of a folder that a mapping makes of a stored one."""
     found: dict[str, torch.Tensor] = {}
     for link in get_key_map_entries(mapping, key, tuple(whole.shape)):
-        part = whole[link.box.within(Box((0,) * whole.dim(), tuple(whole.shape)))][(0,) * link.dropped]
+        part = whole[link.box.within(Box.from_shape(whole.shape))][(0,) * link.dropped]
         found[link.name] = part.transpose(-1, -2) if link.transposed else part
         assert found[link.name].shape == link.shape
     return found

@@ -12,7 +12,7 @@ from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTe
 from tests.states import gated_halves
 
 if TYPE_CHECKING:
-    from shardckpt.local import KeptShards
+    from shardckpt.local.memory_shards import KeptShards
 
 MODES = ("atomic", "fully_parallel")
 

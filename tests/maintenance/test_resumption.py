@@ -11,16 +11,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardckpt.chunks import files
+from shardckpt.chunks import save
 from shardckpt.commit.claim import Claim
 from shardckpt.engine.pruning import prune_leftovers
 from shardckpt.errors import StorageError
-from shardckpt.maintenance import ConversionReport, convert_checkpoint, verify_checkpoint
+from shardckpt.maintenance import ConversionReport, conversion, convert_checkpoint, verify_checkpoint
 from shardckpt.maintenance.sources import open_any
 from shardckpt.maintenance.verify import get_exit_code
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.plugins.stores import open_folder
-from shardckpt.storage import RemotePath, resumable
+from shardckpt.storage import RemotePath
 from tests.commit import owners
 from tests.commit.replacement import Place
 from tests.maintenance.resumption import MIB, make_source, replace_id
@@ -118,7 +118,7 @@ class Target:
 def make(tmp_path: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes a URL without objects, for a conversion to a format."""
     make_source(tmp_path / "old", is_checkpoint=True)
-    monkeypatch.setattr(resumable, "OBJECT_BYTES", 2 * MIB)
+    monkeypatch.setattr(conversion, "OBJECT_BYTES", 2 * MIB)
     target = Target(tmp_path / "old", "")
     with registered(target.place):
 
@@ -289,8 +289,8 @@ def test_assets_are_copied_after_a_kill(make: Any, tmp_path: Path) -> None:
 def test_a_store_gets_one_file_at_a_time(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the disk with the spool directory is like, no two data files are sent at a time."""
     target: Target = make("safetensors")
-    monkeypatch.setattr(resumable, "OBJECT_BYTES", 1 << 30)
-    monkeypatch.setattr(files, "_MIN_FILE_BYTES", MIB)
-    monkeypatch.setattr(files, "count_parallel_files", lambda _: 4)
+    monkeypatch.setattr(conversion, "OBJECT_BYTES", 1 << 30)
+    monkeypatch.setattr(save, "_MIN_FILE_BYTES", MIB)
+    monkeypatch.setattr(save, "count_parallel_files", lambda _: 4)
     target.convert()
     assert [name for name in target.begun if name.startswith("rank_")] == ["rank_0_0.safetensors"]

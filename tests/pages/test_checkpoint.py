@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 from shardckpt import dist_checkpointing as dc
 from shardckpt.maintenance.sources import open_any
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
-from shardckpt.pages import CheckpointHeader, describe_checkpoint
-from shardckpt.pages.checkpoint import describe_layouts
+from shardckpt.pages.checkpoint import CheckpointHeader, describe_checkpoint, describe_layouts
 from shardckpt.strategy import StoredBox
 from tests.backends import Backend, both
 from tests.cli.checkpoints import copy_golden, save_plain_dcp

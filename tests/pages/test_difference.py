@@ -6,8 +6,9 @@ import json
 import math
 
 from shardckpt.maintenance import DiffReport, TensorDifference
-from shardckpt.pages import describe_difference, render_page
 from shardckpt.pages.checkpoint import describe_layouts, describe_tensors
+from shardckpt.pages.difference import describe_difference
+from shardckpt.pages.render import render_page
 from shardckpt.strategy import StoredBox
 
 

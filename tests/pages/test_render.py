@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shardckpt.errors import StorageError
-from shardckpt.pages import render_page, write_page
+from shardckpt.pages.render import render_page, write_page
 from tests.pages.render import HOSTILE
 
 if TYPE_CHECKING:

@@ -67,3 +67,9 @@ def test_views_share_the_shards_memory() -> None:
     views[1].zero_()
     assert flat.data is not None
     assert flat.data.tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 8]
+
+
+def test_box_from_shape_is_the_full_tensor() -> None:
+    """The box of a shape begins at the first element of every axis, and has all elements; also without axes."""
+    assert Box.from_shape(torch.Size((2, 3))) == Box((0, 0), (2, 3))
+    assert Box.from_shape(()) == Box((), ())

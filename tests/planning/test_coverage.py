@@ -12,7 +12,7 @@ from shardckpt.planning.lookup import BoxFinder
 def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     """A shape of 0 to 3 axes and boxes that tile it, cut at random and shuffled."""
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=0, max_size=3)))
-    boxes = [Box((0,) * len(shape), shape)]
+    boxes = [Box.from_shape(shape)]
     for _ in range(draw(st.integers(0, 6)) if shape else 0):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
         axis = draw(st.integers(0, len(shape) - 1))

@@ -30,7 +30,7 @@ def _make(seed: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _cut(shape: tuple[int, ...], rng: random.Random, depth: int) -> list[Box]:
-    boxes = [Box((0,) * len(shape), shape)]
+    boxes = [Box.from_shape(shape)]
     for _ in range(depth if shape else 0):
         box = boxes.pop(rng.randrange(len(boxes)))
         axis = rng.randrange(len(shape))
@@ -53,7 +53,7 @@ def _sum_rank(tensors: dict[str, torch.Tensor], held: list[tuple[str, Box]]) -> 
     stored = PackedShards.pack(
         keys, [t.dtype for t in whole], [tuple(t.shape) for t in whole], boxes.table(), ["object/shard_0_1"]
     )
-    views = [tensors[key][box.within(Box((0,) * len(box.shape), tuple(tensors[key].shape)))] for key, box in held]
+    views = [tensors[key][box.within(Box.from_shape(tensors[key].shape))] for key, box in held]
     return sum_shards(stored, views, {})
 
 
@@ -119,7 +119,7 @@ def test_a_tensor_that_is_stored_twice_has_none() -> None:
 def test_owners_add_up_the_same() -> None:
     """Sums that are sent to the owners of the keys give the same fingerprints as sums that one rank adds up."""
     tensors = {f"t{number}": _make(number, (number, 3), torch.float32) for number in range(20)}
-    sums = _sum_rank(tensors, [(key, Box((0, 0), tuple(tensor.shape))) for key, tensor in tensors.items()])
+    sums = _sum_rank(tensors, [(key, Box.from_shape(tensor.shape)) for key, tensor in tensors.items()])
     owned = split_sums([sums], lambda key: int(key[1:]) % 3)
     assert sorted(owned) == [0, 1, 2]
     assert {key: value for part in owned.values() for key, value in add_sums([part]).items()} == add_sums([sums])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.background import AsyncRequest
+from shardckpt.background.request import AsyncRequest
 from shardckpt.distributed.comm import Comm
 
 if TYPE_CHECKING:

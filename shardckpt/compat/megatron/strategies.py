@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.metadata import Metadata
 
-    from shardckpt.background import AsyncRequest
+    from shardckpt.background.request import AsyncRequest
     from shardckpt.mapping.base import ShardedBase, ShardedStateDict, StateDict
     from shardckpt.mapping.sharded_tensor import ShardedTensor
 

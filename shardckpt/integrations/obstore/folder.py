@@ -17,7 +17,7 @@ from obstore.store import from_url
 from shardckpt import settings
 from shardckpt.errors import StorageError
 from shardckpt.integrations import multipart
-from shardckpt.integrations.fsspec import shardckpt_filesystem as open_by_fsspec
+from shardckpt.integrations.fsspec.plugin import shardckpt_filesystem as open_by_fsspec
 from shardckpt.integrations.obstore.streamed_object import StreamedObject
 from shardckpt.integrations.s3_options import SCHEMES, make_obstore_options
 from shardckpt.plugins.stores import find_options

@@ -15,7 +15,8 @@ from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
-from shardckpt.parallel import FullyParallelLoadStrategyWrapper, FullyParallelSaveStrategyWrapper
+from shardckpt.parallel.load import FullyParallelLoadStrategyWrapper
+from shardckpt.parallel.save import FullyParallelSaveStrategyWrapper
 from shardckpt.testing.checks import check, check_same
 from shardckpt.testing.contract.shards import blank, check_shards, make_shards, make_tensor, whole_shard
 from shardckpt.testing.memory import garbage

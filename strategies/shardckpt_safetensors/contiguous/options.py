@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
-from shardckpt.chunks import find_ties
+from shardckpt.chunks import TieFinder
 from shardckpt.errors import CheckpointingException, check_choice, listed
 from shardckpt.huggingface import list_assets
 from shardckpt.manifest import HUB_INDEX, NAME_RULE, is_file_name
@@ -62,7 +62,7 @@ class ContiguousOptions:
 
     def find_ties(self, shards: Sequence[ShardedBase]) -> list[tuple[str, ...]]:
         """Return the keys of contiguous tensors that share memory on this rank; none if each key is to be stored."""
-        return find_ties(shards) if self.store_aliases else []
+        return TieFinder().find(shards) if self.store_aliases else []
 
 
 def parse_patterns(layout: Layout | Mapping[str, Layout]) -> tuple[tuple[str, Layout], ...]:

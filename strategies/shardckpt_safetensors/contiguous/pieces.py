@@ -200,7 +200,7 @@ def _plan_local(
             inner = _relative(common, cut.box)
             begin = find_range(inner, cut.box.shape) if in_ranges[tensor] else None
             if begin is None:
-                boxed = _split_box(Box((0,) * len(common.shape), common.shape), itemsize, most)
+                boxed = _split_box(Box.from_shape(common.shape), itemsize, most)
                 outbox += [Message(number, view, 0, box.volume * itemsize, box) for box in boxed]
                 continue
             first = begin * itemsize

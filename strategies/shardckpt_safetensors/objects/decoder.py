@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import types
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
@@ -251,15 +252,9 @@ def _frozenset(tree: Any) -> Walk:
     return frozenset((yield from _set(tree)))
 
 
-def _namespace(tree: Any) -> Walk:
-    value = argparse.Namespace()
+def _namespace(cls: type[Any], tree: Any) -> Walk:
+    value = cls()
     # not by setattr: a name such as __class__ must remain a name
-    vars(value).update(_check_attributes((yield tree)))
-    return value
-
-
-def _simple_namespace(tree: Any) -> Walk:
-    value = types.SimpleNamespace()
     vars(value).update(_check_attributes((yield tree)))
     return value
 
@@ -280,8 +275,8 @@ _BUILDERS: dict[str, Callable[[Any], Any]] = {
     "counter": _counter,
     "defaultdict": _defaultdict,
     "deque": _deque,
-    "namespace": _namespace,
-    "simple_namespace": _simple_namespace,
+    "namespace": partial(_namespace, argparse.Namespace),
+    "simple_namespace": partial(_namespace, types.SimpleNamespace),
 }
 _IN_FILE = frozenset(("tensor", "parameter", "array"))
 _BYTES: dict[str, Callable[[Any], Any]] = {"bytes": bytes, "bytearray": bytearray}

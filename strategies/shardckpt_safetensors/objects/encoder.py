@@ -115,10 +115,7 @@ class _Encoder:
             return self._note(value, [*places, place], exc)
 
     def _note(self, value: Any, shown: list[str], why: ValueError) -> Any:
-        """Note that a value is refused, which stands at the end of some steps, to go on and name what else is.
-
-        None goes in the place of its tree.
-        """
+        """Note a refused value, at the end of these steps, and go on: one error names all. None stands for its tree."""
         if len(shown) > _SHOWN_STEPS:
             shown = [*shown[: _SHOWN_STEPS // 2], "...", *shown[-_SHOWN_STEPS // 2 :]]
         self._faults.append(f"{self._what}{''.join(shown)} cannot be stored: a {class_name(type(value))} {why}")

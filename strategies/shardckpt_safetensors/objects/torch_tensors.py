@@ -9,27 +9,12 @@ import torch
 
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.tensors import ORDINARY, movable, plain_cpu, tensor_bytes
+from shardckpt_safetensors.dtype_names import DTYPES, HEADER_BYTES
 from shardckpt_safetensors.objects.json_text import show
 from shardckpt_safetensors.objects.tensor_file import FileTensor, is_shape
 
 #: The names of dtypes in files. Tensors of any other dtype are declared as U8; the tree has torch's name of the dtype.
-_KINDS = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.float32: "F32",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.float64: "F64",
-}
+_KINDS = {getattr(torch, DTYPES[kind].torch_name): kind for kind in HEADER_BYTES}
 _DTYPES = {kind: dtype for dtype, kind in _KINDS.items()}
 #: Their tensors need a quantizer as well as their bytes.
 _QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))

@@ -32,7 +32,7 @@ def encode_index(index: StoredIndex) -> bytes:
     chunks, box = index.chunks, index.chunks.box.pad_axes(width)
     objects = index.objects.values()
     files = {name: number for number, name in enumerate(dict.fromkeys([*index.files, *(at.file for at in objects)]))}
-    grids = {key: at for key, at in index.objects.items() if parse_object_key(key) is not None}
+    grids = index.grids
     plain = {key: at for key, at in index.objects.items() if key not in grids}
     return pack_columns(
         {

@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from shardckpt.chunks import ChunkIndex, Chunks, StoredTensor
 from shardckpt.errors import CheckpointingException
-from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
-from shardckpt.planning import Boxes, list_rows, make_column, make_matrix, number_groups
+from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.planning import Boxes, list_rows, make_bounds, make_column, make_matrix, number_groups
 from shardckpt.strategy import StoredColumns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from shardckpt.chunks import Item
     from shardckpt.planning import Ints, Table
@@ -73,7 +73,7 @@ class StoredIndex(ChunkIndex):
             return self.chunks, self.bounds
         rows = list_rows(numbers, self.bounds)
         counts = self.bounds[numbers + 1] - self.bounds[numbers]
-        bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        bounds = make_bounds(counts)
         chunks = self.chunks
         box = chunks.box.rows(rows)._replace(spec=number_groups(bounds[1:]))
         columns = (chunks.file, chunks.start, chunks.length, chunks.first, chunks.volume)
@@ -98,13 +98,8 @@ class StoredIndex(ChunkIndex):
         """Return where an object is stored, by its unique key or its name in ``.metadata``."""
         return self.objects[key] if key in self.objects else self.named[key]
 
-    def shards(self) -> list[ShardedBase]:
-        """Return one ShardedTensor per tensor, unsharded and without data, and one ShardedObject per object."""
-        tensors = map(ShardedTensor.from_global_shape, self.keys, self.dtypes, self.shapes)
-        return [*tensors, *map(ShardedObject.empty_from_unique_key, self.grids)]
-
     def columns(self) -> StoredColumns:
-        """Return the same in columns."""
+        """Return the tensors, with their dtypes and shapes, the sharded objects, and the loose values."""
         values = [".".join(map(str, path)) for path in self.loose]
         return StoredColumns(self.keys, self.dtypes, self.shapes, [*self.grids], {}, values)
 

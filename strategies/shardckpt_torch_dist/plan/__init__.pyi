@@ -15,7 +15,6 @@ from shardckpt_torch_dist.plan.planned_load import read_items as read_items
 from shardckpt_torch_dist.plan.planned_save import check_archive as check_archive
 from shardckpt_torch_dist.plan.planned_save import check_tensor as check_tensor
 from shardckpt_torch_dist.plan.planned_save import plan_by as plan_by
-from shardckpt_torch_dist.plan.reads import ItemReader as ItemReader
 from shardckpt_torch_dist.plan.regions import build_own_archive as build_own_archive
 from shardckpt_torch_dist.plan.save_planner import ShardedSavePlanner as ShardedSavePlanner
 from shardckpt_torch_dist.plan.split import set_rest_value as set_rest_value

@@ -26,12 +26,11 @@ def lay_out(
     count: int,
     hint: str | None,
 ) -> tuple[WritePlan, LocalPlan]:
-    """Assign the items to files by bytes, and give each a position; return what the rank writes.
+    """Assign the items to files by bytes, and give each a position; return the write plan and its LocalPlan.
 
-    It is returned a second time as the main rank needs it. ``archives`` are those of its objects, by unique key; they
-    come first in a file, as in Megatron's files. ``other_keys`` are the keys under which an object is listed, by unique
-    key; others are listed by their unique key. Items whose keys begin with ``hint`` go to ``count`` separate files,
-    whose names begin with it.
+    ``archives`` are those of the rank's objects, by unique key; they come first in a file, as in Megatron's files.
+    ``other_keys`` are the keys under which an object is listed, by unique key; others are listed by their unique key.
+    Items whose keys begin with ``hint`` go to ``count`` separate files, whose names begin with it.
     """
     keys = [items.keys[number] for number in items.boxes.spec]
     sizes = [math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in items.tensors]

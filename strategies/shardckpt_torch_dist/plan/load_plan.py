@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from shardckpt.chunks import Region, RequestedTensors
+from shardckpt.chunks import RequestedTensors
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt.tensors import synchronize_devices
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner
 from shardckpt_torch_dist.plan.reads import ItemReader
 
@@ -50,8 +49,6 @@ class LoadPlan:
         """Read everything into the destinations."""
         items = ItemReader(self._reader, self._index, self._planner)
         units: list[Sequence[Any]] = [*self._tensors.units()]
-        # The reading threads have streams of their own: work of the caller's that uses the destinations must be done.
-        synchronize_devices(item.target for unit in units for item in unit if isinstance(item, Region))
         if self._objects is not None:
             self._planner.finish_plan(self._objects)
             units += ([item] for item in sorted(self._objects.items, key=items.locate))

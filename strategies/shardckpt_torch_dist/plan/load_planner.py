@@ -84,16 +84,13 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         self._caller: dict[str, Any] = {}
 
     @contextmanager
-    def allowing(self, allow_globals: Iterable[Any] = (), *, allow_dtype_cast: bool = False) -> Iterator[None]:
-        """Allow more than the planner was made with, for one load.
+    def allowing(self, allow_globals: Iterable[Any]) -> Iterator[None]:
+        """Allow further classes and functions in objects, and any cast, for one load of a strategy.
 
-        Args:
-            allow_globals: Further classes and functions that objects may name.
-            allow_dtype_cast: Whether to allow casts, in any case.
+        The engine has compared dtypes, and refused what the caller of the load does not allow.
         """
         before = self._allow_globals, self.allow_dtype_cast
-        self._allow_globals = (*self._allow_globals, *allow_globals)
-        self.allow_dtype_cast = self.allow_dtype_cast or allow_dtype_cast
+        self._allow_globals, self.allow_dtype_cast = (*self._allow_globals, *allow_globals), True
         try:
             yield
         finally:
@@ -199,7 +196,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
                 shard = ShardedTensor.from_rank_offsets(index.fqn, local)
                 quantized.append(shard)
                 self._staged.append(StagedDestination(shard, local, count, keeps=True))
-                whole = Box((0,) * local.dim(), tuple(local.shape))
+                whole = Box.from_shape(local.shape)
                 targets[index] = _Target(index.fqn, torch.Size(whole.offset), len(self._targets))
                 self._targets.append(_StagedPart(self._staged[-1], FlatPart(whole, 0)))
         return [dataclasses.replace(item, dest_index=targets.get(item.dest_index, item.dest_index)) for item in items]
@@ -255,9 +252,9 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
                 yield ReadItem(
                     type=LoadItemType.TENSOR,
                     dest_index=target,
-                    dest_offsets=_relative(common, part.box),
+                    dest_offsets=torch.Size(common.offset_in(part.box)),
                     storage_index=MetadataIndex(shard.key, torch.Size(stored.offset)),
-                    storage_offsets=_relative(common, stored),
+                    storage_offsets=torch.Size(common.offset_in(stored)),
                     lengths=torch.Size(common.shape),
                 )
 
@@ -282,7 +279,3 @@ class _Target(MetadataIndex):
     """Marks an item as one of ours; its ``index`` is the destination's number."""
 
     # DCP sends plans to the coordinator and back, so an item can only name its destination, not hold it.
-
-
-def _relative(inner: Box, outer: Box) -> torch.Size:
-    return torch.Size(a - b for a, b in zip(inner.offset, outer.offset, strict=True))

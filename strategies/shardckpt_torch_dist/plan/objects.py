@@ -51,7 +51,7 @@ def check_keys(objects: Mapping[str, int], shards: Sequence[ShardedBase]) -> Non
 
 
 def get_stored_value(shard: Any) -> Any:
-    """Return what the archive of a ShardedObject has: as in Megatron a list of it, but of a PlainObject its value."""
+    """Return the value that is pickled: a list with the object, as in Megatron; of a PlainObject the object itself."""
     return shard.data if isinstance(shard, PlainObject) else [shard.data]
 
 

@@ -56,7 +56,7 @@ class PlannedLoad:
         metadata = make_dcp_metadata(index)
         objects = {key: BytesStorageMetadata() for key in index.objects}  # in today's spelling, too
         metadata.state_dict_metadata = {**objects, **metadata.state_dict_metadata}
-        with self._allowed():
+        with planner.allowing(context.allow_globals):
             planner.set_up_planner(
                 state_dict=list_leaves(wanted), metadata=metadata, is_coordinator=context.comm.is_main
             )
@@ -82,12 +82,8 @@ class PlannedLoad:
         """Read everything into the destinations that the planner gives."""
         agreed = {(shard.key, shard.dtype) for shard in self._wanted if isinstance(shard, ShardedTensor)}
         destinations = CheckedPlanner(self._planner, self._index, self._context.allow_globals, agreed=agreed)
-        with self._allowed():
+        with self._planner.allowing(self._context.allow_globals):
             read_items(self._plan.items, destinations, self._context.reader, self._index)
-
-    def _allowed(self) -> Any:
-        # the engine has compared dtypes, and refused what the caller of the load does not allow
-        return self._planner.allowing(self._context.allow_globals, allow_dtype_cast=True)
 
     def _refuse_gaps(self, plan: LoadPlan) -> None:
         """Raise if a shard that has elements has no item: its destination would keep what it holds."""

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from shardckpt.distributed import Comm
     from shardckpt.mapping import ShardedBase
-    from shardckpt.planning import Ints
     from shardckpt_torch_dist.plan.save_planner import ShardedSavePlanner
 
 
@@ -83,7 +82,6 @@ def _resolve(
 ) -> tuple[LocalItems, dict[str, bytes]]:
     """Return a plan's items with their values."""
     found, archives = LocalItems(), dict[str, bytes]()
-    numbers: dict[tuple[str, torch.dtype, Ints], int] = {}
     positions = {
         shard.unique_key: position for position, shard in enumerate(shards) if isinstance(shard, ShardedObject)
     }
@@ -99,13 +97,8 @@ def _resolve(
             archives[key] = check_archive(planner.resolve_data(item), item, allow_globals)
             continue
         tensor = check_tensor(planner.resolve_data(item), item).detach()
-        spec = key, tensor.dtype, tuple(data.size)
-        if spec not in numbers:
-            numbers[spec] = len(numbers)
-            found.keys.append(key)
-            found.dtypes.append(tensor.dtype)
-            found.shapes.append(tuple(data.size))
-        found.boxes.add(numbers[spec], tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+        number = found.add_tensor(key, tensor.dtype, tuple(data.size))
+        found.boxes.add(number, tuple(data.chunk.offsets), tuple(data.chunk.sizes))
         found.tensors.append(tensor)
     check_keys(found.objects, shards)
     return found, archives

@@ -105,7 +105,7 @@ class ItemReader:
             return
         archive = None if ahead is None else ahead.read_range(*region.chunk.item, key)
         read_chunk(self._reader, region.chunk, region.start, region.target, dtype, key, archive)
-        _synchronize(region.target)
+        synchronize_devices([region.target])  # this thread's stream is not the caller's
 
     def _read_dcp_item(self, item: ReadItem, ahead: ReadAhead | None) -> None:
         key = item.storage_index.fqn
@@ -117,11 +117,5 @@ class ItemReader:
         target = self._planner.resolve_tensor(item)
         dtype, start = self._index.dtypes[self._index.numbers[key]], tuple(item.storage_offsets)
         read_chunk(self._reader, self.find_chunk(item), start, target, dtype, key, archive)
-        _synchronize(target)
-        self._planner.commit_tensor(item, target)
-
-
-def _synchronize(target: torch.Tensor) -> None:
-    """Wait for copies to a device: this thread's stream is not the caller's."""
-    if target.device.type != "cpu":
         synchronize_devices([target])
+        self._planner.commit_tensor(item, target)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shardckpt.archive import ARCHIVE_ALIGN, make_frame_of_length
-from shardckpt.chunks import ChunkWork, append_run, append_tensor, cut_runs, list_turns
+from shardckpt.chunks import ChunkWork, append_run, append_tensor, cut_runs
 from shardckpt.errors import ShardingError
 from shardckpt_torch_dist.dialects import (
     COMMON_FILE,
@@ -53,11 +53,7 @@ class WritePlan(ChunkWork[StoredIndex, bytes]):
 
     def write_files(self, writer: CheckpointWriter) -> None:
         """Write all files, each item at its planned position."""
-        unfinished: list[FileWriter] = []
-        for turn in list_turns(self.files, writer):
-            for into in unfinished:
-                writer.finish(into)
-            unfinished = self._write_at_once(writer, turn)
+        unfinished = self.write_data(writer, self.files, self._write_at_once)
         if self.global_files is not None:
             index, save_id = self.global_files.index, self.global_files.save_id
             # The index files come first: they are finished while the last tensors are still being written.

@@ -15,8 +15,9 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.maintenance import DiffReport, TensorDifference
 from shardckpt.mapping import ShardedTensor
-from shardckpt.pages import CheckpointHeader, describe_difference, write_page
-from shardckpt.pages.checkpoint import describe_layouts, describe_tensors
+from shardckpt.pages.checkpoint import CheckpointHeader, describe_layouts, describe_tensors
+from shardckpt.pages.difference import describe_difference
+from shardckpt.pages.render import write_page
 from shardckpt.strategy import StoredBox
 from tests.cli.checkpoints import copy_golden
 from tests.pages.render import HOSTILE

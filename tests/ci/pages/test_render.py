@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from shardckpt.pages import render_page
+from shardckpt.pages.render import render_page
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node is installed")

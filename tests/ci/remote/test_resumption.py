@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 _RUN = """
 import os, signal, sys
 from shardckpt.integrations.obstore import streamed_object
-from shardckpt.maintenance import convert_checkpoint, merge_checkpoints
-from shardckpt.storage import journal, resumable
+from shardckpt.maintenance import conversion, convert_checkpoint, merge_checkpoints
+from shardckpt.storage import journal
 
-resumable.OBJECT_BYTES = 3 << 20
+conversion.OBJECT_BYTES = 3 << 20
 (source, target, to), left, sent = sys.argv[1:4], int(sys.argv[4]), 0
 note, put = journal.Journal.note, streamed_object.obstore.put
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardckpt.cli import main
-from shardckpt.demo import TOLERANCE
+from shardckpt.demo.launch import TOLERANCE
 from tests.demo.demo import TIME_LIMIT, Demo, all_end, demo, linux_only, place, report, run_demo, started
 
 __all__ = ["demo", "place"]  # fixtures

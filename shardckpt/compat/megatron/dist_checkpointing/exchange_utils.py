@@ -11,7 +11,7 @@ from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping.base import is_main_replica
 from shardckpt.mapping.sharded_tensor import ShardedTensor
-from shardckpt.parallel import Transfer, check_algorithm, exchange_shards
+from shardckpt.parallel.transfers import Transfer, check_algorithm, exchange_shards
 from shardckpt.planning.shard_copies import ShardCopy, assign_holders, assign_shards, shard_nbytes
 from shardckpt.state_dict import nested_values
 from shardckpt.tensors.wrappers import is_quantized as is_float8tensor

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
-    from shardckpt.background import AsyncRequest
+    from shardckpt.background.request import AsyncRequest
     from shardckpt.mapping.base import ShardedStateDict
     from shardckpt.mapping.sharded_tensor import ShardedTensor
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardckpt.compat.megatron.refusals import make_refusing_getattr
-from shardckpt.local import TensorAwareStateDict as MCoreTensorAwareStateDict
+from shardckpt.local.tensor_aware import TensorAwareStateDict as MCoreTensorAwareStateDict
 
 #: What to do instead of Megatron's names that are not here.
 REFUSED: dict[str, str] = {}

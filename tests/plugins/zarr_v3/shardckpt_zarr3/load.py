@@ -103,7 +103,7 @@ class _Stored:
 
     def _fill(self, shard: ShardedTensor, target: Any, wanted: Box) -> None:
         dtype, shape = self.spec(shard.key)
-        whole = Box((0,) * len(shape), shape)
+        whole = Box.from_shape(shape)
         common = intersect(whole, wanted)
         if shard.allow_shape_mismatch:
             target.zero_()

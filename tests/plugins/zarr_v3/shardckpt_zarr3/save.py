@@ -42,7 +42,7 @@ class _Array(NamedTuple):
         whole = tuple(max(size, 1) for size in self.shape)
         array = add_array(group, self.path, self.key, self.dtype, self.shape, self.chunks or whole)
         for box, value in values:
-            array[box.within(Box((0,) * len(self.shape), self.shape))] = value
+            array[box.within(Box.from_shape(self.shape))] = value
         return files
 
 

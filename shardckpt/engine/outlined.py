@@ -1,4 +1,4 @@
-"""The outline of a checkpoint that is whole, by its path, without torch."""
+"""Open a checkpoint without torch, by its outline."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class OutlinedCheckpoint(NamedTuple):
     outline: Outline
 
 
-def read_whole_outline(path: str, own: Mapping[tuple[str, int], str]) -> OutlinedCheckpoint | None:
-    """Return what a checkpoint has by its outline; ``own`` and the errors are those of ``read_outline``.
+def open_by_outline(path: str, own: Mapping[tuple[str, int], str]) -> OutlinedCheckpoint | None:
+    """Open a checkpoint by its outline; ``own`` and the errors are those of ``read_outline``.
 
-    None if it is at a URL, is not of this library or not whole, or has no outline: its strategy says better what it is.
+    None if it is at a URL or not of this library, if a file is missing, or there is no outline: then its strategy says
+    better what it is.
     """
     location = find_local(path)
     held = None if location is None else hold_plain(location)

@@ -1,0 +1,3 @@
+from shardckpt.parallel.load import FullyParallelLoadStrategyWrapper as FullyParallelLoadStrategyWrapper
+from shardckpt.parallel.save import FullyParallelSaveStrategyWrapper as FullyParallelSaveStrategyWrapper
+from shardckpt.parallel.save import assign_main_replicas as assign_main_replicas

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import fsspec
+import pytest
+
+from shardckpt.engine import locate
+from shardckpt.plugins import get_plugin_manager
+from shardckpt.storage import RemotePath
+from shardckpt.storage.journal_log import ObjectLog
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def folder() -> Iterator[RemotePath]:
+    """An empty folder of a store."""
+    found = locate("memory://journals/run", get_plugin_manager())
+    assert isinstance(found, RemotePath)
+    yield found
+    fsspec.filesystem("memory").rm("/journals", recursive=True)
+
+
+def test_lines_on_a_store_are_read_at_the_same_time(folder: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that goes on reads several lines of a journal at a time, and has them in their order."""
+    log, lines = ObjectLog(folder), [{"number": number} for number in range(4)]
+    for line in lines:
+        log.append(line)
+    met, read = threading.Barrier(len(lines), timeout=60), RemotePath.read_into
+
+    def wait(path: RemotePath, buffer: memoryview, offset: int) -> int:
+        met.wait()
+        return read(path, buffer, offset)
+
+    monkeypatch.setattr(RemotePath, "read_into", wait)
+    again = ObjectLog(folder)
+    assert again.read() == lines
+    assert again.names == log.names
+
+
+def test_an_incomplete_line_does_not_count(folder: RemotePath) -> None:
+    """A journal on a store ends before a line that is incomplete, and the next line takes its place."""
+    log = ObjectLog(folder)
+    for number in range(3):
+        log.append({"number": number})
+    (folder / log.names[2]).write(b"half")
+    again = ObjectLog(folder)
+    assert again.read() == [{"number": 0}, {"number": 1}]
+    again.append({"number": 9})
+    assert ObjectLog(folder).read() == [{"number": 0}, {"number": 1}, {"number": 9}]
