@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.errors import natural_order
 from shardckpt.huggingface import HubTensor, assign_files, encode_weights_index, lay_out
 from shardckpt.planning import find_hole, find_overlap
 from shardckpt.plugins import get_key_map_entries
@@ -13,7 +12,7 @@ from shardckpt.storage import SMALL_RECORD, cut_segments
 from shardckpt_safetensors.dtypes import header_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -38,13 +37,13 @@ class TensorInfo(NamedTuple):
 class FolderPayload(NamedTuple):
     """A payload: a tensor of the folder.
 
-    ``written`` is the folder's tensor, ``tensor`` the number of the checkpoint's tensor that has its elements, and
-    ``box`` where they are in it.
+    ``written`` is the folder's tensor, ``box`` where its elements are in the checkpoint's tensor, and ``tensor`` the
+    number of that tensor, once the tensors are numbered.
     """
 
     written: HubTensor
-    tensor: int
     box: Box
+    tensor: int = -1
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +123,7 @@ class FolderLayout:
         return encode_weights_index(weight_map, sum(cut.nbytes for cut in self.cuts))
 
 
-def split_tensor(number: int, info: TensorInfo, prefix: str, mapping: KeyMapping) -> list[FolderPayload] | str:
+def split_tensor(info: TensorInfo, prefix: str, mapping: KeyMapping) -> list[FolderPayload] | str:
     """Return the folder's tensors that a tensor of the checkpoint becomes; or why it cannot be stored so.
 
     That is the end of a sentence. ``mapping`` maps what is left without the prefix to names in the folder.
@@ -140,9 +139,4 @@ def split_tensor(number: int, info: TensorInfo, prefix: str, mapping: KeyMapping
     boxes = [link.box for link in links]
     if find_overlap(boxes) is not None or find_hole(info.shape, boxes) is not None:
         return "is not in the folder as a whole, by the mapping"
-    return [FolderPayload(HubTensor(link.name, info.dtype, link.shape), number, link.box) for link in links]
-
-
-def sort_naturally(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
-    """Return tensors in the order of their keys, layer 2 before layer 10."""
-    return sorted(tensors, key=lambda info: natural_order(info.key))
+    return [FolderPayload(HubTensor(link.name, info.dtype, link.shape), link.box) for link in links]
