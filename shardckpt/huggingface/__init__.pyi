@@ -16,7 +16,7 @@ from shardckpt.huggingface.folder import CONFIG as CONFIG
 from shardckpt.huggingface.folder import Folder as Folder
 from shardckpt.huggingface.header import FileLayout as FileLayout
 from shardckpt.huggingface.header import lay_out as lay_out
-from shardckpt.huggingface.header import parse_header as parse_header
+from shardckpt.huggingface.header import parse_head as parse_head
 from shardckpt.huggingface.hub_tensor import HubTensor as HubTensor
 from shardckpt.huggingface.load import huggingface_index as huggingface_index
 from shardckpt.huggingface.load import load_from_huggingface as load_from_huggingface

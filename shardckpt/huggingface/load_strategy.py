@@ -98,7 +98,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
     def list_files(self, reader: CheckpointReader) -> list[StoredFile]:  # noqa: ARG002 - the headers have been read
         """Return the files of weights, with the tensors in each."""
         names, faults = self._folder.names, self._folder.faults
-        stored = {key: (file, tensor.stop or tensor.start) for key, (file, tensor) in self._folder.tensors.items()}
+        stored = {key: (tensor.file, tensor.stop or tensor.start) for key, tensor in self._folder.tensors.items()}
         ends: dict[str, dict[str, int | None]] = {file: {} for file in names}
         for key, (file, end) in (*stored.items(), *self._folder.lost.items()):
             ends.setdefault(file, {})[key] = end
@@ -158,7 +158,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         shape, dtype = tuple(requested.global_shape), requested.dtype
         links = self._links(key) if key not in self.absent else ()
         if links:
-            stored = self._folder.tensors[links[0].name].tensor
+            stored = self._folder.tensors[links[0].name]
             if _is_unchanged(links):
                 shape = stored.shape
             # quantized tensors are read as the requested dtype; _source refuses what cannot be cast
@@ -183,7 +183,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         """Return the key map entries of a shard; with allow_shape_mismatch, cut to the shape that is stored."""
         links = self._links(shard.key) if shard.key not in self.absent else ()
         for link in links:
-            found = self._folder.tensors[link.name].tensor.shape
+            found = self._folder.tensors[link.name].shape
             if found != link.shape and not (shard.allow_shape_mismatch and _is_unchanged(links)):
                 raise ShapeMismatchError(
                     f"{shard.key!r} of shape {tuple(shard.global_shape)} needs {link.name!r} of shape {link.shape}; "
@@ -191,7 +191,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
                 )
         if not shard.allow_shape_mismatch or not _is_unchanged(links):
             return links
-        found = self._folder.tensors[links[0].name].tensor.shape
+        found = self._folder.tensors[links[0].name].shape
         common = Box((0,) * len(found), tuple(map(min, found, links[0].shape)))
         return [links[0]._replace(shape=found, box=common)] if common.volume else []
 
@@ -219,9 +219,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
 
     def _array(self, name: str) -> StoredArray:
         found = self._folder.tensors[name]
-        return StoredArray(
-            self._folder.names[found.file], found.tensor.start, found.find_dtype(name), found.tensor.shape
-        )
+        return StoredArray(self._folder.names[found.file], found.start, found.find_dtype(name), found.shape)
 
 
 def _is_unchanged(links: Sequence[KeyMapEntry]) -> bool:

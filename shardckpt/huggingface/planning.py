@@ -139,7 +139,7 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
             "%r is PEFT's name of an adapter's tensor: mapping='peft' (--mapping peft) gives its folder", found
         )
     if options.file_format == SAFETENSORS:
-        refuse_unknown((tensor.name, tensor.dtype) for tensor in tensors.values())
+        refuse_unknown(tensors.values())
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     files = assign_files(sizes, options.limit, options.file_format)
     if isinstance(options.mapping, AdapterNames):

@@ -97,7 +97,7 @@ def save_state_dict(
 def _write_safetensors(state_dict: Mapping[str, torch.Tensor], path: Path) -> None:
     ties = _find_ties(state_dict)
     tensors = [HubTensor(name, t.dtype, tuple(t.shape)) for name, t in state_dict.items() if name not in ties]
-    refuse_unknown((tensor.name, tensor.dtype) for tensor in tensors)
+    refuse_unknown(tensors)
     layout = lay_out(tensors, ties)
     file = NewFile(path)
     try:
