@@ -114,7 +114,7 @@ class FolderExport:
     def _write(self, staging: Path) -> None:
         """Write this rank's files."""
         mine = self._choose_files()
-        if self.plan.file_format != SAFETENSORS:
+        if self.options.file_format != SAFETENSORS:
             for name, tensors in mine:
                 self._pickle(staging / name, tensors)
         elif mine:
@@ -178,7 +178,7 @@ class FolderExport:
         tied = find_tied(config, self.plan.tensors)
         if tied is not None:
             self._check_tied(*tied, config.source)
-        return adapt_config(config, self.plan.tensors, is_cast=bool(self.plan.cast))
+        return adapt_config(config, self.plan.tensors, is_cast=bool(self.plan.planned.cast))
 
     def _check_tied(self, one: HubTensor, other: HubTensor, config: Path) -> None:
         """Raise if two tensors that the config says are one have other values."""
@@ -197,7 +197,7 @@ class FolderExport:
 
         If it misses some, or has them in another shape, and the export is strict, that is a KeyMismatchError.
         """
-        config = find_config([], staging) if self.plan.file_format == SAFETENSORS else None
+        config = find_config([], staging) if self.options.file_format == SAFETENSORS else None
         fit = (
             Fit("", "")
             if config is None
@@ -217,7 +217,7 @@ class FolderExport:
             return {}
         weight_map = {tensor.name: name for name, tensors in self.plan.files for tensor in tensors}
         index = encode_weights_index(weight_map, self.plan.total_size, self._find_origin())
-        return {index_name(self.plan.file_format): index}
+        return {index_name(self.options.file_format): index}
 
     def _choose_replaced(self, names: Iterable[str]) -> set[str]:
         """Return which files of a folder go when it is overwritten, after a warning about those of others."""

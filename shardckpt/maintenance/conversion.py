@@ -451,7 +451,7 @@ class Conversion:
         kept = {part.key for tensor in tensors for part in tensor.parts}
         left_out = [stored_key(shard) for shard in stored.index() if stored_key(shard) not in kept]
         return _Written(
-            tensors, 0, [*left_out, *stored.common()], self._list_plain_objects(stored, ()), {}, plan.unmatched
+            tensors, 0, [*left_out, *stored.common()], self._list_plain_objects(stored, ()), {}, plan.planned.unmatched
         )
 
     def _write_file(
