@@ -7,36 +7,14 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from shardckpt.errors import ConfigurationError, ask_nearest
+from shardckpt.storage.safetensors_header import DTYPES
 
 if TYPE_CHECKING:
     from shardckpt.planning.boxes import Ints
 
-#: The format's names, and torch's; this release of torch may lack some.
-#: https://github.com/huggingface/safetensors/blob/main/safetensors/src/tensor.rs
-_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F4": "float4_e2m1fn_x2",
-    "C64": "complex64",
-}
+#: The dtypes by the format's names; this release of torch may lack some.
 _DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, attribute) for name, attribute in _NAMES.items() if hasattr(torch, attribute)
+    name: getattr(torch, attribute) for name, (attribute, _) in DTYPES.items() if hasattr(torch, attribute)
 }
 _NAME_OF = {dtype: name for name, dtype in _DTYPES.items()}
 #: Names that trainers' options have.
@@ -80,11 +58,6 @@ def is_castable(dtype: torch.dtype) -> bool:
 def is_unpacked_float(dtype: torch.dtype) -> bool:
     """Return whether every element is one floating-point number."""
     return dtype.is_floating_point and safetensors_name(dtype) != _PAIRS
-
-
-def cast_to(dtype: torch.dtype, target: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a tensor after a cast to ``target``: its own if the cast does not apply, or is to None."""
-    return target if target is not None and is_castable(dtype) else dtype
 
 
 def safetensors_name(dtype: torch.dtype) -> str | None:

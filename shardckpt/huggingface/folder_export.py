@@ -15,7 +15,7 @@ from shardckpt.engine.loading import OpenCheckpoint
 from shardckpt.engine.pruning import open_staging
 from shardckpt.engine.space import refuse_full
 from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
-from shardckpt.huggingface.architecture import Fit, try_class
+from shardckpt.huggingface.architecture import try_class
 from shardckpt.huggingface.blocks import open_writer, write_blocks
 from shardckpt.huggingface.config import adapt_config, find_config, find_tied
 from shardckpt.huggingface.folder import CONFIG, read_folder
@@ -198,11 +198,9 @@ class FolderExport:
         If it misses some, or has them in another shape, and the export is strict, that is a KeyMismatchError.
         """
         config = find_config([], staging) if self.options.file_format == SAFETENSORS else None
-        fit = (
-            Fit("", "")
-            if config is None
-            else try_class(staging, config.content, {tensor.name: tensor.shape for tensor in self.plan.tensors})
-        )
+        if config is None:
+            return
+        fit = try_class(staging, config.content, {tensor.name: tensor.shape for tensor in self.plan.tensors})
         fault = fit.fault or fit.has_unknown * fit.said
         if fit.fault and self.options.strict:
             raise KeyMismatchError(

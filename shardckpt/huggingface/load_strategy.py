@@ -52,7 +52,8 @@ class HuggingFaceLoadStrategy(LoadStrategy):
     reads = "folders of safetensors files"
 
     def __init__(self, folder: Folder, mapping: KeyMapping, prefix: str, requested: Sequence[ShardedBase]) -> None:
-        self._folder = folder
+        #: The content of the folder.
+        self.folder = folder
         self._mapping = mapping
         self._prefix = prefix
         shards = [shard for shard in requested if isinstance(shard, ShardedTensor)]
@@ -97,10 +98,10 @@ class HuggingFaceLoadStrategy(LoadStrategy):
 
     def list_files(self, reader: CheckpointReader) -> list[StoredFile]:  # noqa: ARG002 - the headers have been read
         """Return the files of weights, with the tensors in each."""
-        names, faults = self._folder.names, self._folder.faults
-        stored = {key: (tensor.file, tensor.stop or tensor.start) for key, tensor in self._folder.tensors.items()}
+        names, faults = self.folder.names, self.folder.faults
+        stored = {key: (tensor.file, tensor.stop or tensor.start) for key, tensor in self.folder.tensors.items()}
         ends: dict[str, dict[str, int | None]] = {file: {} for file in names}
-        for key, (file, end) in (*stored.items(), *self._folder.lost.items()):
+        for key, (file, end) in (*stored.items(), *self.folder.lost.items()):
             ends.setdefault(file, {})[key] = end
         found = []
         for file, keys in ends.items():
@@ -113,7 +114,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         """Return which file holds which box of each requested tensor."""
         for key in self._requested:
             for link in self._links(key) if key not in self.absent else ():
-                file = self._folder.names[self._folder.tensors[link.name].file]
+                file = self.folder.names[self.folder.tensors[link.name].file]
                 yield StoredBox(key, link.box.offset, link.box.shape, file)
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
@@ -121,19 +122,14 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         return {file.name: find_error(check_weights, reader.place / file.name) for file in self.list_files(reader)}
 
     @property
-    def folder(self) -> Folder:
-        """The content of the folder."""
-        return self._folder
-
-    @property
     def library(self) -> str:
         """The name of the folder's writer; ``""`` if unknown."""
-        return self._folder.library
+        return self.folder.library
 
     @property
     def rescue(self) -> Rescue:
         """The keys that the rescue that has written the folder left out."""
-        return self._folder.rescue
+        return self.folder.rescue
 
     def missing(self) -> list[str]:
         """Return the names of the tensors that requested keys need and the folder lacks."""
@@ -142,7 +138,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
     def _missing_names(self, key: str) -> list[str]:
         """Return the tensors that a key needs and the folder lacks."""
         links = self._links(key)
-        return [link.name for link in links if link.name not in self._folder.tensors] if links else [key]
+        return [link.name for link in links if link.name not in self.folder.tensors] if links else [key]
 
     def _links(self, key: str) -> Sequence[KeyMapEntry]:
         if not key.startswith(self._prefix):
@@ -158,7 +154,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         shape, dtype = tuple(requested.global_shape), requested.dtype
         links = self._links(key) if key not in self.absent else ()
         if links:
-            stored = self._folder.tensors[links[0].name]
+            stored = self.folder.tensors[links[0].name]
             if _is_unchanged(links):
                 shape = stored.shape
             # quantized tensors are read as the requested dtype; _source refuses what cannot be cast
@@ -183,7 +179,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         """Return the key map entries of a shard; with allow_shape_mismatch, cut to the shape that is stored."""
         links = self._links(shard.key) if shard.key not in self.absent else ()
         for link in links:
-            found = self._folder.tensors[link.name].shape
+            found = self.folder.tensors[link.name].shape
             if found != link.shape and not (shard.allow_shape_mismatch and _is_unchanged(links)):
                 raise ShapeMismatchError(
                     f"{shard.key!r} of shape {tuple(shard.global_shape)} needs {link.name!r} of shape {link.shape}; "
@@ -191,7 +187,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
                 )
         if not shard.allow_shape_mismatch or not _is_unchanged(links):
             return links
-        found = self._folder.tensors[links[0].name].shape
+        found = self.folder.tensors[links[0].name].shape
         common = Box((0,) * len(found), tuple(map(min, found, links[0].shape)))
         return [links[0]._replace(shape=found, box=common)] if common.volume else []
 
@@ -210,16 +206,16 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         # scales are plain numbers, whatever their dtype; 8-bit weights mean nothing without theirs
         if is_castable(stored.dtype) or name.endswith(SCALE_ENDING):
             return stored
-        if name + SCALE_ENDING not in self._folder.tensors:
-            refuse_other_schemes(name, self._folder.tensors, self._folder.config)
+        if name + SCALE_ENDING not in self.folder.tensors:
+            refuse_other_schemes(name, self.folder.tensors, self.folder.config)
             return stored
         scaled = Scaled(stored, self._array(name + SCALE_ENDING), self._block)
         scaled.check(name)
         return scaled
 
     def _array(self, name: str) -> StoredArray:
-        found = self._folder.tensors[name]
-        return StoredArray(self._folder.names[found.file], found.start, found.find_dtype(name), found.shape)
+        found = self.folder.tensors[name]
+        return StoredArray(self.folder.names[found.file], found.start, found.find_dtype(name), found.shape)
 
 
 def _is_unchanged(links: Sequence[KeyMapEntry]) -> bool:

@@ -411,7 +411,7 @@ def _check_archives(place: Path, skipped: Collection[str] = (), *, members: bool
                 continue
             if not reader.size(name):
                 found[name] = Checked(CorruptCheckpointError(f"{place / name} is empty"))
-            elif reader.size(name) > _LENGTH and is_archive(reader.read_range(name, 0, _LENGTH, name)):
+            elif is_archive(reader, name):
                 found[name] = Checked(find_error(check, name), "crc32" if members else "structure")
     return found
 

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from shardckpt.engine.integrity import IncompleteFile
     from shardckpt.engine.lazy import StoredCheckpoint
     from shardckpt.maintenance.statistics import Statistics
-    from shardckpt.manifest.models import Record, SaveTimings
-    from shardckpt.strategy import StoredBox, StoredFile
+    from shardckpt.strategy import StoredBox
 
 #: Boxes that a page has, at most: each takes some 20 bytes of it where no two tensors are cut the same way.
 MOST_BOXES = 1 << 20
@@ -73,18 +72,24 @@ def describe_checkpoint(
     keys = [key for key in sorted(checkpoint) if key.startswith(prefix)]
     tensors = [checkpoint[key] for key in keys]
     record = checkpoint.record
-    files = describe_files(record, checkpoint.list_files() if record is None else ())
+    if record is not None:
+        files = sorted((file.name, file.size, file.rank) for file in record.files)
+    else:  # of another library's checkpoint as its index says
+        files = sorted((file.name, file.nbytes, -1) for file in checkpoint.list_files())
+    names = [name for name, _, _ in files]
     return {
         "head": header._asdict(),
         "prefix": prefix,
         **describe_tensors((t.key, str(t.dtype).removeprefix("torch."), t.shape, t.dtype.itemsize) for t in tensors),
         "parameters": sum(math.prod(t.shape) for t in tensors if is_parameter_key(t.key)),
-        **files,
-        **_describe_boxes(checkpoint, keys, files["files"]),
+        "files": names,
+        "fileBytes": [size for _, size, _ in files],
+        "fileRank": [rank for _, _, rank in files],
+        **_describe_boxes(checkpoint, keys, names),
         **_describe_rest(checkpoint, prefix),
         "incomplete": _describe_faults(checkpoint.find_incomplete_files(), prefix),
         "statistics": None if compute is None else describe_statistics(compute(keys)),
-        "timings": describe_timings(None if record is None else record.timings),
+        "timings": None if record is None or record.timings is None else record.timings.model_dump(mode="json"),
     }
 
 
@@ -127,19 +132,6 @@ def round_number(value: float | None) -> float | str | None:
     return float(f"{value:.5g}") if math.isfinite(value) else "infinite"
 
 
-def describe_files(record: Record | None, listed: Iterable[StoredFile]) -> dict[str, Any]:
-    """Return columns of files: as recorded with their ranks, or, of another library's checkpoint, as its index says."""
-    if record is not None:
-        rows = sorted((file.name, file.size, file.rank) for file in record.files)
-    else:
-        rows = sorted((file.name, file.nbytes, -1) for file in listed)
-    return {
-        "files": [name for name, _, _ in rows],
-        "fileBytes": [size for _, size, _ in rows],
-        "fileRank": [rank for _, _, rank in rows],
-    }
-
-
 def describe_layouts(
     boxes: Iterable[StoredBox], keys: Sequence[str], files: Sequence[str], most: int = MOST_BOXES
 ) -> dict[str, Any]:
@@ -175,11 +167,6 @@ def describe_layouts(
         "boxFiles": list(numbers),
         "boxesLeftOut": left_out,
     }
-
-
-def describe_timings(timings: SaveTimings | None) -> dict[str, Any] | None:
-    """Return when each rank did what, for the time line; None if the checkpoint does not say."""
-    return None if timings is None else timings.model_dump(mode="json")
 
 
 def _describe_boxes(checkpoint: StoredCheckpoint, keys: Sequence[str], files: list[str]) -> dict[str, Any]:

@@ -22,14 +22,32 @@ _METADATA = "__metadata__"
 _MOST_PARTS = 1 << 18
 #: Most axes of a tensor.
 _MOST_AXES = 64
-#: Bits of an element, by the format's name of its dtype.
-_BITS = {
-    **dict.fromkeys(("F4", "F4_E2M1_X2"), 4),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"), 8),
-    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
-    **dict.fromkeys(("I32", "U32", "F32"), 32),
-    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+#: torch's name of each of the format's dtypes, ``""`` if it has none, and the bits of an element.
+#: https://github.com/huggingface/safetensors/blob/main/safetensors/src/tensor.rs
+DTYPES = {
+    "F4": ("float4_e2m1fn_x2", 4),
+    "F4_E2M1_X2": ("", 4),
+    "F6_E2M3": ("", 6),
+    "F6_E3M2": ("", 6),
+    "BOOL": ("bool", 8),
+    "U8": ("uint8", 8),
+    "I8": ("int8", 8),
+    "F8_E4M3": ("float8_e4m3fn", 8),
+    "F8_E5M2": ("float8_e5m2", 8),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
+    "F8_E8M0": ("float8_e8m0fnu", 8),
+    "I16": ("int16", 16),
+    "U16": ("uint16", 16),
+    "F16": ("float16", 16),
+    "BF16": ("bfloat16", 16),
+    "I32": ("int32", 32),
+    "U32": ("uint32", 32),
+    "F32": ("float32", 32),
+    "I64": ("int64", 64),
+    "U64": ("uint64", 64),
+    "F64": ("float64", 64),
+    "C64": ("complex64", 64),
 }
 
 
@@ -165,10 +183,10 @@ def _parse_entry(name: str, entry: Any, first: int) -> FileEntry:
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not _is_shape(shape) or not _is_shape(offsets) or len(offsets) != 2:  # noqa: PLR2004 - start and end
         raise ValueError(f"the entry of {name!r:.100} is malformed")
-    if not isinstance(kind, str) or kind not in _BITS:
+    if not isinstance(kind, str) or kind not in DTYPES:
         raise ValueError(f"{name!r:.100} has the dtype {kind!r:.40}, which safetensors does not have")
     start, stop = offsets
-    if stop < start or math.prod(shape) * _BITS[kind] != 8 * (stop - start):
+    if stop < start or math.prod(shape) * DTYPES[kind][1] != 8 * (stop - start):
         raise ValueError(f"{name!r:.100} of {kind} and shape {shape!r:.200} has {stop - start} bytes")
     return FileEntry(kind, tuple(shape), first + start, first + stop)
 
