@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,6 +62,10 @@ class FileLayout(NamedTuple):
         """Bytes of the file."""
         tail = self.frame[-1]
         return max(tail.start + len(tail.data), self.tensors[-1].stop if self.tensors else 0)
+
+    def find_tensor(self, at: int) -> int:
+        """Return the number of the tensor that has a byte of the file."""
+        return bisect_right(self.tensors, at, key=lambda span: span.start) - 1
 
 
 class FileTensor(NamedTuple):

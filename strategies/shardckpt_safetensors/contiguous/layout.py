@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.huggingface import HubTensor, assign_files, encode_weights_index, lay_out
@@ -51,28 +50,14 @@ class FolderPayload(NamedTuple):
         return self.written.nbytes
 
 
-class FolderFile(NamedTuple):
-    """A file of the folder; ``layout`` is its header, and its payloads."""
-
-    name: str
-    layout: FileLayout
-
-    @property
-    def head(self) -> bytes:
-        """Its first bytes."""
-        return self.layout.frame[0].data
-
-    def find_payload(self, at: int) -> int:
-        """Return which of its payloads has a byte of it."""
-        return bisect_right(self.layout.tensors, at, key=lambda span: span.start) - 1
-
-
 class FolderLayout:
     """The files of a folder, of at most ``limit`` bytes of tensors each; ``cuts`` are assigned to them in their order.
 
     Attributes:
         tensors: The checkpoint's tensors.
         cuts: The folder's tensors.
+        names: The names of the files.
+        files: The layouts of the files.
         places: File and offset of each cut.
     """
 
@@ -80,18 +65,20 @@ class FolderLayout:
         self.tensors = tensors
         self.cuts = cuts
         self._numbers = numbers = {cut.written.name: number for number, cut in enumerate(cuts)}
-        self.files: list[FolderFile] = []
+        self.names: list[str] = []
+        self.files: list[FileLayout] = []
         self.places = [(0, 0)] * len(cuts)
         for name, names in assign_files({cut.written.name: cut.nbytes for cut in cuts}, limit).items():
             layout = lay_out([cuts[numbers[each]].written for each in names])
             for span in layout.tensors:
                 self.places[numbers[span.tensor.name]] = (len(self.files), span.start)
-            self.files.append(FolderFile(name, layout))
+            self.names.append(name)
+            self.files.append(layout)
 
     def find_cut(self, number: int, at: int) -> int:
         """Return the number of the payload that has a byte of a file."""
         file = self.files[number]
-        return self._numbers[file.layout.tensors[file.find_payload(at)].tensor.name]
+        return self._numbers[file.tensors[file.find_tensor(at)].tensor.name]
 
     def segments(self, number: int, start: int, stop: int) -> tuple[list[int], int]:
         """Return the lengths of the segments of a range of a file, and how many payloads begin in it.
@@ -99,10 +86,10 @@ class FolderLayout:
         A large payload shares no segment with another; small ones share them.
         """
         file = self.files[number]
-        payloads = file.layout.tensors
+        payloads = file.tensors
         lengths: list[int] = []
         small = count = 0
-        for at in range(file.find_payload(start), len(payloads)):
+        for at in range(file.find_tensor(start), len(payloads)):
             (_, first, end), nbytes = payloads[at], payloads[at].tensor.nbytes
             if first >= stop:
                 break
@@ -119,7 +106,7 @@ class FolderLayout:
 
     def weights_index(self) -> bytes:
         """Return the content of ``model.safetensors.index.json``."""
-        weight_map = {cut.written.name: self.files[self.places[number][0]].name for number, cut in enumerate(self.cuts)}
+        weight_map = {cut.written.name: self.names[self.places[number][0]] for number, cut in enumerate(self.cuts)}
         return encode_weights_index(weight_map, sum(cut.nbytes for cut in self.cuts))
 
 

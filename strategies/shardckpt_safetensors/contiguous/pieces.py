@@ -132,15 +132,15 @@ def assign_owners(
     """
     everyone = tuple(range(world_size))
     if not shared:
-        owners = assign_holders([everyone] * len(layout.files), [file.layout.size for file in layout.files])
+        owners = assign_holders([everyone] * len(layout.files), [file.size for file in layout.files])
         return [owners[file] for file, _ in layout.places], owners
-    is_large = [start < layout.files[file].layout.rest for file, start in layout.places]
+    is_large = [start < layout.files[file].rest for file, start in layout.places]
     # of a payload in ranges, an owner gets the ends of the ranges alone
     sizes = [
         (PAGE if in_ranges[cut.tensor] else cut.nbytes) if large else 0
         for cut, large in zip(layout.cuts, is_large, strict=True)
     ]
-    rests = [file.layout.size - file.layout.rest + len(file.head) for file in layout.files]
+    rests = [file.size - file.rest + len(file.frame[0].data) for file in layout.files]
     owners = assign_holders([everyone] * (len(sizes) + len(rests)), sizes + rests)
     of_file = owners[len(sizes) :]
     places = zip(owners, layout.places, is_large, strict=False)

@@ -113,7 +113,7 @@ class ContiguousPlan:
         places = make_matrix(layout.places, 2, 0)
         places[:, 0] += len(files)
         locations: dict[str, Column] = {
-            "files": [*files, *(file.name for file in layout.files)],
+            "files": [*files, *layout.names],
             "boxes": torch.cat([boxes, places]),
             "objects": columns.integers("objects"),
         }
@@ -202,9 +202,9 @@ def plan_contiguous(
     pieces = plan_pieces(layout, boxes, flags, owners, comm, shared=shared)
     with comm.local_phase("laying out contiguous tensors"):
         keys = [tensors[boxes.spec[view.item]].key for view in pieces.views]
-        keys += [f"contiguous tensors of {layout.files[buffer.file].name}" for buffer in pieces.buffers]
-        heads = {n: file.head for n, file in enumerate(layout.files) if of_files[n] == comm.rank}
-        files = [(file.name, file.layout.size) for file in layout.files]
+        keys += [f"contiguous tensors of {layout.names[buffer.file]}" for buffer in pieces.buffers]
+        heads = {n: file.frame[0].data for n, file in enumerate(layout.files) if of_files[n] == comm.rank}
+        files = [(name, file.size) for name, file in zip(layout.names, layout.files, strict=True)]
         viewed = Boxes(
             [items.boxes.spec[view.item] for view in pieces.views],
             [view.box.offset for view in pieces.views],
