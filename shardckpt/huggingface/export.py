@@ -34,14 +34,7 @@ if TYPE_CHECKING:
 
 
 class ExportedTensor(NamedTuple):
-    """A tensor that an export has written.
-
-    Attributes:
-        name: Its name in the folder.
-        file: The file that has it.
-        nbytes: Its bytes there.
-        keys: The keys of the checkpoint's tensors that it is made of.
-    """
+    """A tensor that an export has written: its name, file and bytes, and the keys of the tensors that make it up."""
 
     name: str
     file: str

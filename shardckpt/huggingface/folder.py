@@ -42,13 +42,7 @@ _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 
 
 class Head(NamedTuple):
-    """What the header of a file says.
-
-    Attributes:
-        tensors: The tensors by name.
-        origin: As of :class:`Folder`.
-        cut: The ends of tensors whose bytes are cut off, by name.
-    """
+    """The tensors of a file, what it says of its source, and the ends of tensors whose bytes are cut off, by name."""
 
     tensors: dict[str, FileTensor]
     origin: dict[str, str]

@@ -69,14 +69,7 @@ class FileLayout(NamedTuple):
 
 
 class FileTensor(NamedTuple):
-    """A tensor in a file.
-
-    Attributes:
-        kind: The format's name of its dtype.
-        shape: Its shape as torch has it.
-        start: Offset of its first byte.
-        file: The file's name in its folder.
-    """
+    """A tensor in a file: the format's name of its dtype, its shape as torch has it, and its offset in bytes."""
 
     kind: str
     shape: Ints

@@ -88,8 +88,7 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
 
     def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
         """Return the values that are no tensors as stock ``dcp.load`` asks for them: by their paths."""
-        values = list_values(self._state_dict(context))
-        return [PlainObject(key, value) for key, value in values]
+        return [PlainObject(key, value) for key, value in list_values(self._state_dict(context))]
 
     def list_plain_objects(self, context: LoadContext) -> list[str]:  # noqa: ARG002 - they are the common state
         """Return an empty list: the common state has the values of all."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine.optimizer_keys import is_parameter_key
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError
@@ -24,50 +24,17 @@ _KEYS_SHOWN = 20
 _NAMES_SHOWN = 500
 
 
-class CheckpointHeader(NamedTuple):
-    """The description of a whole checkpoint; None for what is unknown.
-
-    Attributes:
-        name: How the caller names it.
-        backend: Name of the format.
-        save_id: The id of the save.
-        parent: The save id of the checkpoint that the job was resumed from.
-        writer: Releases of the libraries that wrote it, by name.
-        library: Which other library wrote it.
-        ranks: How many ranks saved it.
-        saved_at: When, in seconds since 1970.
-        bytes_on_disk: Bytes of all files.
-        metrics: Those of the step, by name; None for NaN and infinity.
-        rescued: How many keys the rescue that has written it left out; 0 if it is none.
-        rescued_keys: The first of them.
-    """
-
-    name: str
-    backend: str
-    version: int
-    save_id: str | None = None
-    parent: str | None = None
-    step: int | None = None
-    writer: Mapping[str, str] | None = None
-    library: str | None = None
-    ranks: int | None = None
-    saved_at: float | None = None
-    bytes_on_disk: int | None = None
-    metrics: Mapping[str, float | None] | None = None
-    rescued: int = 0
-    rescued_keys: Sequence[str] = ()
-
-
 def describe_checkpoint(
     checkpoint: StoredCheckpoint,
-    header: CheckpointHeader,
+    header: Mapping[str, Any],
     prefix: str = "",
     compute: Callable[[Sequence[str]], Sequence[Statistics | None]] | None = None,
 ) -> dict[str, Any]:
     """Return the data of a page: the header, tensors, boxes, files and timings.
 
-    Only tensors and objects whose keys begin with ``prefix`` are in it. ``compute`` reads the values of tensors, by
-    their keys, and returns their statistics; None: no value is read.
+    ``header`` is what is known of the checkpoint as a whole, None for what is not, and the caller's name of it. Only
+    tensors and objects whose keys begin with ``prefix`` are in it. ``compute`` reads the values of tensors, by their
+    keys, and returns their statistics; None: no value is read.
     """
     keys = [key for key in sorted(checkpoint) if key.startswith(prefix)]
     tensors = [checkpoint[key] for key in keys]
@@ -78,7 +45,7 @@ def describe_checkpoint(
         files = sorted((file.name, file.nbytes, -1) for file in checkpoint.list_files())
     names = [name for name, _, _ in files]
     return {
-        "head": header._asdict(),
+        "head": header,
         "prefix": prefix,
         **describe_tensors((t.key, str(t.dtype).removeprefix("torch."), t.shape, t.dtype.itemsize) for t in tensors),
         "parameters": sum(math.prod(t.shape) for t in tensors if is_parameter_key(t.key)),
