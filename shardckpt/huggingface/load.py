@@ -128,7 +128,7 @@ def load_from_huggingface(
                 # without digests: the folder stores none
                 manifest = Manifest(backend=strategy.backend, version=strategy.version)
                 check_policy(path, manifest)
-                missing = strategy.missing()
+                missing = strategy.missing
                 if isinstance(names, AdapterNames):
                     keys = [shard.key.removeprefix(prefix) for shard in wanted]
                     missing = _choose_missing(names, keys, missing, comm, strict=strict)

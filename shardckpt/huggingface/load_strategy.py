@@ -54,19 +54,29 @@ class HuggingFaceLoadStrategy(LoadStrategy):
     def __init__(self, folder: Folder, mapping: KeyMapping, prefix: str, requested: Sequence[ShardedBase]) -> None:
         #: The content of the folder.
         self.folder = folder
-        self._mapping = mapping
-        self._prefix = prefix
         shards = [shard for shard in requested if isinstance(shard, ShardedTensor)]
         self._requested = {shard.key: shard for shard in shards}
-        #: Key map entries by key: a tensor that is read box by box, of hundreds of experts, has hundreds.
-        self._known_links: dict[str, Sequence[KeyMapEntry]] = {}
-        self.absent = {key for key in self._requested if self._missing_names(key)}
+        #: Key map entries by key; none of keys that the folder lacks.
+        self._links: dict[str, Sequence[KeyMapEntry]] = {}
+        lacking: dict[str, list[str]] = {}
+        # by key: a tensor of hundreds of experts that is read box by box has as many shards, and many entries
+        for key, shard in self._requested.items():
+            if not key.startswith(prefix):
+                raise KeyMismatchError(f"the requested key {key!r} does not begin with the prefix {prefix!r}")
+            links = get_key_map_entries(mapping, key[len(prefix) :], tuple(shard.global_shape))
+            names = [link.name for link in links if link.name not in folder.tensors] if links else [key]
+            self._links[key] = () if names else links
+            if names:
+                lacking[key] = names
+        self.absent = set(lacking)
         # a tied weight may be stored under the other name only: it is filled if that one is
-        filled = {_memory_key(shard) for shard in shards if shard.key not in self.absent}
+        filled = {_memory_key(shard) for shard in shards if shard.key not in lacking}
         #: Keys that nothing fills; other absent ones are tied to a tensor that the folder has, or empty on this rank.
         self._missing = {
-            s.key for s in shards if s.key in self.absent and _memory_key(s) not in filled and 0 not in s.data_shape
+            s.key for s in shards if s.key in lacking and _memory_key(s) not in filled and 0 not in s.data_shape
         }
+        #: The names of the tensors that these need.
+        self.missing = sorted({name for key in self._missing for name in lacking[key]})
         self._block = block_size(folder.config)
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
@@ -113,7 +123,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
     def list_boxes(self, reader: CheckpointReader) -> Iterator[StoredBox]:  # noqa: ARG002 - the headers have been read
         """Return which file holds which box of each requested tensor."""
         for key in self._requested:
-            for link in self._links(key) if key not in self.absent else ():
+            for link in self._links[key]:
                 file = self.folder.names[self.folder.tensors[link.name].file]
                 yield StoredBox(key, link.box.offset, link.box.shape, file)
 
@@ -131,28 +141,11 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         """The keys that the rescue that has written the folder left out."""
         return self.folder.rescue
 
-    def missing(self) -> list[str]:
-        """Return the names of the tensors that requested keys need and the folder lacks."""
-        return sorted({name for key in self._missing for name in self._missing_names(key)})
-
-    def _missing_names(self, key: str) -> list[str]:
-        """Return the tensors that a key needs and the folder lacks."""
-        links = self._links(key)
-        return [link.name for link in links if link.name not in self.folder.tensors] if links else [key]
-
-    def _links(self, key: str) -> Sequence[KeyMapEntry]:
-        if not key.startswith(self._prefix):
-            raise KeyMismatchError(f"the requested key {key!r} does not begin with the prefix {self._prefix!r}")
-        if key not in self._known_links:
-            shape = tuple(self._requested[key].global_shape)
-            self._known_links[key] = get_key_map_entries(self._mapping, key[len(self._prefix) :], shape)
-        return self._known_links[key]
-
     def _describe_stored(self, key: str) -> ShardedTensor:
         """Return a requested tensor without data, with the shape and dtype that the folder can fill it with."""
         requested = self._requested[key]
         shape, dtype = tuple(requested.global_shape), requested.dtype
-        links = self._links(key) if key not in self.absent else ()
+        links = self._links[key]
         if links:
             stored = self.folder.tensors[links[0].name]
             if _is_unchanged(links):
@@ -177,7 +170,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
 
     def _links_at_stored_shape(self, shard: ShardedTensor) -> Sequence[KeyMapEntry]:
         """Return the key map entries of a shard; with allow_shape_mismatch, cut to the shape that is stored."""
-        links = self._links(shard.key) if shard.key not in self.absent else ()
+        links = self._links[shard.key]
         for link in links:
             found = self.folder.tensors[link.name].shape
             if found != link.shape and not (shard.allow_shape_mismatch and _is_unchanged(links)):
