@@ -170,10 +170,8 @@ def export_to_huggingface(
         names = sorted((rename or {}).items())
     comm.agree(checkpoint_dir=str(source), target=str(folder), rename=names, skip_damaged=skip_damaged)
 
-    damaged: tuple[str, ...] = ()
-
-    def attempt() -> ExportPlan:
-        nonlocal damaged
+    def attempt() -> tuple[ExportPlan, tuple[str, ...]]:
+        damaged: tuple[str, ...] = ()
         operation = Operation("export", folder, comm, get_plugin_manager())
         with operation.collective_span(), ExitStack() as stack:
             with operation.local_phase("opening the checkpoint"):
@@ -210,9 +208,9 @@ def export_to_huggingface(
             find_export(folder)(
                 operation, source, folder, plan, options, checkpoint, overwrite, writing=budget.writing
             ).run()
-        return plan
+        return plan, damaged
 
-    plan = retry_if_replaced(attempt, source)
+    plan, damaged = retry_if_replaced(attempt, source)
     planned = plan.planned
     return Exported(
         files=tuple((name, len(tensors), sum(tensor.nbytes for tensor in tensors)) for name, tensors in plan.files),

@@ -114,15 +114,7 @@ class ConversionReport:
 
 
 class _Written(NamedTuple):
-    """What a conversion has written, and what it has left out; see :class:`ConversionReport`.
-
-    Attributes:
-        objects: How many were written, without PlainObject shards.
-        left_out: Keys of tensors, objects and entries of the common state that are not in the target.
-        plain_objects: Keys of PlainObject shards that are not in the target.
-        rewritten: Places of values that a file of ``torch.save`` has as builtin types, with the class that they had.
-        unmatched: Keys of tensors that match no rule of the mapping.
-    """
+    """What a conversion has written, and the keys that it has left out; see :class:`ConversionReport`."""
 
     tensors: Sequence[HubTensor]
     objects: int

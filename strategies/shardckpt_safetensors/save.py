@@ -174,7 +174,7 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
         contiguous, rest = ([], shards) if plan.contiguous is None else plan.contiguous.split(shards)
         if plan.contiguous is not None:
             with context.comm.local_phase("looking for tied tensors"):
-                same = plan.contiguous.has_ties(contiguous, self._options)
+                same = self._options.find_ties(contiguous) == plan.contiguous.ties
             if not context.comm.all_true(same):
                 return None
         boxes = super().replan(plan.boxes, rest, common, context)

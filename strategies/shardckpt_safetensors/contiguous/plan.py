@@ -19,7 +19,7 @@ from shardckpt.huggingface import (
     find_config,
     find_sections,
     find_tied,
-    read_assets,
+    read_asset,
 )
 from shardckpt.manifest import HUB_INDEX
 from shardckpt.mapping import ShardedTensor
@@ -82,10 +82,6 @@ class ContiguousPlan:
         pairs = list(zip(shards, self.is_contiguous, strict=True))
         return [shard for shard, is_one in pairs if is_one], [shard for shard, is_one in pairs if not is_one]
 
-    def has_ties(self, shards: Sequence[ShardedBase], options: ContiguousOptions) -> bool:
-        """Return whether the rank's shards of contiguous tensors are tied as they were when the plan was made."""
-        return options.find_ties(shards) == self.ties
-
     def collect(self, shards: Sequence[ShardedBase], comm: Comm) -> list[torch.Tensor]:
         """Collective: return the tensors that the rank's writes are of: views, and buffers with what it has received.
 
@@ -130,7 +126,7 @@ class ContiguousPlan:
     def small_files(self, options: ContiguousOptions) -> dict[str, bytes]:
         """Return the files that only the main rank writes: the index of the folder, and copies of other files."""
         tensors = [cut.written for cut in self.layout.cuts]
-        others = {HUB_INDEX: self.layout.weights_index(), **read_assets(options.assets)}
+        others = {HUB_INDEX: self.layout.weights_index(), **{path.name: read_asset(path) for path in options.assets}}
         config = find_config(options.assets)
         if config is not None:
             pair = find_tied(config, tensors) if options.store_aliases else None
