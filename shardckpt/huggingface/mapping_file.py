@@ -100,15 +100,18 @@ def _make_rule(stored: object, hub: object, where: str) -> Rule:
     other: Mapping[str, Any] = hub if isinstance(hub, dict) else {"hub": hub}
     names = other.get("hub")
     names = [] if names is None else [names] if isinstance(names, str) else names
-    rest = {key: value for key, value in other.items() if key != "hub"}
-    is_sound = "hub" in other and isinstance(stored, str) and isinstance(names, (list, tuple))
-    is_sound = is_sound and all(isinstance(name, str) for name in names)
-    flags = {key: value for key, value in rest.items() if key != "split"}
-    is_sound &= not flags.keys() - {"transposed", "keep_dtype"} and all(
-        isinstance(flag, bool) for flag in flags.values()
+    flags = {key: value for key, value in other.items() if key not in ("hub", "split")}
+    split = other.get("split")
+    is_sound = (
+        "hub" in other
+        and isinstance(stored, str)
+        and isinstance(names, (list, tuple))
+        and all(isinstance(name, str) for name in names)
+        and flags.keys() <= {"transposed", "keep_dtype"}
+        and all(isinstance(flag, bool) for flag in flags.values())
+        and (split is None or (isinstance(split, str) and split in _SPLITS))
     )
-    split = rest.get("split")
-    if not is_sound or not (split is None or (isinstance(split, str) and split in _SPLITS)):
+    if not is_sound:
         raise CheckpointingException(
             f"mapping {where}: {stored!r} has {hub!r}; expected a name in the folder, a list of names, null for what "
             'is not written, or {"hub": [...], "transposed": true}, also with "keep_dtype": true and "split": "qkv" or '

@@ -138,19 +138,17 @@ def describe_layouts(
 
 def _describe_boxes(checkpoint: StoredCheckpoint, keys: Sequence[str], files: list[str]) -> dict[str, Any]:
     """Return the layouts, or why there are none."""
+    fault = ""
     try:
         boxes = checkpoint.list_boxes()
+        layouts = describe_layouts(boxes or (), keys, files)
         if boxes is None:
-            return _no_layouts(keys, files, "The strategy of this format does not say which file holds which box.")
-        return {**describe_layouts(boxes, keys, files), "boxesFault": ""}
+            fault = "The strategy of this format does not say which file holds which box."
     except CheckpointReplacedError:
         raise
     except CheckpointingException as exc:
-        return _no_layouts(keys, files, f"The boxes cannot be listed: {exc}")
-
-
-def _no_layouts(keys: Sequence[str], files: list[str], why: str) -> dict[str, Any]:
-    return {"layouts": [], "layout": [-1] * len(keys), "boxFiles": files, "boxesLeftOut": 0, "boxesFault": why}
+        layouts, fault = describe_layouts((), keys, files), f"The boxes cannot be listed: {exc}"
+    return {**layouts, "boxesFault": fault}
 
 
 def _describe_rest(checkpoint: StoredCheckpoint, prefix: str) -> dict[str, Any]:
