@@ -65,10 +65,10 @@ def _describe(
 ) -> dict[str, Any]:
     from shardckpt.cli.values import list_statistics
     from shardckpt.engine.locations import locate
-    from shardckpt.pages.checkpoint import CheckpointHeader, describe_checkpoint
+    from shardckpt.pages.checkpoint import describe_checkpoint
     from shardckpt.plugins.manager import get_plugin_manager
 
     known = read_header(checkpoint, locate(directory, get_plugin_manager()))
-    header = CheckpointHeader(name=directory, save_id=known.pop("id"), **known)
+    header = {"name": directory, "save_id": known.pop("id"), **known}
     compute = partial(list_statistics, checkpoint) if with_values else None
     return describe_checkpoint(checkpoint, header, prefix, compute)

@@ -1,6 +1,6 @@
 from shardckpt.huggingface.adapters import find_adapter_mapping as find_adapter_mapping
 from shardckpt.huggingface.assets import list_assets as list_assets
-from shardckpt.huggingface.assets import read_assets as read_assets
+from shardckpt.huggingface.assets import read_asset as read_asset
 from shardckpt.huggingface.config import HEADS as HEADS
 from shardckpt.huggingface.config import adapt_config as adapt_config
 from shardckpt.huggingface.config import find_config as find_config
@@ -16,7 +16,7 @@ from shardckpt.huggingface.folder import CONFIG as CONFIG
 from shardckpt.huggingface.folder import Folder as Folder
 from shardckpt.huggingface.header import FileLayout as FileLayout
 from shardckpt.huggingface.header import lay_out as lay_out
-from shardckpt.huggingface.header import parse_header as parse_header
+from shardckpt.huggingface.header import parse_head as parse_head
 from shardckpt.huggingface.hub_tensor import HubTensor as HubTensor
 from shardckpt.huggingface.load import huggingface_index as huggingface_index
 from shardckpt.huggingface.load import load_from_huggingface as load_from_huggingface
@@ -41,4 +41,3 @@ from shardckpt.huggingface.whole_folder import name_for_trainer as name_for_trai
 from shardckpt.plugins.key_mapping import Identity as Identity
 from shardckpt.plugins.key_mapping import KeyMapEntry as KeyMapEntry
 from shardckpt.plugins.key_mapping import KeyMapping as KeyMapping
-from shardckpt.storage.safetensors_header import header_length as header_length

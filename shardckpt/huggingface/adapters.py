@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import KeyMismatchError, listed
 from shardckpt.plugins.key_mapping import Identity
@@ -104,18 +104,14 @@ def _split_name(key: str) -> tuple[str, str]:
     return "", key if _OWN.search(key) else ""
 
 
-class AdapterReview(NamedTuple):
-    """The findings: why PEFT would not load it as it was trained, ``""`` if nothing; and surprises."""
+def review_adapter(config: Mapping[str, Any], tensors: Mapping[str, FileTensor]) -> tuple[str, str]:
+    """Compare the content of ``adapter_config.json`` with the tensors of the adapter, by names, shapes and dtypes.
 
-    fault: str
-    note: str
-
-
-def review_adapter(config: Mapping[str, Any], tensors: Mapping[str, FileTensor]) -> AdapterReview:
-    """Compare the content of ``adapter_config.json`` with the tensors of the adapter, by names, shapes and dtypes."""
+    Return why PEFT would not load it as it was trained, ``""`` if nothing, and what may surprise.
+    """
     kind = config.get("peft_type")
     if kind != "LORA":
-        return AdapterReview("", f"not compared with the tensors: peft_type is {kind!r}, and LORA alone is known")
+        return "", f"not compared with the tensors: peft_type is {kind!r}, and LORA alone is known"
     factors: dict[str, dict[str, FileTensor]] = {}
     for name, tensor in tensors.items():
         if found := _FACTOR.fullmatch(name):
@@ -129,7 +125,7 @@ def review_adapter(config: Mapping[str, Any], tensors: Mapping[str, FileTensor])
     wrong, note = _compare_targets(config.get("target_modules"), factors, config)
     kinds = Counter(tensor.kind for tensor in tensors.values())
     notes = [note, f"its tensors are {', '.join(f'{kind} ({n})' for kind, n in kinds.items())}" * (len(kinds) > 1)]
-    return AdapterReview("; ".join(filter(None, [*faults, wrong])), "; ".join(filter(None, notes)))
+    return "; ".join(filter(None, [*faults, wrong])), "; ".join(filter(None, notes))
 
 
 def _find_wrong_names(tensors: Iterable[str], factors: Mapping[str, Any]) -> Iterator[str]:

@@ -52,8 +52,3 @@ def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -
 def read_asset(path: Path) -> bytes:
     """Return the content of a file of at most 1 GiB; links are followed, as those of the Hub's cache."""
     return read_file(path.resolve(), _LIMIT)
-
-
-def read_assets(files: Sequence[Path]) -> dict[str, bytes]:
-    """Return the content of files by name, as :func:`read_asset` reads each."""
-    return {path.name: read_asset(path) for path in files}

@@ -38,10 +38,7 @@ def open_writer(
     store: StreamsWrites | None = None,
     memory_budget: int | None = LEAST_WRITING,
 ) -> CheckpointWriter:
-    """Return a writer of files of tensors in a folder of this machine, or on a store.
-
-    ``journal`` has what is written, if another process may go on with it after a kill.
-    """
+    """Return a writer of files of tensors in a folder of this machine, or on a store; a journal lets others go on."""
     kind = CheckpointWriter if journal is None else partial(ResumableWriter, journal)
     return kind(folder, 0, store=store, memory_budget=memory_budget)
 

@@ -37,21 +37,23 @@ class Casts(NamedTuple):
         """Return whether anything may be cast."""
         return self.dtype is not None or bool(self.named)
 
-    def keeps(self, name: str) -> bool:
-        """Return whether the caller keeps a tensor's dtype."""
-        return matches_any(name, self.keep)
-
     def choose(self, name: str, dtype: torch.dtype, model: torch.dtype | None) -> torch.dtype:
         """Return the dtype in which a tensor is written; ``model`` is that of :func:`find_model_dtype`."""
-        if not is_castable(dtype) or self.keeps(name):
+        if not is_castable(dtype) or matches_any(name, self.keep):
             return dtype
         for pattern, target in self.named:
             if fnmatchcase(name, pattern):
                 return target
-        if self.dtype is None or self.dtype.itemsize >= dtype.itemsize:
-            return self.dtype or dtype
         is_wider = model is not None and dtype.itemsize > model.itemsize
-        return dtype if is_wider or matches_any(name, _FLOAT32_NAMES) else self.dtype
+        if self.would_narrow(name, dtype) and (is_wider or matches_any(name, _FLOAT32_NAMES)):
+            return dtype
+        return self.dtype or dtype
+
+    def would_narrow(self, name: str, dtype: torch.dtype) -> bool:
+        """Return whether a tensor would lose by a cast that the caller has asked for, unless it is kept by name."""
+        if self.dtype is None or not is_castable(dtype) or matches_any(name, self.keep):
+            return False
+        return dtype.itemsize > self.dtype.itemsize
 
     def check_patterns(self, names: Collection[str]) -> None:
         """Raise KeyMismatchError if a pattern matches no name."""

@@ -61,7 +61,7 @@ def _check_text(folder: Path, name: str) -> None:
 
 def check_weights(path: Path, promised: Collection[str] = ()) -> None:
     """Check one file of safetensors: its header, its length, and that it has the tensors that the index promises."""
-    tensors, _ = read_head(path)
+    tensors = read_head(path).tensors
     absent = sorted(set(promised) - tensors.keys())
     if absent:
         raise CorruptCheckpointError(f"{path} lacks tensors that the index says are in it: {listed(absent)}")

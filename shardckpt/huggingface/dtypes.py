@@ -62,11 +62,6 @@ def is_unpacked_float(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and safetensors_name(dtype) != _PAIRS
 
 
-def cast_to(dtype: torch.dtype, target: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a tensor after a cast to ``target``: its own if the cast does not apply, or is to None."""
-    return target if target is not None and is_castable(dtype) else dtype
-
-
 def safetensors_name(dtype: torch.dtype) -> str | None:
     """Return the format's name of a dtype; None if the format cannot hold it."""
     return _NAME_OF.get(dtype)

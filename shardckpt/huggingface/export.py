@@ -34,14 +34,7 @@ if TYPE_CHECKING:
 
 
 class ExportedTensor(NamedTuple):
-    """A tensor that an export has written.
-
-    Attributes:
-        name: Its name in the folder.
-        file: The file that has it.
-        nbytes: Its bytes there.
-        keys: The keys of the checkpoint's tensors that it is made of.
-    """
+    """A tensor that an export has written: its name, file and bytes, and the keys of the tensors that make it up."""
 
     name: str
     file: str
@@ -177,10 +170,8 @@ def export_to_huggingface(
         names = sorted((rename or {}).items())
     comm.agree(checkpoint_dir=str(source), target=str(folder), rename=names, skip_damaged=skip_damaged)
 
-    damaged: tuple[str, ...] = ()
-
-    def attempt() -> ExportPlan:
-        nonlocal damaged
+    def attempt() -> tuple[ExportPlan, tuple[str, ...]]:
+        damaged: tuple[str, ...] = ()
         operation = Operation("export", folder, comm, get_plugin_manager())
         with operation.collective_span(), ExitStack() as stack:
             with operation.local_phase("opening the checkpoint"):
@@ -211,21 +202,27 @@ def export_to_huggingface(
                     plan.left_out.warn()  # a conversion has it in its report
                 if planned_id != save_id:
                     raise replaced_error(source, "this rank has opened another save than the main rank")
-                budget.check_plan(plan, folder)
-            operation.start_progress(lambda: sum(t.nbytes for _, tensors in plan.files for t in tensors))
+                budget.check_plan(plan, options.file_format, folder)
+            operation.start_progress(lambda: plan.total_size)
             operation.share_progress(checkpoint.operation)
             find_export(folder)(
                 operation, source, folder, plan, options, checkpoint, overwrite, writing=budget.writing
             ).run()
-        return plan
+        return plan, damaged
 
-    plan = retry_if_replaced(attempt, source)
-    files = ((name, len(tensors), sum(tensor.nbytes for tensor in tensors)) for name, tensors in plan.files)
-    tensors = (
-        ExportedTensor(tensor.name, file, tensor.nbytes, tuple(dict.fromkeys(part.key for part in tensor.parts)))
-        for file, some in plan.files
-        for tensor in some
-    )
+    plan, damaged = retry_if_replaced(attempt, source)
+    planned = plan.planned
     return Exported(
-        tuple(files), plan.total_size, plan.unmatched, plan.left_out, plan.cast, plan.kept, tuple(tensors), damaged
+        files=tuple((name, len(tensors), sum(tensor.nbytes for tensor in tensors)) for name, tensors in plan.files),
+        total_size=plan.total_size,
+        unmatched=tuple(planned.unmatched),
+        left_out=plan.left_out,
+        cast=planned.cast,
+        kept=tuple(planned.kept),
+        tensors=tuple(
+            ExportedTensor(tensor.name, file, tensor.nbytes, tuple(dict.fromkeys(part.key for part in tensor.parts)))
+            for file, tensors in plan.files
+            for tensor in tensors
+        ),
+        damaged=damaged,
     )

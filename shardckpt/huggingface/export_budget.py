@@ -37,11 +37,11 @@ class ExportBudget(NamedTuple):
     writing: int | None = None
     is_local: bool = True
 
-    def check_plan(self, plan: ExportPlan, target: Path) -> None:
+    def check_plan(self, plan: ExportPlan, file_format: str, target: Path) -> None:
         """Refuse a budget that a file of the plan does not fit in; the error says the smallest that works."""
         largest = max((sum(tensor.nbytes for tensor in tensors) for _, tensors in plan.files), default=0)
         least = 0
-        if plan.file_format != SAFETENSORS:  # the tensors of a file of torch.save are in memory as a whole
+        if file_format != SAFETENSORS:  # the tensors of a file of torch.save are in memory as a whole
             least = LEAST_READING + largest if self.is_local else _HALF * largest
         if self.writing is not None:
             least = max(least, _HALF * find_least_upload(largest))

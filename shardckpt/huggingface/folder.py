@@ -34,8 +34,6 @@ from shardckpt.storage.safetensors_header import HEADER_LIMIT, LENGTH_BYTES, hea
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
-
 CONFIG = HUB_CONFIG
 CONFIG_LIMIT = 16 << 20
 #: In the Hugging Face cache, ``<repository>/snapshots/<revision>`` has links into ``<repository>/blobs``, whose files
@@ -43,19 +41,12 @@ CONFIG_LIMIT = 16 << 20
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 
 
-class TensorLocation(NamedTuple):
-    """The location of a tensor: its file's name in the folder, and its dtype, shape and offset there."""
+class Head(NamedTuple):
+    """The tensors of a file, what it says of its source, and the ends of tensors whose bytes are cut off, by name."""
 
-    file: str
-    tensor: FileTensor
-
-    def find_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of the tensor, of this name; raise CorruptCheckpointError if this torch lacks it."""
-        if self.tensor.dtype is None:
-            raise CorruptCheckpointError(
-                f"{name!r} in {self.file} has the dtype {self.tensor.kind}, which this release of torch lacks"
-            )
-        return self.tensor.dtype
+    tensors: dict[str, FileTensor]
+    origin: dict[str, str]
+    cut: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -65,7 +56,7 @@ class Folder:
     Attributes:
         directory: The directory below which is what its links lead to; ``""`` if its files are not links.
         names: The path of every file from that directory, by its name in the folder.
-        tensors: Where every tensor is stored, by name.
+        tensors: The tensors by name.
         config: The content of ``config.json``; empty without one.
         stamp: Inode number, size in bytes and modification time in ns of the first file of weights; None on an object
             store. An export writes new files, so the stamp tells two exports apart.
@@ -77,7 +68,7 @@ class Folder:
 
     directory: str
     names: dict[str, str]
-    tensors: dict[str, TensorLocation]
+    tensors: dict[str, FileTensor]
     config: dict[str, Any]
     stamp: tuple[int, int, int] | None = None
     origin: dict[str, str] = field(default_factory=dict)
@@ -111,7 +102,7 @@ def read_folder(folder: Path, *, skip_damaged: bool = False) -> Folder:
     listed as ``lost``, and no error. An export that replaces the folder meanwhile is a CheckpointReplacedError.
     """
     with detect_replacement(folder):
-        found = _read_folder(folder, {} if skip_damaged else None)
+        found = _read_folder(folder, skip_damaged=skip_damaged)
     # an exchange may have happened between two files: an absent config.json, say, may belong to the other folder
     if was_replaced(folder):
         raise replaced_error(folder, "some files may have been read from the new one")
@@ -123,11 +114,10 @@ def read_file_as_folder(folder: Path, file: str, *, skip_damaged: bool = False) 
 
     With ``skip_damaged`` a file that is cut short is no error, but a damaged header is.
     """
-    cut: dict[str, int] = {}
-    header, origin = read_head(folder / file, cut if skip_damaged else None)
-    tensors = _locate_tensors({file: header}, {}, folder)
-    stamp = _read_stamp(folder, [file])
-    return Folder("", {file: file}, tensors, {}, stamp, origin, lost={name: (file, end) for name, end in cut.items()})
+    head = read_head(folder / file, skip_damaged=skip_damaged)
+    tensors = {name: tensor._replace(file=file) for name, tensor in head.tensors.items()}
+    lost = {name: (file, end) for name, end in head.cut.items()}
+    return Folder("", {file: file}, tensors, {}, _read_stamp(folder, file), head.origin, lost=lost)
 
 
 def check_same_folder(folder: Path, found: Folder) -> None:
@@ -135,7 +125,7 @@ def check_same_folder(folder: Path, found: Folder) -> None:
     if found.stamp is None or found.directory:  # the cache's files are named by their content
         return
     with detect_replacement(folder):
-        stamp = _read_stamp(folder, sorted(found.names))
+        stamp = _read_stamp(folder, min(found.names))
     # on a shared file system, nodes may see different inode numbers or modification times of one file, but not both
     if stamp is not None and (
         stamp[1] != found.stamp[1] or (stamp[0] != found.stamp[0] and stamp[2] != found.stamp[2])
@@ -143,38 +133,37 @@ def check_same_folder(folder: Path, found: Folder) -> None:
         raise replaced_error(folder, "this rank finds another folder there than the main rank")
 
 
-def _read_stamp(folder: Path, files: Sequence[str]) -> tuple[int, int, int] | None:
+def _read_stamp(folder: Path, file: str) -> tuple[int, int, int] | None:
     if not has_local_files(folder):
         return None
-    path = folder / files[0]
+    path = folder / file
     with wrap_os_errors("look at", path):
         found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _read_folder(folder: Path, lost: dict[str, tuple[str, int | None]] | None) -> Folder:
-    """Read it; where ``lost`` is a dict, the tensors that are missing or cut are added to it."""
-    faults: dict[str, str] = {}
+def _read_folder(folder: Path, *, skip_damaged: bool) -> Folder:
     weight_map, origin = read_index(folder)
-    files = sorted(set(weight_map.values())) or find_files(folder, is_rescue=lost is not None)
-    if lost is None:
-        heads = {file: read_head(resolve_link(folder, file)) for file in files}
-    else:
-        heads = _read_sound_heads(folder, files, weight_map, lost, faults)
-        weight_map = {name: file for name, file in weight_map.items() if name not in lost}
-        files = [*heads]
-    real = {file: resolve_link(folder, file) for file in files}
+    files = sorted(set(weight_map.values())) or find_files(folder, is_rescue=skip_damaged)
+    heads, faults = _read_heads(folder, files, skip_damaged=skip_damaged)
+    lost: dict[str, tuple[str, int | None]] = {n: (f, end) for f, head in heads.items() for n, end in head.cut.items()}
+    for name, file in weight_map.items() if skip_damaged else ():
+        if file not in heads or name not in heads[file].tensors:
+            lost.setdefault(name, (file, None))
+            faults.setdefault(file, f"does not have {name!r}, which the index says is in it")
+    real = {file: resolve_link(folder, file) for file in heads}
     directory = _link_directory(folder, real)
     names = {file: str(path.relative_to(directory)) if directory else path.name for file, path in real.items()}
+    first = next(iter(heads))
     return Folder(
         directory,
         names,
-        _locate_tensors({file: tensors for file, (tensors, _) in heads.items()}, weight_map, folder),
+        _locate_tensors(heads, {name: file for name, file in weight_map.items() if name not in lost}, folder),
         read_folder_config(folder),
-        _read_stamp(folder, files),
-        origin if weight_map else heads[files[0]][1],
-        _read_adapter(folder) if files == [ADAPTER_WEIGHTS] else None,
-        lost or {},
+        _read_stamp(folder, first),
+        origin if weight_map else heads[first].origin,
+        _read_adapter(folder) if [*heads] == [ADAPTER_WEIGHTS] else None,
+        lost,
         faults,
     )
 
@@ -185,32 +174,21 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
     return read_json(path, CONFIG_LIMIT) if is_there(path) else {}
 
 
-def _read_sound_heads(
-    folder: Path,
-    files: Sequence[str],
-    weight_map: Mapping[str, str],
-    lost: dict[str, tuple[str, int | None]],
-    faults: dict[str, str],
-) -> dict[str, tuple[dict[str, FileTensor], dict[str, str]]]:
-    """Return the heads of the files that have one; raise the error of one that is damaged if none is sound."""
-    heads, damage = {}, None
+def _read_heads(folder: Path, files: Sequence[str], *, skip_damaged: bool) -> tuple[dict[str, Head], dict[str, str]]:
+    """Return the heads of the files that have one, and what is wrong with the others; raise that if none has one."""
+    heads: dict[str, Head] = {}
+    faults: dict[str, str] = {}
+    damage = None
     for file in files:
-        cut: dict[str, int] = {}
         try:
-            heads[file] = read_head(resolve_link(folder, file), cut)
-        except CheckpointingException as exc:
-            if not is_damage(exc):
+            heads[file] = read_head(resolve_link(folder, file), skip_damaged=skip_damaged)
+        except CheckpointingException as exc:  # noqa: PERF203 - the other files may be sound
+            if not skip_damaged or not is_damage(exc):
                 raise
-            damage = exc
-            faults[file] = f"cannot be read: {exc}"
-        lost |= {name: (file, end) for name, end in cut.items()}
-    for name, file in weight_map.items():
-        if file not in heads or name not in heads[file][0]:
-            lost.setdefault(name, (file, None))
-            faults.setdefault(file, f"does not have {name!r}, which the index says is in it")
+            damage, faults[file] = exc, f"cannot be read: {exc}"
     if damage is not None and not heads:
         raise damage
-    return heads
+    return heads, faults
 
 
 def _read_adapter(folder: Path) -> dict[str, Any]:
@@ -305,32 +283,25 @@ def _find_origin(metadata: object) -> dict[str, str]:
     return {k.removeprefix(ORIGIN): v for k, v in texts if k.startswith(ORIGIN) and isinstance(v, str)}
 
 
-def read_head(path: Path, cut: dict[str, int] | None = None) -> tuple[dict[str, FileTensor], dict[str, str]]:
-    """Return the tensors of a file by name, and what its metadata says of its source.
-
-    If ``cut`` is given, tensors whose bytes are cut off are added to it with the end of their bytes, and are no error.
-    """
+def read_head(path: Path, *, skip_damaged: bool = False) -> Head:
+    """Return what the header of a file says; with ``skip_damaged`` tensors whose bytes are cut off are no error."""
     with open_existing(path) as file:
         size = file.size
         first = bytearray(min(LENGTH_BYTES, size))
         file.read_into(memoryview(first), 0)
         text = bytearray(header_length(bytes(first), size, str(path)))
         file.read_into(memoryview(text), LENGTH_BYTES)
-    tensors, metadata = parse_head(bytes(text), size if cut is None else sys.maxsize, str(path))
-    if cut is not None:
-        ends = {name: max(tensor.start, tensor.stop or 0) for name, tensor in tensors.items()}
-        cut |= {name: end for name, end in ends.items() if end > size}
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in cut}
-    return tensors, _find_origin(metadata)
+    tensors, metadata = parse_head(bytes(text), sys.maxsize if skip_damaged else size, str(path))
+    ends = {name: max(tensor.start, tensor.stop or 0) for name, tensor in tensors.items()} if skip_damaged else {}
+    cut = {name: end for name, end in ends.items() if end > size}
+    return Head({n: t for n, t in tensors.items() if n not in cut} if cut else tensors, _find_origin(metadata), cut)
 
 
-def _locate_tensors(
-    headers: dict[str, dict[str, FileTensor]], weight_map: dict[str, str], folder: Path
-) -> dict[str, TensorLocation]:
-    """Return where every tensor is stored; if two files have one, the index decides."""
-    locations: dict[str, TensorLocation] = {}
-    for file, tensors in headers.items():
-        for name, tensor in tensors.items():
+def _locate_tensors(heads: Mapping[str, Head], weight_map: Mapping[str, str], folder: Path) -> dict[str, FileTensor]:
+    """Return the tensors of all files; if two files have one, the index decides."""
+    locations: dict[str, FileTensor] = {}
+    for file, head in heads.items():
+        for name, tensor in head.tensors.items():
             if weight_map.get(name, file) != file:
                 continue
             if name in locations:
@@ -338,7 +309,7 @@ def _locate_tensors(
                     f"{folder}: {locations[name].file} and {file} both have {name!r}, and the index does not say "
                     "which of them counts"
                 )
-            locations[name] = TensorLocation(file, tensor)
+            locations[name] = tensor._replace(file=file)
     for name, file in weight_map.items():
         if name not in locations:
             raise CorruptCheckpointError(f"{folder}: the index says that {name!r} is in {file}, which does not have it")

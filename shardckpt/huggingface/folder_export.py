@@ -15,7 +15,7 @@ from shardckpt.engine.loading import OpenCheckpoint
 from shardckpt.engine.pruning import open_staging
 from shardckpt.engine.space import refuse_full
 from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
-from shardckpt.huggingface.architecture import Fit, try_class
+from shardckpt.huggingface.architecture import try_class
 from shardckpt.huggingface.blocks import open_writer, write_blocks
 from shardckpt.huggingface.config import adapt_config, find_config, find_tied
 from shardckpt.huggingface.folder import CONFIG, read_folder
@@ -115,7 +115,7 @@ class FolderExport:
     def _write(self, staging: Path) -> None:
         """Write this rank's files."""
         mine = self._choose_files()
-        if self.plan.file_format != SAFETENSORS:
+        if self.options.file_format != SAFETENSORS:
             for name, tensors in mine:
                 self._pickle(staging / name, tensors)
         elif mine:
@@ -179,7 +179,7 @@ class FolderExport:
         tied = find_tied(config, self.plan.tensors)
         if tied is not None:
             self._check_tied(*tied, config.source)
-        return adapt_config(config, self.plan.tensors, is_cast=bool(self.plan.cast))
+        return adapt_config(config, self.plan.tensors, is_cast=bool(self.plan.planned.cast))
 
     def _check_tied(self, one: HubTensor, other: HubTensor, config: Path) -> None:
         """Raise if two tensors that the config says are one have other values."""
@@ -198,12 +198,10 @@ class FolderExport:
 
         If it misses some, or has them in another shape, and the export is strict, that is a KeyMismatchError.
         """
-        config = find_config([], staging) if self.plan.file_format == SAFETENSORS else None
-        fit = (
-            Fit("", "")
-            if config is None
-            else try_class(staging, config.content, {tensor.name: tensor.shape for tensor in self.plan.tensors})
-        )
+        config = find_config([], staging) if self.options.file_format == SAFETENSORS else None
+        if config is None:
+            return
+        fit = try_class(staging, config.content, {tensor.name: tensor.shape for tensor in self.plan.tensors})
         fault = fit.fault or fit.has_unknown * fit.said
         if fit.fault and self.options.strict:
             raise KeyMismatchError(
@@ -218,7 +216,7 @@ class FolderExport:
             return {}
         weight_map = {tensor.name: name for name, tensors in self.plan.files for tensor in tensors}
         index = encode_weights_index(weight_map, self.plan.total_size, self._find_origin())
-        return {index_name(self.plan.file_format): index}
+        return {index_name(self.options.file_format): index}
 
     def _choose_replaced(self, names: Iterable[str]) -> set[str]:
         """Return which files of a folder go when it is overwritten, after a warning about those of others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,6 +63,10 @@ class FileLayout(NamedTuple):
         tail = self.frame[-1]
         return max(tail.start + len(tail.data), self.tensors[-1].stop if self.tensors else 0)
 
+    def find_tensor(self, at: int) -> int:
+        """Return the number of the tensor that has a byte of the file."""
+        return bisect_right(self.tensors, at, key=lambda span: span.start) - 1
+
 
 class FileTensor(NamedTuple):
     """A tensor in a file: the format's name of its dtype, its shape as torch has it, and its offset in bytes."""
@@ -69,6 +74,7 @@ class FileTensor(NamedTuple):
     kind: str
     shape: Ints
     start: int
+    file: str = ""
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -79,6 +85,14 @@ class FileTensor(NamedTuple):
     def stop(self) -> int | None:
         """Offset of the byte after its last; None if this torch lacks its dtype."""
         return None if self.dtype is None else self.start + math.prod(self.shape) * self.dtype.itemsize
+
+    def find_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of the tensor, of this name; raise CorruptCheckpointError if this torch lacks it."""
+        if self.dtype is None:
+            raise CorruptCheckpointError(
+                f"{name!r} in {self.file} has the dtype {self.kind}, which this release of torch lacks"
+            )
+        return self.dtype
 
 
 def lay_out(tensors: Sequence[HubTensor], metadata: Mapping[str, str] | None = None) -> FileLayout:
@@ -113,10 +127,10 @@ def _find_alignment(tensor: HubTensor) -> tuple[int, int]:
     return (1, 0) if tensor.nbytes % _ALIGN == 0 else (2, -tensor.dtype.itemsize)
 
 
-def refuse_unknown(tensors: Iterable[tuple[str, torch.dtype]]) -> None:
+def refuse_unknown(tensors: Iterable[HubTensor]) -> None:
     """Raise CheckpointingException if safetensors files cannot hold some tensors, by their names and dtypes."""
     refused = []
-    for name, dtype in tensors:
+    for name, dtype, *_ in tensors:
         if not _is_text(name):
             raise CheckpointingException(
                 f"{name!r:.200} cannot be a tensor's name in a safetensors file, where names are text in UTF-8: rename "
@@ -143,13 +157,11 @@ def _is_text(name: object) -> bool:
         return False
 
 
-def parse_header(text: bytes, size: int, source: str) -> dict[str, FileTensor]:
-    """Return the tensors of a file of ``size`` bytes by name, tied ones by every name; their bytes lie within it."""
-    return parse_head(text, size, source)[0]
-
-
 def parse_head(text: bytes, size: int, source: str) -> tuple[dict[str, FileTensor], dict[str, Any]]:
-    """Do the same, and return the file's metadata, too."""
+    """Return the tensors of a file of ``size`` bytes by name, tied ones by every name, and the file's metadata.
+
+    The tensors' bytes lie within the file.
+    """
     first = LENGTH_BYTES + len(text)
     try:
         entries = parse_json(text)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.engine.streaming import make_memory
 from shardckpt.mapping.sharded_tensor import ShardedTensor
-from shardckpt.planning.boxes import Box, intersect
+from shardckpt.planning.boxes import Box, cut_box, intersect
 from shardckpt.plugins.key_mapping import Identity
 
 if TYPE_CHECKING:
@@ -85,10 +85,7 @@ def have_equal_values(one: HubTensor, other: HubTensor, checkpoint: OpenCheckpoi
     """Return whether two tensors have one shape and, as the checkpoint stores them, the same values."""
     if one.shape != other.shape:
         return False
-    rows = max(1, _COMPARED_BYTES // max(one.nbytes // max(one.shape[0], 1), 1))
-    rest = one.shape[1:]
-    for first in range(0, one.shape[0], rows):
-        box = Box((first, *(0 for _ in rest)), (min(rows, one.shape[0] - first), *rest))
+    for box in cut_box(Box.from_shape(one.shape), one.dtype.itemsize, _COMPARED_BYTES):
         first_values, other_values = read_hub_boxes([(one, box), (other._replace(dtype=one.dtype), box)], checkpoint)
         if not first_values.equal(other_values):
             return False

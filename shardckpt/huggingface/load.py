@@ -128,7 +128,7 @@ def load_from_huggingface(
                 # without digests: the folder stores none
                 manifest = Manifest(backend=strategy.backend, version=strategy.version)
                 check_policy(path, manifest)
-                missing = strategy.missing()
+                missing = strategy.missing
                 if isinstance(names, AdapterNames):
                     keys = [shard.key.removeprefix(prefix) for shard in wanted]
                     missing = _choose_missing(names, keys, missing, comm, strict=strict)
@@ -236,7 +236,7 @@ def huggingface_index(folder: str | os.PathLike[str]) -> dict[str, tuple[torch.d
         CheckpointingException: as for :func:`load_from_huggingface`.
     """
     found = read_hub_folder(folder)
-    return {name: (stored.tensor.dtype, stored.tensor.shape) for name, stored in found.tensors.items()}
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in found.tensors.items()}
 
 
 def read_hub_folder(folder: str | os.PathLike[str]) -> Folder:

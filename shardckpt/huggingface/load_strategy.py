@@ -52,20 +52,31 @@ class HuggingFaceLoadStrategy(LoadStrategy):
     reads = "folders of safetensors files"
 
     def __init__(self, folder: Folder, mapping: KeyMapping, prefix: str, requested: Sequence[ShardedBase]) -> None:
-        self._folder = folder
-        self._mapping = mapping
-        self._prefix = prefix
+        #: The content of the folder.
+        self.folder = folder
         shards = [shard for shard in requested if isinstance(shard, ShardedTensor)]
         self._requested = {shard.key: shard for shard in shards}
-        #: Key map entries by key: a tensor that is read box by box, of hundreds of experts, has hundreds.
-        self._known_links: dict[str, Sequence[KeyMapEntry]] = {}
-        self.absent = {key for key in self._requested if self._missing_names(key)}
+        #: Key map entries by key; none of keys that the folder lacks.
+        self._links: dict[str, Sequence[KeyMapEntry]] = {}
+        lacking: dict[str, list[str]] = {}
+        # by key: a tensor of hundreds of experts that is read box by box has as many shards, and many entries
+        for key, shard in self._requested.items():
+            if not key.startswith(prefix):
+                raise KeyMismatchError(f"the requested key {key!r} does not begin with the prefix {prefix!r}")
+            links = get_key_map_entries(mapping, key[len(prefix) :], tuple(shard.global_shape))
+            names = [link.name for link in links if link.name not in folder.tensors] if links else [key]
+            self._links[key] = () if names else links
+            if names:
+                lacking[key] = names
+        self.absent = set(lacking)
         # a tied weight may be stored under the other name only: it is filled if that one is
-        filled = {_memory_key(shard) for shard in shards if shard.key not in self.absent}
+        filled = {_memory_key(shard) for shard in shards if shard.key not in lacking}
         #: Keys that nothing fills; other absent ones are tied to a tensor that the folder has, or empty on this rank.
         self._missing = {
-            s.key for s in shards if s.key in self.absent and _memory_key(s) not in filled and 0 not in s.data_shape
+            s.key for s in shards if s.key in lacking and _memory_key(s) not in filled and 0 not in s.data_shape
         }
+        #: The names of the tensors that these need.
+        self.missing = sorted({name for key in self._missing for name in lacking[key]})
         self._block = block_size(folder.config)
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
@@ -97,10 +108,10 @@ class HuggingFaceLoadStrategy(LoadStrategy):
 
     def list_files(self, reader: CheckpointReader) -> list[StoredFile]:  # noqa: ARG002 - the headers have been read
         """Return the files of weights, with the tensors in each."""
-        names, faults = self._folder.names, self._folder.faults
-        stored = {key: (file, tensor.stop or tensor.start) for key, (file, tensor) in self._folder.tensors.items()}
+        names, faults = self.folder.names, self.folder.faults
+        stored = {key: (tensor.file, tensor.stop or tensor.start) for key, tensor in self.folder.tensors.items()}
         ends: dict[str, dict[str, int | None]] = {file: {} for file in names}
-        for key, (file, end) in (*stored.items(), *self._folder.lost.items()):
+        for key, (file, end) in (*stored.items(), *self.folder.lost.items()):
             ends.setdefault(file, {})[key] = end
         found = []
         for file, keys in ends.items():
@@ -112,8 +123,8 @@ class HuggingFaceLoadStrategy(LoadStrategy):
     def list_boxes(self, reader: CheckpointReader) -> Iterator[StoredBox]:  # noqa: ARG002 - the headers have been read
         """Return which file holds which box of each requested tensor."""
         for key in self._requested:
-            for link in self._links(key) if key not in self.absent else ():
-                file = self._folder.names[self._folder.tensors[link.name].file]
+            for link in self._links[key]:
+                file = self.folder.names[self.folder.tensors[link.name].file]
                 yield StoredBox(key, link.box.offset, link.box.shape, file)
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
@@ -121,44 +132,22 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         return {file.name: find_error(check_weights, reader.place / file.name) for file in self.list_files(reader)}
 
     @property
-    def folder(self) -> Folder:
-        """The content of the folder."""
-        return self._folder
-
-    @property
     def library(self) -> str:
         """The name of the folder's writer; ``""`` if unknown."""
-        return self._folder.library
+        return self.folder.library
 
     @property
     def rescue(self) -> Rescue:
         """The keys that the rescue that has written the folder left out."""
-        return self._folder.rescue
-
-    def missing(self) -> list[str]:
-        """Return the names of the tensors that requested keys need and the folder lacks."""
-        return sorted({name for key in self._missing for name in self._missing_names(key)})
-
-    def _missing_names(self, key: str) -> list[str]:
-        """Return the tensors that a key needs and the folder lacks."""
-        links = self._links(key)
-        return [link.name for link in links if link.name not in self._folder.tensors] if links else [key]
-
-    def _links(self, key: str) -> Sequence[KeyMapEntry]:
-        if not key.startswith(self._prefix):
-            raise KeyMismatchError(f"the requested key {key!r} does not begin with the prefix {self._prefix!r}")
-        if key not in self._known_links:
-            shape = tuple(self._requested[key].global_shape)
-            self._known_links[key] = get_key_map_entries(self._mapping, key[len(self._prefix) :], shape)
-        return self._known_links[key]
+        return self.folder.rescue
 
     def _describe_stored(self, key: str) -> ShardedTensor:
         """Return a requested tensor without data, with the shape and dtype that the folder can fill it with."""
         requested = self._requested[key]
         shape, dtype = tuple(requested.global_shape), requested.dtype
-        links = self._links(key) if key not in self.absent else ()
+        links = self._links[key]
         if links:
-            stored = self._folder.tensors[links[0].name].tensor
+            stored = self.folder.tensors[links[0].name]
             if _is_unchanged(links):
                 shape = stored.shape
             # quantized tensors are read as the requested dtype; _source refuses what cannot be cast
@@ -181,9 +170,9 @@ class HuggingFaceLoadStrategy(LoadStrategy):
 
     def _links_at_stored_shape(self, shard: ShardedTensor) -> Sequence[KeyMapEntry]:
         """Return the key map entries of a shard; with allow_shape_mismatch, cut to the shape that is stored."""
-        links = self._links(shard.key) if shard.key not in self.absent else ()
+        links = self._links[shard.key]
         for link in links:
-            found = self._folder.tensors[link.name].tensor.shape
+            found = self.folder.tensors[link.name].shape
             if found != link.shape and not (shard.allow_shape_mismatch and _is_unchanged(links)):
                 raise ShapeMismatchError(
                     f"{shard.key!r} of shape {tuple(shard.global_shape)} needs {link.name!r} of shape {link.shape}; "
@@ -191,7 +180,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
                 )
         if not shard.allow_shape_mismatch or not _is_unchanged(links):
             return links
-        found = self._folder.tensors[links[0].name].tensor.shape
+        found = self.folder.tensors[links[0].name].shape
         common = Box.from_shape([*map(min, found, links[0].shape)])
         return [links[0]._replace(shape=found, box=common)] if common.volume else []
 
@@ -210,18 +199,16 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         # scales are plain numbers, whatever their dtype; 8-bit weights mean nothing without theirs
         if is_castable(stored.dtype) or name.endswith(SCALE_ENDING):
             return stored
-        if name + SCALE_ENDING not in self._folder.tensors:
-            refuse_other_schemes(name, self._folder.tensors, self._folder.config)
+        if name + SCALE_ENDING not in self.folder.tensors:
+            refuse_other_schemes(name, self.folder.tensors, self.folder.config)
             return stored
         scaled = Scaled(stored, self._array(name + SCALE_ENDING), self._block)
         scaled.check(name)
         return scaled
 
     def _array(self, name: str) -> StoredArray:
-        found = self._folder.tensors[name]
-        return StoredArray(
-            self._folder.names[found.file], found.tensor.start, found.find_dtype(name), found.tensor.shape
-        )
+        found = self.folder.tensors[name]
+        return StoredArray(self.folder.names[found.file], found.start, found.find_dtype(name), found.shape)
 
 
 def _is_unchanged(links: Sequence[KeyMapEntry]) -> bool:

@@ -32,7 +32,7 @@ def find_file_mapping(text: str) -> KeyMapping | None:
     for what is not written, or an object with the other arguments of :class:`Rule`. Or ``FILE.py:NAME``, a Python file
     that is run, with a KeyMapping, a list of rules, or a dict as in JSON; ``MAPPING`` if no name is given.
     """
-    path, name = _find_file(text) or (None, "")
+    path, name = _find_file(text)
     if path is None:
         return None
     value = read_json(path, CONFIG_LIMIT) if path.suffix == ".json" else _run(path, name or _DEFAULT_NAME)
@@ -41,15 +41,15 @@ def find_file_mapping(text: str) -> KeyMapping | None:
 
 def find_code(mapping: str) -> Path | None:
     """Return the Python file that a search for this mapping runs, which must exist; None if it runs none."""
-    path, _ = _find_file(mapping) or (None, "")
+    path, _ = _find_file(mapping)
     return path if path is not None and path.suffix == ".py" else None
 
 
-def _find_file(text: str) -> tuple[Path, str | None] | None:
-    """Return the file that a text names, which is there, and the name in it; None if it names none."""
+def _find_file(text: str) -> tuple[Path | None, str | None]:
+    """Return the file that a text names, which is there, and the name in it; None for either that it does not name."""
     found = _FILE.fullmatch(text)
     if found is None:
-        return None
+        return None, None
     path = Path(expand_home(found["path"]))
     if not path.is_file():
         beside = name_siblings(path.absolute())
@@ -100,15 +100,18 @@ def _make_rule(stored: object, hub: object, where: str) -> Rule:
     other: Mapping[str, Any] = hub if isinstance(hub, dict) else {"hub": hub}
     names = other.get("hub")
     names = [] if names is None else [names] if isinstance(names, str) else names
-    rest = {key: value for key, value in other.items() if key != "hub"}
-    is_sound = "hub" in other and isinstance(stored, str) and isinstance(names, (list, tuple))
-    is_sound = is_sound and all(isinstance(name, str) for name in names)
-    flags = {key: value for key, value in rest.items() if key != "split"}
-    is_sound &= not flags.keys() - {"transposed", "keep_dtype"} and all(
-        isinstance(flag, bool) for flag in flags.values()
+    flags = {key: value for key, value in other.items() if key not in ("hub", "split")}
+    split = other.get("split")
+    is_sound = (
+        "hub" in other
+        and isinstance(stored, str)
+        and isinstance(names, (list, tuple))
+        and all(isinstance(name, str) for name in names)
+        and flags.keys() <= {"transposed", "keep_dtype"}
+        and all(isinstance(flag, bool) for flag in flags.values())
+        and (split is None or (isinstance(split, str) and split in _SPLITS))
     )
-    split = rest.get("split")
-    if not is_sound or not (split is None or (isinstance(split, str) and split in _SPLITS)):
+    if not is_sound:
         raise CheckpointingException(
             f"mapping {where}: {stored!r} has {hub!r}; expected a name in the folder, a list of names, null for what "
             'is not written, or {"hub": [...], "transposed": true}, also with "keep_dtype": true and "split": "qkv" or '

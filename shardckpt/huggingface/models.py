@@ -54,12 +54,16 @@ def _torchtitan_qwen3() -> Iterable[Rule]:
         for inner in ("attention", "attention.qkv_linear"):
             hub = (f"{_LAYER}.self_attn.{letter}_proj.weight",)
             yield Rule(f"layers.{{layer}}.{inner}.w{letter}.weight", hub)
-    yield Rule("layers.{layer}.attention.wo.weight", (f"{_LAYER}.self_attn.o_proj.weight",))
-    for norm in ("q_norm", "k_norm"):
-        yield Rule(f"layers.{{layer}}.attention.{norm}.weight", (f"{_LAYER}.self_attn.{norm}.weight",))
-    yield Rule("layers.{layer}.attention_norm.weight", (f"{_LAYER}.input_layernorm.weight",))
-    yield Rule("layers.{layer}.ffn_norm.weight", (f"{_LAYER}.post_attention_layernorm.weight",))
-    yield Rule("layers.{layer}.moe.router.gate.weight", (f"{_LAYER}.mlp.gate.weight",))
+    others = {
+        "attention.wo": "self_attn.o_proj",
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+        "attention_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "moe.router.gate": "mlp.gate",
+    }
+    for stored, hub_name in others.items():
+        yield Rule(f"layers.{{layer}}.{stored}.weight", (f"{_LAYER}.{hub_name}.weight",))
     for counter in ("expert_bias", "tokens_per_expert"):
         yield Rule(f"layers.{{layer}}.moe.{counter}", ())  # used only in training
     yield Rule("tok_embeddings.weight", ("model.embed_tokens.weight",))

@@ -24,18 +24,9 @@ if TYPE_CHECKING:
 
 
 class ExportOptions(NamedTuple):
-    """Options of an export.
+    """Options of an export: the arguments of :func:`shardckpt.huggingface.export_to_huggingface`, parsed.
 
-    Attributes:
-        prefix: Prefix of the keys to write; None for that of the model's, as :func:`find_sections` finds it.
-        mapping: Maps keys without the prefix to the folder's names.
-        casts: Which tensors are cast, and to what.
-        limit: Bytes of tensors in a file.
-        file_format: ``safetensors`` or ``bin``.
-        leave_out: Names in the folder that are not written.
-        strict: Whether a tensor that the mapping does not know is an error, and a folder that its model's class cannot
-            load as it is.
-        assets: Files to copy.
+    ``limit`` are the bytes of tensors in a file, ``assets`` the files to copy.
     """
 
     prefix: str | None

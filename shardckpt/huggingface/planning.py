@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.engine.optimizer_keys import is_optimizer_key
@@ -20,7 +19,6 @@ from shardckpt.errors import (
 )
 from shardckpt.huggingface.adapters import AdapterNames, find_adapter_key
 from shardckpt.huggingface.casts import find_model_dtype
-from shardckpt.huggingface.dtypes import is_castable
 from shardckpt.huggingface.header import refuse_unknown
 from shardckpt.huggingface.hub_tensor import HubTensor, StoredPart
 from shardckpt.huggingface.megatron import MEGATRON_NAME
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.huggingface.casts import Casts
     from shardckpt.huggingface.options import ExportOptions
     from shardckpt.mapping.base import ShardedBase
     from shardckpt.plugins.key_mapping import KeyMapEntry
@@ -81,24 +78,30 @@ class LeftOut(NamedTuple):
             )
 
 
-class ExportPlan(NamedTuple):
-    """The files of an export.
+class PlannedTensors(NamedTuple):
+    """The tensors of a folder that shards become.
 
     Attributes:
-        file_format: ``safetensors`` or ``bin``.
-        files: Name and tensors of each.
-        unmatched: Keys that the mapping does not know, which keep their names.
-        left_out: What is not written.
-        cast: Names of tensors that are cast, with the dtype that is stored.
-        kept: Names of those that keep their dtype where others are cast, and hold more than these.
+        tensors: The tensors by name, in the order of the shards.
+        unmapped: The keys of objects, and of tensors that the mapping leaves out, among the shards with the prefix.
+        unmatched: The keys of tensors that the mapping does not know, which keep their names.
+        cast: The stored dtype of those that are cast, by name.
+        kept: The names of those that hold more than they would after the cast, and keep their dtype.
     """
 
-    file_format: str
+    tensors: dict[str, HubTensor]
+    unmapped: list[str]
+    unmatched: list[str]
+    cast: dict[str, torch.dtype]
+    kept: list[str]
+
+
+class ExportPlan(NamedTuple):
+    """The files of an export, each with its name and tensors, and the keys that are not written."""
+
     files: list[tuple[str, list[HubTensor]]]
-    unmatched: tuple[str, ...] = ()
-    left_out: LeftOut = LeftOut()
-    cast: Mapping[str, torch.dtype] = MappingProxyType({})
-    kept: tuple[str, ...] = ()
+    planned: PlannedTensors
+    left_out: LeftOut
 
     @property
     def total_size(self) -> int:
@@ -121,8 +124,8 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
     prefix, chosen, left_out = choose_model(stored, options)
     if isinstance(options.mapping, AdapterNames):
         options.mapping.check_keys(stored_key(shard)[len(prefix) :] for shard in chosen)
-    tensors, unmapped, unmatched, cast, kept = plan_tensors(chosen, options._replace(prefix=prefix))
-    left_out = left_out._replace(unmapped=tuple(unmapped))
+    planned = plan_tensors(chosen, options._replace(prefix=prefix))
+    tensors, kept = planned.tensors, planned.kept
     if kept:
         logger.warning(
             "not cast (%s that would lose by it): %s", format_many(len(kept), "tensor"), listed(kept, limit=5)
@@ -139,15 +142,18 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
             "%r is PEFT's name of an adapter's tensor: mapping='peft' (--mapping peft) gives its folder", found
         )
     if options.file_format == SAFETENSORS:
-        refuse_unknown((tensor.name, tensor.dtype) for tensor in tensors.values())
+        refuse_unknown(tensors.values())
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     files = assign_files(sizes, options.limit, options.file_format)
     if isinstance(options.mapping, AdapterNames):
         if options.file_format != SAFETENSORS:
             raise CheckpointingException("an adapter is written in safetensors, not in .bin")
         files = {ADAPTER_WEIGHTS: [*tensors]}  # PEFT reads one file
-    planned = [(file, [tensors[name] for name in files[file]]) for file in files]
-    return ExportPlan(options.file_format, planned, tuple(unmatched), left_out, cast, tuple(kept))
+    return ExportPlan(
+        [(file, [tensors[name] for name in names]) for file, names in files.items()],
+        planned,
+        left_out._replace(unmapped=tuple(planned.unmapped)),
+    )
 
 
 def choose_model(
@@ -187,25 +193,7 @@ def refuse_codes(keys: Iterable[str]) -> None:
         )
 
 
-class PlannedTensors(NamedTuple):
-    """The tensors of a folder that shards become.
-
-    Attributes:
-        tensors: The tensors by name, in the order of the shards.
-        unmapped: The keys of objects, and of tensors that the mapping leaves out, among the shards with the prefix.
-        unmatched: The keys of tensors that the mapping does not know, which keep their names.
-        cast: The stored dtype of those that are cast, by name.
-        kept: The names of those that hold more than they would after the cast, and keep their dtype.
-    """
-
-    tensors: dict[str, HubTensor]
-    unmapped: list[str]
-    unmatched: list[str]
-    cast: dict[str, torch.dtype]
-    kept: list[str]
-
-
-def plan_tensors(stored: Iterable[ShardedBase], options: ExportOptions, others: Collection[str] = ()) -> PlannedTensors:
+def plan_tensors(shards: Iterable[ShardedBase], options: ExportOptions, others: Collection[str] = ()) -> PlannedTensors:
     """Plan the tensors that these shards become under the prefix, the mapping, the dtype and the names left out.
 
     A warning names the tensors that the mapping does not know; with strict options they are a KeyMismatchError. A
@@ -217,7 +205,7 @@ def plan_tensors(stored: Iterable[ShardedBase], options: ExportOptions, others: 
     parts: dict[str, list[StoredPart]] = {}
     unmapped = []
     dtypes: dict[str, torch.dtype] = {}
-    for shard in stored:
+    for shard in shards:
         if not stored_key(shard).startswith(prefix) or is_version_key(shard.key):  # no class loads it from a folder
             continue
         links: Sequence[KeyMapEntry] = ()
@@ -236,11 +224,22 @@ def plan_tensors(stored: Iterable[ShardedBase], options: ExportOptions, others: 
             f"{name_known(absent[0], [*parts, *others], 'names')}"
         )
     planned = {name: _hub_tensor(name, found, dtypes) for name, found in parts.items()}
-    written = _choose_dtypes(planned, options)
-    tensors = {name: tensor._replace(dtype=written[name]) for name, tensor in planned.items() if name in written}
-    cast = {name: planned[name].dtype for name, tensor in tensors.items() if tensor.dtype != planned[name].dtype}
-    kept = [name for name in tensors if name not in cast and _is_kept(planned[name], options.casts)]
-    return PlannedTensors(tensors, unmapped, unmatched, cast, kept)
+    names = [name for name in planned if name not in options.leave_out]
+    options.casts.check_patterns(names)
+    weights = [planned[name] for name in names if not is_optimizer_key(name)] or planned.values()
+    model = find_model_dtype((tensor.dtype, math.prod(tensor.shape)) for tensor in weights)
+    found = PlannedTensors({}, unmapped, unmatched, {}, [])
+    for name in names:
+        stored = planned[name].dtype
+        # a weight of scales is looked up by its name, though it is left out
+        is_fixed = _has_fixed_dtype(planned[name], planned)
+        dtype = stored if is_fixed else options.casts.choose(name, stored, model)
+        found.tensors[name] = planned[name]._replace(dtype=dtype)
+        if dtype != stored:
+            found.cast[name] = stored
+        elif options.casts.would_narrow(name, stored):
+            found.kept.append(name)
+    return found
 
 
 def _find_unmatched(options: ExportOptions, keys: Collection[str]) -> list[str]:
@@ -287,35 +286,12 @@ def _hub_tensor(name: str, parts: list[StoredPart], dtypes: Mapping[str, torch.d
     return HubTensor(name, dtype, shape, tuple(parts))
 
 
-def _choose_dtypes(tensors: Mapping[str, HubTensor], options: ExportOptions) -> dict[str, torch.dtype]:
-    """Return the dtype in which each tensor is written, by name, without those that are left out."""
-    names = [name for name in tensors if name not in options.leave_out]
-    options.casts.check_patterns(names)
-    weights = [tensors[name] for name in names if not is_optimizer_key(name)] or list(tensors.values())
-    model = find_model_dtype((tensor.dtype, math.prod(tensor.shape)) for tensor in weights)
-    return {
-        # weights are looked up by name: those that are left out too
-        name: tensors[name].dtype
-        if _has_fixed_dtype(tensors[name], tensors)
-        else options.casts.choose(name, tensors[name].dtype, model)
-        for name in names
-    }
-
-
 def _has_fixed_dtype(tensor: HubTensor, tensors: Mapping[str, HubTensor]) -> bool:
     """Return whether no cast changes a tensor: a scale of 8-bit weights, or one whose rule says so."""
     if any(part.link.keep_dtype for part in tensor.parts):
         return True
     weights = [tensor.name.removesuffix(suffix) for suffix in _SCALE_SUFFIXES if tensor.name.endswith(suffix)]
     return any(weight in tensors and tensors[weight].dtype.itemsize == 1 for weight in weights)
-
-
-def _is_kept(tensor: HubTensor, casts: Casts) -> bool:
-    """Return whether a tensor that is not cast holds more than it would after the cast."""
-    target = casts.dtype
-    if target is None or not is_castable(tensor.dtype) or casts.keeps(tensor.name):
-        return False
-    return tensor.dtype.itemsize > target.itemsize
 
 
 def _key_list(parts: Iterable[StoredPart]) -> str:

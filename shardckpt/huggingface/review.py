@@ -73,12 +73,12 @@ def review_folder(place: Path, checkpoint: OpenCheckpoint) -> Review:
         raise TypeError(f"{place} was opened by {type(strategy).__name__}")
     folder = strategy.folder
     if folder.adapter is not None:
-        found, note = review_adapter(folder.adapter, {name: tensor for name, (_, tensor) in folder.tensors.items()})
+        found, note = review_adapter(folder.adapter, folder.tensors)
         return Review(CorruptCheckpointError(found) if found else None, note, ADAPTER)
     if not folder.config:
         return Review(None, "", "")
     config = ModelConfig(place / CONFIG, folder.config)
-    tensors = [describe_stored(n, t.dtype, t.shape) for n, (_, t) in folder.tensors.items() if t.dtype is not None]
+    tensors = [describe_stored(n, t.dtype, t.shape) for n, t in folder.tensors.items() if t.dtype is not None]
     faults = [describe_contradiction(config, tensors)]
     pair = find_tied(config, tensors)
     if pair is not None and not have_equal_values(*pair, checkpoint):
@@ -88,7 +88,7 @@ def review_folder(place: Path, checkpoint: OpenCheckpoint) -> Review:
         )
     said = [describe_dtype(config, tensors)]
     if has_local_files(place):
-        fit = try_class(place, folder.config, {name: t.shape for name, (_, t) in folder.tensors.items()})
+        fit = try_class(place, folder.config, {name: tensor.shape for name, tensor in folder.tensors.items()})
         faults.append(fit.fault)
         said.append(fit.said)
     found = "; ".join(filter(None, faults))

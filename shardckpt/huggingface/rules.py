@@ -240,11 +240,12 @@ class RuleMapping:
         extents: dict[str, Ints] = {}
         unmatched = []
         for name, shape in folder.items():
-            located = self._locate(name, folder) if shape else None
-            if located is None:
+            found = ((rule, rule.locate(name, folder)) for rule in self._rules if shape)
+            rule, located = next((each for each in found if each[1] is not None), (None, None))
+            if rule is None or located is None:
                 unmatched.append(name)
                 continue
-            rule, (key, place, number, names) = located
+            key, place, number, names = located
             if missing := [each for each in names if each not in folder]:
                 raise KeyMismatchError(f"the folder lacks {listed(missing)}, of which {key!r} is made, too")
             parts.setdefault(key, {})[number] = (*shape[:-2], *shape[:-3:-1]) if rule.transposed else shape
@@ -255,11 +256,6 @@ class RuleMapping:
             for key, shapes in parts.items()
         }
         return stored, unmatched
-
-    def _locate(self, name: str, folder: Collection[str]) -> tuple[Rule, StoredPlace] | None:
-        """Return the first rule that gives a tensor of a folder its name, and where it is stored."""
-        found = ((rule, rule.locate(name, folder)) for rule in self._rules)
-        return next(((rule, place) for rule, place in found if place is not None), None)
 
     def knows(self, key: str) -> bool:
         """Return whether a rule matches a name, or gives it to a tensor of the folder."""

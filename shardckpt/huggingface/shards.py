@@ -11,7 +11,7 @@ import torch
 
 from shardckpt.engine.locations import expand_home
 from shardckpt.errors import CheckpointingException, ShardingError
-from shardckpt.huggingface.dtypes import cast_to, parse_dtype
+from shardckpt.huggingface.dtypes import is_castable, parse_dtype
 from shardckpt.huggingface.header import lay_out, refuse_unknown
 from shardckpt.huggingface.hub_tensor import HubTensor
 from shardckpt.huggingface.names import BIN, SAFETENSORS, file_names
@@ -56,7 +56,8 @@ def get_shard_info(
     files: list[list[str]] = []
     total, filled, stored = 0, 0, set[Hashable]()
     for name, tensor in state_dict.items():
-        nbytes = math.prod(tensor.shape) * cast_to(tensor.dtype, dtype).itemsize
+        written = dtype if dtype is not None and is_castable(tensor.dtype) else tensor.dtype
+        nbytes = math.prod(tensor.shape) * written.itemsize
         memory = view_key(tensor) or id(tensor)
         added = 0 if memory in stored else nbytes
         # not as huggingface_hub does, whose file goes on behind a large tensor: MindSpeed's loop would write it twice
@@ -97,7 +98,7 @@ def save_state_dict(
 def _write_safetensors(state_dict: Mapping[str, torch.Tensor], path: Path) -> None:
     ties = _find_ties(state_dict)
     tensors = [HubTensor(name, t.dtype, tuple(t.shape)) for name, t in state_dict.items() if name not in ties]
-    refuse_unknown((tensor.name, tensor.dtype) for tensor in tensors)
+    refuse_unknown(tensors)
     layout = lay_out(tensors, ties)
     file = NewFile(path)
     try:

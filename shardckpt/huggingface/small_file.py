@@ -27,10 +27,7 @@ _STAGED = "file"
 
 @contextmanager
 def replace_file(path: Path, journal: Journal | None = None) -> Iterator[Path]:
-    """Yield a staging path for a file; at the end, the written and durable file replaces the one at ``path``.
-
-    ``journal`` has what is written, if another process may go on with it after a kill.
-    """
+    """Yield a staging path for a file; at the end, the written and durable file replaces the one at ``path``."""
     check_names(path)
     staging, _ = open_staging(path, lambda *_: False, restore=False, journal=journal)
     try:

@@ -107,7 +107,7 @@ class StoreExport(FolderExport):
     def _write_file(self, name: str, tensors: Sequence[HubTensor]) -> None:
         """Send a file: tensors while they are read, if the store takes streams."""
         with _spool() as spool:
-            if self.plan.file_format == SAFETENSORS:
+            if self.options.file_format == SAFETENSORS:
                 store = find_ability(self._store, StreamsWrites)
                 budget = self.writing if store is not None else LEAST_WRITING
                 with open_writer(spool, self.journal, store, budget) as writer:

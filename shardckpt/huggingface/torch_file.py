@@ -18,6 +18,8 @@ from shardckpt.storage.filesystem import wrap_os_errors
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shardckpt.storage.reader import CheckpointReader
+
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 #: A file of before torch 1.6 begins with the pickle of this number, behind the two bytes of the pickle's protocol.
 _LEGACY, _LEGACY_AT = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", 2
@@ -32,12 +34,12 @@ def is_torch_file(path: Path) -> bool:
     """Return whether a file begins as those of ``torch.save`` do: any zip archive, or a file of before torch 1.6."""
     with wrap_os_errors("open", path), path.open("rb") as file:
         first = file.read(_LEGACY_AT + len(_LEGACY))
-    return is_archive(first) or first[_LEGACY_AT:] == _LEGACY
+    return first.startswith(_ZIP) or first[_LEGACY_AT:] == _LEGACY
 
 
-def is_archive(first: bytes) -> bool:
-    """Return whether a file of ``torch.save`` that begins with these bytes has the format since torch 1.6."""
-    return first.startswith(_ZIP)
+def is_archive(reader: CheckpointReader, file: str) -> bool:
+    """Return whether a file of ``torch.save`` has the format since torch 1.6."""
+    return reader.read_range(file, 0, min(reader.size(file), len(_ZIP)), file) == _ZIP
 
 
 def read_torch_file(path: Path) -> dict[Any, Any]:

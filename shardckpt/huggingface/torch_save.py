@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 #: What ``torch.load`` reads with ``weights_only``, in addition to tensors and containers.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
+_CONTAINERS = (dict, list, tuple, set)
 #: The builtin type that takes the place of a class derived from one.
 _BUILTIN: dict[type[Any], Callable[[Any], Any]] = {
-    **{kind: kind for kind in (dict, list, tuple, set, bool, int, float, str, bytes)},
+    **{kind: kind for kind in (*_CONTAINERS, bool, int, float, str, bytes)},
     frozenset: set,
     bytearray: bytes,
 }
@@ -104,17 +105,21 @@ class TorchFile:
         if kind in _PLAIN or isinstance(value, DeclaredTensor):
             return value
         if isinstance(value, torch.Tensor):
-            return self._declare(value)
-        made = self._find_builtin(value)
-        if made is value and kind not in (dict, list, tuple, set):
-            raise ShardingError(
-                f"{place or 'the state dict'} is a {kind.__module__}.{kind.__qualname__}, which has no counterpart "
-                f"among the builtin types: {_ADVICE}"
-            )
-        if made is not value:
+            values = plain_cpu(value.detach()).contiguous()
+            stand_in = DeclaredTensor(values.dtype, tuple(values.shape))
+            self._in_memory.append((stand_in, values))
+            return stand_in
+        made = value
+        if kind not in _CONTAINERS:
+            made = _find_builtin(value)
+            if made is value:
+                raise ShardingError(
+                    f"{place or 'the state dict'} is a {kind.__module__}.{kind.__qualname__}, which has no counterpart "
+                    f"among the builtin types: {_ADVICE}"
+                )
             self.rewritten[place] = f"{kind.__module__}.{kind.__qualname__}"
-        if not isinstance(made, (dict, list, tuple, set)):
-            return self._make_plain(made, place) if made is not value else value
+            if not isinstance(made, _CONTAINERS):
+                return self._make_plain(made, place)
         if id(value) in self._open:
             raise ShardingError(f"{place} is a {kind.__qualname__} that holds itself: {_ADVICE}")
         self._open.add(id(value))
@@ -150,34 +155,25 @@ class TorchFile:
             made[plain] = self._make_plain(inner, _join(place, key))
         return made
 
-    def _find_builtin(self, value: Any) -> Any:
-        """Return the builtin counterpart of a value, which may have others in it; the value itself if there is none."""
-        kind = type(value)
-        if kind in (dict, list, tuple, set):
-            return value
-        made = value
-        if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
-            made = dict(vars(value))
-        elif isinstance(value, io.BytesIO):
-            made = value.getvalue()
-        elif isinstance(value, enum.Enum):
-            made = value.value
-        elif kind.__module__ == "numpy":  # by its name: numpy need not be installed
-            is_array = kind.__name__ == "ndarray"
-            if is_array and value.dtype.kind in "biufc":
-                made = torch.from_numpy(value.copy())
-            elif not is_array and hasattr(value, "item"):
-                made = value.item()
-        else:
-            base = next((base for base in _BUILTIN if isinstance(value, base)), None)
-            made = _BUILTIN[base](value) if base else value
-        return made
 
-    def _declare(self, tensor: torch.Tensor) -> DeclaredTensor:
-        values = plain_cpu(tensor.detach()).contiguous()
-        stand_in = DeclaredTensor(values.dtype, tuple(values.shape))
-        self._in_memory.append((stand_in, values))
-        return stand_in
+def _find_builtin(value: Any) -> Any:
+    """Return the builtin counterpart of a value, which may have others in it; the value itself if there is none."""
+    kind, made = type(value), value
+    if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
+        made = dict(vars(value))
+    elif isinstance(value, io.BytesIO):
+        made = value.getvalue()
+    elif isinstance(value, enum.Enum):
+        made = value.value
+    elif kind.__module__ == "numpy":  # by its name: numpy need not be installed
+        is_array = kind.__name__ == "ndarray"
+        if is_array and value.dtype.kind in "biufc":
+            made = torch.from_numpy(value.copy())
+        elif not is_array and hasattr(value, "item"):
+            made = value.item()
+    elif base := next((base for base in _BUILTIN if isinstance(value, base)), None):
+        made = _BUILTIN[base](value)
+    return made
 
 
 def _join(place: str, name: Any) -> str:

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 #: Values that a pickle of n bytes may have: some, and some a byte. It can name one list any number of times.
 _FREE, _VALUES = 1 << 16, 8
-_MAGIC = 8  # bytes that say whether a file is an archive
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,7 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
 
     def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
         """Return the values that are no tensors as stock ``dcp.load`` asks for them: by their paths."""
-        values = list_values(self._state_dict(context))
-        return [PlainObject(key, value) for key, value in values]
+        return [PlainObject(key, value) for key, value in list_values(self._state_dict(context))]
 
     def list_plain_objects(self, context: LoadContext) -> list[str]:  # noqa: ARG002 - they are the common state
         """Return an empty list: the common state has the values of all."""
@@ -106,7 +104,7 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
 
         def check(file: str) -> None:
             self._content(LoadContext(reader, Comm(alone=True)), file)
-            if is_archive(_read_magic(reader, file)):
+            if is_archive(reader, file):
                 Archive.of_file(reader, file).check_members(reader, file)
 
         return {file: find_error(check, file) for file in self._files}
@@ -129,7 +127,7 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
 
 def _read_content(reader: CheckpointReader, file: str, allow_globals: tuple[Any, ...]) -> _Content:
     path, size = reader.directory / file, reader.size(file)
-    if is_archive(_read_magic(reader, file)):
+    if is_archive(reader, file):
         found = Archive.of_file(reader, file).describe(allow_globals)
         if not isinstance(found, dict):
             what = "tensor" if isinstance(found, LazyTensor) else type(found).__name__
@@ -143,10 +141,6 @@ def _read_content(reader: CheckpointReader, file: str, allow_globals: tuple[Any,
         raise CorruptCheckpointError(
             f"{path} is damaged: a container in it holds itself, or is nested too deep"
         ) from exc
-
-
-def _read_magic(reader: CheckpointReader, file: str) -> bytes:
-    return reader.read_range(file, 0, min(reader.size(file), _MAGIC), file)
 
 
 class _Walker:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from shardckpt.huggingface.hub_tensor import HubTensor
-    from shardckpt.huggingface.options import ExportOptions
     from shardckpt.plugins.key_mapping import KeyMapping
 
 
@@ -66,10 +65,6 @@ class ModelCheckpoint(StoredCheckpoint):
                 read before is right.
         """
         options = parse_options(None, prefix=prefix, mapping=mapping, dtype=dtype, keep=keep, leave_out=leave_out)
-        tensors = self._plan_weights(options, optimizer=optimizer)
-        return self._read_weights(tensors, memory)
-
-    def _plan_weights(self, options: ExportOptions, *, optimizer: bool) -> list[HubTensor]:
         stored = [shard for shard in self._index if isinstance(shard, ShardedTensor)]
         prefix, chosen, _ = choose_model(stored, options, optimizer=optimizer)
         found = plan_tensors(chosen, options._replace(prefix=prefix)).tensors
@@ -78,7 +73,7 @@ class ModelCheckpoint(StoredCheckpoint):
                 f"{self._checkpoint.context.reader.directory} has no weight whose key begins with {prefix!r} "
                 f"{name_prefixes(prefix, (shard.key for shard in stored))}: give another prefix"
             )
-        return list(found.values())
+        return self._read_weights(list(found.values()), memory)
 
     def _read_weights(self, tensors: list[HubTensor], memory: int) -> Iterator[tuple[str, torch.Tensor]]:
         for batch in batch_by_bytes(tensors, lambda tensor: tensor.nbytes, memory):

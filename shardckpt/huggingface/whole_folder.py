@@ -108,4 +108,4 @@ class StoredNames(Identity):
 
 def _describe(name: str, folder: Folder) -> ShardedTensor:
     found = folder.tensors[name]
-    return ShardedTensor.from_global_shape(name, found.find_dtype(name), found.tensor.shape)
+    return ShardedTensor.from_global_shape(name, found.find_dtype(name), found.shape)

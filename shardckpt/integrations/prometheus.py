@@ -19,6 +19,7 @@ import shutil
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
@@ -210,13 +211,14 @@ class PrometheusListener:
         limit = None if quota is None else parse_size(quota, "quota")
         if limit is not None and folder is None:
             raise CheckpointingException("PrometheusListener: a quota is that of a folder: give folder=config.folder")
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry, buckets=_BUCKETS)
+        operation = ("operation",)
         try:
-            self._seconds = Histogram(
+            self._seconds = histogram(
                 "shardckpt_operation_seconds",
                 "Seconds that operations on checkpoints took on this rank",
                 ("operation", "result"),
-                registry=registry,
-                buckets=_BUCKETS,
             )
         except ValueError as exc:
             raise CheckpointingException(
@@ -224,71 +226,46 @@ class PrometheusListener:
                 "counts every save and load, or give this one a registry of its own: "
                 "PrometheusListener(registry=CollectorRegistry())"
             ) from exc
-        self._phases = Histogram(
+        self._phases = histogram(
             "shardckpt_phase_seconds",
             "Seconds that phases of operations on checkpoints took on this rank",
             ("operation", "phase", "result"),
-            registry=registry,
-            buckets=_BUCKETS,
         )
-        self._bytes = Counter(
-            "shardckpt_bytes", "Bytes that this rank has written, or loaded", ("operation",), registry=registry
+        self._bytes = counter("shardckpt_bytes", "Bytes that this rank has written, or loaded", operation)
+        self._success = gauge(
+            "shardckpt_last_success_timestamp_seconds", "When an operation last ended without an error", operation
         )
-        self._success = Gauge(
-            "shardckpt_last_success_timestamp_seconds",
-            "When an operation last ended without an error",
-            ("operation",),
-            registry=registry,
-        )
-        Gauge(
-            "shardckpt_start_timestamp_seconds", "When this rank began to count operations", registry=registry
-        ).set_to_current_time()
-        self._failures = Counter(
-            "shardckpt_failures", "Operations on checkpoints that failed", ("operation",), registry=registry
-        )
-        self._skipped = Counter(
-            "shardckpt_skipped_saves", "Steps that were due, and left out while another was saved", registry=registry
-        )
-        self._other_job = Gauge(
+        gauge("shardckpt_start_timestamp_seconds", "When this rank began to count operations").set_to_current_time()
+        self._failures = counter("shardckpt_failures", "Operations on checkpoints that failed", operation)
+        self._skipped = counter("shardckpt_skipped_saves", "Steps that were due, and left out while another was saved")
+        self._other_job = gauge(
             "shardckpt_last_other_job_timestamp_seconds",
             "When another job was last seen to save to the folder of this one's saves",
             ("folder",),
-            registry=registry,
         )
-        self._failure = Gauge(
+        self._failure = gauge(
             "shardckpt_last_failure_timestamp_seconds",
             "When an operation last failed, where, and with which error",
             ("operation", "phase", "error"),
-            registry=registry,
         )
-        self._in_flight = Gauge(
-            "shardckpt_in_flight", "Operations that have begun and not ended", ("operation",), registry=registry
-        )
-        self._since = Gauge(
+        self._in_flight = gauge("shardckpt_in_flight", "Operations that have begun and not ended", operation)
+        self._since = gauge(
             "shardckpt_in_flight_since_timestamp_seconds",
             "When the oldest operation began that has not ended; absent without one",
-            ("operation",),
-            registry=registry,
+            operation,
         )
-        self._blocked = Histogram(
-            "shardckpt_blocked_seconds",
-            "Seconds that the training waited for operations on checkpoints",
-            ("operation",),
-            registry=registry,
-            buckets=_BUCKETS,
+        self._blocked = histogram(
+            "shardckpt_blocked_seconds", "Seconds that the training waited for operations on checkpoints", operation
         )
-        self._rate = Gauge(
-            "shardckpt_written_bytes_per_second",
-            "Bytes a second that this rank has written last",
-            ("operation",),
-            registry=registry,
+        self._rate = gauge(
+            "shardckpt_written_bytes_per_second", "Bytes a second that this rank has written last", operation
         )
         #: When the operations in flight began, by their numbers, oldest first: one that began before this listener was
         #: there does not count.
         self._open: dict[str, dict[int, float]] = {}
-        for operation in ("setup", "save", "load", "prune"):
-            self._failures.labels(operation)
-            self._show_in_flight(operation)
+        for kind in ("setup", "save", "load", "prune"):
+            self._failures.labels(kind)
+            self._show_in_flight(kind)
         if folder is not None:
             registry.register(_FolderCollector(locate(folder, get_plugin_manager()), limit))
 

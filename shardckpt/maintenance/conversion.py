@@ -116,15 +116,7 @@ class ConversionReport:
 
 
 class _Written(NamedTuple):
-    """What a conversion has written, and what it has left out; see :class:`ConversionReport`.
-
-    Attributes:
-        objects: How many were written, without PlainObject shards.
-        left_out: Keys of tensors, objects and entries of the common state that are not in the target.
-        plain_objects: Keys of PlainObject shards that are not in the target.
-        rewritten: Places of values that a file of ``torch.save`` has as builtin types, with the class that they had.
-        unmatched: Keys of tensors that match no rule of the mapping.
-    """
+    """What a conversion has written, and the keys that it has left out; see :class:`ConversionReport`."""
 
     tensors: Sequence[HubTensor]
     objects: int
@@ -453,7 +445,7 @@ class Conversion:
         kept = {part.key for tensor in tensors for part in tensor.parts}
         left_out = [stored_key(shard) for shard in stored.index() if stored_key(shard) not in kept]
         return _Written(
-            tensors, 0, [*left_out, *stored.common()], self._list_plain_objects(stored, ()), {}, plan.unmatched
+            tensors, 0, [*left_out, *stored.common()], self._list_plain_objects(stored, ()), {}, plan.planned.unmatched
         )
 
     def _write_file(

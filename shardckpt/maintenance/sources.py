@@ -138,23 +138,24 @@ def open_source(location: Path, plugins: PluginManager, how: Reading = _AS_IT_IS
 
 def _hide_and_rename(opened: OpenCheckpoint, how: Reading) -> OpenCheckpoint:
     """Return what is opened without what is damaged, and under the names that it is to be read by."""
-    names = how.rename or {}
-    if not isinstance(opened.strategy, HuggingFaceLoadStrategy) or how.trainer is None:
-        lost: Collection[str] = ()
-        if isinstance(opened.strategy, HuggingFaceLoadStrategy):
-            lost = opened.strategy.folder.lost
-        elif isinstance(opened.strategy, TorchFileLoadStrategy):
-            lost = opened.strategy.lost
-        named = _rename(opened, names) if names else opened
-        return hide_damaged(named, [rename_key(name, names) for name in lost]) if how.skip_damaged else named
-    damaged = hide_damaged(opened, opened.strategy.folder.lost).damaged if how.skip_damaged else ()
-    strategy = name_for_trainer(opened.strategy, how.trainer, how.dtype, damaged)
-    named = OpenCheckpoint(strategy, opened.context, opened.operation)
-    return replace(_rename(named, names) if names else named, damaged=damaged)
+    names, strategy = how.rename or {}, opened.strategy
+    lost: Collection[str] = ()
+    if isinstance(strategy, HuggingFaceLoadStrategy):
+        lost = strategy.folder.lost
+    elif isinstance(strategy, TorchFileLoadStrategy):
+        lost = strategy.lost
+    if isinstance(strategy, HuggingFaceLoadStrategy) and how.trainer is not None:
+        damaged = hide_damaged(opened, lost).damaged if how.skip_damaged else ()
+        by_trainer = name_for_trainer(strategy, how.trainer, how.dtype, damaged)
+        return replace(_rename(replace(opened, strategy=by_trainer), names), damaged=damaged)
+    named = _rename(opened, names)
+    return hide_damaged(named, [rename_key(name, names) for name in lost]) if how.skip_damaged else named
 
 
 def _rename(opened: OpenCheckpoint, rename: Mapping[str, str]) -> OpenCheckpoint:
     """Return it under other names; where its common state cannot be read, by its keys alone, as far as those do."""
+    if not rename:
+        return opened
     keys = list_keys(opened)
     try:
         names = list_names(opened)
@@ -409,7 +410,7 @@ def _check_archives(place: Path, skipped: Collection[str] = (), *, members: bool
                 continue
             if not reader.size(name):
                 found[name] = Checked(CorruptCheckpointError(f"{place / name} is empty"))
-            elif reader.size(name) > _LENGTH and is_archive(reader.read_range(name, 0, _LENGTH, name)):
+            elif is_archive(reader, name):
                 found[name] = Checked(find_error(check, name), "crc32" if members else "structure")
     return found
 

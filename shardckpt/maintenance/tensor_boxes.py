@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.engine.streaming import make_memory
@@ -56,7 +57,7 @@ def cut_tensors(tensors: Sequence[HubTensor], most: int) -> list[TensorBox]:
 
 def sum_written(stored: OpenCheckpoint, boxes: Sequence[TensorBox], sums: TensorSums) -> None:
     """Read boxes of the target, and add up the fingerprints of the source's tensors that they are made of."""
-    for batch in batch_by_bytes(boxes, _count_bytes, _BATCH_BYTES):
+    for batch in batch_by_bytes(boxes, attrgetter("nbytes"), _BATCH_BYTES):
         _sum_batch(stored, batch, sums)
 
 
@@ -105,7 +106,7 @@ class DeferredBoxes:
                 self._values = []  # before the read: both would be in memory
                 # several only if it is the next one
                 rest = (self._boxes[n] for n in range(number, len(self._boxes) if number == end else number + 1))
-                batch = next(batch_by_bytes(rest, _count_bytes, self._batch_bytes))
+                batch = next(batch_by_bytes(rest, attrgetter("nbytes"), self._batch_bytes))
                 self._values, self._first = self._read_batch(batch), number
             return self._values[number - self._first]
 
@@ -116,7 +117,3 @@ class DeferredBoxes:
             if len(batch) == 1:
                 raise
         return self._read_batch(batch[:1])  # the others in their turn: the error then stands with its key
-
-
-def _count_bytes(box: TensorBox) -> int:
-    return box.nbytes

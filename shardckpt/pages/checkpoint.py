@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine.optimizer_keys import is_parameter_key
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from shardckpt.engine.integrity import IncompleteFile
     from shardckpt.engine.lazy import StoredCheckpoint
     from shardckpt.maintenance.statistics import Statistics
-    from shardckpt.manifest.models import Record, SaveTimings
-    from shardckpt.strategy import StoredBox, StoredFile
+    from shardckpt.strategy import StoredBox
 
 #: Boxes that a page has, at most: each takes some 20 bytes of it where no two tensors are cut the same way.
 MOST_BOXES = 1 << 20
@@ -25,66 +24,39 @@ _KEYS_SHOWN = 20
 _NAMES_SHOWN = 500
 
 
-class CheckpointHeader(NamedTuple):
-    """The description of a whole checkpoint; None for what is unknown.
-
-    Attributes:
-        name: How the caller names it.
-        backend: Name of the format.
-        save_id: The id of the save.
-        parent: The save id of the checkpoint that the job was resumed from.
-        writer: Releases of the libraries that wrote it, by name.
-        library: Which other library wrote it.
-        ranks: How many ranks saved it.
-        saved_at: When, in seconds since 1970.
-        bytes_on_disk: Bytes of all files.
-        metrics: Those of the step, by name; None for NaN and infinity.
-        rescued: How many keys the rescue that has written it left out; 0 if it is none.
-        rescued_keys: The first of them.
-    """
-
-    name: str
-    backend: str
-    version: int
-    save_id: str | None = None
-    parent: str | None = None
-    step: int | None = None
-    writer: Mapping[str, str] | None = None
-    library: str | None = None
-    ranks: int | None = None
-    saved_at: float | None = None
-    bytes_on_disk: int | None = None
-    metrics: Mapping[str, float | None] | None = None
-    rescued: int = 0
-    rescued_keys: Sequence[str] = ()
-
-
 def describe_checkpoint(
     checkpoint: StoredCheckpoint,
-    header: CheckpointHeader,
+    header: Mapping[str, Any],
     prefix: str = "",
     compute: Callable[[Sequence[str]], Sequence[Statistics | None]] | None = None,
 ) -> dict[str, Any]:
     """Return the data of a page: the header, tensors, boxes, files and timings.
 
-    Only tensors and objects whose keys begin with ``prefix`` are in it. ``compute`` reads the values of tensors, by
-    their keys, and returns their statistics; None: no value is read.
+    ``header`` is what is known of the checkpoint as a whole, None for what is not, and the caller's name of it. Only
+    tensors and objects whose keys begin with ``prefix`` are in it. ``compute`` reads the values of tensors, by their
+    keys, and returns their statistics; None: no value is read.
     """
     keys = [key for key in sorted(checkpoint) if key.startswith(prefix)]
     tensors = [checkpoint[key] for key in keys]
     record = checkpoint.record
-    files = describe_files(record, checkpoint.list_files() if record is None else ())
+    if record is not None:
+        files = sorted((file.name, file.size, file.rank) for file in record.files)
+    else:  # of another library's checkpoint as its index says
+        files = sorted((file.name, file.nbytes, -1) for file in checkpoint.list_files())
+    names = [name for name, _, _ in files]
     return {
-        "head": header._asdict(),
+        "head": header,
         "prefix": prefix,
         **describe_tensors((t.key, str(t.dtype).removeprefix("torch."), t.shape, t.dtype.itemsize) for t in tensors),
         "parameters": sum(math.prod(t.shape) for t in tensors if is_parameter_key(t.key)),
-        **files,
-        **_describe_boxes(checkpoint, keys, files["files"]),
+        "files": names,
+        "fileBytes": [size for _, size, _ in files],
+        "fileRank": [rank for _, _, rank in files],
+        **_describe_boxes(checkpoint, keys, names),
         **_describe_rest(checkpoint, prefix),
         "incomplete": _describe_faults(checkpoint.find_incomplete_files(), prefix),
         "statistics": None if compute is None else describe_statistics(compute(keys)),
-        "timings": describe_timings(None if record is None else record.timings),
+        "timings": None if record is None or record.timings is None else record.timings.model_dump(mode="json"),
     }
 
 
@@ -127,19 +99,6 @@ def round_number(value: float | None) -> float | str | None:
     return float(f"{value:.5g}") if math.isfinite(value) else "infinite"
 
 
-def describe_files(record: Record | None, listed: Iterable[StoredFile]) -> dict[str, Any]:
-    """Return columns of files: as recorded with their ranks, or, of another library's checkpoint, as its index says."""
-    if record is not None:
-        rows = sorted((file.name, file.size, file.rank) for file in record.files)
-    else:
-        rows = sorted((file.name, file.nbytes, -1) for file in listed)
-    return {
-        "files": [name for name, _, _ in rows],
-        "fileBytes": [size for _, size, _ in rows],
-        "fileRank": [rank for _, _, rank in rows],
-    }
-
-
 def describe_layouts(
     boxes: Iterable[StoredBox], keys: Sequence[str], files: Sequence[str], most: int = MOST_BOXES
 ) -> dict[str, Any]:
@@ -177,26 +136,19 @@ def describe_layouts(
     }
 
 
-def describe_timings(timings: SaveTimings | None) -> dict[str, Any] | None:
-    """Return when each rank did what, for the time line; None if the checkpoint does not say."""
-    return None if timings is None else timings.model_dump(mode="json")
-
-
 def _describe_boxes(checkpoint: StoredCheckpoint, keys: Sequence[str], files: list[str]) -> dict[str, Any]:
     """Return the layouts, or why there are none."""
+    fault = ""
     try:
         boxes = checkpoint.list_boxes()
+        layouts = describe_layouts(boxes or (), keys, files)
         if boxes is None:
-            return _no_layouts(keys, files, "The strategy of this format does not say which file holds which box.")
-        return {**describe_layouts(boxes, keys, files), "boxesFault": ""}
+            fault = "The strategy of this format does not say which file holds which box."
     except CheckpointReplacedError:
         raise
     except CheckpointingException as exc:
-        return _no_layouts(keys, files, f"The boxes cannot be listed: {exc}")
-
-
-def _no_layouts(keys: Sequence[str], files: list[str], why: str) -> dict[str, Any]:
-    return {"layouts": [], "layout": [-1] * len(keys), "boxFiles": files, "boxesLeftOut": 0, "boxesFault": why}
+        layouts, fault = describe_layouts((), keys, files), f"The boxes cannot be listed: {exc}"
+    return {**layouts, "boxesFault": fault}
 
 
 def _describe_rest(checkpoint: StoredCheckpoint, prefix: str) -> dict[str, Any]:

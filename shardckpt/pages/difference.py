@@ -9,7 +9,7 @@ from shardckpt.engine.optimizer_keys import is_optimizer_key
 from shardckpt.pages.checkpoint import round_number
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from shardckpt.maintenance.diff_report import DiffReport, TensorDifference
 
@@ -30,7 +30,8 @@ def describe_difference(
     """
     rows = sorted(report.differences, key=_order)
     numbers = {key: number for number, key in enumerate(first["keys"])}
-    kinds, forms = _Names(), _Names()
+    kinds = _number(row.kind for row in rows)
+    forms = _number(form for row in rows for form in (row.first, row.second))
     return {
         "sides": [first, _leave_out_same(second, first)],
         "options": options,
@@ -38,9 +39,9 @@ def describe_difference(
         "byFingerprint": report.by_fingerprint,
         "differences": {
             "key": [numbers.get(row.key, row.key) for row in rows],
-            "kind": [kinds.find(row.kind) for row in rows],
-            "first": [forms.find(row.first) for row in rows],
-            "second": [forms.find(row.second) for row in rows],
+            "kind": [kinds[row.kind] for row in rows],
+            "first": [forms[row.first] for row in rows],
+            "second": [forms[row.second] for row in rows],
             "elements": [row.elements for row in rows],
             "different": [row.different for row in rows],
             "absolute": [round_number(row.max_absolute) for row in rows],
@@ -53,12 +54,9 @@ def describe_difference(
     }
 
 
-class _Names(dict[str, int]):
-    """Texts that stand in many rows: a row has the number of its text."""
-
-    def find(self, text: str) -> int:
-        """Return the number of a text."""
-        return self.setdefault(text, len(self))
+def _number(texts: Iterable[str]) -> dict[str, int]:
+    """Number texts that stand in many rows: a row has the number of its text."""
+    return {text: number for number, text in enumerate(dict.fromkeys(texts))}
 
 
 def _leave_out_same(second: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@ from shardckpt.planning.box_overlaps import list_rows as list_rows
 from shardckpt.planning.boxes import Box as Box
 from shardckpt.planning.boxes import FlatPart as FlatPart
 from shardckpt.planning.boxes import Ints as Ints
+from shardckpt.planning.boxes import cut_box as cut_box
 from shardckpt.planning.boxes import cut_flat_range as cut_flat_range
 from shardckpt.planning.boxes import intersect as intersect
 from shardckpt.planning.boxes import part_view as part_view

@@ -37,6 +37,7 @@ from shardckpt.storage.safetensors_header import HeaderEntry as HeaderEntry
 from shardckpt.storage.safetensors_header import encode_header as encode_header
 from shardckpt.storage.safetensors_header import header_length as header_length
 from shardckpt.storage.safetensors_header import parse_head as parse_head
+from shardckpt.storage.safetensors_header import read_header as read_header
 from shardckpt.storage.scatter import Source as Source
 from shardckpt.storage.scatter import StoredArray as StoredArray
 from shardckpt.storage.scatter import read_box as read_box

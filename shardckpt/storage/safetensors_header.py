@@ -13,6 +13,8 @@ from shardckpt.tensors.dtype_names import KNOWN_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from shardckpt.storage.reader import CheckpointReader
+
 #: Bytes of the header's length, which come first.
 LENGTH_BYTES = 8
 #: Longest header that readers accept, in bytes.
@@ -116,6 +118,21 @@ def header_length(first: bytes, size: int, source: str, limit: int = HEADER_LIMI
     if length > limit:
         raise CorruptCheckpointError(f"{source} has a header of {length} bytes; readers accept {limit}")
     return length
+
+
+def read_header(reader: CheckpointReader, name: str) -> bytes:
+    """Read the header of a checkpoint's file, without its length, which is checked before memory is taken for it.
+
+    Args:
+        reader: Reads the checkpoint.
+        name: The file.
+
+    Raises:
+        CorruptCheckpointError: as for :func:`header_length`.
+    """
+    size, source = reader.size(name), f"{reader.directory / name}"
+    length = header_length(reader.read_range(name, 0, min(size, LENGTH_BYTES), "the header"), size, source)
+    return reader.read_range(name, LENGTH_BYTES, length, "the header")
 
 
 def parse_head(

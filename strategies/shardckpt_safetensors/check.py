@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME
-from shardckpt.storage import LENGTH_BYTES, header_length, parse_head
+from shardckpt.storage import LENGTH_BYTES, parse_head, read_header
 from shardckpt.strategy import StoredFile, find_error
 from shardckpt_safetensors.index import find_part_errors, read_index
 from shardckpt_safetensors.index_names import COMMON_FILE, INDEX_FILE
@@ -74,7 +74,7 @@ def _check_size(reader: CheckpointReader, name: str, expected: int) -> None:
 def _check_common(reader: CheckpointReader) -> None:
     """Check the header of the common state, and that its tree is JSON; the tensors are not read."""
     size, source = reader.size(COMMON_FILE), f"{reader.directory / COMMON_FILE}"
-    parse_tree_head(memoryview(_read_head(reader, COMMON_FILE, size, source)), size, source)
+    parse_tree_head(memoryview(read_header(reader, COMMON_FILE)), size, source)
 
 
 def _check_data_file(reader: CheckpointReader, name: str, index_is_sound: bool) -> None:
@@ -83,7 +83,7 @@ def _check_data_file(reader: CheckpointReader, name: str, index_is_sound: bool) 
     The payloads are looked at only if the index is sound.
     """
     size, source = reader.size(name), f"{reader.directory / name}"
-    head = _read_head(reader, name, size, source)
+    head = read_header(reader, name)
     parse_head(head, size, source, _MOST_PARTS)
     first = LENGTH_BYTES + len(head)
     if not index_is_sound:
@@ -94,9 +94,3 @@ def _check_data_file(reader: CheckpointReader, name: str, index_is_sound: bool) 
             f"{source}: the payload of {outside[0]!r} at byte {outside[1]} is not behind the header of {first} bytes, "
             f"or not before the end of the file at {size}"
         )
-
-
-def _read_head(reader: CheckpointReader, name: str, size: int, source: str) -> bytes:
-    """Return a file's header, without its length, which is checked before memory is taken for it."""
-    length = header_length(reader.read_range(name, 0, min(size, LENGTH_BYTES), "the header"), size, source)
-    return reader.read_range(name, LENGTH_BYTES, length, "the header")

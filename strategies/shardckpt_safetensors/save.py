@@ -174,7 +174,7 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
         contiguous, rest = ([], shards) if plan.contiguous is None else plan.contiguous.split(shards)
         if plan.contiguous is not None:
             with context.comm.local_phase("looking for tied tensors"):
-                same = plan.contiguous.has_ties(contiguous, self._options)
+                same = self._options.find_ties(contiguous) == plan.contiguous.ties
             if not context.comm.all_true(same):
                 return None
         boxes = super().replan(plan.boxes, rest, common, context)
@@ -232,7 +232,7 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
         """Return what a rank writes, and the same as the main rank needs it; arguments as of the base."""
         work, plan = lay_out(items, objects, rank, files)
         if self._contiguous is not None:
-            work = replace(work, contiguous=self._contiguous.work, keys=[*work.keys, *self._contiguous.keys])
+            work = replace(work, contiguous=self._contiguous.work, keys=[*work.keys, *self._contiguous.work.keys])
             plan = self._contiguous.add_to(plan, items, objects) if rank == 0 else plan
         return work, plan
 
@@ -241,7 +241,7 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
     ) -> tuple[ChunkWork[EncodedIndex, Payload], EncodedIndex | None]:
         """Collective: make the index, in parts if it is large: each is made by the rank that owns it; see the base."""
         if self._contiguous is not None:
-            aliases = {**aliases, **self._contiguous.aliases}
+            aliases = {**aliases, **self._contiguous.work.aliases}
         plans = comm.gather_up_to(self.gathered_bytes, plan)
         if plans is not None and not (comm.world_size == 1 and plan.nbytes > self.gathered_bytes):
             with comm.local_phase("planning for all ranks"):

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.archive import Archive, LazyTensor, StoredPayload, read_payload
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
-from shardckpt.huggingface import header_length, parse_header
+from shardckpt.huggingface import parse_head
 from shardckpt.state_dict import DictKey
+from shardckpt.storage import read_header
 from shardckpt_torch_checkpointing.metadata import METADATA_FILE, Layout, Piece, cut_for_rank, parse_placement
 
 if TYPE_CHECKING:
@@ -198,9 +199,7 @@ def read_content(reader: CheckpointReader, item: str, layout: Layout, allow_glob
 
 def _read_safetensors(reader: CheckpointReader, file: str, size: int) -> Iterator[tuple[str, LocalTensor]]:
     source = f"{reader.directory / file}"
-    first = reader.read_range(file, 0, min(8, size), file)
-    header = reader.read_range(file, 8, header_length(first, size, source), file)
-    for name, tensor in parse_header(header, size, source).items():
+    for name, tensor in parse_head(read_header(reader, file), size, source)[0].items():
         if tensor.dtype is None:
             raise CorruptCheckpointError(f"{source}: this torch has no dtype {tensor.kind} for {name!r}")
         stride = tuple(math.prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape)))

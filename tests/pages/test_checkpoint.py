@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from shardckpt import dist_checkpointing as dc
 from shardckpt.maintenance.sources import open_any
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
-from shardckpt.pages.checkpoint import CheckpointHeader, describe_checkpoint, describe_layouts
+from shardckpt.pages.checkpoint import describe_checkpoint, describe_layouts
 from shardckpt.strategy import StoredBox
 from tests.backends import Backend, both
 from tests.cli.checkpoints import copy_golden, save_plain_dcp
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-HEADER = CheckpointHeader("c", "torch_dist", 1)
+HEADER = {"name": "c", "backend": "torch_dist", "version": 1}
 
 
 def _describe(path: Path, prefix: str = "") -> dict[str, Any]:

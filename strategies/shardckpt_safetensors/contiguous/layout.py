@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.errors import natural_order
 from shardckpt.huggingface import HubTensor, assign_files, encode_weights_index, lay_out
 from shardckpt.planning import find_hole, find_overlap
 from shardckpt.plugins import get_key_map_entries
@@ -13,7 +11,7 @@ from shardckpt.storage import SMALL_RECORD, cut_segments
 from shardckpt_safetensors.dtypes import header_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -38,34 +36,18 @@ class TensorInfo(NamedTuple):
 class FolderPayload(NamedTuple):
     """A payload: a tensor of the folder.
 
-    ``written`` is the folder's tensor, ``tensor`` the number of the checkpoint's tensor that has its elements, and
-    ``box`` where they are in it.
+    ``written`` is the folder's tensor, ``box`` where its elements are in the checkpoint's tensor, and ``tensor`` the
+    number of that tensor, once the tensors are numbered.
     """
 
     written: HubTensor
-    tensor: int
     box: Box
+    tensor: int = -1
 
     @property
     def nbytes(self) -> int:
         """Bytes of the payload."""
         return self.written.nbytes
-
-
-class FolderFile(NamedTuple):
-    """A file of the folder; ``layout`` is its header, and its payloads."""
-
-    name: str
-    layout: FileLayout
-
-    @property
-    def head(self) -> bytes:
-        """Its first bytes."""
-        return self.layout.frame[0].data
-
-    def find_payload(self, at: int) -> int:
-        """Return which of its payloads has a byte of it."""
-        return bisect_right(self.layout.tensors, at, key=lambda span: span.start) - 1
 
 
 class FolderLayout:
@@ -74,6 +56,8 @@ class FolderLayout:
     Attributes:
         tensors: The checkpoint's tensors.
         cuts: The folder's tensors.
+        names: The names of the files.
+        files: The layouts of the files.
         places: File and offset of each cut.
     """
 
@@ -81,18 +65,20 @@ class FolderLayout:
         self.tensors = tensors
         self.cuts = cuts
         self._numbers = numbers = {cut.written.name: number for number, cut in enumerate(cuts)}
-        self.files: list[FolderFile] = []
+        self.names: list[str] = []
+        self.files: list[FileLayout] = []
         self.places = [(0, 0)] * len(cuts)
         for name, names in assign_files({cut.written.name: cut.nbytes for cut in cuts}, limit).items():
             layout = lay_out([cuts[numbers[each]].written for each in names])
             for span in layout.tensors:
                 self.places[numbers[span.tensor.name]] = (len(self.files), span.start)
-            self.files.append(FolderFile(name, layout))
+            self.names.append(name)
+            self.files.append(layout)
 
     def find_cut(self, number: int, at: int) -> int:
         """Return the number of the payload that has a byte of a file."""
         file = self.files[number]
-        return self._numbers[file.layout.tensors[file.find_payload(at)].tensor.name]
+        return self._numbers[file.tensors[file.find_tensor(at)].tensor.name]
 
     def segments(self, number: int, start: int, stop: int) -> tuple[list[int], int]:
         """Return the lengths of the segments of a range of a file, and how many payloads begin in it.
@@ -100,10 +86,10 @@ class FolderLayout:
         A large payload shares no segment with another; small ones share them.
         """
         file = self.files[number]
-        payloads = file.layout.tensors
+        payloads = file.tensors
         lengths: list[int] = []
         small = count = 0
-        for at in range(file.find_payload(start), len(payloads)):
+        for at in range(file.find_tensor(start), len(payloads)):
             (_, first, end), nbytes = payloads[at], payloads[at].tensor.nbytes
             if first >= stop:
                 break
@@ -120,11 +106,11 @@ class FolderLayout:
 
     def weights_index(self) -> bytes:
         """Return the content of ``model.safetensors.index.json``."""
-        weight_map = {cut.written.name: self.files[self.places[number][0]].name for number, cut in enumerate(self.cuts)}
+        weight_map = {cut.written.name: self.names[self.places[number][0]] for number, cut in enumerate(self.cuts)}
         return encode_weights_index(weight_map, sum(cut.nbytes for cut in self.cuts))
 
 
-def split_tensor(number: int, info: TensorInfo, prefix: str, mapping: KeyMapping) -> list[FolderPayload] | str:
+def split_tensor(info: TensorInfo, prefix: str, mapping: KeyMapping) -> list[FolderPayload] | str:
     """Return the folder's tensors that a tensor of the checkpoint becomes; or why it cannot be stored so.
 
     That is the end of a sentence. ``mapping`` maps what is left without the prefix to names in the folder.
@@ -140,9 +126,4 @@ def split_tensor(number: int, info: TensorInfo, prefix: str, mapping: KeyMapping
     boxes = [link.box for link in links]
     if find_overlap(boxes) is not None or find_hole(info.shape, boxes) is not None:
         return "is not in the folder as a whole, by the mapping"
-    return [FolderPayload(HubTensor(link.name, info.dtype, link.shape), number, link.box) for link in links]
-
-
-def sort_naturally(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
-    """Return tensors in the order of their keys, layer 2 before layer 10."""
-    return sorted(tensors, key=lambda info: natural_order(info.key))
+    return [FolderPayload(HubTensor(link.name, info.dtype, link.shape), link.box) for link in links]

@@ -34,17 +34,10 @@ _OURS = frozenset({"metadata.json", "shardckpt.json", "integrity.json", HUB_INDE
 
 @dataclass(frozen=True)
 class ContiguousOptions:
-    """The tensors that are stored contiguously.
+    """The tensors that are stored contiguously: arguments of the strategy, parsed.
 
-    Attributes:
-        patterns: Patterns of keys as of :mod:`fnmatch`, each with the layout of the tensors that match: the first
-            counts. Tensors that none matches are in boxes.
-        prefix: The prefix of keys that the folder's names lack; None for that of the model, as
-            :func:`shardckpt.huggingface.find_sections` finds it, without its optimizers' keys.
-        mapping: Maps keys without the prefix to the folder's names.
-        limit: Bytes of tensors in a file.
-        assets: Files to copy.
-        store_aliases: Whether an output layer that is tied to the embedding is stored as the embedding alone.
+    ``patterns`` are of keys, each with the layout of the tensors that match: the first counts, and boxes where none
+    does. ``limit`` are the bytes of tensors in a file, ``assets`` the files to copy.
     """
 
     patterns: tuple[tuple[str, Layout], ...]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
 from shardckpt.chunks import LocalPlan, agree_on_aliases, collect_items, make_scale_columns, view_tensors
-from shardckpt.errors import ShardingError
+from shardckpt.errors import ShardingError, natural_order
 from shardckpt.huggingface import (
     CONFIG,
     HEADS,
@@ -18,36 +19,38 @@ from shardckpt.huggingface import (
     find_config,
     find_sections,
     find_tied,
-    read_assets,
+    read_asset,
 )
 from shardckpt.manifest import HUB_INDEX
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, Boxes, Table, concat_tables, intersect, make_column, make_matrix
 from shardckpt.storage import Columns, PackedShards, pack_columns
-from shardckpt_safetensors.contiguous.layout import FolderLayout, TensorInfo, sort_naturally, split_tensor
+from shardckpt_safetensors.contiguous.layout import FolderLayout, TensorInfo, split_tensor
 from shardckpt_safetensors.contiguous.pieces import (
     assign_owners,
     exchange_pieces,
     find_range,
     plan_pieces,
-    view_part,
+    select_box,
 )
-from shardckpt_safetensors.contiguous.work import ContiguousWork, PlannedWrite
+from shardckpt_safetensors.contiguous.work import ContiguousWork
 from shardckpt_safetensors.names import check_names
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from typing import TypeVar
 
     from shardckpt.chunks import LocalItems, Sources
     from shardckpt.distributed import Comm
     from shardckpt.mapping import CommonStateDict, ShardedBase
-    from shardckpt.planning import Ints
     from shardckpt.storage import Column
     from shardckpt.strategy import PlanContext
     from shardckpt_safetensors.contiguous.layout import FolderPayload
     from shardckpt_safetensors.contiguous.options import ContiguousOptions
-    from shardckpt_safetensors.contiguous.pieces import Pieces, Write
+    from shardckpt_safetensors.contiguous.pieces import Pieces
 
+    T = TypeVar("T")
+    U = TypeVar("U")
 
 logger = logging.getLogger(__name__)
 
@@ -60,32 +63,24 @@ class ContiguousPlan:
         layout: The files.
         is_contiguous: For each of the rank's shards, whether it is of a tensor that is stored contiguously.
         sources: Where the values of the rank's boxes come from, among those shards.
-        extents: The extents of these boxes.
+        held: These boxes.
         pieces: What the rank writes, sends and receives.
         work: What it writes, without the small files.
-        keys: The key of each tensor of :meth:`collect`.
         ties: The keys of the rank's contiguous tensors that share their memory.
-        aliases: Keys that are not stored, and the key by which each is; the same on every rank.
     """
 
     layout: FolderLayout
     is_contiguous: list[bool]
     sources: Sources
-    extents: list[Ints]
+    held: list[Box]
     pieces: Pieces
     work: ContiguousWork
-    keys: list[str]
     ties: list[tuple[str, ...]]
-    aliases: dict[str, str]
 
     def split(self, shards: Sequence[ShardedBase]) -> tuple[list[ShardedBase], list[ShardedBase]]:
         """Return the shards of contiguous tensors, and the others."""
         pairs = list(zip(shards, self.is_contiguous, strict=True))
         return [shard for shard, is_one in pairs if is_one], [shard for shard, is_one in pairs if not is_one]
-
-    def has_ties(self, shards: Sequence[ShardedBase], options: ContiguousOptions) -> bool:
-        """Return whether the rank's shards of contiguous tensors are tied as they were when the plan was made."""
-        return options.find_ties(shards) == self.ties
 
     def collect(self, shards: Sequence[ShardedBase], comm: Comm) -> list[torch.Tensor]:
         """Collective: return the tensors that the rank's writes are of: views, and buffers with what it has received.
@@ -94,9 +89,9 @@ class ContiguousPlan:
         """
         with comm.local_phase("looking at contiguous tensors"):
             # the local tensor of a shard may lack axes of extent 1 that the global one begins with
-            found = zip(view_tensors(self.sources, shards), self.extents, strict=True)
-            values = [value if value.shape == extent else value.view(extent) for value, extent in found]
-            views = [view_part(values, view) for view in self.pieces.views]
+            found = zip(view_tensors(self.sources, shards), self.held, strict=True)
+            values = [value if value.shape == box.shape else value.view(box.shape) for value, box in found]
+            views = [select_box(values[item], box, self.held[item]) for item, box in self.pieces.views]
         return [*views, *exchange_pieces(self.layout, self.pieces, views, comm)]
 
     def add_to(self, plan: LocalPlan, items: LocalItems, objects: Collection[str]) -> LocalPlan:
@@ -114,7 +109,7 @@ class ContiguousPlan:
         places = make_matrix(layout.places, 2, 0)
         places[:, 0] += len(files)
         locations: dict[str, Column] = {
-            "files": [*files, *(file.name for file in layout.files)],
+            "files": [*files, *layout.names],
             "boxes": torch.cat([boxes, places]),
             "objects": columns.integers("objects"),
         }
@@ -131,7 +126,7 @@ class ContiguousPlan:
     def small_files(self, options: ContiguousOptions) -> dict[str, bytes]:
         """Return the files that only the main rank writes: the index of the folder, and copies of other files."""
         tensors = [cut.written for cut in self.layout.cuts]
-        others = {HUB_INDEX: self.layout.weights_index(), **read_assets(options.assets)}
+        others = {HUB_INDEX: self.layout.weights_index(), **{path.name: read_asset(path) for path in options.assets}}
         config = find_config(options.assets)
         if config is not None:
             pair = find_tied(config, tensors) if options.store_aliases else None
@@ -158,12 +153,21 @@ def plan_contiguous(
     """
     comm = context.comm
     with comm.local_phase("choosing contiguous tensors"):
-        mine = {shard.key: _inform(shard) for shard in shards if isinstance(shard, ShardedTensor)}
-    # an optimizer that has not taken a step has no tensors yet, but options: objects, or common state
-    sections = _find_sections([*(shard.key for shard in shards), *(f"{key}." for key in common)], options, comm)
+        mine = {
+            s.key: TensorInfo(s.key, s.dtype, tuple(s.global_shape), s.block_scales)
+            for s in shards
+            if isinstance(s, ShardedTensor)
+        }
+        # an optimizer that has not taken a step has no tensors yet, but options: objects, or common state
+        keys = sorted({*(shard.key for shard in shards), *(f"{key}." for key in common)})
+    sections = (
+        _combine(keys, lambda everyone: find_sections(sorted({*chain(*everyone)})), "looking for the model", comm)
+        if options.prefix is None
+        else Sections(options.prefix, frozenset())
+    )
     with comm.local_phase("choosing contiguous tensors"):
-        chosen = {key: info for key, info in mine.items() if options.choose(key, sections) != "boxes"}
-    tensors = _unite(chosen, comm)
+        chosen = [info for key, info in sorted(mine.items()) if options.choose(key, sections) != "boxes"]
+    tensors = _combine(chosen, _unite, "comparing the tensors of all ranks", comm)
     with comm.local_phase("choosing contiguous tensors"):
         cuts = _cut_tensors(tensors, sections, options)
         votes = _vote(cuts, shards)
@@ -188,18 +192,24 @@ def plan_contiguous(
         stored = PackedShards.pack(items.keys, items.dtypes, items.shapes, items.boxes.table(), ())
         boxes = Boxes([numbers[items.keys[n]] for n in items.boxes.spec], items.boxes.offsets, items.boxes.extents)
         flags = [in_range[tensor.key] for tensor in tensors]
-        owners = assign_owners(layout, flags, comm.world_size, shared=shared)
+        owners, of_files = assign_owners(layout, flags, comm.world_size, shared=shared)
     if not tensors:
         return None
     pieces = plan_pieces(layout, boxes, flags, owners, comm, shared=shared)
     with comm.local_phase("laying out contiguous tensors"):
         keys = [tensors[boxes.spec[view.item]].key for view in pieces.views]
-        keys += [f"contiguous tensors of {layout.files[buffer.file].name}" for buffer in pieces.buffers]
-        heads = {n: file.head for n, file in enumerate(layout.files) if owners[1][n] == comm.rank}
-        writes = [PlannedWrite(*write, *layout.segments(*_span(write)), keys[write.source]) for write in pieces.writes]
-        files = [(file.name, file.layout.size) for file in layout.files]
-        work = ContiguousWork(files, heads, writes, stored, _pack_views(items, pieces), {}, aliases)
-    return ContiguousPlan(layout, is_contiguous, items.sources, boxes.extents, pieces, work, keys, ties, aliases)
+        keys += [f"contiguous tensors of {layout.names[buffer.file]}" for buffer in pieces.buffers]
+        heads = {n: file.frame[0].data for n, file in enumerate(layout.files) if of_files[n] == comm.rank}
+        files = [(name, file.size) for name, file in zip(layout.names, layout.files, strict=True)]
+        viewed = Boxes(
+            [items.boxes.spec[view.item] for view in pieces.views],
+            [view.box.offset for view in pieces.views],
+            [view.box.shape for view in pieces.views],
+        )
+        views = PackedShards.pack(items.keys, items.dtypes, items.shapes, viewed.table(), ())
+        work = ContiguousWork(files, heads, pieces.writes, keys, stored, views, {}, aliases)
+        held = list(map(Box, boxes.offsets, boxes.extents))
+    return ContiguousPlan(layout, is_contiguous, items.sources, held, pieces, work, ties)
 
 
 def _find_tied_head(
@@ -225,53 +235,25 @@ def _find_tied_head(
     return {head: others[0]} if comm.main_runs("reading the assets", says_tied) else {}
 
 
-def _pack_views(items: LocalItems, pieces: Pieces) -> PackedShards:
-    """Return the boxes of the views of the rank's items."""
-    boxes = Boxes()
-    for number, part in pieces.views:
-        held = Box(tuple(items.boxes.offsets[number]), tuple(items.boxes.extents[number]))
-        boxes.add(items.boxes.spec[number], *(held if part is None else part.moved(held.offset)))
-    return PackedShards.pack(items.keys, items.dtypes, items.shapes, boxes.table(), ())
-
-
-def _inform(shard: ShardedTensor) -> TensorInfo:
-    return TensorInfo(shard.key, shard.dtype, tuple(shard.global_shape), shard.block_scales)
-
-
-def _span(write: Write) -> tuple[int, int, int]:
-    return write.file, write.offset, write.offset + write.high - write.low
-
-
-def _find_sections(keys: Iterable[str], options: ContiguousOptions, comm: Comm) -> Sections:
-    """Collective: return the sections of the keys of all ranks; with a prefix of the caller's, all that has it."""
-    if options.prefix is not None:
-        return Sections(options.prefix, frozenset())
-    mine = sorted(set(keys))
-    if comm.all_alike(repr(mine).encode()):
-        return find_sections(mine)
+def _combine(mine: T, unite: Callable[[Sequence[T]], U], name: str, comm: Comm) -> U:
+    """Collective: return what is made of the values of all ranks."""
+    if comm.all_alike(repr(mine).encode()):  # as with FSDP: no rank needs to receive what the others have
+        return unite([mine])
     everyone = comm.gather(mine)
-    return comm.main_runs("looking for the model", lambda: find_sections({key for some in everyone for key in some}))
+    return comm.main_runs(name, lambda: unite(everyone))
 
 
-def _unite(mine: dict[str, TensorInfo], comm: Comm) -> list[TensorInfo]:
-    """Collective: return the tensors of all ranks, in the same order on all."""
-    ordered = sort_naturally(mine.values())
-    if comm.all_alike(repr(ordered).encode()):  # as with FSDP: no rank needs to receive what the others have
-        return ordered
-    everyone = comm.gather(ordered)
-
-    def unite() -> list[TensorInfo]:
-        found: dict[str, tuple[TensorInfo, int]] = {}
-        for rank, infos in enumerate(everyone):
-            for info in infos:
-                first, at = found.setdefault(info.key, (info, rank))
-                if first != info:
-                    raise ShardingError(
-                        f"tensor {info.key!r}: ranks disagree on it: {first} on rank {at}, {info} on rank {rank}"
-                    )
-        return sort_naturally(info for info, _ in found.values())
-
-    return comm.main_runs("comparing the tensors of all ranks", unite)
+def _unite(everyone: Sequence[Sequence[TensorInfo]]) -> list[TensorInfo]:
+    """Return the tensors of all ranks, layer 2 before layer 10."""
+    found: dict[str, tuple[TensorInfo, int]] = {}
+    for rank, infos in enumerate(everyone):
+        for info in infos:
+            first, at = found.setdefault(info.key, (info, rank))
+            if first != info:
+                raise ShardingError(
+                    f"tensor {info.key!r}: ranks disagree on it: {first} on rank {at}, {info} on rank {rank}"
+                )
+    return sorted((info for info, _ in found.values()), key=lambda info: natural_order(info.key))
 
 
 def _cut_tensors(
@@ -285,7 +267,7 @@ def _cut_tensors(
     names: dict[str, str] = {}
     for info in tensors:
         check_names([info.key])
-        cuts = split_tensor(0, info, sections.model, options.mapping)
+        cuts = split_tensor(info, sections.model, options.mapping)
         if isinstance(cuts, list):
             found[info.key] = cuts
             for cut in cuts:
@@ -311,8 +293,7 @@ def _vote(cuts: dict[str, list[FolderPayload]], shards: Sequence[ShardedBase]) -
         for cut in cuts[items.keys[number]]:
             common = intersect(held, cut.box)
             if common is not None:
-                inner = common.moved(tuple(-first for first in cut.box.offset))
-                votes[items.keys[number]] |= find_range(inner, cut.box.shape) is None
+                votes[items.keys[number]] |= find_range(common, cut.box) is None
     return votes
 
 

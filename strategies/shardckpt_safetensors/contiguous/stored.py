@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.huggingface import encode_weights_index
 from shardckpt.manifest import HUB_INDEX
-from shardckpt.storage import LENGTH_BYTES, HeaderEntry, encode_header, header_length, parse_head, parse_json
+from shardckpt.storage import HeaderEntry, encode_header, parse_head, parse_json, read_header
 from shardckpt.tensors import PAGE
 
 if TYPE_CHECKING:
@@ -39,9 +39,7 @@ class StoredFolder:
             raise CorruptCheckpointError(f"{reader.directory / HUB_INDEX} is damaged: {exc!r:.200}") from exc
         for name in names:
             source, size = f"{reader.directory / name}", reader.size(name)
-            length = header_length(reader.read_range(name, 0, min(size, LENGTH_BYTES), "the header"), size, source)
-            head = reader.read_range(name, LENGTH_BYTES, length, "the header")
-            self._metadata[name], entries = parse_head(head, size, source, _MOST_PARTS)
+            self._metadata[name], entries = parse_head(read_header(reader, name), size, source, _MOST_PARTS)
             self.files[name] = {
                 entry.start: HeaderEntry(key, entry.kind, entry.shape, entry.stop - entry.start)
                 for key, entry in entries.items()

@@ -4,45 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from shardckpt.storage import cut_segments
 from shardckpt.tensors import is_ordinary, is_plain, plain_cpu, tensor_bytes
 from shardckpt_safetensors.contiguous.pieces import as_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
     from shardckpt.storage import CheckpointWriter, PackedShards, SharedFile
+    from shardckpt_safetensors.contiguous.pieces import Write
 
 #: Bytes of a device's tensor that are copied to the host at a time.
 _COPIED_BYTES = 8 << 20
-
-
-class PlannedWrite(NamedTuple):
-    """A range of a file.
-
-    Attributes:
-        file: The number of the file.
-        offset: Where it begins, in bytes.
-        source: The number of the tensor that has the bytes.
-        low: Where they begin in the tensor's bytes.
-        high: Where they end.
-        segments: Lengths of the segments of the range.
-        keys: How many payloads begin in it.
-        what: The key of a tensor that it is of, for errors.
-    """
-
-    file: int
-    offset: int
-    source: int
-    low: int
-    high: int
-    segments: list[int]
-    keys: int
-    what: str
 
 
 @dataclass(frozen=True)
@@ -53,6 +30,7 @@ class ContiguousWork:
         files: Names and sizes of all files.
         heads: The headers that this rank writes, by the number of the file.
         writes: The ranges that it writes.
+        keys: The key of each tensor of :meth:`begin`, for errors.
         stored: The boxes that it has, for the commit.
         views: The same elements, cut as its first tensors have them.
         others: Small files by name: of the main rank alone.
@@ -61,7 +39,8 @@ class ContiguousWork:
 
     files: list[tuple[str, int]]
     heads: dict[int, bytes]
-    writes: list[PlannedWrite]
+    writes: list[Write]
+    keys: list[str]
     stored: PackedShards
     views: PackedShards
     others: dict[str, bytes]
@@ -72,10 +51,10 @@ class ContiguousWork:
         numbers = sorted({*self.heads, *(write.file for write in self.writes)})
         files = {number: writer.share(*self.files[number]) for number in numbers}
         for number, head in self.heads.items():
-            files[number].write(0, _viewing(head), cut_segments(len(head)), what="the header")
+            files[number].write(0, partial(_view, head), cut_segments(len(head)), what="the header")
         # from file to file in turns: where writes go through the page cache, a thread has a file of its own
         for write in sorted(self.writes, key=lambda write: write.offset):
-            _write(files[write.file], write, tensors[write.source])
+            _write(files[write.file], write, tensors[write.source], self.keys[write.source])
         return [*files.values()]
 
     def finish(self, writer: CheckpointWriter, files: Sequence[SharedFile]) -> None:
@@ -90,17 +69,15 @@ class ContiguousWork:
             writer.record_shards(self.stored.rename({key: alias}))
 
 
-def _write(file: SharedFile, write: PlannedWrite, tensor: torch.Tensor) -> None:
+def _write(file: SharedFile, write: Write, tensor: torch.Tensor, key: str) -> None:
     values = tensor.detach()
     # of another than an ordinary one, the bytes are made when the threads may hold them
     if is_ordinary(values) or not (is_plain(values) and values.is_contiguous()):
-        file.write(
-            write.offset,
-            lambda: tensor_bytes(plain_cpu(tensor))[write.low : write.high],
-            write.segments,
-            write.keys,
-            write.what,
-        )
+
+        def view() -> memoryview:
+            return tensor_bytes(plain_cpu(tensor))[write.low : write.high]
+
+        file.write(write.offset, view, write.segments, write.keys, key)
         return
     flat = as_bytes(values)
     number, low, keys = 0, write.low, write.keys
@@ -110,14 +87,13 @@ def _write(file: SharedFile, write: PlannedWrite, tensor: torch.Tensor) -> None:
             taken.append(write.segments[end])
             end += 1
         high = low + sum(taken)
-        piece = flat[low:high]
-        file.write(write.offset + low - write.low, partial(_copy, piece), taken, keys, write.what)
+        file.write(write.offset + low - write.low, partial(_copy, flat[low:high]), taken, keys, key)
         number, low, keys = end, high, 0
 
 
-def _viewing(data: bytes) -> Callable[[], memoryview]:
-    return lambda: memoryview(data)
+def _view(head: bytes) -> memoryview:
+    return memoryview(head)
 
 
-def _copy(piece: torch.Tensor) -> memoryview:
-    return tensor_bytes(piece.cpu())
+def _copy(part: torch.Tensor) -> memoryview:
+    return tensor_bytes(part.cpu())
