@@ -124,7 +124,7 @@ def test_diff_names_the_files_that_it_does_not_read(tmp_path: Path, capsys: pyte
     assert main(["diff", *paths, "--tensors-only"]) == 0
     capsys.readouterr()
     assert main(["diff", *paths]) == 1
-    assert "those of both that have other bytes: optimizer.pt: diff each" in capsys.readouterr().out
+    assert "those in both whose bytes differ: optimizer.pt: diff each" in capsys.readouterr().out
 
 
 def _make_sharded_steps(folder: Path, *steps: int) -> None:
