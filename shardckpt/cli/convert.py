@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output, add_verbose
 from shardckpt.cli.renames import add_rename_option, read_renames
+from shardckpt.cli.table import fit_table
+from shardckpt.errors import CheckpointingException, format_many, listed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -168,7 +170,7 @@ def read_target_options(options: Any) -> dict[str, Any]:
 
 def run(options: Any) -> Output:
     """Convert, and return the report."""
-    from shardckpt.cli.progress import show_progress
+    from shardckpt.engine.display import show_progress
     from shardckpt.maintenance.convert import convert_checkpoint
 
     with show_progress("convert", part="verify"):
@@ -182,7 +184,6 @@ def run(options: Any) -> Output:
 
 def parse_target(text: str) -> str | tuple[str, int]:
     """Parse ``backend`` or ``backend@version``; raise ValueError for anything else."""
-    from shardckpt.errors import CheckpointingException
     from shardckpt.plugins.registry import parse_key
 
     try:
@@ -202,8 +203,6 @@ def _describe_left_out(report: ConversionReport) -> list[str]:
     The latter has names such as ``optimizer.param_groups.0.lr``, and would read as if the learning rate were lost; the
     warning of the conversion has its names already.
     """
-    from shardckpt.cli.amounts import format_many
-    from shardckpt.errors import listed
     from shardckpt.manifest.names import CONTENT
 
     lost = report.left_out[: len(report.left_out) - report.plain_objects]
@@ -217,9 +216,6 @@ def _describe_left_out(report: ConversionReport) -> list[str]:
 
 def describe_damaged(names: Sequence[str]) -> list[str]:
     """Return the line about what is damaged and was not written."""
-    from shardckpt.cli.amounts import format_many
-    from shardckpt.errors import listed
-
     many = format_many(len(names), "name")
     return [f"damaged, and left out: {many}: {listed(names, limit=_NAMES_SHOWN)}"] if names else []
 
@@ -230,9 +226,6 @@ def describe_conversion(report: ConversionReport, target: str, how: str = "", *,
     ``target`` is where it was written, as the caller calls it, ``how`` what was done, if it was no plain conversion.
     ``verbose`` makes the proof a line for each tensor, too.
     """
-    from shardckpt.cli.amounts import format_many
-    from shardckpt.errors import listed
-
     lines = _make_proof(report) if verbose else []
     if report.resumed:
         lines.append(f"went on with {report.resumed:,} bytes that a killed run had written")
@@ -253,8 +246,6 @@ def describe_conversion(report: ConversionReport, target: str, how: str = "", *,
 
 
 def _make_proof(report: ConversionReport) -> list[str]:
-    from shardckpt.cli.table import fit_table
-    from shardckpt.errors import listed
 
     rows = []
     digits = _DIGITS if sys.stdout.isatty() else None

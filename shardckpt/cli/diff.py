@@ -11,14 +11,13 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.cli.amounts import format_many
 from shardckpt.cli.colour import paint
 from shardckpt.cli.diff_advice import advise_names
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output, add_verbose
 from shardckpt.cli.renames import add_rename_option, read_renames
 from shardckpt.cli.table import fit_table
-from shardckpt.errors import escape_text, listed
+from shardckpt.errors import escape_text, format_many, listed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,7 +101,7 @@ def _compare_without_torch(options: Any) -> DiffReport | None:
 
 
 def _compare(options: Any) -> DiffReport:
-    from shardckpt.cli.progress import show_progress
+    from shardckpt.engine.display import show_progress
     from shardckpt.engine.locations import locate
     from shardckpt.huggingface.config import read_config
     from shardckpt.huggingface.models import find_mapping

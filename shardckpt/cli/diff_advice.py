@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.cli.amounts import format_many
-from shardckpt.errors import escape_text, name_call
+from shardckpt.errors import escape_text, format_many, name_call
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

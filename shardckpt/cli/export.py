@@ -21,7 +21,8 @@ from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.folders import named_folders
 from shardckpt.cli.output import Output, add_verbose
 from shardckpt.cli.renames import add_rename_option
-from shardckpt.errors import ConfigurationError, name_call
+from shardckpt.cli.table import fit_table
+from shardckpt.errors import ConfigurationError, format_many, name_call
 
 if TYPE_CHECKING:
     from shardckpt.huggingface.export import Exported
@@ -72,7 +73,7 @@ def run(options: Any) -> Output:
     """Export, and return a row per file."""
     if os.path.isfile(options.checkpoint):  # noqa: PTH113 - or a URL
         return _convert_file(options)
-    from shardckpt.cli.progress import show_progress
+    from shardckpt.engine.display import show_progress
     from shardckpt.huggingface.export import export_to_huggingface
 
     with show_progress("export", part="verify"), named_folders(options.checkpoint):
@@ -110,8 +111,6 @@ def _name_columns(exported: Exported) -> dict[str, Any]:
 
 
 def _describe(exported: Exported, target: str, *, verbose: bool) -> list[str]:
-    from shardckpt.cli.amounts import format_many
-    from shardckpt.cli.table import fit_table
 
     rows = [(name, count, f"{size:,}") for name, count, size in exported.files]
     tensors, files = sum(count for _, count, _ in exported.files), len(rows)

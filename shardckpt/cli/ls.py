@@ -24,7 +24,16 @@ from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
 from shardckpt.cli.failure import print_error
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import fit_table
-from shardckpt.errors import CheckpointingException, NotACheckpointError, escape_text, listed, name_call, name_known
+from shardckpt.engine.amounts import format_bytes, format_metric, format_seconds
+from shardckpt.errors import (
+    CheckpointingException,
+    NotACheckpointError,
+    escape_text,
+    format_many,
+    listed,
+    name_call,
+    name_known,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,7 +102,6 @@ def _describe_each(options: Any, listings: dict[str, list[CheckpointSummary]]) -
 def _describe(
     options: Any, folder: str, found: Sequence[CheckpointSummary], metrics: dict[str, tuple[str, str]]
 ) -> list[str]:
-    from shardckpt.cli.amounts import format_many
     from shardckpt.commit.leftovers import walk_folders
     from shardckpt.engine.locations import find_local
 
@@ -148,7 +156,6 @@ def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: 
 
     ``inside`` are the real paths of other folders in it that have leftovers.
     """
-    from shardckpt.cli.amounts import format_bytes
     from shardckpt.engine.locations import find_local
 
     lines: list[str] = []
@@ -267,7 +274,6 @@ def _show_metric(
     *,
     named: bool,
 ) -> str:
-    from shardckpt.cli.amounts import format_metric
 
     folder = _name_folder(found)
     metric = metrics[folder][0]
@@ -289,8 +295,6 @@ def _find_writer(found: Sequence[CheckpointSummary]) -> str:
 
 def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the cells before the metric and the writer, and those behind them."""
-    from shardckpt.cli.amounts import format_bytes, format_many, format_seconds
-
     # the faults of the mark are those that its files show now
     verdict = found.mark.partition(": ")[0] if found.state == "damaged" else found.mark
     failed, mark = ([verdict], []) if found.has_failed else ([], [found.mark])
@@ -321,7 +325,6 @@ def _name_state(found: CheckpointSummary) -> str:
 
 def _summarize(folder: str, found: Sequence[CheckpointSummary], *, recursive: bool = False) -> list[str]:
     """Return how many checkpoints there are, in what state, and how many bytes they have on disk."""
-    from shardckpt.cli.amounts import format_bytes, format_many
     from shardckpt.maintenance.inside import FILE_SUFFIXES
     from shardckpt.manager.summaries import list_once
 

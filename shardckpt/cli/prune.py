@@ -36,10 +36,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.cli.cells import cut, measure
 from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
+from shardckpt.cli.failure import print_error
 from shardckpt.cli.folders import refuse_checkpoint, refuse_lost_link
 from shardckpt.cli.output import Output, add_verbose
 from shardckpt.cli.table import fit_table
-from shardckpt.errors import CheckpointingException, format_many, listed
+from shardckpt.engine.amounts import format_bytes
+from shardckpt.errors import CheckpointingException, StorageError, format_many, listed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -204,7 +206,6 @@ def _list_runs(options: Any) -> tuple[list[argparse.Namespace], list[str]]:
     """
     from shardckpt.commit.leftovers import walk_folders
     from shardckpt.engine.locations import find_local
-    from shardckpt.errors import StorageError
     from shardckpt.manager.listing import list_checkpoints
 
     if not options.recursive:
@@ -264,7 +265,6 @@ def _plan_all(folders: Sequence[argparse.Namespace], policies: Sequence[Any]) ->
 
     What cannot be done in a folder is an error; with --skip-errors, if it can be done in none of them.
     """
-    from shardckpt.cli.failure import print_error
     from shardckpt.manager.retention import UnknownMetricError
 
     plan, unknown = Plan([], [], [], []), []
@@ -328,7 +328,7 @@ def _prune(
     options: Any, policies: Sequence[Any], planned: list[StepResult]
 ) -> tuple[list[Verified], list[StepResult], list[PruneResult]]:
     """Prune one folder: return what was verified, and what became of its steps and of what killed saves have left."""
-    from shardckpt.cli.progress import show_progress
+    from shardckpt.engine.display import show_progress
 
     verified, failed, unwritten = _verify_newest(options) if options.verify else ([], [], {})
     with show_progress("prune"):
@@ -453,7 +453,6 @@ def _describe(found: Pruned, options: Any, policies: Sequence[Any]) -> list[str]
 
 
 def _make_table(what: str, results: Sequence[PruneResult | StepResult], options: Any) -> list[str]:
-    from shardckpt.cli.amounts import format_bytes
 
     rows = [(_name_row(r, options.paths), format_bytes(r.nbytes), _name_result(r, options)) for r in results]
     return fit_table((what, "size", "result"), rows) if rows else []
@@ -546,7 +545,7 @@ def _verify_newest(options: Any) -> tuple[list[Verified], list[str], dict[str, M
     has found damaged; the names of those that are damaged and cannot be marked; and by their names the marks that a dry
     run does not write.
     """
-    from shardckpt.cli.progress import show_progress
+    from shardckpt.engine.display import show_progress
 
     rows, failed, unwritten = [], [], {}
     families = _find_families(options)
@@ -570,7 +569,6 @@ def _verify_newest(options: Any) -> tuple[list[Verified], list[str], dict[str, M
 
 def _verify(path: str, options: Any) -> tuple[str, Mark | None]:
     """Read and mark a checkpoint, with --dry-run without a file, and return the verdict and its mark."""
-    from shardckpt.cli.failure import print_error
     from shardckpt.cli.verify import check
 
     answer = check(path, mark=True, dry_run=options.dry_run)
