@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     from shardckpt.maintenance.convert import ConversionReport
 
 
-#: What --mapping takes.
-MAPPING_HELP = "names of megatron or of a model (qwen3_moe) to the Hub's, or by rules: FILE.json, FILE.py:MAPPING"
-
-
 #: What --memory is by default.
 MEMORY = "256MiB"
 #: Names that are listed of what was not written; --json has all.
@@ -80,37 +76,17 @@ def add_target_options(parser: Any) -> None:
         "--memory", default=MEMORY, metavar="SIZE", help=f"most bytes in memory: tensors and buffers ({MEMORY})"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what is at DST when the new one is complete")
-    add_mapping_options(parser)
-    add_cast_options(parser)
-    parser.add_argument(
-        "--prefix", help="write only tensors whose keys begin with it, and remove it (hf: by default the model's)"
-    )
-    parser.add_argument(
-        "--leave-out", action="append", default=[], metavar="NAME", help="what not to write; may be repeated"
-    )
-    add_rename_option(parser, "SRC")
-    add_skip_option(parser)
-    parser.add_argument(
-        "--assets",
-        metavar="DIR",
-        help="hf: copy a model's other files (config, tokenizer) from here (SRC, if it is such a folder)",
-    )
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="hf: largest weight file (5GB)")
+    add_hub_options(parser, "SRC")
     add_verbose(parser, PROOF_HELP)
 
 
-def add_skip_option(parser: Any) -> None:
-    """Add the option that writes what is left of a damaged checkpoint."""
+def add_hub_options(parser: Any, source: str) -> None:
+    """Add the options of names, casts and files of the Hub; ``source`` is the verb's name for what it reads."""
     parser.add_argument(
-        "--skip-damaged",
-        action="store_true",
-        help="do not write what is missing or damaged, and name it; all is read once more, exit code 1 if anything is",
+        "--mapping",
+        metavar="MODEL_TYPE|FILE",
+        help="names of megatron or of a model (qwen3_moe) to the Hub's, or by rules: FILE.json, FILE.py:MAPPING",
     )
-
-
-def add_mapping_options(parser: Any) -> None:
-    """Add the options of a key mapping, which every verb that writes names of the Hub has."""
-    parser.add_argument("--mapping", metavar="MODEL_TYPE|FILE", help=MAPPING_HELP)
     parser.add_argument(
         "--strict", action="store_true", help="tensors that match no rule of --mapping are an error (a warning)"
     )
@@ -119,10 +95,6 @@ def add_mapping_options(parser: Any) -> None:
         action="store_true",
         help="leave out rows with which Megatron pads the vocabulary, beyond vocab_size of config.json (an error)",
     )
-
-
-def add_cast_options(parser: Any) -> None:
-    """Add the options that say which tensors are cast."""
     parser.add_argument(
         "--dtype",
         action="append",
@@ -134,12 +106,31 @@ def add_cast_options(parser: Any) -> None:
     parser.add_argument(
         "--keep", action="append", default=[], metavar="PATTERN", help="names of tensors not to cast; may be repeated"
     )
-
-
-def read_dtypes(options: Any) -> dict[str, str] | None:
-    """Return the dtypes of ``--dtype`` by patterns of names, ``*`` for the others; None if nothing is cast."""
-    given = options.dtype or ()
-    return {pattern or "*": dtype for pattern, _, dtype in (text.rpartition("=") for text in given)} or None
+    parser.add_argument(
+        "--prefix",
+        help="write only tensors whose keys begin with it, and remove it (to the Hub: by default the model's)",
+    )
+    parser.add_argument(
+        "--leave-out", action="append", default=[], metavar="NAME", help="a name not to write; may be repeated"
+    )
+    add_rename_option(parser, source)
+    parser.add_argument(
+        "--skip-damaged",
+        action="store_true",
+        help="do not write what is missing or damaged, and name it; all is read once more, exit code 1 if anything is",
+    )
+    parser.add_argument(
+        "--assets",
+        metavar="DIR",
+        help="copy a model's other files (config, tokenizer) from here into a Hugging Face folder; convert: by default "
+        "from SRC, if it is such a folder",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="largest weight file of a Hugging Face folder, such as 5GB (5*10^9 bytes) or 5GiB (5GB)",
+    )
 
 
 def read_hub_options(options: Any) -> dict[str, Any]:
@@ -157,7 +148,9 @@ def read_hub_options(options: Any) -> dict[str, Any]:
         "skip_damaged",
     )
     given = {name: getattr(options, name) for name in names}
-    return {**given, "dtype": read_dtypes(options), "rename": read_renames(options)}
+    # by patterns of names, "*" for the others
+    dtypes = {pattern or "*": dtype for pattern, _, dtype in (text.rpartition("=") for text in options.dtype or ())}
+    return {**given, "dtype": dtypes or None, "rename": read_renames(options)}
 
 
 def read_target_options(options: Any) -> dict[str, Any]:

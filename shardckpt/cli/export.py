@@ -10,17 +10,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli import convert
-from shardckpt.cli.convert import (
-    add_cast_options,
-    add_mapping_options,
-    add_skip_option,
-    describe_damaged,
-    read_hub_options,
-)
+from shardckpt.cli.convert import add_hub_options, describe_damaged, read_hub_options
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.folders import named_folders
 from shardckpt.cli.output import Output, add_verbose
-from shardckpt.cli.renames import add_rename_option
 from shardckpt.cli.table import fit_table
 from shardckpt.errors import ConfigurationError, format_many, name_call
 
@@ -38,23 +31,7 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--format", choices=("safetensors", "bin"), default="safetensors", help="of the weight files (safetensors)"
     )
-    add_cast_options(parser)
-    parser.add_argument(
-        "--max-shard-size",
-        default="5GB",
-        metavar="SIZE",
-        help="largest weight file, such as 5GB (5*10^9 bytes) or 5GiB (5GB)",
-    )
-    add_mapping_options(parser)
-    parser.add_argument(
-        "--prefix", help="export only keys with this prefix, and remove it; by default the model's, if it has one"
-    )
-    parser.add_argument("--assets", metavar="DIR", help="copy a model's other files (config, tokenizer) from here")
-    parser.add_argument(
-        "--leave-out", action="append", default=[], metavar="NAME", help="a tensor not to write; may be repeated"
-    )
-    add_rename_option(parser, "the checkpoint")
-    add_skip_option(parser)
+    add_hub_options(parser, "the checkpoint")
     parser.add_argument(
         "--memory",
         metavar="SIZE",

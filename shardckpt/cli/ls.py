@@ -172,9 +172,9 @@ def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: 
         used = sum(bool(each.kept) for each in left)
         size = format_bytes(sum(each.nbytes for each in left))
         hidden = "directory" if len(left) == 1 else "directories"
-        where = f"in {escape_text(name)}" if name else "beside them"
+        where = f"in {escape_text(name)}" if name else "next to them"
         lines.append(
-            f"{where} {len(left)} hidden {hidden} of saves and removals, {size}, of which {used} may be in use: "
+            f"{where} {len(left)} hidden {hidden} of saves and removals, {size}, {used} perhaps in use: "
             f"{name_call('prune', escape_text(place), '--dry-run')} names them"
         )
     return lines
@@ -247,10 +247,15 @@ def _make_table(
     found: Sequence[CheckpointSummary], metrics: dict[str, tuple[str, str]], best: dict[str, CheckpointSummary]
 ) -> list[str]:
     """Return the table; who wrote the checkpoints is left to the last lines if it is the same of all."""
-    alike, shown = _find_writer(found), {metric for metric, _ in metrics.values() if metric}
+    common_writer, shown = _find_writer(found), {metric for metric, _ in metrics.values() if metric}
     head = escape_text(*shown) if len(shown) == 1 else "metric"
     rows = [
-        (*cells, _show_metric(each, metrics, best, named=len(shown) > 1), "-" if alike else _name_writer(each), *rest)
+        (
+            *cells,
+            _show_metric(each, metrics, best, named=len(shown) > 1),
+            "-" if common_writer else _name_writer(each),
+            *rest,
+        )
         for each in found
         for cells, rest in [_row(each)]
     ]

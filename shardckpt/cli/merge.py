@@ -127,8 +127,9 @@ def _refuse_neighbour(options: Any) -> None:
     target = found[-1]
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise CheckpointingException(
-            f"{options.target} is the last step beside all SRC: a pattern such as {parts[-1][0]}/{families.pop()}* may "
-            "have named it, and --overwrite would replace it. Give another DST, or remove that one first"
+            f"{options.target} is the last step in the folder of all SRC: a pattern such as "
+            f"{parts[-1][0]}/{families.pop()}* may have named it, and --overwrite would replace it. Give another DST, "
+            "or remove that one first"
         )
 
 

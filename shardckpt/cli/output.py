@@ -66,7 +66,7 @@ def say(text: str = "", *, end: str = "\n", flush: bool = False) -> None:
 
 
 def say_error(text: str) -> None:
-    """Print a text to standard error, likewise; a reader who has closed it is no error."""
+    """Print a text to standard error, escaped in the same way; a reader who has closed it is no error."""
     with suppress(OSError):
         print("\n".join(fit_line(line, sys.stderr) for line in escape_text(text, _LAYOUT).split("\n")), file=sys.stderr)
 

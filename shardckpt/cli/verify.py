@@ -93,7 +93,7 @@ def add(verbs: Any) -> None:
     kept.add_argument(
         "--mark",
         action="store_true",
-        help="keep the verdict, verified or failed, beside the checkpoint, in .shardckpt-marks; other libraries' "
+        help="keep the verdict, verified or failed, next to the checkpoint, in .shardckpt-marks; other libraries' "
         "checkpoints have none: exit code 2 where that leaves nothing to mark",
     )
     kept.add_argument(

@@ -66,7 +66,7 @@ def _check(message: str) -> int:
     calls = list(_CALL.finditer(message))
     pairs = [(call[1].rpartition(".")[2], keyword) for call in calls for keyword in _KEYWORD.findall(call[2])]
     for name, keyword in pairs:
-        found = [vars(module)[name] for home in _HOMES if name in vars(module := importlib.import_module(home))]
+        found = [getattr(module, name) for module in map(importlib.import_module, _HOMES) if hasattr(module, name)]
         assert found, name
         assert keyword in inspect.signature(found[0]).parameters, (name, keyword)
     for call in calls:
