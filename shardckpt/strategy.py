@@ -1,4 +1,4 @@
-"""The classes that an author of a strategy subclasses, and the protocols for what a strategy may also be able to do.
+"""The classes that an author of a strategy subclasses, and protocols for the optional abilities of a strategy.
 
 A format is a pair of classes with one ``backend`` and ``version``: a :class:`SaveStrategy`, or an
 :class:`AsyncSaveStrategy` for saves behind the training, and a :class:`LoadStrategy`. A plugin registers them, see
@@ -52,14 +52,14 @@ class PlanContext:
         comm: The ranks that save. What can fail stands in ``with comm.collective_phase(...)`` or
             ``with comm.local_phase(...)``; :class:`shardckpt.distributed.Comm` says which.
         save_id: The save's id, 32 hex digits: the same on all ranks, and no other save has it.
-        allow_globals: Classes and functions that the caller allows in pickled objects, besides those that every load
-            accepts.
+        allow_globals: Classes and functions that the caller allows in pickled objects, in addition to those that every
+            load accepts.
         staging: The directory to which this rank's files will be written; None where the save writes none.
         lineage: The checkpoint that the job was resumed from, and the step of the training, as far as the caller gave
             them. ``shardckpt.json`` has them; a format may also store them itself.
-        is_streamed: Whether files go to a store while they are written, so that a directory says nothing about speed.
-        file_bytes: Bytes of a data file, about, where a file that is complete is not written again after a kill; 0 for
-            files of any size.
+        is_streamed: Whether files go to a store while they are written: then the speed of ``staging`` does not matter.
+        file_bytes: The size at which to begin another data file, for a save that goes on after a kill and writes
+            complete files once; 0 for no limit.
     """
 
     comm: Comm
@@ -87,7 +87,7 @@ class LoadContext:
     """The input of a strategy that loads.
 
     Attributes:
-        reader: Reads the checkpoint's files; ``reader.manifest`` is what the checkpoint says of itself.
+        reader: Reads the checkpoint's files; ``reader.manifest`` is the checkpoint's ``metadata.json``.
         comm: The ranks that load, or this process alone.
         allow_globals: Classes and functions that the caller allows legacy pickles to name.
     """
@@ -96,27 +96,27 @@ class LoadContext:
     comm: Comm
     allow_globals: tuple[Any, ...] = ()
 
-    def require_same_save(self, identity: bytes, what: str, **alike: Any) -> None:
+    def require_same_save(self, identity: bytes, what: str, **agreed: Any) -> None:
         """Collective: raise on all ranks if the ranks have read different saves.
 
-        A strategy calls it after it has planned and before it reads into a destination. It also waits until every rank
-        has planned: no destination changes if one cannot.
+        Call it after planning and before reading into a destination. It waits until every rank has planned, so that no
+        destination changes if a rank fails to plan.
 
         Args:
-            identity: Bytes that are the same on every rank that has read the same save.
-            what: What the ranks have read, for the error: ``"metadata"``.
-            **alike: Values that must be the same on every rank, by the names that the error gives them. They cost no
-                further message; either all ranks give some, or none.
+            identity: Bytes that identify the save, such as its id in an index.
+            what: The thing that was read, for the error: ``"metadata"``.
+            **agreed: Values that must be equal on every rank, by the names for the error. They travel in the same
+                message; either all ranks pass some, or none.
 
         Raises:
             CheckpointReplacedError: They differ, because the checkpoint is being overwritten.
             CheckpointingException: The ranks have different values.
         """
         from shardckpt.storage.directory import (
-            replaced_error,  # brings torch, which the command line's help does without
+            replaced_error,  # imports torch, which the command line's help does not need
         )
 
-        if not (self.comm.agree(identity, **alike) if alike else self.comm.all_alike(identity)):
+        if not (self.comm.agree(identity, **agreed) if agreed else self.comm.all_alike(identity)):
             with self.comm.local_phase(f"comparing the {what} that the ranks have read"):
                 raise replaced_error(self.reader.directory, f"the ranks have read different {what}")
 
@@ -128,17 +128,17 @@ class SaveStrategy(ABC):
 
     Attributes:
         backend: Name of the format family.
-        version: Version that it writes.
+        version: The version that it writes.
         reader: The oldest release that reads this version, for the errors of older installations: ``"shardckpt 0.1"``.
-        writes: What it writes, in a few words for ``shardckpt strategies``.
-        supports_objects: Whether it stores ShardedObjects, which come in the same list as ShardedTensors; if not, the
+        writes: Its output in a few words, for ``shardckpt strategies``.
+        supports_objects: Whether it stores ShardedObjects, which come in the same list as ShardedTensors. If not, the
             core refuses a save that has some, by name, before anything is written.
         stores_plain_objects: Whether it stores :class:`~shardckpt.mapping.PlainObject` shards for the readers of other
-            libraries; if not, it is given none.
-        computes_fingerprints: Whether its work adds sums of what it stores to :attr:`CheckpointWriter.sums
+            libraries. If not, the core passes none.
+        computes_fingerprints: Whether it adds sums of the stored values to :attr:`CheckpointWriter.sums
             <shardckpt.storage.CheckpointWriter>` where the writer's ``fingerprints`` is true.
-        stores_all_bytes: Whether its files have at least the bytes of the tensors, each memory once: nothing is
-            compressed, cast or left out. Only such a save is refused beforehand where the file system lacks the space.
+        stores_all_bytes: Whether its files are at least as large as the tensors, with shared memory counted once: it
+            does not compress, cast or omit. Only then can the core refuse a save that the free space cannot hold.
     """
 
     backend: ClassVar[str]
@@ -162,9 +162,9 @@ class SaveStrategy(ABC):
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
         """Collective: write this rank's files; every rank of ``context.comm`` calls it with its own shards.
 
-        Every rank reports which shards its files hold: ``context.writer.record_shards(shards)``. The save fails on all
-        ranks, with the names, if a shard is not recorded on any rank, if a file was created and not finished, and if
-        the staging directory has a file that neither the writer made nor ``context.writer.adopt`` took over.
+        Every rank reports the shards in its files: ``context.writer.record_shards(shards)``. The save fails on all
+        ranks, with the names, if no rank recorded a shard, if a file was created and not finished, or if the staging
+        directory has a file that came neither from the writer nor through ``context.writer.adopt``.
 
         Example:
             One file per rank, and an index that the main rank writes::
@@ -181,11 +181,11 @@ class SaveStrategy(ABC):
                             writer.write("index.json", self.index_of(everyone, common))
 
         Args:
-            shards: This rank's ShardedTensors and ShardedObjects, validated across ranks. Replicas are among them: the
-                main replica of each shard is the one to store. They belong to the caller: do not change them, nor
-                their data. ``data`` of a ShardedTensor has its ``data_shape`` and ``dtype``, on any device.
-            common: The state that is not sharded. The main rank's is the one to store.
-            context: The ranks, the writer, and what the caller allows.
+            shards: This rank's ShardedTensors and ShardedObjects, validated across ranks, replicas included: store the
+                main replica of each shard. They belong to the caller: change neither them nor their data. ``data`` of
+                a ShardedTensor has its ``data_shape`` and ``dtype``, on any device.
+            common: The state that is not sharded. Store the main rank's.
+            context: The ranks, the writer, and the globals that the caller allows.
 
         Raises:
             CheckpointingException: on every rank, if any failed; the checkpoint's directory is unchanged then.
@@ -193,7 +193,7 @@ class SaveStrategy(ABC):
 
 
 class BackgroundWork(Protocol):
-    """One rank's part of a planned save: all that writing it needs, and no other rank. It can be pickled.
+    """One rank's part of a planned save, which is written without other ranks. It can be pickled.
 
     Attributes:
         tensors: The tensors to write. A background save replaces them by copies before the training goes on, so
@@ -213,7 +213,7 @@ class BackgroundWork(Protocol):
             writer: Creates the files.
 
         Returns:
-            What ``finish`` needs to know of the files, such as names and offsets: plain data that can be pickled.
+            Input of ``finish``, such as the names and offsets of the files: plain data that can be pickled.
         """
 
 
@@ -222,11 +222,11 @@ class PreparedSave:
     """A save that is planned and not yet written.
 
     Attributes:
-        work: What this rank writes.
+        work: The part that this rank writes.
         finish: ``finish(results, context)``, which every rank calls when all have written: it writes the index. On the
-            main rank ``results`` are what ``work.write`` returned on every rank, in rank order; on the others it is
-            empty. None, on all ranks, if ``work`` writes everything.
-        plan: What :meth:`AsyncSaveStrategy.replan` needs on this rank to plan another save of shards with the same
+            main rank ``results`` has the results of ``work.write`` in rank order; on the others it is empty. None, on
+            all ranks, if ``work`` writes everything.
+        plan: Input of :meth:`AsyncSaveStrategy.replan` on this rank, for another save of shards with the same
             metadata; it must not refer to the shards' data. None: no other save can use it.
     """
 
@@ -242,16 +242,16 @@ class AsyncSaveStrategy(SaveStrategy):
     the second touches the bytes of tensors.
 
     Attributes:
-        caches_plan: If True, the plans of recent saves are cached: a save whose shards have, on every rank, the same
-            metadata as a cached one's calls :meth:`replan` instead of :meth:`prepare`. :meth:`save` is not called at
-            all. Not inherited: a subclass that overrides one of the three sets it again, if that is right for it.
+        caches_plan: Whether the core caches the plans of recent saves: if the shards have, on every rank, the metadata
+            of a cached plan, it calls :meth:`replan` instead of :meth:`prepare`. It never calls :meth:`save`. Not
+            inherited: a subclass may override any of the three, so it sets this again where that is right.
     """
 
     caches_plan: ClassVar[bool] = False
 
     @property
     def plan_cache_key(self) -> Hashable | None:
-        """All that a plan depends on besides the shards: strategies with equal keys use each other's plans.
+        """The options that a plan depends on: strategies with equal keys use each other's plans.
 
         By default the strategy itself: an instance uses only its own plans. None: its plans are not cached.
         """
@@ -261,13 +261,13 @@ class AsyncSaveStrategy(SaveStrategy):
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
         """Collective: plan a save; every rank of ``context.comm`` calls it with its own shards.
 
-        Objects and common state are pickled here, since the caller may change them later. Tensors are not read: they
-        are listed in ``work.tensors``.
+        Pickle objects and common state here, since the caller may change them later. Do not read tensors: list them
+        in ``work.tensors``.
 
         Args:
             shards: As in :meth:`SaveStrategy.save`.
             common: As in :meth:`SaveStrategy.save`.
-            context: The ranks, and what the caller allows.
+            context: The ranks, and the globals that the caller allows.
 
         Returns:
             This rank's part of the save.
@@ -312,8 +312,8 @@ class StoresHubFolders(Protocol):
 
         Args:
             prefix: The prefix of the model's keys; None as for :func:`shardckpt.huggingface.export_to_huggingface`.
-            mapping: How names and shapes change, as for that function: a model's type, or a KeyMapping.
-            assets: A folder with the model's other files, which every checkpoint gets copies of; None for none.
+            mapping: The change of names and shapes, as for that function: a model's type, or a KeyMapping.
+            assets: A folder with the model's other files, to be copied into every checkpoint; None for no files.
 
         Raises:
             CheckpointingException: There is no such mapping, or no such folder.
@@ -340,8 +340,8 @@ def write_prepared(prepared: PreparedSave, context: SaveContext) -> None:
 def find_plan_cache_key(strategy: SaveStrategy) -> Hashable | None:
     """Return the key of a strategy's plans in the plan cache, or None if its plans are not cached.
 
-    They are cached only if the strategy's own class, not a base, sets ``caches_plan``, and no method that the cache
-    would skip was replaced on the instance: what a subclass or a test put in its place would never be called.
+    They are cached only if the strategy's own class, not a base, sets ``caches_plan``, and the instance replaces no
+    method that the cache skips: the replacement would never be called.
     """
     replaced = {"prepare", "replan", "save"} & vars(strategy).keys()
     if replaced or not vars(type(strategy)).get("caches_plan") or not isinstance(strategy, AsyncSaveStrategy):
@@ -356,10 +356,10 @@ class LoadStrategy(ABC):
 
     Attributes:
         backend: Name of the format family.
-        version: Newest version that it reads.
-        reads: What it reads, in a few words for ``shardckpt strategies``.
-        same_files: Other backends and versions that have the same files: it reads those, and if a caller names a
-            reader of those, that one reads its checkpoints.
+        version: The newest version that it reads.
+        reads: Its input in a few words, for ``shardckpt strategies``.
+        same_files: Other backends and versions with the same files. It reads their checkpoints, and a reader of theirs
+            that a caller names reads its checkpoints.
     """
 
     backend: ClassVar[str]
@@ -368,7 +368,7 @@ class LoadStrategy(ABC):
     same_files: ClassVar[tuple[tuple[str, int], ...]] = ()
 
     def cannot_load(self, manifest: Manifest) -> str | None:
-        """Return why this strategy cannot read a checkpoint, or None if it can.
+        """Return the reason why this strategy cannot read a checkpoint, or None if it can.
 
         By default it reads its own version, and ``same_files``. A reader of several versions overrides it::
 
@@ -377,8 +377,7 @@ class LoadStrategy(ABC):
                 return None if is_known else "reads versions 1 and 2"
 
         Args:
-            manifest: What the checkpoint says of itself: backend, version, and the record of its files. No data file
-                has been read.
+            manifest: The checkpoint's backend, version, and record of files. No data file has been read.
 
         Returns:
             The reason, which follows the strategy's name in the error: ``"reads version 2"``; or None.
@@ -405,14 +404,13 @@ class LoadStrategy(ABC):
         Args:
             wanted: ShardedTensors and ShardedObjects of this rank, none or many. Their keys are stored; their global
                 shapes and dtypes have been compared with those of :meth:`load_index`.
-            context: The files, the ranks, and what the caller allows.
+            context: The files, the ranks, and the globals that the caller allows.
 
         Returns:
             One value per shard, in the order of ``wanted``. For a ShardedTensor: a tensor of shape ``data_shape``.
-            Where the shard has ``data``, fill and return that; if another tensor is returned, of the shard's ``dtype``
-            or of the stored one, the core copies and casts it. Where it has none, return a new CPU tensor of the
-            shard's ``dtype``; ``shard.init_data("cpu")`` makes one. With ``allow_shape_mismatch``, elements that are
-            not stored are zero.
+            If the shard has ``data``, fill and return that; the core copies and casts another tensor, of the shard's
+            ``dtype`` or of the stored one. If it has none, return a new CPU tensor of the shard's ``dtype``, such as
+            ``shard.init_data("cpu")``. With ``allow_shape_mismatch``, elements that are not stored are zero.
             For a ShardedObject: the object. The core checks number, types, shapes and dtypes; an error names the
             strategy, the plugin and the key.
 
@@ -462,26 +460,26 @@ class BuildsObjects(Protocol):
 
 @runtime_checkable
 class NestsState(Protocol):
-    """A load strategy of checkpoints that store where each value stood in a nested state dict."""
+    """A load strategy whose checkpoints store the path of each value in the state dict that was saved."""
 
     def nest_state(
         self, tensors: Mapping[str, Any], keeps: Callable[[str], bool], context: LoadContext
     ) -> StateDict | None:
-        """Return the state dict, nested as it was saved; None if this checkpoint does not say how.
+        """Return the state dict, nested as it was saved; None if this checkpoint does not store the paths.
 
         Args:
-            tensors: Tensors by key; of those that are not given, and of paths that are not stored, nothing is nested.
-            keeps: Says of a path, joined by dots, whether a value that is no tensor is wanted.
-            context: The checkpoint's files, and what the caller allows.
+            tensors: The tensors to nest, by key. One without a stored path is left out.
+            keeps: Returns whether to include a value that is not a tensor, given its path joined by dots.
+            context: The checkpoint's files, and the globals that the caller allows.
         """
 
 
 @runtime_checkable
 class OwnsFiles(Protocol):
-    """A load strategy that knows which files belong to a checkpoint of another library: an overwrite keeps the rest."""
+    """A load strategy that lists the files of another library's checkpoint: an overwrite keeps all other files."""
 
     def owned_files(self, directory: Path) -> set[str]:
-        """Return the checkpoint's files, by their paths in the directory; a folder stands for all that is in it.
+        """Return the paths of the checkpoint's files in the directory; a folder stands for everything in it.
 
         Args:
             directory: A checkpoint without ``shardckpt.json``, which would name them.
@@ -494,12 +492,12 @@ class StoredFile:
 
     Attributes:
         name: Its path in the directory.
-        nbytes: Least size in bytes; 0 if the index does not say.
-        keys: The tensors and objects that ``load_index`` lists and that are in it, or parts of them, whether or not it
-            has more, such as the common state, which has no key; empty for a file that serves all of them.
-        ends: By key, where the last of its bytes in the file end; without keys whose end the index does not say.
-        fault: What is wrong with it, if the index cannot be read without finding that: of formats whose index is in
-            the headers of the files; else ``""``.
+        nbytes: Least size in bytes; 0 if the index does not tell.
+        keys: The tensors and objects of ``load_index`` that have bytes in this file; empty for a file that all of them
+            need, such as an index. The file may hold more, such as the common state, which has no key.
+        ends: The offset at which a key's last byte in the file ends, for the keys whose end the index tells.
+        fault: The fault that reading the index found in this file, in formats whose index is in the headers of the
+            data files; else ``""``.
     """
 
     name: str
@@ -509,10 +507,10 @@ class StoredFile:
     fault: str = ""
 
     def split_keys(self, size: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the keys that a cut of the file costs, and those whose bytes are all before it.
+        """Return the keys that are lost if the file is cut, and those that are whole before the cut.
 
         Args:
-            size: The bytes that are left; 0 if the file is missing.
+            size: The bytes that remain; 0 if the file is missing.
         """
         lost, kept = list[str](), list[str]()
         for key in self.keys:
@@ -547,36 +545,35 @@ class ChecksFiles(Protocol):
         """Return the files that the checkpoint must have, without ``metadata.json`` and ``shardckpt.json``.
 
         Args:
-            reader: Reads the checkpoint's files. Read the index only: a data file that is gone or cut must not change
-                the list.
+            reader: Reads the checkpoint's files. Read the index only: a missing or cut data file must not change the
+                list.
 
         Raises:
             CheckpointingException: the index is missing or damaged, so that there is no list.
         """
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
-        """Return what is wrong with each of the listed files; values of tensors are read for checksums alone.
+        """Return the fault of each listed file, or None; read values of tensors only for checksums.
 
-        Check what the index says of a file: that it is there, that it has the ranges that the index names and the size
-        that follows, and what the format writes around the values (headers, counts), so far as it can be compared
-        without reading them. Changed values are found by digests, or here, if the format has checksums of its own and
-        ``reader.crcs`` is not ``none``: of archives of ``torch.save``, by ``shardckpt.archive.Archive.check_members``.
+        Check each file against the index: that it exists, that it has the size and ranges of the index, and that the
+        headers and counts of the format agree, as far as that needs no values. Digests find changed values. If the
+        format has checksums of its own and ``reader.crcs`` is not ``none``, check these here as well: those of
+        archives of ``torch.save`` by ``shardckpt.archive.Archive.check_members``.
 
         Args:
             reader: Reads the checkpoint's files.
 
         Returns:
-            By file name: None for a file without fault; a :class:`~shardckpt.errors.CorruptCheckpointError` for one
-            that is not what was written; a :class:`~shardckpt.errors.StorageError` for one that cannot be read. The
-            errors are returned, not raised.
+            By file name: None for a sound file; a :class:`~shardckpt.errors.CorruptCheckpointError` for a damaged one;
+            a :class:`~shardckpt.errors.StorageError` for one that cannot be read. They are returned, not raised.
 
         Raises:
-            CheckpointingException: as :meth:`list_files`: the index is missing or damaged.
+            CheckpointingException: the index is missing or damaged.
         """
 
 
 class StoredBox(NamedTuple):
-    """A box of a tensor, and the file that has its elements.
+    """A box of a tensor, and the file with its elements.
 
     Attributes:
         key: The tensor's key.
@@ -593,10 +590,10 @@ class StoredBox(NamedTuple):
 
 @runtime_checkable
 class ListsBoxes(Protocol):
-    """A load strategy that can say which file holds which part of each tensor."""
+    """A load strategy that lists the boxes in each file."""
 
     def list_boxes(self, reader: CheckpointReader) -> Iterable[StoredBox]:
-        """Return the stored boxes of all tensors, those of a tensor after each other.
+        """Return the stored boxes of all tensors, grouped by tensor.
 
         Args:
             reader: Reads the checkpoint's files. Read the index only.
@@ -618,22 +615,20 @@ class ReadsPlainObjects(Protocol):
         """Return the stored PlainObjects with their values; each has all keys under which readers find it.
 
         Args:
-            context: The checkpoint's files, and what the caller allows.
+            context: The checkpoint's files, and the globals that the caller allows.
 
         Returns:
             The objects.
         """
 
     def list_plain_objects(self, context: LoadContext) -> list[str]:
-        """Return the keys of these objects, without their values; none if the common state has the values, too.
-
-        A conversion reports them if the new format does not store them.
+        """Return the keys of these objects, which a conversion reports if the new format does not store them.
 
         Args:
             context: The checkpoint's files.
 
         Returns:
-            All keys under which readers find one.
+            All keys under which readers find one; empty if the common state has the values as well.
         """
 
 
@@ -645,8 +640,8 @@ class StoredColumns(NamedTuple):
         dtypes: Their dtypes.
         shapes: Their global shapes.
         objects: The unique keys of the ShardedObjects.
-        scales: What scales the values of a tensor, by its key, where another tensor does.
-        values: The keys of values that are stored one by one, as plain DCP stores them: :class:`BuildsObjects` builds
+        scales: The block scales of tensors whose values another tensor scales, by key.
+        values: The keys of values that are stored singly, as plain DCP stores them: :class:`BuildsObjects` builds
             objects from them.
     """
 
@@ -666,7 +661,7 @@ class StoredColumns(NamedTuple):
         Args:
             tensors: The tensors, unsharded.
             objects: The objects.
-            values: The keys of values that are stored one by one.
+            values: The keys of values that are stored singly.
 
         Returns:
             The columns, in the same order.
@@ -686,7 +681,7 @@ class ListsColumns(Protocol):
     """A load strategy whose index has columns: loads and ``shardckpt inspect`` need no object for each tensor."""
 
     def list_columns(self, context: LoadContext) -> StoredColumns:
-        """Return what :meth:`LoadStrategy.load_index` describes, in the same order, in columns.
+        """Return the content of :meth:`LoadStrategy.load_index` in columns, in the same order.
 
         Args:
             context: The checkpoint's files.
@@ -697,15 +692,15 @@ class ListsColumns(Protocol):
 
 
 def lists_columns(strategy: LoadStrategy) -> TypeGuard[ListsColumns]:
-    """Return whether the columns that a strategy lists are those of its index, so that a load may use either.
+    """Return whether a load may use a strategy's ``list_columns`` in place of its ``load_index``.
 
-    A subclass that overrides ``load_index`` alone inherits the columns of another index.
+    It may not for a subclass that overrides ``load_index`` alone: it inherits the columns of another index.
 
     Args:
         strategy: A load strategy.
 
     Returns:
-        False, too, if it lists none.
+        False, too, if it has no ``list_columns``.
     """
     for owner in (strategy, *type(strategy).__mro__):
         if "list_columns" in vars(owner):
@@ -723,7 +718,7 @@ class KeptItem(NamedTuple):
         start: Its offset in the old file.
         nbytes: Its size in bytes.
         to: Its offset in the new file; gaps between items are filled with zeros.
-        cuts: Ends of parts that a load reads separately, relative to ``start``: each part gets digests of its own.
+        cuts: Ends, relative to ``start``, of the ranges that a load reads separately: each gets its own digests.
     """
 
     key: str
@@ -739,11 +734,11 @@ class Removal:
 
     Attributes:
         keys: The keys that are removed.
-        renewed: New content of the files that name the keys, by file name. An index keeps the save id that it has.
-        dropped: Names of the files that are not needed any more.
-        rewritten: For each file that also holds other keys: the items that stay, in the order of both files. Items
-            without bytes may be left out.
-        heads: The first bytes of rewritten files whose format begins with a header.
+        renewed: New content, by name, of the files that list the keys. An index keeps its save id.
+        dropped: Names of the files that are no longer needed.
+        rewritten: For each file that also holds other keys: the items that stay, in file order, which does not change.
+            Items without bytes may be omitted.
+        heads: The header of each rewritten file, by name, in formats that have one.
     """
 
     keys: frozenset[str]
@@ -758,19 +753,18 @@ class RemovesKeys(Protocol):
     """A load strategy that can remove tensors and objects from a stored checkpoint."""
 
     def remove(self, prefix: str, reader: CheckpointReader) -> Removal:
-        """Return what changes if the tensors and objects whose keys begin with a prefix are removed.
+        """Return the changes that remove all tensors and objects whose keys begin with a prefix.
 
-        Nothing is written here; the core writes and commits. The common state stays.
+        Write nothing: the core writes and commits. The common state stays.
 
         Args:
-            prefix: What the keys begin with. The key of an object is its unique key, as :meth:`LoadStrategy.load_index`
-                lists it: ``"rng/shard_0_2"``. :attr:`Removal.keys` has the same.
+            prefix: The prefix. The key of an object, here and in :attr:`Removal.keys`, is its unique key, as
+                :meth:`LoadStrategy.load_index` lists it: ``"rng/shard_0_2"``.
             reader: Reads the checkpoint's files.
 
         Returns:
-            The changes; empty if no key begins with the prefix, which the core reports. A file that holds any other key
-            is not dropped: it is rewritten without the removed bytes, or stays as it is where that would cost more than
-            it frees; ``shardckpt remove`` says how much is free.
+            The changes; empty if no key begins with the prefix, which the core reports. Do not drop a file that holds
+            another key: rewrite it without the removed bytes, or keep it where rewriting costs more than it frees.
         """
 
 
@@ -805,11 +799,11 @@ class Migration(ABC):
         """Write the files of the new version; the core makes digests and ``metadata.json``, and commits.
 
         Args:
-            reader: Reads the old checkpoint; each read is checked against the digests.
+            reader: Reads the old checkpoint, and checks each read against the digests.
             writer: Creates the files of the new one.
 
         Raises:
-            CheckpointingException: the checkpoint cannot be rewritten; nothing is at the new path then.
+            CheckpointingException: the checkpoint cannot be rewritten. Nothing is created at the new path.
         """
 
 

@@ -80,7 +80,7 @@ PUBLIC = {
     "shardckpt.compat.megatron.dist_checkpointing.strategies.base": "LoadShardedStrategy register_default_strategy",
     "shardckpt.compat.megatron.dist_checkpointing.utils": "apply_prefix_mapping",
     "shardckpt.chunks": "ChunkSaveStrategy",
-    "shardckpt.cli": "main",
+    "shardckpt.cli": "Output add_json main",
     "shardckpt_torch_dist": (
         "CheckpointStorageReader CheckpointStorageWriter ShardedLoadPlanner ShardedSavePlanner "
         "TorchDistLoadShardedStrategy TorchDistSaveShardedStrategy"

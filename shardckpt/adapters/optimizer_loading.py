@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The parts of an optimizer's state dict that have names of parameters.
+#: The parts of an optimizer's state dict whose keys contain names of parameters.
 _NAMED = (STATE, GROUPS)
 
 
@@ -54,11 +54,11 @@ def load_sharded_optimizer_state_dict(
     Takes torch's arguments by torch's names; each rank passes its own part of the model. No rank holds a full tensor
     of sharded state.
 
-    torch's function cuts every tensor in rows over all ranks. Here state has the layout of its parameter: state of a
-    DTensor is a DTensor of its mesh and placements, of a ShardedTensor a ShardedTensor, of a plain tensor a plain
-    tensor, on the parameter's device. State of another shape (rows and columns of Adafactor) is replicated over that
-    mesh, as torch's optimizers have it; with sizes that the parameter does not have, it is a plain tensor. Single
-    numbers (step counts) are plain tensors on the CPU.
+    torch's function splits every tensor by rows over all ranks. Here state has the layout and device of its parameter:
+    for a DTensor it is a DTensor with the same mesh and placements, for a ShardedTensor a ShardedTensor, for a plain
+    tensor a plain tensor. State of another shape (rows and columns of Adafactor) is replicated over that mesh, as
+    torch's optimizers keep it; state whose sizes do not occur in the parameter is a plain tensor. Single numbers (step
+    counts) are plain tensors on the CPU.
 
     State of parameters that no rank's model has is left out, and a warning names it; state of parameters that only
     other ranks have (pipeline stages) is left out without one.
@@ -72,22 +72,22 @@ def load_sharded_optimizer_state_dict(
     Args:
         model_state_dict: The model's tensors by full name, as ``get_model_state_dict`` gives them; they do not change.
         optimizer_key: The part of the keys before ``.state``: ``"optimizer"``.
-        storage_reader: A checkpoint's directory or URL, or a reader of it. What torch's FileSystemReader or shardckpt's
-            CheckpointStorageReader would read is read as by its path. Any other StorageReader, also a subclass of
-            these, reads by its own methods, and checks what they check; objects are decoded here.
+        storage_reader: A checkpoint's directory or URL, or a reader of it. For torch's FileSystemReader and shardckpt's
+            CheckpointStorageReader the engine reads their path. Any other StorageReader, including a subclass of these,
+            reads and checks by its own methods; only objects are decoded here.
         planner: None or torch's DefaultLoadPlanner, which changes nothing; any other is refused.
         process_group: The ranks that load; by default all, or this process alone without torch.distributed.
         allow_globals: Classes and functions that legacy pickles in the checkpoint may name besides the plain ones.
-        shard_factored: Whether factored state of a DTensor is sharded along those axes of its parameter that it still
-            has, for optimizers that keep it so; else it is replicated.
+        shard_factored: Whether factored state of a DTensor is sharded along the axes that it shares with its
+            parameter, for optimizers that keep it so; else it is replicated.
 
     Returns:
         ``{optimizer_key: {"state": {<parameter>: {<slot>: ...}}, "param_groups": [...]}}``, whether the state was saved
         nested or flattened, for torch's ``set_optimizer_state_dict`` or FSDP1's ``optim_state_dict_to_load``. A
         parameter without stored state (frozen, or without a step yet) is absent. Groups that were stored by number are
-        returned as they were. Options that were stored by parameter (flattened) are returned as one group for each
-        parameter, from which ``set_optimizer_state_dict`` fills the optimizer's own groups. If no state is stored,
-        torch takes groups as they are, so parameters with equal options share one.
+        returned unchanged. Options that were stored by parameter (flattened) become one group for each parameter, from
+        which ``set_optimizer_state_dict`` fills the optimizer's own groups. If no state is stored, that function uses
+        the groups directly, so parameters with equal options share a group.
 
     Raises:
         KeyMismatchError: nothing is stored under ``optimizer_key``, or state of none of the model's parameters.
@@ -107,7 +107,7 @@ def load_sharded_optimizer_state_dict(
         params = {name: value for name, value in model_state_dict.items() if isinstance(value, torch.Tensor)}
     comm.agree(optimizer_key=optimizer_key, shard_factored=shard_factored, by_reader=directory is None)
     if directory is None:
-        from shardckpt.adapters.reader_checkpoint import ReaderCheckpoint  # it imports torch's planners
+        from shardckpt.adapters.reader_checkpoint import ReaderCheckpoint  # imports torch's planners: slow
 
         reader: Any = storage_reader
         read = ReaderCheckpoint(reader, optimizer_key, comm, allowed)
@@ -126,19 +126,19 @@ def load_sharded_optimizer_state_dict(
 
 @runtime_checkable
 class LocatedReader(Protocol):
-    """A StorageReader that reads nothing but what the engine reads at a location."""
+    """A StorageReader of a checkpoint that the engine can read in its place."""
 
     @property
     def location(self) -> str | None:
-        """The checkpoint's directory or URL; None for a subclass, whose own methods read."""
+        """The checkpoint's directory or URL; None for a subclass, which may read otherwise."""
 
     @property
     def allowed_globals(self) -> tuple[Any, ...]:
-        """Classes and functions that objects may name besides the plain ones."""
+        """Classes and functions that objects may name in addition to the plain ones."""
 
 
 def _find_location(source: Any) -> str | os.PathLike[str] | None:
-    """Return the directory or URL of a checkpoint, or of a reader of it; None for a reader that has its own methods."""
+    """Return the directory or URL from which the engine can read; None if the reader itself must read."""
     if isinstance(source, (str, os.PathLike)):
         return source
     if isinstance(source, LocatedReader) and source.location is not None:
@@ -157,7 +157,7 @@ def _find_location(source: Any) -> str | os.PathLike[str] | None:
 
 
 def _refuse_planner(planner: Any) -> None:
-    """Raise unless the planner is None or torch's default one, which changes nothing: no planner is called."""
+    """Refuse a planner that could change the load, since no planner is called."""
     if planner is None:
         return
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # slow to import
@@ -178,7 +178,7 @@ def _load(
     *,
     shard_factored: bool,
 ) -> StateDict:
-    # values that are stored one by one are in the common state as well
+    # values that are stored singly, as plain DCP does, are in the common state as well
     stored = name_stored(checkpoint.columns()._replace(values=()))
     common = checkpoint.common()
     with phase("choosing the optimizer's state"):
@@ -197,9 +197,10 @@ def _load(
 
 
 def _find_values(key: str, stored: StoredNames, common: StateDict) -> StateDict:
-    """Return what the common state has of an optimizer.
+    """Return the optimizer's values in the common state.
 
-    It is a KeyMismatchError if neither that nor a stored key is the optimizer's.
+    Raises:
+        KeyMismatchError: There are none, and no tensor or object is stored under the optimizer's key.
     """
     found: Any = common
     for part in key.split("."):
@@ -216,9 +217,10 @@ def _find_values(key: str, stored: StoredNames, common: StateDict) -> StateDict:
 
 
 def _list_names(key: str, stored: StoredNames, values: StateDict) -> list[str]:
-    """Return the names, without the optimizer's key, of the stored state and options of parameters.
+    """Return the names of the stored state and options of parameters: ``state.layer.weight.exp_avg``.
 
-    Options of groups that are stored by number are left out, but for those of a group that is not there.
+    Options of numbered groups belong to no parameter and are omitted. If the number has no group in the common state,
+    they stay in the list, so that they are reported as unused.
     """
     keys = (each[len(key) + 1 :] for each in stored.list_below(key))
     nested = [(kind, values[kind]) for kind in _NAMED if isinstance(values.get(kind), dict)]
@@ -236,7 +238,7 @@ def _list_names(key: str, stored: StoredNames, values: StateDict) -> list[str]:
 
 
 def _join(name: str, value: Any) -> list[str]:
-    """Return the names of the values of a dict; of anything else, its own."""
+    """Return a dotted name for each value of a dict; the name alone for any other value."""
     return [f"{name}.{slot}" for slot in value] if isinstance(value, dict) else [name]
 
 
@@ -247,9 +249,9 @@ def _count_groups(values: StateDict) -> int:
 
 
 def _has_place(name: str, params: Mapping[str, torch.Tensor], objects: Collection[str], *, numbered: bool) -> bool:
-    """Return whether a name is that of a value of a parameter, or of an object with all options of one.
+    """Return whether a name is a value of a parameter of this rank, or an object with all options of one.
 
-    If groups are stored by number (``numbered``), no options are read by parameter.
+    If groups are stored by number (``numbered``), options by parameter are not read.
     """
     kind, _, rest = name.partition(".")
     owner = find_name(rest, params)
@@ -259,7 +261,7 @@ def _has_place(name: str, params: Mapping[str, torch.Tensor], objects: Collectio
 
 
 def _report_unused(names: list[str], has_place: list[bool], params: Mapping[str, torch.Tensor], comm: Comm) -> None:
-    """Collective: warn of what belongs to no parameter of any rank; raise if that is all of the state."""
+    """Collective: warn of names that fit no parameter of any rank; raise if no state fits one."""
     # a pipeline stage lacks the parameters of the others: a name counts as known if any rank knows it
     used = comm.largest(*has_place)
     unused = [name for name, is_used in zip(names, used, strict=True) if not is_used]
@@ -280,53 +282,56 @@ def _report_unused(names: list[str], has_place: list[bool], params: Mapping[str,
 
 
 def _nest_names(values: StateDict, params: Mapping[str, torch.Tensor]) -> StateDict:
-    """Return values of the common state by part and parameter, those with flat names (``param_groups.w.lr``) too."""
-    found: StateDict = {}
+    """Return the values of the common state nested by part and parameter, whether they were nested or flattened.
+
+    A flattened name joins part, parameter and slot by dots: ``param_groups.layer.weight.lr``.
+    """
+    nested: StateDict = {}
     for name, value in values.items():
         kind, _, rest = str(name).partition(".")
         if kind not in _NAMED:
-            found[name] = value
-        elif not isinstance(value, dict) and not rest:
-            found[kind] = value
-        elif not rest:
+            nested[name] = value
+        elif not rest and isinstance(value, dict):  # "state": {parameter: {slot: value}}
             for owner, own in value.items():
                 if owner in params and isinstance(own, dict):
-                    _place(found, kind, owner).update(own)
+                    _get_slots(nested, kind, owner).update(own)
+        elif not rest:  # "param_groups": a list of numbered groups
+            nested[kind] = value
         elif owner := find_name(rest, params):
             if slot := rest[len(owner) + 1 :]:
-                _place(found, kind, owner)[slot] = value
+                _get_slots(nested, kind, owner)[slot] = value
             elif isinstance(value, dict):
-                _place(found, kind, owner).update(value)
-    return found
+                _get_slots(nested, kind, owner).update(value)
+    return nested
 
 
-def _place(found: StateDict, kind: str, owner: str) -> dict[str, Any]:
-    """Return the dict of a parameter's values, where those of a load template are."""
+def _get_slots(found: StateDict, kind: str, owner: str) -> dict[str, Any]:
+    """Return the dict of a parameter's values in the structure of a load template."""
     own = found.setdefault(kind, {}).setdefault(owner, {})
     return own.setdefault("values", {}) if kind == GROUPS else own  # type: ignore[no-any-return]
 
 
 def _assemble(loaded: StateDict, params: Mapping[str, torch.Tensor]) -> StateDict:
-    """Collective where :func:`rebuild_state` is: return the state dict, with parameters in the model's order."""
+    """Collective if :func:`rebuild_state` is: return the state dict, with parameters in the model's order."""
     slots = {name: loaded.get(STATE, {}).get(name) for name in params}
     state = {name: rebuild_state(values, params[name]) for name, values in slots.items() if values}
     groups = loaded.get(GROUPS, {})
     if not isinstance(groups, list):
         options = spread_options(groups)
-        own = {name: options[name] for name in params if options.get(name)}
-        groups = _group_options(own, apart=bool(state))
+        by_parameter = {name: options[name] for name in params if options.get(name)}
+        groups = _group_options(by_parameter, one_each=bool(state))
     return {**loaded, STATE: state, GROUPS: groups}
 
 
-def _group_options(options: dict[str, dict[str, Any]], *, apart: bool) -> list[dict[str, Any]]:
+def _group_options(options: dict[str, dict[str, Any]], *, one_each: bool) -> list[dict[str, Any]]:
     """Return groups of parameters whose options were stored by parameter, with the names under ``params``.
 
-    With ``apart`` each parameter gets its own group, from which torch's ``set_optimizer_state_dict`` can fill any
+    With ``one_each`` every parameter has its own group, from which torch's ``set_optimizer_state_dict`` can fill any
     grouping; else parameters with equal options share a group.
     """
     groups: list[dict[str, Any]] = []
     for name, values in options.items():
-        same = None if apart else next((group for group in groups if _has_options(group, values)), None)
+        same = None if one_each else next((group for group in groups if _has_options(group, values)), None)
         if same is None:
             groups.append({**values, PARAMS: [name]})
         else:
@@ -335,5 +340,5 @@ def _group_options(options: dict[str, dict[str, Any]], *, apart: bool) -> list[d
 
 
 def _has_options(group: dict[str, Any], options: dict[str, Any]) -> bool:
-    """Return whether the options of a group are these."""
+    """Return whether a group has exactly these options."""
     return group.keys() - {PARAMS} == options.keys() and all(are_equal(group[key], options[key]) for key in options)

@@ -23,7 +23,7 @@ from shardckpt.errors import CheckpointingException, NotEnoughSpaceError
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.origin import name_origin
 from shardckpt.plugins.stores import open_folder
-from shardckpt.storage.memory_budget import limit_uploads, show_budget, show_mib
+from shardckpt.storage.memory_budget import check_memory_budget, limit_uploads
 from shardckpt.storage.packed_shards import PackedShards
 from shardckpt.storage.writer import CheckpointWriter, WriteTimes
 from shardckpt.strategy import AsyncSaveStrategy, PlanContext, SaveContext
@@ -269,12 +269,13 @@ def _leave_for_writing(budget: int | None, prepared: PreparedSave, least: int) -
     if budget is None:
         return None
     copy = count_staged_bytes(prepared.work)
-    if budget < copy + least:
-        raise CheckpointingException(
-            f"{show_budget(budget)}: a background save copies the tensors of this rank first, {copy:,} bytes, and "
-            f"takes at least {show_mib(copy + least)}; or save in the foreground, which copies none: "
-            "async_sharded_save=False, CheckpointConfig(async_mode='disabled')"
-        )
+    check_memory_budget(
+        budget,
+        copy + least,
+        f"a background save copies the tensors of this rank first, {copy:,} bytes, and takes",
+        "; or save in the foreground, which copies none: async_sharded_save=False, "
+        "CheckpointConfig(async_mode='disabled')",
+    )
     return budget - copy
 
 

@@ -20,8 +20,17 @@ from shardckpt.cli.failure import explain_error, name_plugin, print_error, show_
 from shardckpt.cli.folders import name_steps
 from shardckpt.cli.help import HelpFormatter
 from shardckpt.cli.interrupted import describe_left, find_published, identify_target
-from shardckpt.cli.output import Output, escaped_logs, open_closed_streams, say_error, show, show_json, without_logs
-from shardckpt.errors import PluginError, ask_nearest, listed, name_known
+from shardckpt.cli.output import (
+    Output,
+    add_json,
+    escaped_logs,
+    open_closed_streams,
+    say_error,
+    show,
+    show_json,
+    without_logs,
+)
+from shardckpt.errors import PluginError, ask_nearest, listed, name_known, show_given
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -49,7 +58,7 @@ _DESTRUCTIVE = frozenset({"remove", "prune"})
 _ALMOST = 0.8
 #: Those that also need the verbs of plugins: to list them, and to say which plugin does not work.
 _NEED_ALL = ("strategies", "completion")
-#: Those without --json: a show of processes at work, and a script of another language.
+#: Verbs without --json: a show of processes at work, and a script of another language.
 _WITHOUT_JSON = ("demo", "completion")
 #: The exit codes that shells report for a program that SIGPIPE or SIGINT has ended.
 _BROKEN_PIPE = 128 + 13
@@ -115,8 +124,15 @@ def _answer(options: argparse.Namespace) -> int:
                 f"the verb {options.verb!r} has no function: where shardckpt_commands of a plugin makes its parser, "
                 "parser.set_defaults(run=FUNCTION) gives it one, which takes the options"
             )
-        answer = options.run(options)  # an exit code, of the verbs of plugins
-        code = show(answer, as_json=options.as_json) if isinstance(answer, Output) else int(answer or FINE)
+        answer = options.run(options)
+        if isinstance(answer, Output):
+            code = show(answer, as_json=options.as_json)
+        elif options.as_json:
+            raise PluginError(
+                f"the verb {options.verb!r} has --json, and its run returned {show_given(answer)}: return an Output"
+            )
+        else:  # the exit code of a verb that prints its answer itself
+            code = int(answer or FINE)
         sys.stdout.flush()
     except BrokenPipeError:
         raise
@@ -208,9 +224,7 @@ def _make_parser(given: str) -> tuple[argparse.ArgumentParser, Mapping[str, argp
     for verb in [only] if only else _VERBS:
         importlib.import_module(f"{__name__}.{verb}").add(verbs)
         if verb not in _WITHOUT_JSON:
-            verbs.choices[verb].add_argument(
-                "--json", action="store_true", dest="as_json", help="print all of the answer as JSON, an error, too"
-            )
+            add_json(verbs.choices[verb])
     if only:
         return parser, verbs.choices
     from shardckpt.plugins.manager import get_plugin_manager
@@ -225,4 +239,4 @@ def _make_parser(given: str) -> tuple[argparse.ArgumentParser, Mapping[str, argp
     return parser, verbs.choices
 
 
-__all__ = ["main"]
+__all__ = ["Output", "add_json", "main"]

@@ -13,12 +13,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output
+from shardckpt.cli.table import fit_table
+from shardckpt.errors import (
+    CheckpointingException,
+    ConfigurationError,
+    SettingFault,
+    ask_nearest,
+    format_many,
+    name_known,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from shardckpt.errors import SettingFault
     from shardckpt.manager.config import Setting
     from shardckpt.settings import Variable
 
@@ -45,7 +53,6 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> Output:
     """Return a row per setting and per variable, or the texts of some."""
-    from shardckpt.errors import ConfigurationError, name_known
     from shardckpt.manager.config import list_settings
     from shardckpt.settings import list_variables
 
@@ -73,7 +80,6 @@ def run(options: Any) -> Output:
 def _look_further(variable: Variable) -> Variable:
     """Return a variable with what is wrong where its value points: plugins that are none, a file of stores."""
     from shardckpt import settings
-    from shardckpt.errors import CheckpointingException
     from shardckpt.integrations.s3_options import check_options
     from shardckpt.plugins.manager import get_plugin_manager, list_unknown_disabled
     from shardckpt.plugins.resolver import list_unknown_accepted
@@ -104,7 +110,6 @@ class _Checked(NamedTuple):
 
 def _check(files: Sequence[str], section: str) -> Output:
     """Return a line about each file, where the settings of all are right; else the error says each that is wrong."""
-    from shardckpt.errors import ConfigurationError, SettingFault, format_many
     from shardckpt.settings import list_variables
 
     checked, texts, faults = [], [], []
@@ -132,7 +137,6 @@ def _check(files: Sequence[str], section: str) -> Output:
 
 def _check_file(file: str, section: str) -> _Checked:
     """Return what a file has, where its settings are right; else the error says each that is wrong."""
-    from shardckpt.errors import ConfigurationError, SettingFault, format_many, name_known
     from shardckpt.manager.config import find_faults
     from shardckpt.manager.faults import make_fault
 
@@ -171,7 +175,6 @@ def _note_shared_folders(checked: Sequence[_Checked]) -> None:
 
 
 def _describe_checked(checked: _Checked) -> list[str]:
-    from shardckpt.errors import format_many
 
     file, given, notes = checked
     noted = f", with {format_many(len(notes), 'note')}" if notes else ""
@@ -205,7 +208,6 @@ def _describe_variable(variable: Variable) -> SettingFault:
 
 def _find_notes(given: dict[str, Any]) -> list[SettingFault]:
     """Return what settings that are right do not do here."""
-    from shardckpt.errors import ask_nearest
     from shardckpt.huggingface.mapping_file import find_code
     from shardckpt.manager.config import CheckpointConfig
     from shardckpt.manager.faults import make_fault
@@ -239,7 +241,6 @@ def _read(file: str) -> Any:
     from importlib import import_module
     from pathlib import Path
 
-    from shardckpt.errors import ConfigurationError
     from shardckpt.manifest.strict_json import parse_json
 
     readers: dict[str, Callable[[str], Any]] = {
@@ -290,7 +291,6 @@ def _explain(settings: Sequence[Setting], variables: Sequence[Variable]) -> list
 
 
 def _make_tables(settings: Sequence[Setting], variables: Sequence[Variable]) -> list[str]:
-    from shardckpt.cli.table import fit_table
 
     # the first sentence: `shardckpt config NAME` has the rest
     rows = [(each.name, each.default, each.text.partition(". ")[0].rstrip(".")) for each in settings]

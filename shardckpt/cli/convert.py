@@ -30,15 +30,13 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output, add_verbose
 from shardckpt.cli.renames import add_rename_option, read_renames
+from shardckpt.cli.table import fit_table
+from shardckpt.errors import CheckpointingException, format_many, listed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardckpt.maintenance.convert import ConversionReport
-
-
-#: What --mapping takes.
-MAPPING_HELP = "names of megatron or of a model (qwen3_moe) to the Hub's, or by rules: FILE.json, FILE.py:MAPPING"
 
 
 #: What --memory is by default.
@@ -79,37 +77,17 @@ def add_target_options(parser: Any) -> None:
         "--memory", default=MEMORY, metavar="SIZE", help=f"most bytes in memory: tensors and buffers ({MEMORY})"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what is at DST when the new one is complete")
-    add_mapping_options(parser)
-    add_cast_options(parser)
-    parser.add_argument(
-        "--prefix", help="write only tensors whose keys begin with it, and remove it (hf: by default the model's)"
-    )
-    parser.add_argument(
-        "--leave-out", action="append", default=[], metavar="NAME", help="what not to write; may be repeated"
-    )
-    add_rename_option(parser, "SRC")
-    add_skip_option(parser)
-    parser.add_argument(
-        "--assets",
-        metavar="DIR",
-        help="hf: copy a model's other files (config, tokenizer) from here (SRC, if it is such a folder)",
-    )
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="hf: largest weight file (5GB)")
+    add_hub_options(parser, "SRC")
     add_verbose(parser, PROOF_HELP)
 
 
-def add_skip_option(parser: Any) -> None:
-    """Add the option that writes what is left of a damaged checkpoint."""
+def add_hub_options(parser: Any, source: str) -> None:
+    """Add the options of names, casts and files of the Hub; ``source`` is the verb's name for what it reads."""
     parser.add_argument(
-        "--skip-damaged",
-        action="store_true",
-        help="do not write what is missing or damaged, and name it; all is read once more, exit code 1 if anything is",
+        "--mapping",
+        metavar="MODEL_TYPE|FILE",
+        help="names of megatron or of a model (qwen3_moe) to the Hub's, or by rules: FILE.json, FILE.py:MAPPING",
     )
-
-
-def add_mapping_options(parser: Any) -> None:
-    """Add the options of a key mapping, which every verb that writes names of the Hub has."""
-    parser.add_argument("--mapping", metavar="MODEL_TYPE|FILE", help=MAPPING_HELP)
     parser.add_argument(
         "--strict", action="store_true", help="tensors that match no rule of --mapping are an error (a warning)"
     )
@@ -118,10 +96,6 @@ def add_mapping_options(parser: Any) -> None:
         action="store_true",
         help="leave out rows with which Megatron pads the vocabulary, beyond vocab_size of config.json (an error)",
     )
-
-
-def add_cast_options(parser: Any) -> None:
-    """Add the options that say which tensors are cast."""
     parser.add_argument(
         "--dtype",
         action="append",
@@ -133,12 +107,31 @@ def add_cast_options(parser: Any) -> None:
     parser.add_argument(
         "--keep", action="append", default=[], metavar="PATTERN", help="names of tensors not to cast; may be repeated"
     )
-
-
-def read_dtypes(options: Any) -> dict[str, str] | None:
-    """Return the dtypes of ``--dtype`` by patterns of names, ``*`` for the others; None if nothing is cast."""
-    given = options.dtype or ()
-    return {pattern or "*": dtype for pattern, _, dtype in (text.rpartition("=") for text in given)} or None
+    parser.add_argument(
+        "--prefix",
+        help="write only tensors whose keys begin with it, and remove it (to the Hub: by default the model's)",
+    )
+    parser.add_argument(
+        "--leave-out", action="append", default=[], metavar="NAME", help="a name not to write; may be repeated"
+    )
+    add_rename_option(parser, source)
+    parser.add_argument(
+        "--skip-damaged",
+        action="store_true",
+        help="do not write what is missing or damaged, and name it; all is read once more, exit code 1 if anything is",
+    )
+    parser.add_argument(
+        "--assets",
+        metavar="DIR",
+        help="copy a model's other files (config, tokenizer) from here into a Hugging Face folder; convert: by default "
+        "from SRC, if it is such a folder",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="largest weight file of a Hugging Face folder, such as 5GB (5*10^9 bytes) or 5GiB (5GB)",
+    )
 
 
 def read_hub_options(options: Any) -> dict[str, Any]:
@@ -156,7 +149,9 @@ def read_hub_options(options: Any) -> dict[str, Any]:
         "skip_damaged",
     )
     given = {name: getattr(options, name) for name in names}
-    return {**given, "dtype": read_dtypes(options), "rename": read_renames(options)}
+    # by patterns of names, "*" for the others
+    dtypes = {pattern or "*": dtype for pattern, _, dtype in (text.rpartition("=") for text in options.dtype or ())}
+    return {**given, "dtype": dtypes or None, "rename": read_renames(options)}
 
 
 def read_target_options(options: Any) -> dict[str, Any]:
@@ -169,7 +164,7 @@ def read_target_options(options: Any) -> dict[str, Any]:
 
 def run(options: Any) -> Output:
     """Convert, and return the report."""
-    from shardckpt.cli.progress import show_progress
+    from shardckpt.engine.display import show_progress
     from shardckpt.maintenance.convert import convert_checkpoint
 
     with show_progress("convert", part="verify"):
@@ -183,7 +178,6 @@ def run(options: Any) -> Output:
 
 def parse_target(text: str) -> str | tuple[str, int]:
     """Parse ``backend`` or ``backend@version``; raise ValueError for anything else."""
-    from shardckpt.errors import CheckpointingException
     from shardckpt.plugins.registry import parse_key
 
     try:
@@ -203,8 +197,6 @@ def _describe_left_out(report: ConversionReport) -> list[str]:
     The latter has names such as ``optimizer.param_groups.0.lr``, and would read as if the learning rate were lost; the
     warning of the conversion has its names already.
     """
-    from shardckpt.cli.amounts import format_many
-    from shardckpt.errors import listed
     from shardckpt.manifest.names import CONTENT
 
     lost = report.left_out[: len(report.left_out) - report.plain_objects]
@@ -218,9 +210,6 @@ def _describe_left_out(report: ConversionReport) -> list[str]:
 
 def describe_damaged(names: Sequence[str]) -> list[str]:
     """Return the line about what is damaged and was not written."""
-    from shardckpt.cli.amounts import format_many
-    from shardckpt.errors import listed
-
     many = format_many(len(names), "name")
     return [f"damaged, and left out: {many}: {listed(names, limit=_NAMES_SHOWN)}"] if names else []
 
@@ -231,9 +220,6 @@ def describe_conversion(report: ConversionReport, target: str, how: str = "", *,
     ``target`` is where it was written, as the caller calls it, ``how`` what was done, if it was no plain conversion.
     ``verbose`` makes the proof a line for each tensor, too.
     """
-    from shardckpt.cli.amounts import format_many
-    from shardckpt.errors import listed
-
     lines = _make_proof(report) if verbose else []
     if report.resumed:
         lines.append(f"went on with {report.resumed:,} bytes that a killed run had written")
@@ -254,8 +240,6 @@ def describe_conversion(report: ConversionReport, target: str, how: str = "", *,
 
 
 def _make_proof(report: ConversionReport) -> list[str]:
-    from shardckpt.cli.table import fit_table
-    from shardckpt.errors import listed
 
     rows = []
     digits = _DIGITS if sys.stdout.isatty() else None

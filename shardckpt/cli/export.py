@@ -10,18 +10,12 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli import convert
-from shardckpt.cli.convert import (
-    add_cast_options,
-    add_mapping_options,
-    add_skip_option,
-    describe_damaged,
-    read_hub_options,
-)
+from shardckpt.cli.convert import add_hub_options, describe_damaged, read_hub_options
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.folders import named_folders
 from shardckpt.cli.output import Output, add_verbose
-from shardckpt.cli.renames import add_rename_option
-from shardckpt.errors import ConfigurationError, name_call
+from shardckpt.cli.table import fit_table
+from shardckpt.errors import ConfigurationError, format_many, name_call
 
 if TYPE_CHECKING:
     from shardckpt.huggingface.export import Exported
@@ -37,23 +31,7 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--format", choices=("safetensors", "bin"), default="safetensors", help="of the weight files (safetensors)"
     )
-    add_cast_options(parser)
-    parser.add_argument(
-        "--max-shard-size",
-        default="5GB",
-        metavar="SIZE",
-        help="largest weight file, such as 5GB (5*10^9 bytes) or 5GiB (5GB)",
-    )
-    add_mapping_options(parser)
-    parser.add_argument(
-        "--prefix", help="export only keys with this prefix, and remove it; by default the model's, if it has one"
-    )
-    parser.add_argument("--assets", metavar="DIR", help="copy a model's other files (config, tokenizer) from here")
-    parser.add_argument(
-        "--leave-out", action="append", default=[], metavar="NAME", help="a tensor not to write; may be repeated"
-    )
-    add_rename_option(parser, "the checkpoint")
-    add_skip_option(parser)
+    add_hub_options(parser, "the checkpoint")
     parser.add_argument(
         "--memory",
         metavar="SIZE",
@@ -72,7 +50,7 @@ def run(options: Any) -> Output:
     """Export, and return a row per file."""
     if os.path.isfile(options.checkpoint):  # noqa: PTH113 - or a URL
         return _convert_file(options)
-    from shardckpt.cli.progress import show_progress
+    from shardckpt.engine.display import show_progress
     from shardckpt.huggingface.export import export_to_huggingface
 
     with show_progress("export", part="verify"), named_folders(options.checkpoint):
@@ -110,8 +88,6 @@ def _name_columns(exported: Exported) -> dict[str, Any]:
 
 
 def _describe(exported: Exported, target: str, *, verbose: bool) -> list[str]:
-    from shardckpt.cli.amounts import format_many
-    from shardckpt.cli.table import fit_table
 
     rows = [(name, count, f"{size:,}") for name, count, size in exported.files]
     tensors, files = sum(count for _, count, _ in exported.files), len(rows)

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.errors import CannotLoadError, CheckpointingException, NotACheckpointError, find_nearest
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -46,7 +48,6 @@ def _is_word(path: str) -> bool:
 def refuse_lost_link(path: str) -> None:
     """Raise if a path, or a folder that it goes through, is a link to what is not there: errors name that alone."""
     from shardckpt.engine.locations import find_local
-    from shardckpt.errors import NotACheckpointError
 
     if find_local(path) is None:
         return
@@ -59,7 +60,6 @@ def refuse_lost_link(path: str) -> None:
 def _refuse_misspelt_word(path: str) -> None:
     """Raise if nothing is at a local path in a folder of steps, and its last part is most like one of the words."""
     from shardckpt.engine.locations import find_local
-    from shardckpt.errors import NotACheckpointError, find_nearest
     from shardckpt.manager.step_names import parse_step
     from shardckpt.storage.filesystem import wrap_os_errors
 
@@ -80,7 +80,6 @@ def refuse_checkpoint(path: str) -> None:
     """Raise if a path is that of a checkpoint: the folder that it is in was meant."""
     from shardckpt.cli.ls import list_folder
     from shardckpt.engine.locations import find_local, locate
-    from shardckpt.errors import CheckpointingException
     from shardckpt.plugins.manager import get_plugin_manager
 
     own = find_local(path) or locate(path, get_plugin_manager())
@@ -94,7 +93,6 @@ def refuse_checkpoint(path: str) -> None:
 def named_folders(path: str) -> Iterator[None]:
     """Say, where the block finds that a local folder is no checkpoint, what it is: a folder of some, most often."""
     from shardckpt.engine.locations import find_local
-    from shardckpt.errors import CannotLoadError, NotACheckpointError
     from shardckpt.maintenance.foreign import describe_folder
     from shardckpt.manifest.names import MARKER_NAME
 

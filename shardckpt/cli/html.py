@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.header import read_header
 from shardckpt.cli.output import Output
-from shardckpt.errors import KeyMismatchError, name_prefixes
+from shardckpt.errors import KeyMismatchError, format_many, name_prefixes
 from shardckpt.storage.directory import retry_if_replaced
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ def write_checkpoint_page(
 ) -> Output:
     """Write the page of a checkpoint, by the name that the caller gives it; return how large it is."""
     from shardckpt.engine.locations import expand_home
-    from shardckpt.errors import format_many
     from shardckpt.pages.render import write_page
 
     found = _describe(checkpoint, directory, prefix, with_values=with_values)

@@ -23,11 +23,13 @@ from shardckpt.cli.header import read_header
 from shardckpt.cli.output import Output, add_verbose
 from shardckpt.cli.renames import add_rename_option, read_renames
 from shardckpt.cli.table import grouped_table, table
+from shardckpt.engine.amounts import format_count, format_metric
 from shardckpt.errors import (
     CheckpointingException,
     CheckpointReplacedError,
     KeyMismatchError,
     escape_text,
+    format_many,
     listed,
     name_prefixes,
 )
@@ -339,7 +341,6 @@ def _make_tensors(outline: Outline, options: Any) -> _Tensors:
 
 
 def _describe(found: _Found, options: Any) -> list[str]:
-    from shardckpt.cli.amounts import format_count, format_many, format_metric
     from shardckpt.cli.tree import make_tree
     from shardckpt.cli.values import make_statistics_table
 
@@ -400,8 +401,6 @@ def _describe_unread(files: Mapping[str, str]) -> list[str]:
 
 def _describe_rescue(header: dict[str, Any], *, verbose: bool) -> list[str]:
     """Return a line about the keys that a rescue left out; of very many it has not stored all names."""
-    from shardckpt.cli.amounts import format_many
-
     count, keys = header["rescued"], header["rescued_keys"]
     if not count:
         return []
@@ -415,7 +414,6 @@ def _list_keys(keys: Sequence[str], *, verbose: bool) -> str:
 
 
 def _describe_writer(header: dict[str, Any]) -> str:
-    from shardckpt.cli.amounts import format_many
 
     writer = header["writer"]
     by = " and ".join(f"{name} {version}" for name, version in writer.items()) if writer else header["library"]
@@ -483,8 +481,6 @@ def _read_common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:
 
 def _affected(file: IncompleteFile, prefix: str, *, verbose: bool) -> str:
     """Return which keys have lost bytes in a file, and how many have not."""
-    from shardckpt.cli.amounts import format_many
-
     lost, kept = ([key for key in keys if key.startswith(prefix)] for keys in (file.keys, file.kept))
     said = ""
     if lost:

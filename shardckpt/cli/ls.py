@@ -24,7 +24,16 @@ from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
 from shardckpt.cli.failure import print_error
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import fit_table
-from shardckpt.errors import CheckpointingException, NotACheckpointError, escape_text, listed, name_call, name_known
+from shardckpt.engine.amounts import format_bytes, format_metric, format_seconds
+from shardckpt.errors import (
+    CheckpointingException,
+    NotACheckpointError,
+    escape_text,
+    format_many,
+    listed,
+    name_call,
+    name_known,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,7 +102,6 @@ def _describe_each(options: Any, listings: dict[str, list[CheckpointSummary]]) -
 def _describe(
     options: Any, folder: str, found: Sequence[CheckpointSummary], metrics: dict[str, tuple[str, str]]
 ) -> list[str]:
-    from shardckpt.cli.amounts import format_many
     from shardckpt.commit.leftovers import walk_folders
     from shardckpt.engine.locations import find_local
 
@@ -148,7 +156,6 @@ def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: 
 
     ``inside`` are the real paths of other folders in it that have leftovers.
     """
-    from shardckpt.cli.amounts import format_bytes
     from shardckpt.engine.locations import find_local
 
     lines: list[str] = []
@@ -165,9 +172,9 @@ def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: 
         used = sum(bool(each.kept) for each in left)
         size = format_bytes(sum(each.nbytes for each in left))
         hidden = "directory" if len(left) == 1 else "directories"
-        where = f"in {escape_text(name)}" if name else "beside them"
+        where = f"in {escape_text(name)}" if name else "next to them"
         lines.append(
-            f"{where} {len(left)} hidden {hidden} of saves and removals, {size}, of which {used} may be in use: "
+            f"{where} {len(left)} hidden {hidden} of saves and removals, {size}, {used} perhaps in use: "
             f"{name_call('prune', escape_text(place), '--dry-run')} names them"
         )
     return lines
@@ -240,10 +247,15 @@ def _make_table(
     found: Sequence[CheckpointSummary], metrics: dict[str, tuple[str, str]], best: dict[str, CheckpointSummary]
 ) -> list[str]:
     """Return the table; who wrote the checkpoints is left to the last lines if it is the same of all."""
-    alike, shown = _find_writer(found), {metric for metric, _ in metrics.values() if metric}
+    common_writer, shown = _find_writer(found), {metric for metric, _ in metrics.values() if metric}
     head = escape_text(*shown) if len(shown) == 1 else "metric"
     rows = [
-        (*cells, _show_metric(each, metrics, best, named=len(shown) > 1), "-" if alike else _name_writer(each), *rest)
+        (
+            *cells,
+            _show_metric(each, metrics, best, named=len(shown) > 1),
+            "-" if common_writer else _name_writer(each),
+            *rest,
+        )
         for each in found
         for cells, rest in [_row(each)]
     ]
@@ -267,7 +279,6 @@ def _show_metric(
     *,
     named: bool,
 ) -> str:
-    from shardckpt.cli.amounts import format_metric
 
     folder = _name_folder(found)
     metric = metrics[folder][0]
@@ -289,8 +300,6 @@ def _find_writer(found: Sequence[CheckpointSummary]) -> str:
 
 def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the cells before the metric and the writer, and those behind them."""
-    from shardckpt.cli.amounts import format_bytes, format_many, format_seconds
-
     # the faults of the mark are those that its files show now
     verdict = found.mark.partition(": ")[0] if found.state == "damaged" else found.mark
     failed, mark = ([verdict], []) if found.has_failed else ([], [found.mark])
@@ -321,7 +330,6 @@ def _name_state(found: CheckpointSummary) -> str:
 
 def _summarize(folder: str, found: Sequence[CheckpointSummary], *, recursive: bool = False) -> list[str]:
     """Return how many checkpoints there are, in what state, and how many bytes they have on disk."""
-    from shardckpt.cli.amounts import format_bytes, format_many
     from shardckpt.maintenance.inside import FILE_SUFFIXES
     from shardckpt.manager.summaries import list_once
 

@@ -32,6 +32,8 @@ from shardckpt.cli.convert import add_target_options, describe_conversion, read_
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output
 from shardckpt.cli.renames import split_renames
+from shardckpt.cli.table import fit_table
+from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:
     from shardckpt.maintenance.merge import MergeReport
@@ -77,8 +79,7 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> Output:
     """Merge, and return the report."""
-    from shardckpt.cli.progress import show_progress
-    from shardckpt.errors import CheckpointingException
+    from shardckpt.engine.display import show_progress
     from shardckpt.maintenance.merge import merge_checkpoints
 
     if options.base is not None and not 1 <= options.base <= len(options.sources):
@@ -109,7 +110,6 @@ def _refuse_neighbour(options: Any) -> None:
     from pathlib import PurePath
 
     from shardckpt.engine.locations import find_local, locate
-    from shardckpt.errors import CheckpointingException
     from shardckpt.manager.step_names import parse_step, split_path
     from shardckpt.plugins.manager import get_plugin_manager
 
@@ -127,8 +127,9 @@ def _refuse_neighbour(options: Any) -> None:
     target = found[-1]
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise CheckpointingException(
-            f"{options.target} is the last step beside all SRC: a pattern such as {parts[-1][0]}/{families.pop()}* may "
-            "have named it, and --overwrite would replace it. Give another DST, or remove that one first"
+            f"{options.target} is the last step in the folder of all SRC: a pattern such as "
+            f"{parts[-1][0]}/{families.pop()}* may have named it, and --overwrite would replace it. Give another DST, "
+            "or remove that one first"
         )
 
 
@@ -143,7 +144,6 @@ parse_numbers.__name__ = "list of numbers, such as 1,2,1,"
 
 def _compute_weights(options: Any) -> list[float] | None:
     """Return the weights that the options say; None for equal ones, and for slerp."""
-    from shardckpt.errors import CheckpointingException
     from shardckpt.maintenance.merge_weights import compute_ema_weights, compute_wsm_weights
 
     count = len(options.sources)
@@ -160,7 +160,6 @@ def _compute_weights(options: Any) -> list[float] | None:
 
 
 def _describe(report: MergeReport, target: str, *, verbose: bool) -> list[str]:
-    from shardckpt.cli.table import fit_table
 
     rows = [
         (f"{weight:.6g}", source + (" (base)" if number == report.base else ""))

@@ -44,7 +44,7 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> Output:
     """Migrate or convert, and return what was done."""
-    from shardckpt.cli.progress import show_progress
+    from shardckpt.engine.display import show_progress
     from shardckpt.maintenance.convert import convert_checkpoint
     from shardckpt.maintenance.migrate import migrate_checkpoint
     from shardckpt.storage.memory_budget import parse_size

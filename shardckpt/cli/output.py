@@ -29,10 +29,10 @@ class Output(NamedTuple):
     """The answer of a verb, made in one form: text, or with ``--json`` JSON.
 
     Attributes:
-        data: Returns all of it, for JSON: dataclasses, named tuples, dicts, lists, texts and numbers.
-        text: Returns its lines, for people.
+        data: Returns the whole answer for JSON: dataclasses, named tuples, dicts, lists, texts and numbers.
+        text: Returns the lines for people.
         code: The exit code.
-        is_long: Whether the text may have a line for each of 100,000 tensors: on a terminal it goes through a pager.
+        is_long: Whether there may be a line for each of 100,000 tensors: on a terminal they go through a pager.
     """
 
     data: Callable[[], Any]
@@ -66,7 +66,7 @@ def say(text: str = "", *, end: str = "\n", flush: bool = False) -> None:
 
 
 def say_error(text: str) -> None:
-    """Print a text to standard error, likewise; a reader who has closed it is no error."""
+    """Print a text to standard error, escaped in the same way; a reader who has closed it is no error."""
     with suppress(OSError):
         print("\n".join(fit_line(line, sys.stderr) for line in escape_text(text, _LAYOUT).split("\n")), file=sys.stderr)
 
@@ -163,6 +163,17 @@ class _Formatter(logging.Formatter):
         if isinstance(record.args, tuple):
             record.args = tuple(escape_text(each) if isinstance(each, str) else each for each in record.args)
         return fit_line(escape_text(super().format(record), _LAYOUT), sys.stderr)
+
+
+def add_json(parser: Any) -> None:
+    """Add ``--json`` to a verb whose ``run`` returns an :class:`Output`.
+
+    Args:
+        parser: The verb's parser.
+    """
+    parser.add_argument(
+        "--json", action="store_true", dest="as_json", help="print all of the answer as JSON, an error, too"
+    )
 
 
 def add_verbose(parser: Any, help: str) -> None:  # noqa: A002 - as argparse calls it

@@ -10,6 +10,8 @@ from typing import Any
 
 from shardckpt.cli.folders import refuse_checkpoint, refuse_lost_link
 from shardckpt.cli.output import Output
+from shardckpt.cli.table import fit_table
+from shardckpt.errors import CheckpointingException, StorageError, listed, name_known
 
 #: What stands for a step.
 _WORDS = ("latest", "best")
@@ -61,7 +63,6 @@ def run(options: Any) -> Output:
 
 def _list(folder: str) -> Output:
     from shardckpt import manager  # what reads a store imports torch, what reads a directory does not
-    from shardckpt.cli.table import fit_table
     from shardckpt.engine.locations import find_local
 
     place = find_local(folder)
@@ -98,7 +99,6 @@ def _name_step(folder: str, step: int | str) -> int | str:
 def _refuse_folder_that_is_not_there(folder: str) -> None:
     """Raise an error that names what is near, if a local folder does not exist."""
     from shardckpt.engine.locations import find_local
-    from shardckpt.errors import StorageError
     from shardckpt.storage.filesystem import name_siblings
 
     place = find_local(folder)
@@ -108,7 +108,6 @@ def _refuse_folder_that_is_not_there(folder: str) -> None:
 
 def _check_label(options: Any) -> None:
     """Raise if the step is not there, has no pin of the label to remove, or no label is given; name those there are."""
-    from shardckpt.errors import CheckpointingException, listed, name_known
     from shardckpt.manager.holds import find_holds, find_step
 
     pins = {

@@ -36,10 +36,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.cli.cells import cut, measure
 from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
+from shardckpt.cli.failure import print_error
 from shardckpt.cli.folders import refuse_checkpoint, refuse_lost_link
+from shardckpt.cli.ls import describe_leftovers, list_folder
 from shardckpt.cli.output import Output, add_verbose
 from shardckpt.cli.table import fit_table
-from shardckpt.errors import CheckpointingException, format_many, listed
+from shardckpt.engine.amounts import format_bytes
+from shardckpt.errors import CheckpointingException, StorageError, format_many, listed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -124,7 +127,7 @@ def add(verbs: Any) -> None:
         "--verify",
         action="store_true",
         help="before a step is removed, read and check the newest ones until one is intact (with --damaged all), "
-        "and keep each verdict beside the steps, as `shardckpt verify --mark` does (but with --dry-run); a step "
+        "and keep each verdict next to the steps, as `shardckpt verify --mark` does (but with --dry-run); a step "
         "that has a verdict already is not read again",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
@@ -134,8 +137,10 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> Output:
     """Prune, and return a row per step and leftover."""
-    from shardckpt.engine.pruning import explain_unseen_uploads
+    from shardckpt.engine.pruning import explain_unseen_uploads, prune_spools
 
+    # whoever removes damaged steps at once does not mean the running saves of other hosts
+    options.leftover_age = None if options.damaged else options.older_than
     policies = _make_policies(options)
     _refuse_wrong_calls(options, policies)
     folders, links = _list_folders(options)
@@ -146,7 +151,8 @@ def run(options: Any) -> Output:
     )
     leftovers += [left for each, _ in plan.lacking for left in _prune_leftovers(each)]
     leftovers = [*{each.path: each for each in leftovers}.values()]  # what is next to a folder is in the one around it
-    leftovers += _prune_spools(options)
+    if options.spool is not None:
+        leftovers += prune_spools(options.spool or None, options.leftover_age, dry_run=options.dry_run)
     for path in options.paths if not steps and not leftovers else []:
         refuse_checkpoint(path)
     unseen = "\n".join(filter(None, dict.fromkeys(map(explain_unseen_uploads, options.paths))))
@@ -204,7 +210,6 @@ def _list_runs(options: Any) -> tuple[list[argparse.Namespace], list[str]]:
     """
     from shardckpt.commit.leftovers import walk_folders
     from shardckpt.engine.locations import find_local
-    from shardckpt.errors import StorageError
     from shardckpt.manager.listing import list_checkpoints
 
     if not options.recursive:
@@ -219,17 +224,8 @@ def _list_runs(options: Any) -> tuple[list[argparse.Namespace], list[str]]:
         inside |= {"" if name == "." else name for name in used}  # a first save that was killed leaves nothing else
     unfollowed = [f"{above}/{name}" for name in sorted(links)]
     if not inside:
-        raise StorageError(
-            "; ".join(
-                filter(
-                    None,
-                    [
-                        f"{options.path} has no folder of checkpoints in it, and nothing was removed",
-                        _describe_links(unfollowed),
-                    ],
-                )
-            )
-        )
+        texts = [f"{options.path} has no folder of checkpoints in it, and nothing was removed"]
+        raise StorageError("; ".join([*texts, *filter(None, [_describe_links(unfollowed)])]))
     return [
         argparse.Namespace(**{**vars(options), "path": f"{above}/{name}" if name else options.path})
         for name in sorted(inside)
@@ -264,7 +260,6 @@ def _plan_all(folders: Sequence[argparse.Namespace], policies: Sequence[Any]) ->
 
     What cannot be done in a folder is an error; with --skip-errors, if it can be done in none of them.
     """
-    from shardckpt.cli.failure import print_error
     from shardckpt.manager.retention import UnknownMetricError
 
     plan, unknown = Plan([], [], [], []), []
@@ -328,7 +323,7 @@ def _prune(
     options: Any, policies: Sequence[Any], planned: list[StepResult]
 ) -> tuple[list[Verified], list[StepResult], list[PruneResult]]:
     """Prune one folder: return what was verified, and what became of its steps and of what killed saves have left."""
-    from shardckpt.cli.progress import show_progress
+    from shardckpt.engine.display import show_progress
 
     verified, failed, unwritten = _verify_newest(options) if options.verify else ([], [], {})
     with show_progress("prune"):
@@ -377,21 +372,7 @@ def _prune_leftovers(options: Any) -> list[PruneResult]:
     """Remove what killed saves have left in a folder, and return what became of it."""
     from shardckpt.engine.pruning import prune_leftovers
 
-    return prune_leftovers(options.path, _find_age(options), dry_run=options.dry_run)
-
-
-def _prune_spools(options: Any) -> list[PruneResult]:
-    """Remove what killed uploads have left on this machine, if that is asked for."""
-    from shardckpt.engine.pruning import prune_spools
-
-    if options.spool is None:
-        return []
-    return prune_spools(options.spool or None, _find_age(options), dry_run=options.dry_run)
-
-
-def _find_age(options: Any) -> float | None:
-    # whoever removes damaged steps at once does not mean the running saves of other hosts
-    return None if options.damaged else options.older_than
+    return prune_leftovers(options.path, options.leftover_age, dry_run=options.dry_run)
 
 
 class Skipped(NamedTuple):
@@ -445,7 +426,7 @@ def _describe(found: Pruned, options: Any, policies: Sequence[Any]) -> list[str]
     lines += _make_table("leftover", found.leftovers, options)
     lines += _describe_left(found, options)
     for path in options.paths if not found.everything else []:
-        lines += _describe_inner_leftovers(path)
+        lines += describe_leftovers(path, list_folder(path))
     if all(result.kept for result in found.everything):
         return [*lines, "nothing was found to remove"]
     where = f" in {_name_folders(options)}" if options.paths else ""
@@ -453,7 +434,6 @@ def _describe(found: Pruned, options: Any, policies: Sequence[Any]) -> list[str]
 
 
 def _make_table(what: str, results: Sequence[PruneResult | StepResult], options: Any) -> list[str]:
-    from shardckpt.cli.amounts import format_bytes
 
     rows = [(_name_row(r, options.paths), format_bytes(r.nbytes), _name_result(r, options)) for r in results]
     return fit_table((what, "size", "result"), rows) if rows else []
@@ -531,14 +511,6 @@ def _refuse_folder_of_runs(path: str) -> None:
         )
 
 
-def _describe_inner_leftovers(path: str) -> list[str]:
-    """Return a line for each folder of checkpoints in a folder where killed saves have left something."""
-    from shardckpt.cli.ls import describe_leftovers
-    from shardckpt.manager.listing import list_checkpoints
-
-    return describe_leftovers(path, list_checkpoints(path))
-
-
 def _verify_newest(options: Any) -> tuple[list[Verified], list[str], dict[str, Mark]]:
     """Mark the newest intact step of each way to name steps, and the newer ones that are not; with --damaged, all.
 
@@ -546,7 +518,7 @@ def _verify_newest(options: Any) -> tuple[list[Verified], list[str], dict[str, M
     has found damaged; the names of those that are damaged and cannot be marked; and by their names the marks that a dry
     run does not write.
     """
-    from shardckpt.cli.progress import show_progress
+    from shardckpt.engine.display import show_progress
 
     rows, failed, unwritten = [], [], {}
     families = _find_families(options)
@@ -570,7 +542,6 @@ def _verify_newest(options: Any) -> tuple[list[Verified], list[str], dict[str, M
 
 def _verify(path: str, options: Any) -> tuple[str, Mark | None]:
     """Read and mark a checkpoint, with --dry-run without a file, and return the verdict and its mark."""
-    from shardckpt.cli.failure import print_error
     from shardckpt.cli.verify import check
 
     answer = check(path, mark=True, dry_run=options.dry_run)

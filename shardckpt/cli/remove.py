@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.folders import named_folders
 from shardckpt.cli.output import Output
+from shardckpt.errors import KeyMismatchError, format_many, listed, name_prefixes
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -29,12 +30,10 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> Output:
     """Remove, and return the keys, the files and the freed bytes."""
-    from shardckpt.cli.amounts import format_many
-    from shardckpt.cli.progress import show_progress
     from shardckpt.dist_checkpointing import load_sharded_metadata
     from shardckpt.distributed.comm import Comm
+    from shardckpt.engine.display import show_progress
     from shardckpt.engine.locations import locate_local
-    from shardckpt.errors import KeyMismatchError, name_prefixes
     from shardckpt.maintenance.remove import remove_keys
     from shardckpt.plugins.manager import get_plugin_manager
 
@@ -55,8 +54,6 @@ def run(options: Any) -> Output:
 
 
 def _describe(report: RemovalReport, before: Collection[str], options: Any) -> list[str]:
-    from shardckpt.cli.amounts import format_many
-    from shardckpt.errors import listed
 
     verb, freed = ("would be removed", "would be free") if options.dry_run else ("removed", "are free")
     # what only readers of other libraries find is no key to us, and goes with the tensors and objects

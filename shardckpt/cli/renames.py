@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from shardckpt.errors import CheckpointingException
+
 
 def add_rename_option(parser: Any, what: str) -> None:
     """Add the option; ``what`` is what the verb calls the checkpoint that is renamed."""
@@ -24,8 +26,6 @@ def add_rename_option(parser: Any, what: str) -> None:
 
 def read_renames(options: Any) -> dict[str, str]:
     """Return the new names by the old ones; an old one that is given twice is an error."""
-    from shardckpt.errors import CheckpointingException
-
     found: dict[str, str] = {}
     for old, new in options.rename:
         if found.setdefault(old, new) != new:
@@ -35,8 +35,6 @@ def read_renames(options: Any) -> dict[str, str]:
 
 def split_renames(options: Any, count: int) -> list[dict[str, str]]:
     """Return the new names by the old ones for each of several sources: those of ``N:OLD=NEW`` for the N-th alone."""
-    from shardckpt.errors import CheckpointingException
-
     found: list[dict[str, str]] = [{} for _ in range(count)]
     for text, new in read_renames(options).items():
         number, sign, old = text.partition(":")

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output
+from shardckpt.cli.table import fit_table
 
 
 def add(verbs: Any) -> None:
@@ -22,7 +23,6 @@ def add(verbs: Any) -> None:
 
 def run(_: Any) -> Output:
     """Return a row per strategy and migration, then the plugins that do not work, or not all of them."""
-    from shardckpt.cli.table import fit_table
     from shardckpt.plugins.manager import get_plugin_manager, list_unknown_disabled
 
     registry = get_plugin_manager().registry

@@ -40,7 +40,7 @@ def read_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...]) 
 
     An index that selects nothing of the tensor is an error.
     """
-    from shardckpt.cli.progress import show_progress
+    from shardckpt.engine.display import show_progress
     from shardckpt.engine.progress import Progress
     from shardckpt.maintenance.statistics import compute_statistics
     from shardckpt.plugins.manager import get_plugin_manager
@@ -103,7 +103,7 @@ def list_statistics(checkpoint: StoredCheckpoint, keys: Sequence[str]) -> list[S
     """Return the statistics of tensors, read block by block; None of one whose dtype torch does not compute with."""
     import torch
 
-    from shardckpt.cli.progress import show_progress
+    from shardckpt.engine.display import show_progress
     from shardckpt.engine.progress import Progress
     from shardckpt.maintenance.statistics import compute_statistics, has_numbers
     from shardckpt.plugins.manager import get_plugin_manager

@@ -35,12 +35,14 @@ from shardckpt.cli.exit_codes import FAILED, FINE
 from shardckpt.cli.failure import name_siblings, print_error
 from shardckpt.cli.output import Output, without_logs
 from shardckpt.cli.table import fit_table
+from shardckpt.engine.amounts import format_bytes
 from shardckpt.errors import (
     CannotLoadError,
     CheckpointingException,
     IncompleteCheckpointError,
     StorageError,
     escape_text,
+    format_many,
     join_lines,
     listed,
 )
@@ -92,7 +94,7 @@ def add(verbs: Any) -> None:
     kept.add_argument(
         "--mark",
         action="store_true",
-        help="keep the verdict, verified or failed, beside the checkpoint, in .shardckpt-marks; other libraries' "
+        help="keep the verdict, verified or failed, next to the checkpoint, in .shardckpt-marks; other libraries' "
         "checkpoints have none: exit code 2 where that leaves nothing to mark",
     )
     kept.add_argument(
@@ -127,7 +129,7 @@ def run(options: Any) -> Output:
     from concurrent.futures import ThreadPoolExecutor
 
     from shardckpt import settings
-    from shardckpt.cli.progress import show_progress
+    from shardckpt.engine.display import show_progress
     from shardckpt.huggingface.architecture import own_process
     from shardckpt.maintenance.verify import INTACT
     from shardckpt.manager.listing import find_checkpoints
@@ -261,8 +263,6 @@ def _describe(answers: Sequence[Answer]) -> Iterator[str]:
         elif not several and answer.exit_code != FAILED:
             yield paint(f"{escape_text(answer.path)}: {escape_text(explain_verdict(answer))}", _find_style(answer))
     if several:
-        from shardckpt.cli.amounts import format_bytes, format_many
-
         verdicts: list[tuple[Any, ...]] = []
         for answer in answers:
             own = [file for file in answer.files if not file.foreign]
@@ -405,7 +405,6 @@ def _list_places(path: str) -> Iterable[str]:
 
 
 def _summary(results: Sequence[FileResult]) -> str:
-    from shardckpt.cli.amounts import format_many
     from shardckpt.maintenance.verify import DAMAGED, NO_ANSWER, get_exit_code, has_digests
 
     code = get_exit_code(results)
@@ -432,8 +431,6 @@ def _name_checks(files: Sequence[FileResult]) -> str:
 
 def _explain_checks(own: Sequence[FileResult], which: str = "") -> str:
     """Return sentences on how files were checked, to follow another, and which they are; ``""`` if all have digests."""
-    from shardckpt.cli.amounts import format_many
-
     counts = Counter[str](result.checked for result in own)
     files = f"{format_many(len(own), 'file')}{which} {'was' if len(own) == 1 else 'were'}"
     compared = [

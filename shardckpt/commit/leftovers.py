@@ -1,7 +1,8 @@
 """Leftovers of killed saves, overwrites and removals: found by name, and removed if no living process owns them.
 
-Whether a process of the same boot of the same host is alive is certain, by its id and start time. Leftovers of another
-host, or without an owner in the name, are removed when nothing was written to them for ``SHARDCKPT_LEFTOVER_HOURS``.
+An owner of the same boot of the same host is known to be alive or dead by its process id and start time. Leftovers of
+another host, or without an owner in the name, are removed when nothing was written to them for
+``SHARDCKPT_LEFTOVER_HOURS``.
 """
 
 from __future__ import annotations
@@ -32,33 +33,35 @@ logger = logging.getLogger(__name__)
 
 _HOUR = 3600.0
 _SPOOL = "shardckpt-spool-"
-#: The owner, and the random end that ``mkdtemp`` adds; older releases wrote no owner.
+#: A prefix, the owner, which older releases did not write, and the random end that ``mkdtemp`` adds.
 _SPOOL_NAME = re.compile(rf"{_SPOOL}(?:([0-9a-f]{{32}})-)?[a-z0-9_]{{8}}")
 
 
 def find_leftovers(folder: Path, is_wanted: Callable[[str], bool]) -> list[Leftover]:
-    """Find the temporary directories in a folder by their names, sorted; none if the folder does not exist.
+    """Return the temporary directories in a folder, sorted; none if the folder does not exist.
 
-    ``is_wanted`` returns whether to include those of a target, given the stem of the target's name.
+    ``is_wanted`` selects them by the stem of the target that each was made for.
     """
-    found = [parse_temporary(path) for path in _list_temporary(folder)]
+    found = [parse_temporary(path) for path in _list_candidates(folder)]
     return sorted(leftover for leftover in found if leftover is not None and is_wanted(leftover.stem))
 
 
 def find_leftovers_of(path: Path) -> list[Leftover]:
-    """Find the temporary directories of a checkpoint, which are next to it, and those of all in it if it is a folder.
+    """Return the temporary directories of a checkpoint, or of a folder of checkpoints, which need not exist.
 
-    Those next to it come first, sorted, then those in it. It need not exist.
+    Those of the path itself, which are next to it, come first; then those in it.
     """
     inside = find_leftovers(path, lambda _: True) if path.is_dir() else []
     return [*find_leftovers(path.parent, belongs_to(path)), *inside]
 
 
 class FoundFolders(NamedTuple):
-    """The result of a walk.
+    """The result of :func:`walk_folders`.
 
-    ``with_leftovers`` are folders that have leftovers in them, ``links`` are links to folders, which are not followed,
-    and ``broken`` links to what does not exist.
+    Attributes:
+        with_leftovers: Folders that contain leftovers.
+        links: Symbolic links to folders, which the walk does not follow.
+        broken: Symbolic links without a target.
     """
 
     with_leftovers: list[Path]
@@ -67,52 +70,53 @@ class FoundFolders(NamedTuple):
 
 
 def walk_folders(top: Path) -> FoundFolders:
-    """Find the folders that leftovers are in, at any depth; not what is hidden or in a checkpoint, nor behind links."""
+    """Find the folders with leftovers at any depth. Hidden folders, checkpoints and links are not entered."""
     found = FoundFolders([], [], [])
     for path, names, files in os.walk(top):
         folder = Path(path)
         if any("shardckpt-" in name for name in names) and find_leftovers(folder, lambda _: True):
             found.with_leftovers.append(folder)
-        is_checkpoint = MARKER_NAME in files
-        names[:] = [] if is_checkpoint else sorted(name for name in names if not name.startswith("."))
+        if MARKER_NAME in files:
+            names.clear()  # os.walk enters the names that stay in the list
+            continue
+        names[:] = sorted(name for name in names if not name.startswith("."))
         found.links.extend(folder / name for name in names if (folder / name).is_symlink())
-        paths = [] if is_checkpoint else [folder / name for name in sorted(files)]
+        paths = [folder / name for name in sorted(files)]
         found.broken.extend(path for path in paths if path.is_symlink() and not os.path.exists(path))  # noqa: PTH110 - Path's raises for a loop
     return found
 
 
 def belongs_to(target: Path) -> Callable[[str], bool]:
-    """Return a test whether a stem is the target's; older releases did not shorten long names."""
+    """Return the ``is_wanted`` of :func:`find_leftovers` for one target; older releases did not shorten long names."""
     return {stem(target.name), target.name}.__contains__
 
 
 def why_kept(leftover: Leftover, hours: float | None = None) -> str:
-    """Return why a leftover must stay; ``""`` if no living process uses it, and it may be removed.
+    """Return why a leftover must stay; ``""`` if it may be removed, since no living process uses it.
 
-    It is judged by its owner and the times of its files. ``hours`` after the last write an owner on another host counts
-    as dead; by default ``SHARDCKPT_LEFTOVER_HOURS``.
+    ``hours`` after the last write an owner on another host counts as dead; by default ``SHARDCKPT_LEFTOVER_HOURS``.
     """
-    owner = leftover.owner
     if leftover.is_garbage:
         return ""
-    alive = None if owner is None else owner.is_alive()
-    if owner is not None and alive:
-        # this process claims the directories that it fills; another one of its own is what a failed call has left
+    owner = leftover.owner
+    is_alive = None if owner is None else owner.is_alive()  # None: unknown, so the time of the last write decides
+    if is_alive is False:
+        return ""
+    if owner is not None and is_alive:
+        # this process claims the directories that it fills: an unclaimed one of its own was left by a failed call
         if owner == Owner.current() and leftover.stem and not is_claimed(leftover.path.name):
             return ""
         return f"process {owner.pid} of this host is alive"
-    if alive is False:
-        return ""
     limit = settings.leftover_hours() if hours is None else hours
     age = (time.time() - _last_write(leftover)) / _HOUR
     if limit <= 0 or age >= limit:  # clocks of other hosts may be ahead
         return ""
-    whose = "an older release" if owner is None else "a process of another host, container or boot"
-    return f"of {whose}, written to {max(age, 0):.1f} hours ago: it goes after {limit:g}"
+    source = "an older release" if owner is None else "a process of another host, container or boot"
+    return f"of {source}, written to {max(age, 0):.1f} hours ago: it goes after {limit:g}"
 
 
 def remove_leftover(leftover: Leftover) -> None:
-    """Remove a leftover; several processes may do so at a time. StorageError if a part of it still exists."""
+    """Remove a leftover; several processes may do so at once. StorageError if a part of it still exists."""
     path = leftover.path
     with wrap_os_errors("remove", path):
         try:
@@ -128,10 +132,7 @@ def remove_leftover(leftover: Leftover) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory, or a file, if it exists.
-
-    If a part of it could not be removed, which is a StorageError, the rest was.
-    """
+    """Remove a directory or file, if it exists; as much as possible before a StorageError for the part that stays."""
     try:
         if path.is_dir():
             shutil.rmtree(path)
@@ -150,8 +151,10 @@ def remove_free(
 ) -> list[tuple[Leftover, str]]:
     """Remove the leftovers that may be removed; return those that must stay, each with the reason.
 
-    ``why_kept`` returns it, or ``""``. ``report`` gets each whose removal fails, and the error; by default it logs a
-    warning.
+    Args:
+        leftovers: The leftovers to look at.
+        why_kept: Returns why a leftover must stay, or ``""``.
+        report: Called with a leftover whose removal failed, and the error. By default it logs a warning.
     """
     kept = []
     for leftover in leftovers:
@@ -161,7 +164,7 @@ def remove_free(
                 kept.append((leftover, reason))
                 continue
             remove_leftover(leftover)
-            if leftover.owner == Owner.current():  # a removal of its own has two parts, and this is the second
+            if leftover.owner == Owner.current():  # the second half of a removal by this process: no news
                 logger.debug("removed %s", leftover.path)
             else:
                 logger.info("removed %s, which an interrupted save or removal had left", leftover.path)
@@ -189,7 +192,7 @@ def spool_folder() -> Path:
 def find_spools(folder: Path) -> list[Leftover]:
     """Return this user's spool directories in a folder, sorted; empty if the folder does not exist."""
     found = []
-    for path in _list_temporary(folder):
+    for path in _list_candidates(folder):
         name = _SPOOL_NAME.fullmatch(path.name)
         with suppress(FileNotFoundError):
             if name and path.is_dir() and path.lstat().st_uid == os.geteuid():  # others may share the folder
@@ -198,14 +201,14 @@ def find_spools(folder: Path) -> list[Leftover]:
 
 
 def freed_bytes(path: Path) -> int:
-    """Return the bytes that a removal would free: of all files in it without a second hard link."""
+    """Return the bytes that a removal would free: those of files without a hard link elsewhere."""
     return sum(info.st_size for info in _walk(path) if stat.S_ISREG(info.st_mode) and info.st_nlink == 1)
 
 
 def find_last_write(path: Path) -> float | None:
-    """Return when a place, or anything in it, was last written, moved or copied, in seconds since 1970.
+    """Return when a file or directory was last written, moved or copied, in seconds since 1970.
 
-    None if it is on a store that does not say.
+    None if it is on a store that does not tell times.
     """
     if (remote := on_store(path)) is not None:
         return max(remote.times().values(), default=None)
@@ -213,13 +216,13 @@ def find_last_write(path: Path) -> float | None:
 
 
 def used_bytes(path: Path) -> int:
-    """Return the bytes of all files in a file or directory, one with several hard links in it once."""
+    """Return the bytes of a file, or of all files in a directory; several hard links to one file count once."""
     found = {(info.st_dev, info.st_ino): info.st_size for info in _walk(path) if stat.S_ISREG(info.st_mode)}
     return sum(found.values())
 
 
-def _list_temporary(folder: Path) -> list[Path]:
-    """Return what may be ours in a folder; links are not, so nothing outside of it is removed."""
+def _list_candidates(folder: Path) -> list[Path]:
+    """Return paths whose names may be ours. Links never are, so nothing outside of the folder is removed."""
     with wrap_os_errors("list", folder):
         try:
             with os.scandir(folder) as entries:
@@ -229,13 +232,13 @@ def _list_temporary(folder: Path) -> list[Path]:
 
 
 def _last_write(leftover: Leftover) -> float:
-    """Return the time of the last write. Files of a replaced checkpoint are old: there ctime, the move, counts, too."""
+    """Return the time of the last write. The files of a replaced checkpoint are old: its move, ctime, counts too."""
     times = [max(info.st_mtime, info.st_ctime * leftover.is_replaced) for info in _walk(leftover.path)]
     return max(times, default=0.0)
 
 
 def _walk(path: Path) -> Iterator[os.stat_result]:
-    """Yield the status of a file or directory and of all its content; skip what disappears."""
+    """Yield the status of a file or directory and of everything in it; skip what disappears meanwhile."""
     try:
         yield path.lstat()
         below = [] if path.is_symlink() or not path.is_dir() else list(path.iterdir())

@@ -39,3 +39,8 @@ def format_seconds(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
+
+
+def format_metric(value: float | None) -> str:
+    """Return a metric with six digits; None stands for NaN and infinity."""
+    return "not finite" if value is None else f"{value:.6g}"

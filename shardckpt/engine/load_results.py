@@ -28,11 +28,13 @@ def check_values(
     plugins: PluginManager,
     find_dtypes: Callable[[], Mapping[str, torch.dtype]],
 ) -> list[Any]:
-    """Return what ``LoadStrategy.load`` returned, after a check that it fits the shards; no value is read.
+    """Return the values of ``LoadStrategy.load`` if number, types, shapes and dtypes fit the shards.
 
-    Too few or too many values, or one of another type, shape or dtype, are a PluginError that names the strategy, the
-    plugin and the key. ``find_dtypes`` returns the stored dtypes by key. It is called only where a tensor has another
-    than its shard.
+    ``find_dtypes`` returns the stored dtypes by key. It may read the index, so it is called only for a tensor whose
+    dtype is not its shard's.
+
+    Raises:
+        PluginError: They do not fit. It names the strategy, the plugin and the key.
     """
     try:
         _check_list(values, wanted)
@@ -42,32 +44,32 @@ def check_values(
                     continue
                 _check_tensor(shard, value, find_dtypes)
             elif isinstance(value, ShardedBase):
-                raise PluginError(f"load returned for object {_name(shard)} a {_kind(value)}: return its value")
+                raise PluginError(f"load returned for object {_quote(shard)} a {_class_name(value)}: return its value")
     except PluginError as exc:
         raise PluginError(f"{describe_strategy(strategy, plugins)}: {exc}") from None
     return list(values)
 
 
 def check_common(strategy: LoadStrategy, common: Any, plugins: PluginManager) -> StateDict:
-    """Return what ``load_common`` returned; PluginError if it is no dict."""
+    """Return the common state of ``LoadStrategy.load_common``; PluginError unless it is a dict."""
     if not isinstance(common, dict):
         raise PluginError(
-            f"{describe_strategy(strategy, plugins)}: load_common returned a {_kind(common)}, expected a dict, "
+            f"{describe_strategy(strategy, plugins)}: load_common returned a {_class_name(common)}, expected a dict, "
             "{} if there is no common state"
         )
     return common
 
 
 def check_index(strategy: LoadStrategy, index: Any, plugins: PluginManager) -> list[ShardedBase]:
-    """Return what ``load_index`` returned; PluginError if it is no list of ShardedTensors and ShardedObjects."""
+    """Return the index of ``LoadStrategy.load_index``; PluginError unless it is a list of shards."""
     if isinstance(index, list):
-        # by class: a large checkpoint has a million entries
+        # one check per class: a large checkpoint has a million entries
         wrong = [kind for kind in {*map(type, index)} if not issubclass(kind, (ShardedTensor, ShardedObject))]
         if not wrong:
             return index
         what = f"a list with a {wrong[0].__name__}"
     else:
-        what = f"a {_kind(index)}"
+        what = f"a {_class_name(index)}"
     raise PluginError(
         f"{describe_strategy(strategy, plugins)}: load_index returned {what}, expected a list of ShardedTensors and "
         "ShardedObjects without data"
@@ -75,29 +77,29 @@ def check_index(strategy: LoadStrategy, index: Any, plugins: PluginManager) -> l
 
 
 def check_columns(strategy: LoadStrategy, columns: Any, plugins: PluginManager) -> StoredColumns:
-    """Return what ``list_columns`` returned; PluginError if it is no StoredColumns, or its columns differ in length."""
+    """Return the columns of ``list_columns``; PluginError unless they are StoredColumns of equal lengths."""
     if isinstance(columns, StoredColumns):
         counts = len(columns.keys), len(columns.dtypes), len(columns.shapes)
         if len(set(counts)) == 1:
             return columns
         what = "{} keys, {} dtypes and {} shapes".format(*counts)
     else:
-        what = f"a {_kind(columns)}"
+        what = f"a {_class_name(columns)}"
     raise PluginError(
-        f"{describe_strategy(strategy, plugins)}: list_columns returned {what}, expected a StoredColumns with one of "
-        "each for a tensor"
+        f"{describe_strategy(strategy, plugins)}: list_columns returned {what}, expected StoredColumns with one of "
+        "each per tensor"
     )
 
 
 def check_buildable(
     strategy: LoadStrategy, wanted: Sequence[ShardedObject], found: Any, plugins: PluginManager
 ) -> list[bool]:
-    """Return what ``can_build`` returned; PluginError if it is no list with one answer for each object."""
+    """Return the answers of ``can_build``; PluginError unless there is one for each object."""
     if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
-        answers = f"{len(found)} answers" if isinstance(found, (list, tuple)) else f"a {_kind(found)}"
+        returned = f"{len(found)} answers" if isinstance(found, (list, tuple)) else f"a {_class_name(found)}"
         raise PluginError(
-            f"{describe_strategy(strategy, plugins)}: can_build returned {answers} for {len(wanted)} objects, "
-            f"{_name(wanted[0])} the first: expected a list with one bool for each"
+            f"{describe_strategy(strategy, plugins)}: can_build returned {returned} for {len(wanted)} objects, "
+            f"{_quote(wanted[0])} the first: expected a list with one bool for each"
         )
     return list(found)
 
@@ -105,10 +107,10 @@ def check_buildable(
 def _check_list(values: Any, wanted: Sequence[ShardedBase]) -> None:
     rule = "expected a list with one value for each shard, in their order"
     if not isinstance(values, (list, tuple)):
-        raise PluginError(f"load returned a {_kind(values)}; {rule}")
+        raise PluginError(f"load returned a {_class_name(values)}; {rule}")
     if len(values) < len(wanted):
         raise PluginError(
-            f"load returned {len(values)} values for {len(wanted)} shards, and none for {_name(wanted[len(values)])}; "
+            f"load returned {len(values)} values for {len(wanted)} shards, and none for {_quote(wanted[len(values)])}; "
             f"{rule}"
         )
     if len(values) > len(wanted):
@@ -118,8 +120,8 @@ def _check_list(values: Any, wanted: Sequence[ShardedBase]) -> None:
 def _check_tensor(shard: ShardedTensor, value: Any, find_dtypes: Callable[[], Mapping[str, torch.dtype]]) -> None:
     expected = f"expected shape {shard.data_shape} and {shard.dtype}"
     if not isinstance(value, torch.Tensor):
-        raise PluginError(f"load returned for {_name(shard)} a {_kind(value)}, no tensor; {expected}")
-    found = f"load returned for {_name(shard)} shape {tuple(value.shape)} and {value.dtype}"
+        raise PluginError(f"load returned for {_quote(shard)} a {_class_name(value)}, no tensor; {expected}")
+    found = f"load returned for {_quote(shard)} shape {tuple(value.shape)} and {value.dtype}"
     if tuple(value.shape) != shard.data_shape:
         raise PluginError(f"{found}; {expected}")
     if value.is_meta:
@@ -133,9 +135,9 @@ def _check_tensor(shard: ShardedTensor, value: Any, find_dtypes: Callable[[], Ma
         raise PluginError(f"{found}; {expected}, or the stored {stored}, which the core casts")
 
 
-def _name(shard: ShardedBase) -> str:
+def _quote(shard: ShardedBase) -> str:
     return repr(shard.unique_key if isinstance(shard, ShardedObject) else shard.key)
 
 
-def _kind(value: Any) -> str:
+def _class_name(value: Any) -> str:
     return type(value).__name__

@@ -38,22 +38,24 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda _: "MISSING"})()
 class _Slot(NamedTuple):
     """A leaf whose value is not in the common state.
 
-    ``value`` gets the loaded values of all shards of the template, and returns the leaf's, or ``MISSING``. ``shard`` is
-    the index of the shard in the template, if the value is that of a single one.
+    Attributes:
+        compute: Returns the leaf's value, or ``MISSING``, given the loaded values of all shards of the template.
+        shard: The index in the template of the shard whose value it is; None for a factory's and for a local value.
     """
 
-    value: Callable[[list[Any]], Any]
+    compute: Callable[[list[Any]], Any]
     shard: int | None = None
 
 
 class LoadTemplate:
     """The structure of the state dict to load; the caller's dict and descriptions are not changed.
 
-    A leaf that is one rank's part of a tensor, and that nothing describes, is a ShardingError.
+    A leaf such as a DTensor, which is one rank's part of a tensor and not described as a shard, is a ShardingError.
 
     Args:
-        list_stored: Returns what the checkpoint stores, which decides what is wanted of optional entries; called once
-            if there are any. By default it has nothing of them.
+        wanted: The state dict to load.
+        list_stored: Returns the names that the checkpoint stores: optional entries without stored values are not
+            loaded. It is called once, and only if there are optional entries. By default nothing is stored.
 
     Attributes:
         shards: Copies of the descriptions of all shards, factories' included, in the order of the leaves.
@@ -63,10 +65,10 @@ class LoadTemplate:
     def __init__(self, wanted: ShardedStateDict, list_stored: Callable[[], StoredNames] = StoredNames.nothing) -> None:
         self.shards: list[ShardedBase] = []
         self.left_out: list[str] = []
-        self._has_taken = False
-        self._has_dropped = False
         self._list_stored = list_stored
-        self._has_parts = False
+        self._has_stored_entries = False
+        self._has_unstored_entries = False
+        self._may_have_parts = False
         self._has_tensors = False
         if isinstance(wanted, str | int | float | os.PathLike | None):
             raise CheckpointingException(
@@ -74,7 +76,7 @@ class LoadTemplate:
                 "shardckpt.adapters.to_sharded_state_dict(model, optimizer) returns it, first, and then the path"
             )
         self._tree = self._make_slots(wanted)
-        for path, leaf in nested_items(self._tree) if self._has_parts else ():
+        for path, leaf in nested_items(self._tree) if self._may_have_parts else ():
             refuse_parts(leaf, path)
 
     def fill(
@@ -82,26 +84,28 @@ class LoadTemplate:
     ) -> StateDict:
         """Return the state dict, filled with loaded values and the common state, which is not changed.
 
-        ``values`` has the loaded value of every shard in :attr:`shards`, in order, or ``MISSING``; the common state has
-        the values of all other leaves. It is an error if it has a value where the template has a shard, or a list of
-        another length.
+        A value in the common state where the template has a shard is an error, and so is a list of another length.
 
-        ``built`` are the indices of shards whose values the strategy has built from values that are in the common
-        state, too. If there are any, a value of the common state is left out where the template has a shard; with
-        ``only_built`` only where it has one of these.
+        Args:
+            values: The loaded value of every shard in :attr:`shards`, in order, or ``MISSING``.
+            common: The values of all other leaves.
+            built: Indices of shards whose objects the strategy built from single values, as plain DCP stores them. The
+                common state has those values, too; if there are any, they are dropped from it where the template has
+                a shard.
+            only_built: Drop them only where the template has one of the ``built`` shards.
         """
         if built:
-            common = _leave_out(self._tree, common, built, "", built if only_built else None)
+            common = _drop_stored_twice(self._tree, common, built, "", built if only_built else None)
         filled = _assemble(self._tree, values, common, "")
         return filled if isinstance(filled, dict) else {}
 
     def find_ignored_tensors(self, common: StateDict) -> list[str]:
-        """Return the paths of tensors that no shard describes, where the common state has nothing either."""
+        """Return the paths of wanted tensors that are neither described by a shard nor in the common state."""
         found = _pair_tensors(self._tree, common, ()) if self._has_tensors else ()
         return [format_path(path) for path, _, stored in found if stored is MISSING]
 
     def find_misshapen(self, common: StateDict) -> list[str]:
-        """Return paths and shapes of tensors that no shard describes, and that the common state has in other shapes."""
+        """Return paths and shapes of wanted tensors that the common state has in other shapes."""
         found = _pair_tensors(self._tree, common, ()) if self._has_tensors else ()
         return [
             f"{format_path(path)} {tuple(stored.shape)} for {tuple(wanted.shape)}"
@@ -110,7 +114,7 @@ class LoadTemplate:
         ]
 
     def _make_slots(self, wanted: Any) -> Any:
-        """Return the structure with slots as leaves, and append the shards to the list."""
+        """Return the structure with a slot for each leaf that is loaded, and append its shards to :attr:`shards`."""
         if isinstance(wanted, OptionalEntries):
             return self._make_entries(wanted)
         if isinstance(wanted, dict):
@@ -133,16 +137,16 @@ class LoadTemplate:
             first, prefix = len(self.shards), f"{wanted.prefix}{name}."
             slots = self._make_slots(entry)
             keys = [shard.key for shard in self.shards[first:]]
-            # keys that were changed do not show by name whether the checkpoint has the entry
+            # keys that were renamed do not begin with the entry's name: whether it is stored cannot be told from them
             is_optional = not wanted.required and all(f"{key}.".startswith(prefix) for key in keys)
             has_local_values = slots and not keys
             if is_optional and not has_local_values and not any(map(self._stored.has, keys)):
                 del self.shards[first:]
                 self.left_out.append(prefix.removesuffix("."))
-                self._has_dropped |= len(keys) > 0
+                self._has_unstored_entries |= len(keys) > 0
             else:
                 found[name] = slots
-                self._has_taken |= is_optional and len(keys) > 0
+                self._has_stored_entries |= is_optional and len(keys) > 0
         return found
 
     @cached_property
@@ -152,20 +156,20 @@ class LoadTemplate:
     @property
     def drops_all(self) -> bool:
         """Whether the caller has optional entries, and nothing of any is stored."""
-        return self._has_dropped and not self._has_taken
+        return self._has_unstored_entries and not self._has_stored_entries
 
     def _make_slot(self, leaf: Any) -> Any:
         if type(leaf) is ShardedTensor:  # most leaves are
             return self._add_shard(leaf)
         if isinstance(leaf, ShardedTensorFactory):
             return _Slot(partial(_merge, dict_list_map_outplace(self._make_slot, build_copy(leaf)), leaf.merge_fn))
-        if isinstance(leaf, PlainObject):  # for other readers
+        if isinstance(leaf, PlainObject):  # stored for the readers of other libraries alone
             return _Slot(lambda _: MISSING)
         if isinstance(leaf, ShardedBase):
             return self._add_shard(leaf)
         if isinstance(leaf, LocalNonpersistentObject):
             return _Slot(lambda _: leaf.unwrap())
-        self._has_parts |= is_part(leaf) or holds_tensors(leaf)
+        self._may_have_parts |= is_part(leaf) or holds_tensors(leaf)
         self._has_tensors |= isinstance(leaf, torch.Tensor)
         return leaf
 
@@ -178,7 +182,7 @@ class LoadTemplate:
 def _pair_tensors(
     wanted: Any, common: Any, path: tuple[Any, ...]
 ) -> Iterator[tuple[tuple[Any, ...], torch.Tensor, Any]]:
-    """Yield the path of each tensor, the tensor, and what the common state has at that path; MISSING if nothing."""
+    """Yield the path of each wanted tensor, the tensor, and the value of the common state at that path or MISSING."""
     if isinstance(wanted, dict) and (common is MISSING or isinstance(common, dict)):
         for key, value in wanted.items():
             yield from _pair_tensors(value, MISSING if common is MISSING else common.get(key, MISSING), (*path, key))
@@ -190,33 +194,33 @@ def _pair_tensors(
 
 
 def _merge(built: Any, merge_fn: FactoryMergeFn, values: list[Any]) -> Any:
-    """Return what merge_fn makes of a factory's loaded shards; its plain leaves are as build_fn made them."""
-    parts = dict_list_map_outplace(lambda leaf: leaf.value(values) if isinstance(leaf, _Slot) else leaf, built)
+    """Return a factory's value: merge_fn gets its loaded shards, and the plain leaves that build_fn made."""
+    parts = dict_list_map_outplace(lambda leaf: leaf.compute(values) if isinstance(leaf, _Slot) else leaf, built)
     return MISSING if any(value is MISSING for value in nested_values(parts)) else merge_fn(parts)
 
 
-def _leave_out(
-    wanted: Any, common: Any, built: Collection[int], path: str, slots: Collection[int] | None = None
+def _drop_stored_twice(
+    wanted: Any, common: Any, built: Collection[int], path: str, shards: Collection[int] | None = None
 ) -> Any:
-    """Return the common state without what stands where ``wanted`` has slots; MISSING if nothing is left.
+    """Return the common state without its values at the slots of ``wanted``; MISSING if nothing is left.
 
-    With ``slots``, those of other shards do not count.
+    ``shards`` limits this to the slots of these shards.
     """
-    if not _has_slot(wanted, slots):
+    if not _has_slot(wanted, shards):
         return common
     if isinstance(wanted, dict) and isinstance(common, dict):
         parts = {
-            key: _leave_out(wanted[key], value, built, f"{path}[{key!r}]", slots) if key in wanted else value
+            key: _drop_stored_twice(wanted[key], value, built, f"{path}[{key!r}]", shards) if key in wanted else value
             for key, value in common.items()
         }
         return {key: part for key, part in parts.items() if part is not MISSING}
     if isinstance(wanted, list) and isinstance(common, list):
-        return _leave_out_of_list(wanted, common, built, path)
+        return _drop_from_list(wanted, common, built, path)
     return MISSING
 
 
-def _leave_out_of_list(wanted: list[Any], common: list[Any], built: Collection[int], path: str) -> Any:
-    # the stored values are those of what is built and of what is not sharded, in order; tensors have none
+def _drop_from_list(wanted: list[Any], common: list[Any], built: Collection[int], path: str) -> Any:
+    # the stored list has the values of built and of unsharded items, in order; tensors are not in it
     positions = [i for i, value in enumerate(wanted) if _has_common(value) or _has_slot(value, built)]
     if len(common) == len(wanted):
         positions = list(range(len(wanted)))
@@ -227,17 +231,17 @@ def _leave_out_of_list(wanted: list[Any], common: list[Any], built: Collection[i
         )
     rest = []
     for position, value in zip(positions, common, strict=True):
-        # what is only slots is left out, and has no place in what remains
+        # an item of slots alone has no place in the list that remains
         if _has_common(wanted[position]):
-            part = _leave_out(wanted[position], value, built, f"{path}[{position}]")
+            part = _drop_stored_twice(wanted[position], value, built, f"{path}[{position}]")
             rest.append(value if part is MISSING else part)
     return rest or MISSING
 
 
-def _has_slot(wanted: Any, numbers: Collection[int] | None = None) -> bool:
-    """Return whether there are slots in it; with ``numbers``, those of one of these shards."""
+def _has_slot(wanted: Any, shards: Collection[int] | None = None) -> bool:
+    """Return whether a structure has a slot, or with ``shards`` a slot of one of these shards."""
     slots = (leaf for leaf in nested_values(wanted) if isinstance(leaf, _Slot))
-    return any(numbers is None or slot.shard in numbers for slot in slots)
+    return any(shards is None or slot.shard in shards for slot in slots)
 
 
 def _assemble(wanted: Any, values: list[Any], common: Any, path: str) -> Any:
@@ -248,7 +252,7 @@ def _assemble(wanted: Any, values: list[Any], common: Any, path: str) -> Any:
                 f"the checkpoint's common state has a value at {path or 'the top level'}, where the state dict to "
                 "load has a sharded or local one: describe it as it was saved"
             )
-        return wanted.value(values)
+        return wanted.compute(values)
     if isinstance(wanted, dict) and (common is MISSING or isinstance(common, dict)):
         return _assemble_dict(wanted, values, common, path)
     if isinstance(wanted, list) and (common is MISSING or isinstance(common, list)):
@@ -265,8 +269,8 @@ def _assemble_dict(wanted: dict[Any, Any], values: list[Any], common: Any, path:
     stored: dict[Any, Any] = {} if common is MISSING else common
     result = copy.copy(stored)
     for key, value in wanted.items():
-        if type(value) is _Slot and key not in stored:  # most are so, and need no path
-            part = value.value(values)
+        if type(value) is _Slot and key not in stored:  # the usual case, which needs no path
+            part = value.compute(values)
         else:
             part = _assemble(value, values, stored.get(key, MISSING), f"{path}[{key!r}]")
         if part is not MISSING:
@@ -276,10 +280,10 @@ def _assemble_dict(wanted: dict[Any, Any], values: list[Any], common: Any, path:
 
 def _assemble_list(wanted: list[Any], values: list[Any], common: Any, path: str) -> Any:
     stored: list[Any] = [] if common is MISSING else common
-    # a save leaves sharded values out of a list, so the stored values are those of the others, in order
+    # a save leaves sharded items out of a list: the stored list has the others, in order
     positions = [index for index, value in enumerate(wanted) if _has_common(value)]
     if len(stored) == len(wanted):
-        positions = list(range(len(wanted)))  # every value left something in the common state
+        positions = list(range(len(wanted)))  # no item is entirely sharded
     if common is not MISSING and len(stored) != len(positions):
         if len(positions) == len(wanted):
             return common  # nothing in it is sharded: the stored list is the result, whatever its length

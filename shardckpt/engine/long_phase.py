@@ -1,6 +1,6 @@
-"""Says which phase an operation has been in for long: a save that hangs comes to no other line of the log.
+"""Log phases that take long: an operation that hangs logs nothing else.
 
-One thread of the process looks at all phases in progress. It starts with the first, and ends when there is none.
+One thread per process watches all phases in progress. It starts with the first phase and ends with the last.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds after which a phase is first reported. A rank that waits for others does nothing, and says so earlier.
+#: Seconds after which a phase is first reported. A wait for other ranks is reported earlier, by ``long_wait``.
 NOTICE_AFTER = 60.0
 #: Seconds between two looks at the phases.
 _ROUND = 1.0
-#: Seconds since some moment; tests have simulated ones.
+#: Replaced by a simulated clock in tests.
 _clock = time.perf_counter
 
 
 class WatchedOperation(Protocol):
-    """What the report of a long phase says of its operation."""
+    """The part of an operation that the report of a long phase needs."""
 
     kind: str
     directory: Path
@@ -38,17 +38,19 @@ class WatchedOperation(Protocol):
 
     @property
     def last_progress(self) -> float:
-        """When bytes of it were last done, by ``time.perf_counter``; 0.0 if nothing watches them."""
+        """When bytes were last read or written, by ``time.perf_counter``; 0.0 if progress is not tracked."""
 
 
 class LongPhase:
     """A phase of an operation, from its start to :meth:`end`.
 
-    Without a name it is that of the operation's Comm. In the ``background`` it goes on behind the thread that starts
-    it.
+    Args:
+        operation: The operation, for the report.
+        name: The phase's name; ``""`` for the current phase of the operation's Comm.
+        background: Whether it goes on after the thread that starts it has left it.
     """
 
-    __slots__ = ("_is_said", "_operation", "_since", "name", "started", "thread")
+    __slots__ = ("_is_reported", "_operation", "_since", "name", "started", "thread")
 
     def __init__(self, operation: WatchedOperation, name: str, *, background: bool = False) -> None:
         self.name = name
@@ -58,25 +60,25 @@ class LongPhase:
         self.thread = None if background else threading.get_ident()
         self._operation = operation
         self._since = self.started
-        self._is_said = False
+        self._is_reported = False
         _watch.add(self)
 
     def end(self) -> None:
-        """Stop watching the phase; without effect if that was done."""
+        """Stop watching the phase; a second call has no effect."""
         _watch.remove(self, _clock())
 
     def restart(self, now: float) -> None:
-        """Count from now on: until now another phase within this one, or another rank, is what took the time."""
+        """Count from now on: the time until now was spent in a phase within this one, or waiting for another rank."""
         self._since = now
 
     def report_once(self, now: float) -> None:
-        """Log a warning if the phase has become long, and no byte has been done meanwhile, once."""
+        """Log one warning if the phase has been long without a byte read or written."""
         operation = self._operation
         name = self.name or operation.comm.phase or operation.kind
         quiet = now - max(self._since, operation.last_progress)
-        if self._is_said or not is_news(f"{operation.kind} in {name}", quiet, NOTICE_AFTER):
+        if self._is_reported or not is_news(f"{operation.kind} in {name}", quiet, NOTICE_AFTER):
             return
-        self._is_said = True
+        self._is_reported = True
         logger.warning(
             "shardckpt: %s of %s has been in %r for %.0f s on rank %d, and has not ended. py-spy dump --subprocesses "
             "--pid %d shows what it is doing",
@@ -93,7 +95,7 @@ class _Watch:
     """The phases of this process in progress, and the thread that looks at them."""
 
     def __init__(self) -> None:
-        #: Reentrant: the garbage collector may run within, and end a save that was dropped.
+        #: Reentrant: the garbage collector may run while it is held, and end a save that was dropped.
         self._lock = threading.RLock()
         self._running: list[LongPhase] = []
         self._thread: threading.Thread | None = None
@@ -104,25 +106,25 @@ class _Watch:
             self._running.append(phase)
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="shardckpt-watch", daemon=True)
-                with suppress(RuntimeError):  # a program that ends, or a system at its limit, starts no thread
+                with suppress(RuntimeError):  # no thread starts at the interpreter's exit, or at a system's limit
                     thread.start()
                     self._thread = thread
 
     def remove(self, phase: LongPhase, now: float) -> None:
-        """Stop watching a phase; the one around it counts from now on."""
-        with self._lock, suppress(ValueError):  # a fork's child has none of its parent's
+        """Stop watching a phase; the phase around it, in the same thread, counts from now on."""
+        with self._lock, suppress(ValueError):  # the child of a fork does not have its parent's phases
             self._running.remove(phase)
-            around = [other for other in self._running if other.thread is not None and other.thread == phase.thread]
-            if around:
-                around[-1].restart(now)
+            outer = [other for other in self._running if other.thread is not None and other.thread == phase.thread]
+            if outer:
+                outer[-1].restart(now)
 
     def report(self, now: float) -> None:
-        """Log a warning for each phase that has become long: the innermost of each thread."""
+        """Log a warning for each innermost phase of a thread, and each background phase, that has become long."""
         with self._lock:
-            running = {phase.thread or id(phase): phase for phase in self._running}
-        for phase in running.values():
+            innermost = {phase.thread or id(phase): phase for phase in self._running}  # later phases replace outer ones
+        for phase in innermost.values():
             if phase.thread is not None and is_waiting(phase.thread):
-                phase.restart(now)  # the wait for other ranks is reported there
+                phase.restart(now)  # long_wait reports a wait for other ranks
             else:
                 phase.report_once(now)
 
@@ -130,7 +132,7 @@ class _Watch:
         pause = threading.Event()
         while True:
             pause.wait(_ROUND)
-            with suppress(Exception):  # of a logging handler: the thread must go on
+            with suppress(Exception):  # a logging handler may fail: the thread must go on
                 self.report(_clock())
             with self._lock:
                 if not self._running:
@@ -142,8 +144,8 @@ _watch = _Watch()
 
 
 def _watch_anew() -> None:
-    """Forget what the parent does, in a fork's child: it is without the threads that do it."""
-    global _watch  # noqa: PLW0603 - the child's own, with a lock that no thread of the parent holds
+    """Forget the parent's phases in the child of a fork, which does not have the parent's threads."""
+    global _watch  # noqa: PLW0603 - a new one, since a thread of the parent may have held the old one's lock
     _watch = _Watch()
 
 

@@ -86,8 +86,8 @@ def convert_checkpoint(
             ``torch.save`` or safetensors: a path, or, but for files, a URL. It is not changed, unless it is ``new``.
         new: Directory or URL of the new checkpoint: absent or empty, or see ``overwrite``. For ``"torch"`` a
             file of this machine.
-        to: What to write: a SaveStrategy, a backend, or (backend, version); ``"dcp"``, the first backend of which
-            stock ``dcp.load`` reads all values, with those of the common state under their paths; ``"hf"``, a
+        to: What to write: a SaveStrategy, a backend, or (backend, version); ``"dcp"``, the first backend whose values
+            stock ``dcp.load`` reads, with those of the common state under their paths; ``"hf"``, a
             Hugging Face folder of the tensors; or ``"torch"``, a file of ``torch.save`` with plain tensors and builtin
             containers.
         memory_budget: Bytes, or text such as ``"256MiB"``, that may be in memory at a time: a half for tensors, of

@@ -74,7 +74,7 @@ def check_weights(weights: Sequence[float], count: int) -> None:
     """Raise CheckpointingException unless the weights are of ``count`` checkpoints, and have a sum to divide by."""
     if len(weights) != count:
         raise CheckpointingException(
-            f"weights {list(weights)}: there are {len(weights)} for {count} sources, of which each needs one"
+            f"weights {list(weights)}: there are {len(weights)} for {count} sources: give one for each"
         )
     try:
         largest = max((abs(float(weight)) for weight in weights), default=0.0)

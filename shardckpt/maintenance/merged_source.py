@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 
@@ -143,8 +143,8 @@ class MergedLoadStrategy(LoadStrategy):
         if missing:
             raise KeyMismatchError(
                 f"not all sources have the same tensors: {missing}. Read one by other names "
-                f"({_suggest_rename(found, len(self.names))}, rename=[None, {{old: new}}]; Hub folders beside "
-                "Megatron's checkpoints by --mapping megatron, mapping='megatron'), leave them out (--leave-out, "
+                f"({_suggest_rename(found, len(self.names))}, rename=[None, {{old: new}}]; Hub folders together "
+                "with Megatron's checkpoints by --mapping megatron, mapping='megatron'), leave them out (--leave-out, "
                 "leave_out=...), or say what becomes of them (--missing, missing='drop' or 'available')"
             )
         self.left_out += [stored_key(shard) for shard in objects if self._is_left_out(plain_name(shard))]
@@ -314,18 +314,11 @@ class PlainObjectsMergedLoadStrategy(MergedLoadStrategy):
 
     def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:  # noqa: ARG002 - the base has its own
         """Return the base's."""
-        return self._strategy.read_plain_objects(self.base.context)
+        return cast("ReadsPlainObjects", self.base.strategy).read_plain_objects(self.base.context)
 
     def list_plain_objects(self, context: LoadContext) -> list[str]:  # noqa: ARG002 - the base has its own
         """Return the keys of the base's."""
-        return self._strategy.list_plain_objects(self.base.context)
-
-    @property
-    def _strategy(self) -> ReadsPlainObjects:
-        strategy = self.base.strategy
-        if not isinstance(strategy, ReadsPlainObjects):
-            raise TypeError(strategy)
-        return strategy
+        return cast("ReadsPlainObjects", self.base.strategy).list_plain_objects(self.base.context)
 
 
 def merge_opened(

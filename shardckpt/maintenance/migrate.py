@@ -154,7 +154,7 @@ def _refuse_loss(what: str, before: dict[str, str], staging: Path, files: Path, 
     except CannotLoadError as exc:
         raise PluginError(
             f"{what} wrote what nothing installed reads; nothing was committed. Install the LoadStrategy of that "
-            "version beside it, or name another version (--to)"
+            "version, too, or name another version (--to)"
         ) from exc
     except CheckpointingException as exc:
         raise PluginError(f"{what} wrote what cannot be read; nothing was committed: {exc}") from exc

@@ -376,7 +376,7 @@ def describe_unread_files(files: Mapping[str, str]) -> str:
     are = "is" if len(files) == 1 else "are"
     many = format_many(len(files), "file")
     names = [f"{name} (damaged)" if fault else name for name, fault in files.items()]
-    return f"{many} of torch.save beside the model {are} not read: {listed(names, limit=6)}" if files else ""
+    return f"{many} of torch.save next to the model {are} not read: {listed(names, limit=6)}" if files else ""
 
 
 def list_torch_files(place: Path) -> list[str]:

@@ -21,16 +21,16 @@ _BLOCK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Statistics:
-    """The statistics of a region's values. Those of a complex dtype are their absolute values.
+    """Statistics of the values in a region; of a complex dtype, statistics of the absolute values.
 
     Attributes:
-        count: How many elements it has.
-        nans: How many are NaN.
-        infs: How many are infinite.
-        minimum: The least finite one; None if there is none.
-        maximum: The greatest finite one; None if there is none.
-        mean: The mean of the finite ones, computed in float64; None if there is none.
-        norm: The Euclidean norm of the finite ones, computed in float64.
+        count: The number of elements.
+        nans: The number that are NaN.
+        infs: The number that are infinite.
+        minimum: The least finite value; None if no value is finite.
+        maximum: The greatest finite value; None if no value is finite.
+        mean: The mean of the finite values, computed in float64; None if no value is finite.
+        norm: The Euclidean norm of the finite values, computed in float64.
     """
 
     count: int
@@ -45,14 +45,19 @@ class Statistics:
 def compute_statistics(
     stored: StoredTensor, index: Any = ..., count_bytes: Callable[[int], None] = lambda _: None
 ) -> Statistics:
-    """Read a region of a stored tensor block by block, and compute statistics of its values. Not collective.
+    """Compute statistics of a region of a stored tensor, which is read block by block. Not collective.
 
-    The region is given as for indexing. ``count_bytes`` is called with the bytes of each block that was read. A dtype
-    that torch does not convert to float64 is an error.
+    Args:
+        stored: The tensor.
+        index: The region, as for indexing.
+        count_bytes: Called with the size of each block that was read, for progress.
+
+    Raises:
+        CheckpointingException: torch does not convert the dtype to float64.
     """
     count = nans = infs = finite_count = 0
-    least: list[float] = []
-    most: list[float] = []
+    minima: list[float] = []
+    maxima: list[float] = []
     sums: list[float] = []
     norms: list[float] = []
     for block in stored.blocks(index, max_bytes=_BLOCK_BYTES):
@@ -64,19 +69,26 @@ def compute_statistics(
         infs += int(values.isinf().sum())
         finite_count += finite.numel()
         if finite.numel():
-            exact = block if _is_integer(block.dtype) else finite  # float64 has no integers above 2**53
-            least.append(exact.min().item())
-            most.append(exact.max().item())
+            exact = block if _is_integer(block.dtype) else finite  # float64 rounds integers above 2**53
+            minima.append(exact.min().item())
+            maxima.append(exact.max().item())
             sums.append(finite.sum().item())
             norms.append(finite.norm().item())
-    mean = math.fsum(sums) / finite_count if finite_count else None
-    return Statistics(count, nans, infs, min(least, default=None), max(most, default=None), mean, math.hypot(*norms))
+    return Statistics(
+        count=count,
+        nans=nans,
+        infs=infs,
+        minimum=min(minima, default=None),
+        maximum=max(maxima, default=None),
+        mean=math.fsum(sums) / finite_count if finite_count else None,
+        norm=math.hypot(*norms),  # hypot scales, so squares of large norms do not overflow
+    )
 
 
 def has_numbers(values: torch.Tensor) -> bool:
-    """Return whether torch converts the dtype to wider ones: it does not convert packed ones."""
+    """Return whether torch can convert the values to float64; it cannot for packed dtypes, such as float4."""
     try:
-        values[:0].double() if values.dim() else values.double()
+        values[:0].double() if values.dim() else values.double()  # the dtype decides: no value need be converted
     except (RuntimeError, NotImplementedError):
         return False
     return True

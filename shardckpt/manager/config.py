@@ -57,7 +57,7 @@ from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.registry import parse_keys
 from shardckpt.plugins.resolver import is_accepted, list_unknown_accepted
 from shardckpt.plugins.stores import check_served
-from shardckpt.storage.memory_budget import LEAST_READING, parse_memory_budget, parse_size, show_budget, show_mib
+from shardckpt.storage.memory_budget import LEAST_READING, explain_small_budget, parse_memory_budget, parse_size
 from shardckpt.storage.store_errors import mask_password
 from shardckpt.strategy import AsyncSaveStrategy, StoresHubFolders
 
@@ -465,23 +465,12 @@ class CheckpointConfig(BaseModel):
         found = parse_dtype(dtype, "export_dtype")
         return None if found is None else str(found).removeprefix("torch.")
 
-    @field_validator("quota")
+    @field_validator("quota", "memory_budget")
     @classmethod
-    def _check_quota(cls, quota: int | str | None) -> int | str | None:
-        if quota is not None:
-            parse_size(quota, "quota")
-        return quota
-
-    @field_validator("memory_budget")
-    @classmethod
-    def _check_memory_budget(cls, budget: int | str | None) -> int | str | None:
-        found = parse_memory_budget(budget)
-        if found is not None and found < LEAST_READING:
-            raise ValueError(
-                f"{show_budget(found)}: a save or a load takes at least {show_mib(LEAST_READING)} on each rank; a save "
-                "to a URL takes more, and one with an async_mode what the copy of the rank's tensors takes besides"
-            )
-        return budget
+    def _check_size(cls, size: int | str | None, info: ValidationInfo) -> int | str | None:
+        if size is not None:
+            parse_size(size, str(info.field_name))
+        return size
 
     @field_validator("async_mode", mode="before")
     @classmethod
@@ -602,7 +591,6 @@ class CheckpointConfig(BaseModel):
         is_async = self.async_mode is not AsyncMode.DISABLED
         excluded = set(self.exclude_from_loading)
         kept = next((policy for policy in self.retention if isinstance(policy, KeepBest)), None)
-        least_export = LEAST_EXPORTING_ON_STORES if "://" in self.folder else LEAST_EXPORTING
         contradictions = {  # each says what to do after its last colon
             # Checked, though the newest complete checkpoint always stays: with one more, a damaged newest is no loss.
             "keep_latest_k=1 with an async_mode leaves none to fall back on: keep 2 or more, or 0 for all": (
@@ -646,18 +634,25 @@ class CheckpointConfig(BaseModel):
             "initial_load_in_hf: a Hugging Face folder has the model only: leave initial_load_model_only True": (
                 self.initial_load_in_hf and not self.initial_load_model_only
             ),
-            f"memory_budget is too small for last_save_in_hf: give at least {show_mib(least_export)}": (
-                self.last_save_in_hf and (parse_memory_budget(self.memory_budget) or least_export) < least_export
-            ),
             "load_only saves nothing, no seed checkpoint either: leave create_seed_checkpoint False": (
                 self.load_only and self.create_seed_checkpoint
             ),
         }
         given = dict(self)
         texts = [*_find_replaced(given), *(why for why, is_wrong in contradictions.items() if is_wrong)]
+        texts += filter(None, [self._explain_small_budget()])
         if texts:
             raise ConfigurationError.list_all("", [_make_contradiction(given, text) for text in texts])
         return self
+
+    def _explain_small_budget(self) -> str:
+        if self.last_save_in_hf:
+            least = LEAST_EXPORTING_ON_STORES if "://" in self.folder else LEAST_EXPORTING
+            action, advice = "the export of last_save_in_hf takes", ""
+        else:
+            least, action = LEAST_READING, "a save or a load takes"
+            advice = " on each rank; a save to a URL takes more, and an async_mode a copy of the rank's tensors, too"
+        return explain_small_budget(parse_memory_budget(self.memory_budget), least, action, advice)
 
 
 def _make_contradiction(given: Mapping[str, Any], text: str) -> SettingFault:

@@ -42,9 +42,8 @@ from shardckpt.manager.summaries import (
     arrange,
     count_inside,
     describe_other,
-    is_listed_elsewhere,
+    expand,
     list_once,
-    name_below,
 )
 from shardckpt.manager.trainer_steps import read_trainer_state
 from shardckpt.manifest.hub import (
@@ -124,15 +123,11 @@ def _list(
         return found
     here = (*above, own.path)
 
-    def list_deeper(each: CheckpointSummary) -> list[CheckpointSummary]:
-        """Return what is below a folder, by paths from this one; a link into what is listed has nothing new."""
-        if is_listed_elsewhere(each, here):
-            return []
-        path = f"{os.fspath(folder).rstrip('/')}/{each.name}"
-        deeper = _list(path, locate(path, plugins), plugins, recursive=True, above=here)
-        return name_below(each.name, deeper)
+    def list_folder(name: str) -> list[CheckpointSummary]:
+        path = f"{os.fspath(folder).rstrip('/')}/{name}"
+        return _list(path, locate(path, plugins), plugins, recursive=True, above=here)
 
-    return [deep for each in found for deep in (list_deeper(each) if each.inside else [each])]
+    return expand(found, here, list_folder)
 
 
 def summarize_step(folder: StepFolder, step: int) -> CheckpointSummary:

@@ -163,20 +163,8 @@ class CheckpointManager:
         #: Names of the states that parts save and load themselves.
         self._part_states = {name for part in self._parts for name in part.own_states}
         self._clock = SaveClock(config.save_when)
-        self._reader = StepReader(
-            self._states,
-            self._group,
-            allow_globals,
-            {*config.exclude_from_loading, *self._part_states},
-            config.exclude_from_last_save,
-            fully_parallel=config.fully_parallel_load,
-            memory_budget=config.memory_budget,
-            on_unused=config.on_unused,
-            allow_dtype_cast=config.allow_dtype_cast,
-            rename=config.rename,
-            resize=config.resize,
-            accept=config.accept,
-        )
+        excluded = {*config.exclude_from_loading, *self._part_states}
+        self._reader = StepReader(config, self._states, self._group, allow_globals, excluded)
 
     def _warn_of_ranks(self) -> None:
         """Warn of states that only as many ranks can load as save them, before a resume with others fails."""

@@ -24,10 +24,15 @@ def read_metric(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def read_metrics(content: Any) -> dict[str, float | None]:
-    """Return the metrics in the ``content_metadata`` of a step; none where another program wrote it."""
+def read_managed(content: Any) -> dict[str, Any]:
+    """Return a manager's part of the ``content_metadata`` of a step; empty where another program wrote anything."""
     managed = content.get(CONTENT_KEY) if isinstance(content, dict) else None
-    metrics = managed.get("metrics") if isinstance(managed, dict) else None
+    return managed if isinstance(managed, dict) else {}
+
+
+def read_metrics(content: Any) -> dict[str, float | None]:
+    """Return the metrics in the ``content_metadata`` of a step."""
+    metrics = read_managed(content).get("metrics")
     return {name: read_metric(value) for name, value in metrics.items()} if isinstance(metrics, dict) else {}
 
 
@@ -45,14 +50,12 @@ class StoredSettings(NamedTuple):
 
 def read_save_time(content: Any) -> float | None:
     """Return when the manager that saved a step did so, in seconds since 1970, as its ``content_metadata`` says."""
-    managed = content.get(CONTENT_KEY) if isinstance(content, dict) else None
-    return read_metric(managed.get("saved_at")) if isinstance(managed, dict) else None
+    return read_metric(read_managed(content).get("saved_at"))
 
 
 def read_settings(content: Any) -> StoredSettings:
-    """Return what the ``content_metadata`` of a step says; another program may have written anything there."""
-    managed = content.get(CONTENT_KEY) if isinstance(content, dict) else None
-    config = managed.get("config") if isinstance(managed, dict) else None
+    """Return the settings that the manager of a step has stored in its ``content_metadata``."""
+    config = read_managed(content).get("config")
     if not isinstance(config, dict):
         return StoredSettings(None, links=False)
     policies = config.get("retention")

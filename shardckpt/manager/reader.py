@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.manager.config import CheckpointConfig
     from shardckpt.manager.states import TrainingStates
     from shardckpt.mapping.base import ShardedStateDict, StateDict
     from shardckpt.validation.keys import OnUnused
@@ -68,45 +69,33 @@ class Fetched(NamedTuple):
 
 
 class StepReader:
-    """Reads checkpoints; see CheckpointConfig for the arguments that are not listed here.
-
-    Args:
-        excluded: Names of states that are not loaded.
-        left_out: Names of tensors of the model that a checkpoint may lack.
-    """
+    """Reads checkpoints, as a configuration says, into states that are not ``excluded``."""
 
     def __init__(
         self,
+        config: CheckpointConfig,
         states: TrainingStates,
         process_group: ProcessGroup | None,
         allow_globals: Iterable[Any],
         excluded: Collection[str],
-        left_out: Collection[str] = (),
-        *,
-        fully_parallel: bool = False,
-        memory_budget: int | str | None = None,
-        on_unused: OnUnused = "warn",
-        allow_dtype_cast: bool = False,
-        rename: Mapping[str, str] | None = None,
-        resize: Sequence[str] = (),
-        accept: Sequence[str] | None = None,
     ) -> None:
-        self._renames = rename or {}
-        self._resize = tuple(resize)
+        self._renames = config.rename
+        self._resize = tuple(config.resize)
         self._states = states
         if strangers := {new for new in self._renames.values() if new.partition(".")[0] not in states.names}:
             near = ask_nearest(min(strangers), states.names)
             raise CheckpointingException(
                 f"rename: no state is named {listed(sorted(strangers))}; {near}there are {listed(states.names)}"
             )
-        self._on_unused: OnUnused = on_unused
-        self._allow_cast = allow_dtype_cast
+        self._on_unused: OnUnused = config.on_unused
+        self._allow_cast = config.allow_dtype_cast
         self._group = process_group
-        self._budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
-        self._options = LoadOptions(None, accept, tuple(allow_globals), reading, accept_of=ACCEPT_OF)
+        self._fully_parallel = config.fully_parallel_load
+        self._budget, reading = split_budget(config.memory_budget, fully_parallel=self._fully_parallel)
+        self._options = LoadOptions(None, config.accept, tuple(allow_globals), reading, accept_of=ACCEPT_OF)
         self._excluded = frozenset(excluded)
-        self._left_out = frozenset(left_out)
-        self._fully_parallel = fully_parallel
+        #: Names of tensors of the model that a checkpoint may lack.
+        self._left_out = frozenset(config.exclude_from_last_save)
         #: The id of the checkpoint to which the states were set last; None before that, or if it has none.
         self.restored_id: str | None = None
 

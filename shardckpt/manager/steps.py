@@ -24,10 +24,10 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.manager.marks import find_mark, name_mark
-from shardckpt.manager.metrics import read_metrics, read_save_time
+from shardckpt.manager.metrics import read_managed, read_metrics, read_save_time
 from shardckpt.manager.retention import Metrics
 from shardckpt.manager.step_names import MARKS_NAME, STEPS, StepNames, find_namings
-from shardckpt.manifest.names import CONTENT_KEY, RECORD_NAME
+from shardckpt.manifest.names import RECORD_NAME
 from shardckpt.plugins.resolver import choose_reader, hold_checkpoint
 from shardckpt.storage.abilities import has_local_files
 from shardckpt.storage.directory import detect_replacement, retry_if_replaced
@@ -128,15 +128,9 @@ class StepCheckpoint:
         return content if isinstance(content, dict) else {}
 
     @property
-    def _managed(self) -> dict[str, Any]:
-        # Another program may have written anything there: no error may come from it.
-        managed = self.content.get(CONTENT_KEY)
-        return managed if isinstance(managed, dict) else {}
-
-    @property
     def states(self) -> list[str]:
         """The names of the states that a CheckpointManager saved there; none where another program did."""
-        stored = self._managed.get("states")
+        stored = read_managed(self.content).get("states")
         return [name for name in stored if isinstance(name, str)] if isinstance(stored, list) else []
 
     @property

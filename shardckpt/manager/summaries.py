@@ -144,14 +144,8 @@ def _list_folder(
     found = arrange(found, find_local_holds(place))
     if not recursive:
         return found
-    deep, here = [], (*above, str(place))
-    for each in found:
-        if not each.inside:
-            deep.append(each)
-        elif not is_listed_elsewhere(each, here):
-            below = _list_folder(str(place / each.name), formats, recursive=True, above=here)
-            deep += name_below(each.name, below)
-    return deep
+    here = (*above, str(place))
+    return expand(found, here, lambda name: _list_folder(str(place / name), formats, recursive=True, above=here))
 
 
 def _find(folder: str) -> Path:
@@ -240,7 +234,7 @@ def find_local_holds(place: Path) -> dict[str, list[Hold]]:
 
 
 def _find_mark(directory: Path, record: PlainRecord) -> Mark | None:
-    """Return the mark of a checkpoint, likewise."""
+    """Return the mark of a checkpoint; the module that reads it is only imported where there are marks."""
     if not (directory.parent / MARKS_NAME).exists():
         return None
     from shardckpt.manager.marks import find_mark_of
@@ -308,16 +302,21 @@ def list_once(found: Iterable[CheckpointSummary]) -> list[CheckpointSummary]:
     return [*once.values()]
 
 
-def is_listed_elsewhere(found: CheckpointSummary, above: tuple[str, ...]) -> bool:
-    """Return whether a recursive listing has a folder by another path: one that is around it, or that a link leads to.
+def expand(
+    found: Iterable[CheckpointSummary], above: tuple[str, ...], list_folder: Callable[[str], list[CheckpointSummary]]
+) -> list[CheckpointSummary]:
+    """Return summaries with those of the checkpoints in each folder in its place, by their paths from the listed one.
 
-    ``above`` has the real paths of those that it is in, from the one that is listed on.
+    ``above`` has the real paths of the folders that were entered, from the first to the one with these summaries. A
+    folder that is reached by another path, around this one or behind a link, is left out. ``list_folder`` lists a
+    folder by its name.
     """
-    is_link = found.path != f"{above[-1]}/{found.name}"
-    return found.path in above or (is_link and is_visible_in(found.path, above[0]))
-
-
-def name_below(folder: str, found: Iterable[CheckpointSummary]) -> list[CheckpointSummary]:
-    """Return the summaries of checkpoints in a folder, by their paths from the one that has it, and of such files."""
-    kept = (each for each in found if each.is_checkpoint or each.name.endswith(FILE_SUFFIXES))
-    return [replace(each, name=f"{folder}/{each.name}") for each in kept]
+    deep: list[CheckpointSummary] = []
+    for each in found:
+        is_link = each.path != f"{above[-1]}/{each.name}"
+        if not each.inside:
+            deep.append(each)
+        elif each.path not in above and not (is_link and is_visible_in(each.path, above[0])):
+            below = [one for one in list_folder(each.name) if one.is_checkpoint or one.name.endswith(FILE_SUFFIXES)]
+            deep += [replace(one, name=f"{each.name}/{one.name}") for one in below]
+    return deep

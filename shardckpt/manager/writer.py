@@ -42,20 +42,16 @@ logger = logging.getLogger(__name__)
 
 
 class StepWriter(ManagerPart):
-    """Saves checkpoints, at most one at a time in the background.
-
-    Args:
-        strategy: Writes the steps; None for that of the configuration.
-    """
+    """Saves checkpoints by a strategy, at most one at a time in the background."""
 
     def __init__(
         self,
         config: CheckpointConfig,
         process_group: ProcessGroup | None,
         allow_globals: Iterable[Any],
-        strategy: SaveStrategy | None = None,
+        strategy: SaveStrategy | str | tuple[str, int] | None,
     ) -> None:
-        self._strategy = config.strategy if strategy is None else strategy
+        self._strategy = strategy
         self._group = process_group
         self._allow_globals = tuple(allow_globals)
         self._fingerprints = config.fingerprints

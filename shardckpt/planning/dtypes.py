@@ -18,18 +18,23 @@ if TYPE_CHECKING:
 
 #: The keys of the tensors that are cast, by stored and wanted dtype.
 Casts: TypeAlias = "dict[tuple[torch.dtype, torch.dtype], list[str]]"
-#: What errors say about the argument that allows casts, to callers who can pass it.
+#: The end of errors for callers that have this argument; other callers pass ``advise=False``.
 _CAST_ADVICE = ", or load them as torch casts them: allow_dtype_cast=True"
 
 
 def check_dtypes(
     wanted: Iterable[ShardedBase], stored: Mapping[str, torch.dtype], *, allow_cast: bool, advise: bool = True
 ) -> Casts:
-    """Compare the dtypes of wanted tensors with those that are stored, by key; shards of other keys are not checked.
+    """Return the casts that a load has to make: keys by stored and wanted dtype.
 
-    Returns the casts that a load has to make: keys by stored and wanted dtype. Unless ``allow_cast``, one that would
-    lose more than precision is a DtypeMismatchError, which names all such tensors, with both dtypes. It may ``advise``
-    the argument that allows it if the caller can pass that.
+    Args:
+        wanted: The shards to load; objects, and tensors that are not stored, are not checked.
+        stored: The stored dtypes by key.
+        allow_cast: Allow casts that lose more than precision.
+        advise: Whether the caller can pass ``allow_dtype_cast``, so that the error names it.
+
+    Raises:
+        DtypeMismatchError: A cast would lose more than precision. It names all such tensors, with both dtypes.
     """
     casts: Casts = defaultdict(list)
     for shard in wanted:
@@ -40,18 +45,13 @@ def check_dtypes(
         shown = sorted(
             {f"{key!r}: stored {pair[0]}, wanted {pair[1]}" for pair, keys in faults.items() for key in keys}
         )
-        raise DtypeMismatchError(
-            "stored values do not fit the dtypes that are wanted, and would be cut or wrapped around:\n  "
-            + listed(shown, "\n  ")
-            + "\nGive these tensors the stored dtype"
-            + _CAST_ADVICE * advise
-        )
+        raise _make_error("be cut or wrapped around", shown, advise=advise)
     return dict(casts)
 
 
 def refuse_cast(key: str, stored: torch.dtype, wanted: torch.dtype, *, advise: bool = True) -> None:
     """Raise :class:`DtypeMismatchError` if a cast of one tensor would lose more than precision."""
-    if stored is not wanted:  # a shard of any shape will do: its key and dtype alone are compared
+    if stored is not wanted:  # only key and dtype are compared: any shape will do
         shard = ShardedTensor.from_global_shape(key, wanted, ())
         check_dtypes([shard], {key: stored}, allow_cast=False, advise=advise)
 
@@ -63,24 +63,27 @@ def refuse_changed_values(key: str, source: torch.Tensor, wanted: torch.dtype, *
 
 
 def describe_changed_value(key: str, stored: torch.dtype, wanted: torch.dtype, value: Any, result: Any) -> str:
-    """Return a line of :func:`make_changed_error`: the tensor, and one of its values that a cast changes."""
+    """Return a line for :func:`make_changed_error`: a tensor, a value of it, and the result of its cast."""
     return f"{key!r}: stored {stored}, wanted {wanted}: {value} would be {result}"
 
 
 def make_changed_error(faults: Collection[str], *, advise: bool) -> DtypeMismatchError:
-    """Return the error about values that casts change; ``advise`` is that of :func:`check_dtypes`."""
+    """Return the error about values that casts change; ``advise`` as for :func:`check_dtypes`."""
+    return _make_error("be changed", sorted({*faults}), advise=advise)
+
+
+def _make_error(fate: str, faults: list[str], *, advise: bool) -> DtypeMismatchError:
     return DtypeMismatchError(
-        "stored values do not fit the dtypes that are wanted, and would be changed:\n  "
-        + listed(sorted({*faults}), "\n  ")
-        + "\nGive these tensors the stored dtype"
-        + _CAST_ADVICE * advise
+        f"stored values do not fit the dtypes that are wanted, and would {fate}:\n  "
+        f"{listed(faults, chr(10) + '  ')}\n"
+        f"Give these tensors the stored dtype{_CAST_ADVICE if advise else ''}"
     )
 
 
 def keeps_meaning(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return whether a cast loses no more than precision: the table is in :func:`shardckpt.dist_checkpointing.load`.
+    """Return whether a cast loses no more than precision, by the table in :func:`shardckpt.dist_checkpointing.load`.
 
-    Values stay what they are, or become the nearest value of a float or complex dtype.
+    Each value stays the same, or becomes the nearest value of a float or complex dtype.
     """
     if wanted.is_complex or stored == torch.bool:
         return True
@@ -92,7 +95,7 @@ def keeps_meaning(stored: torch.dtype, wanted: torch.dtype) -> bool:
         return False
     try:
         outer, inner = torch.iinfo(wanted), torch.iinfo(stored)
-    except TypeError:  # bits and packed dtypes: torch knows no range of theirs
+    except TypeError:  # torch has no range for bits and packed dtypes
         return False
     return outer.min <= inner.min and inner.max <= outer.max
 
@@ -100,8 +103,8 @@ def keeps_meaning(stored: torch.dtype, wanted: torch.dtype) -> bool:
 def is_exact(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Return whether a cast that :func:`keeps_meaning` also keeps every value exactly.
 
-    A float of more bytes holds every value of a number of fewer bytes. Of equal sizes this says no, also where a few
-    casts would be exact: it decides how loudly a load logs, not what it loads.
+    A float of more bytes holds every value of a number of fewer bytes. For equal sizes the answer is False, although a
+    few such casts are exact: it decides only the level at which a load logs the cast.
     """
     if stored == torch.bool or not (wanted.is_floating_point or wanted.is_complex):
         return True
@@ -109,6 +112,6 @@ def is_exact(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def describe_casts(casts: Casts) -> str:
-    """Return casts as text for a log: the dtypes, the number of tensors, and the first of them."""
+    """Return casts as text for a log: dtypes, the number of tensors, and the first key of each cast."""
     found = sorted((str(stored), str(wanted), keys) for (stored, wanted), keys in casts.items())
     return ", ".join(f"{stored} to {wanted} ({len(set(keys))}: {min(keys)!r}, ...)" for stored, wanted, keys in found)

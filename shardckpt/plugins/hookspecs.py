@@ -193,7 +193,8 @@ def shardckpt_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
             def shardckpt_commands(subparsers):
                 parser = subparsers.add_parser("count", help="count the tensors of a checkpoint")
                 parser.add_argument("directory")
-                parser.set_defaults(run=run)  # run(options) prints, and returns the exit code
+                parser.set_defaults(run=run)  # run(options) prints, and returns the exit code; or it returns
+                # a shardckpt.cli.Output, which shardckpt.cli.add_json(parser) lets --json print
 
     Args:
         subparsers: argparse's subparsers of the command.

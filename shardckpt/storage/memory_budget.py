@@ -92,10 +92,20 @@ def parse_memory_budget(budget: int | str | None) -> int | None:
     return None if budget is None else parse_size(budget, "memory_budget")
 
 
-def check_memory_budget(budget: int | None, least: int, action: str) -> None:
-    """Refuse a budget of less than ``least`` bytes; the error says how many work, and what for: "to load takes"."""
-    if budget is not None and budget < least:
-        raise CheckpointingException(f"{show_budget(budget)}: {action} at least {show_mib(least)}")
+def check_memory_budget(budget: int | None, least: int, action: str, advice: str = "") -> None:
+    """Refuse a budget of less than ``least`` bytes; see :func:`explain_small_budget`."""
+    if text := explain_small_budget(budget, least, action, advice):
+        raise CheckpointingException(text)
+
+
+def explain_small_budget(budget: int | None, least: int, action: str, advice: str = "") -> str:
+    """Return the error of a budget of less than ``least`` bytes, ``""`` if it has these.
+
+    The text says how many bytes the action needs (``"to load takes"``), and then the advice.
+    """
+    if budget is None or budget >= least:
+        return ""
+    return f"{show_budget(budget)}: {action} at least {show_mib(least)}{advice}"
 
 
 def show_budget(budget: int) -> str:
@@ -177,6 +187,7 @@ __all__ = [
     "ReadLimits",
     "UploadLimits",
     "check_memory_budget",
+    "explain_small_budget",
     "find_least_upload",
     "find_upload_room",
     "fit_parts",

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
     from pathlib import Path
 
-#: By the letter with which ``ls -l`` begins.
-_KINDS = {
+#: Names of what is not a regular file, by the first letter of ``stat.filemode``.
+_KIND_NAMES = {
     "d": "a directory",
     "l": "a symbolic link",
     "p": "a FIFO",
@@ -31,10 +31,12 @@ _KINDS = {
 
 
 class FilePart(NamedTuple):
-    """A rank's part of a file: segments with their digests, in any order.
+    """The part of a file that one rank wrote: segments with their digests, in any order.
 
     Attributes:
+        name: The file's path in the checkpoint.
         size: Bytes of the entire file.
+        rank: The rank that wrote it.
         keys: How many stored items are counted with this part, for reports.
         starts: Where each segment begins in the file, uint64.
         lengths: Bytes of each, uint32.
@@ -55,7 +57,7 @@ def digest_file(
 ) -> tuple[FileRecord, str]:
     """Fsync a file that other code has written into a staging directory; return its record and SHA-256.
 
-    The SHA-256 is in hex, ``""`` if it is not requested. A file that changes while it is read is an error.
+    The SHA-256 is in hex; ``""`` unless ``sha256`` asks for it. A file that changes while it is read is an error.
     """
     digest, sha = digest_function(algorithm), hashlib.sha256()
     path = directory / name
@@ -79,7 +81,7 @@ def digest_file(
 
 
 def make_record(name: str, size: int, rank: int, keys: int, table: Segments) -> FileRecord:
-    """Return the record of a file that a rank has written with so many stored items."""
+    """Return the record of a file; ``keys`` is the number of its stored items."""
     return FileRecord(name=name, size=size, rank=rank, keys=keys, digest=table.root(), segments=table.pack())
 
 
@@ -88,7 +90,7 @@ def check_as_recorded(directory: Path, files: Iterable[FileRecord | FilePart]) -
 
     Every rank checks its own files: on a network file system the client that wrote a file sees its true state.
     """
-    changed = [fault for file in files if (fault := _change(directory, file))]
+    changed = [change for file in files if (change := _describe_change(directory, file))]
     if changed:
         raise StorageError(
             f"{directory}: files were changed after they were recorded with their digests: {listed(changed)}; write a "
@@ -105,31 +107,31 @@ def refuse_unrecorded(directory: Path, recorded: Collection[str]) -> None:
         found = sorted(_find_unrecorded(directory, "", recorded, find_folders(recorded)))
     if found:
         raise StorageError(
-            f"{directory}: what was written there past the checkpoint's writer has no digests: {listed(found)}; write "
-            "files by context.writer.create or write, or hand each that something else has written over by "
-            "context.writer.adopt(name): regular files, in folders or not; all else must be gone after save, folders "
-            "without files, too"
+            f"{directory}: entries that did not come from the checkpoint's writer have no digests: {listed(found)}; "
+            "write files with context.writer.create or write, or register a regular file that other code wrote with "
+            "context.writer.adopt(name); save must remove everything else, empty folders included"
         )
 
 
 def _find_unrecorded(
     directory: Path, within: str, recorded: Collection[str], folders: Collection[str]
 ) -> Iterator[str]:
-    """Yield what has no record in a folder of the directory, as errors show it; ``within`` is ``""`` or ends with /."""
+    """Yield the entries of a folder without a record, as errors show them; ``within`` is ``""`` or ends with ``/``."""
     with os.scandir(directory / within) as entries:
         for entry in entries:
             name, mode = within + entry.name, entry.stat(follow_symlinks=False).st_mode
             if stat.S_ISDIR(mode) and name in folders:
                 yield from _find_unrecorded(directory, f"{name}/", recorded, folders)
             elif name not in recorded:
-                yield repr(name) if stat.S_ISREG(mode) else f"{name!r} ({_kind(mode)})"
+                yield repr(name) if stat.S_ISREG(mode) else f"{name!r} ({_name_kind(mode)})"
 
 
-def _kind(mode: int) -> str:
-    return _KINDS.get(stat.filemode(mode)[0], "no regular file")
+def _name_kind(mode: int) -> str:
+    return _KIND_NAMES.get(stat.filemode(mode)[0], "not a regular file")
 
 
-def _change(directory: Path, file: FileRecord | FilePart) -> str:
+def _describe_change(directory: Path, file: FileRecord | FilePart) -> str:
+    """Return how a file differs from its record; ``""`` if it does not."""
     path = directory / file.name
     try:
         with wrap_os_errors("look at", path):
@@ -139,5 +141,5 @@ def _change(directory: Path, file: FileRecord | FilePart) -> str:
             return f"{file.name!r} is gone"
         raise
     if not stat.S_ISREG(found.st_mode):
-        return f"{file.name!r} is now {_kind(found.st_mode)}"
+        return f"{file.name!r} is now {_name_kind(found.st_mode)}"
     return "" if found.st_size == file.size else f"{file.name!r} had {file.size} bytes, and has {found.st_size}"

@@ -139,7 +139,7 @@ def test_a_trainers_optimizer_beside_a_model_is_seen(
     assert main(["convert", str(folder), str(tmp_path / "new"), "--to", "hf"]) == 0
     assert not (tmp_path / "new" / "trainer_state.json").exists()  # the metrics of a training, without its optimizer
     assert "trainer_state.json is the training's, and is not copied" in caplog.text
-    assert "2 files of torch.save beside the model are not read: optimizer.pt, training_args.bin" in caplog.text
+    assert "2 files of torch.save next to the model are not read: optimizer.pt, training_args.bin" in caplog.text
     (folder / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:-2000])
     assert main(["verify", str(folder)]) == 1
     assert "damaged: 1 of 3 files" in capsys.readouterr().out

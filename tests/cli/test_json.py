@@ -10,18 +10,18 @@ import torch
 
 import shardckpt.cli
 from shardckpt import dist_checkpointing as dc
-from shardckpt.cli import main
+from shardckpt import hookimpl
+from shardckpt.cli import Output, add_json, main
 from shardckpt.cli.encode import Rows, encode_json
 from shardckpt.maintenance import TensorDifference
 from shardckpt.manifest import parse_json
 from shardckpt.mapping import ShardedTensor
+from tests.plugged import registered
 from tests.tables import table
 
 if TYPE_CHECKING:
     import argparse
     from pathlib import Path
-
-    from shardckpt.cli.output import Output
 
 
 class _Named(NamedTuple):
@@ -50,6 +50,34 @@ def test_answers_are_strict_json(value: object, text: str) -> None:
     """
     assert encode_json(value) == text
     parse_json(text.encode())
+
+
+class _Counts:
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+
+    @hookimpl
+    def shardckpt_commands(self, subparsers: Any) -> None:
+        parser = subparsers.add_parser("count")
+        parser.set_defaults(run=lambda _: self.answer)
+        add_json(parser)
+
+
+def test_a_plugins_verb_prints_its_output_in_either_form(capsys: pytest.CaptureFixture[str]) -> None:
+    """The Output of a plugin's verb is text, or JSON with the option that ``add_json`` adds, with its exit code."""
+    with registered(_Counts(Output(lambda: {"keys": 2}, lambda: ["2 keys"], 1))):
+        assert main(["count"]) == 1
+        assert main(["count", "--json"]) == 1
+    assert capsys.readouterr().out == '2 keys\n{"keys": 2}\n'
+
+
+def test_a_plugins_verb_with_json_and_no_output_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """A verb with ``--json`` that returns an exit code has no answer to print: the error says what to return."""
+    with registered(_Counts(0)):
+        assert main(["count", "--json"]) == 2
+    (out, err) = capsys.readouterr()
+    assert "the verb 'count' has --json, and its run returned 0: return an Output" in err
+    assert json.loads(out)["error"]["type"] == "PluginError"
 
 
 def test_a_dataclass_is_an_object() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from shardckpt import ShardedTensor, dist_checkpointing
 from shardckpt.cli import main
-from shardckpt.cli.amounts import format_bytes
+from shardckpt.engine.amounts import format_bytes
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import list_checkpoints, pin_step
 from shardckpt.manager.listing import find_checkpoints

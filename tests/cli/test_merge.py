@@ -88,12 +88,12 @@ def test_merge_shows_its_progress(
 @table(
     "options, text",
     [
-        ("--weights 1,2,3", "weights [1.0, 2.0, 3.0]: there are 3 for 2 sources, of which each needs one"),
+        ("--weights 1,2,3", "weights [1.0, 2.0, 3.0]: there are 3 for 2 sources: give one for each"),
         ("--weights 1,-1", "weights [1.0, -1.0]: weights are divided by their sum, which must not be 0"),
         ("--weights nan,1", "weights [nan, 1.0]: weights are finite numbers"),
         ("--slerp 3", "slerp 3 of 2 sources: it takes two, a number from 0 to 1, which is the second"),
         ("--decay 2", "decay 2: an EMA's decay is above 0 and below 1, such as 0.9"),
-        ("c.pt --linear 0.5", "weights [0.5, 0.5]: there are 2 for 3 sources, of which each needs one"),
+        ("c.pt --linear 0.5", "weights [0.5, 0.5]: there are 2 for 3 sources: give one for each"),
         ("c.pt --slerp 0.5", "slerp 0.5 of 3 sources: it takes two"),
     ],
 )
@@ -161,7 +161,7 @@ def test_a_pattern_of_the_shell_does_not_replace_the_last_step(
     before = (tmp_path / names[-1] / "shardckpt.json").read_bytes()
     assert main(["merge", *places, "--overwrite"]) == 2
     pattern = f"{names[-1].rstrip('0123456789')}*"
-    assert f"{names[-1]} is the last step beside all SRC: a pattern such as {tmp_path / pattern}" in (
+    assert f"{names[-1]} is the last step in the folder of all SRC: a pattern such as {tmp_path / pattern}" in (
         capsys.readouterr().err
     )
     assert (tmp_path / names[-1] / "shardckpt.json").read_bytes() == before
@@ -176,7 +176,7 @@ def test_steps_of_urls_do_not_replace_the_last_one_either(tmp_path: Path, capsys
     files = [f"file://{tmp_path}/step-1", str(tmp_path / "step-2"), f"file://{tmp_path}/step-3"]
     for places in (urls, files):
         assert main(["merge", *places, "--overwrite"]) == 2
-        assert f"{places[-1]} is the last step beside all SRC" in capsys.readouterr().err
+        assert f"{places[-1]} is the last step in the folder of all SRC" in capsys.readouterr().err
     assert main(["merge", urls[0], urls[1], "memory://merged/soup", "--overwrite"]) == 0
     fsspec.filesystem("memory").store.clear()
 

@@ -79,7 +79,7 @@ def test_a_trainers_step_is_inspected_with_its_metrics(tmp_path: Path, capsys: p
     assert main(["inspect", path]) == 0
     out = capsys.readouterr().out
     assert "step 100, eval_loss 100, loss 1" in out
-    assert "4 files of torch.save beside the model are not read: optimizer.pt, rng_state.pth, scheduler.pt, tra" in out
+    assert "4 files of torch.save next to the model are not read: optimizer.pt, rng_state.pth, scheduler.pt, tra" in out
     assert main(["inspect", path, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["step"], found["metrics"]) == (100, {"eval_loss": 100.0, "loss": 1.0})
@@ -108,7 +108,7 @@ def test_merge_names_the_files_that_it_does_not_read(tmp_path: Path, caplog: pyt
     paths = [str(tmp_path / f"checkpoint-{step}") for step in (100, 200)]
     assert main(["merge", *paths, str(tmp_path / "new")]) == 0
     for path in paths:
-        assert f"{path}: 4 files of torch.save beside the model are not read: optimizer.pt" in caplog.text
+        assert f"{path}: 4 files of torch.save next to the model are not read: optimizer.pt" in caplog.text
 
 
 def test_diff_names_the_files_that_it_does_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,14 +117,14 @@ def test_diff_names_the_files_that_it_does_not_read(tmp_path: Path, capsys: pyte
     make_trainer_steps(tmp_path / "other", 100)
     paths = [str(tmp_path / run / "checkpoint-100") for run in ("one", "other")]
     assert main(["diff", *paths]) == 0
-    assert "4 files of torch.save beside the model are not read: optimizer.pt" in capsys.readouterr().out
+    assert "4 files of torch.save next to the model are not read: optimizer.pt" in capsys.readouterr().out
     assert main(["diff", *paths, "--json"]) == 0
     assert next(iter(json.loads(capsys.readouterr().out)["unread_files"])) == "optimizer.pt"
     damage(tmp_path / "other" / "checkpoint-100" / "optimizer.pt", "flipped")
     assert main(["diff", *paths, "--tensors-only"]) == 0
     capsys.readouterr()
     assert main(["diff", *paths]) == 1
-    assert "those of both that have other bytes: optimizer.pt: diff each" in capsys.readouterr().out
+    assert "those in both whose bytes differ: optimizer.pt: diff each" in capsys.readouterr().out
 
 
 def _make_sharded_steps(folder: Path, *steps: int) -> None:

@@ -192,7 +192,7 @@ def test_what_cannot_be_merged_is_named(tmp_path: Path) -> None:
         merge_checkpoints([one, three], tmp_path / "new")
     for options, what in (
         ({"weights": [1, -1]}, "sum, which must not be 0"),
-        ({"weights": [1]}, "of which each needs one"),
+        ({"weights": [1]}, "give one for each"),
         ({"weights": [2, -1]}, "second moments"),
         ({"slerp": 1.5}, "from 0 to 1"),
         ({"leave_out": ["gone"]}, "leave_out: no source has a tensor, object or entry named 'gone'"),

@@ -66,8 +66,7 @@ def _check(message: str) -> int:
     calls = list(_CALL.finditer(message))
     pairs = [(call[1].rpartition(".")[2], keyword) for call in calls for keyword in _KEYWORD.findall(call[2])]
     for name, keyword in pairs:
-        modules = map(importlib.import_module, _HOMES)
-        found = [getattr(module, name) for module in modules if hasattr(module, name)]  # lazy ones: not vars()
+        found = [getattr(module, name) for module in map(importlib.import_module, _HOMES) if hasattr(module, name)]
         assert found, name
         assert keyword in inspect.signature(found[0]).parameters, (name, keyword)
     for call in calls:

@@ -58,17 +58,7 @@ class ReplicaCheckpoints:
         self._folder, self._steps, self._states, self._group = folder, steps, states, process_group
         self._names = [name for name in states.per_rank if name not in config.exclude_from_loading]
         others = [name for name in states.names if name not in self._names]
-        self._reader = StepReader(
-            states,
-            process_group,
-            allow_globals,
-            others,
-            fully_parallel=config.fully_parallel_load,
-            memory_budget=config.memory_budget,
-            on_unused=config.on_unused,
-            resize=config.resize,
-            accept=config.accept,
-        )
+        self._reader = StepReader(config, states, process_group, allow_globals, others)
         self._skips = config.on_busy == "skip"
         self._last: int | None = None
         self._uncollected = 0
@@ -84,7 +74,7 @@ class ReplicaCheckpoints:
                 self._gc = GarbageCollector(folder, [policy])
             if config.async_mode is not AsyncMode.DISABLED:
                 config = config.model_copy(update={"async_mode": AsyncMode.ASYNC})
-            self._writer = StepWriter(config, process_group, allow_globals)
+            self._writer = StepWriter(config, process_group, allow_globals, config.strategy)
 
     def save(self, step: int, *, due: bool) -> None:
         """Collective: save the replica's own states of a step; an error may be of an earlier save in the background.
