@@ -194,7 +194,7 @@ MUTATIONS = (
     Mutation(
         "what a dead process has left is kept",
         "shardckpt/commit/leftovers.py",
-        '    if alive is False:\n        return ""\n',
+        '    if is_alive is False:\n        return ""\n',
         "",
         "engine/test_pruning.py::test_the_next_save_leaves_nothing_but_the_checkpoint",
     ),

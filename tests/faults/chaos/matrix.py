@@ -12,10 +12,11 @@ import torch
 import torch.distributed.checkpoint
 from ckpt_chaos import runner
 
-from shardckpt.commit.staging_names import STAGING
+from shardckpt.commit.staging_names import HOLDS_NAME, STAGING
 from shardckpt.errors import CheckpointingException
 from shardckpt.maintenance import verify_checkpoint
 from shardckpt.maintenance.verify import get_exit_code
+from shardckpt.manager.step_names import MARKS_NAME
 from tests.faults.chaos.forks import Fork
 from tests.faults.chaos.names import OURS, THEIRS
 
@@ -30,6 +31,11 @@ _IMPORTS = {
     "lightning_loop": ("lightning.pytorch", "shardckpt.integrations.lightning"),
     "lightning_trainer": ("lightning.pytorch",),
 }
+
+
+#: Of events that are others in each run, which is no drift: a staging directory and the file of a job have an id in
+#: their names, and two threads remove the empty folders of holds and marks.
+_VARYING = re.compile("|".join(("[0-9a-f]{32}", *map(re.escape, (STAGING, HOLDS_NAME, MARKS_NAME)))))
 
 
 class Score(NamedTuple):
@@ -65,12 +71,7 @@ def measure(program: str, ranks: int, work: Path, *, jobs: int = 1) -> Score:
     runner.subprocess = SimpleNamespace(Popen=Fork, STDOUT=None)  # it asks for nothing else of the module
     rows = runner.run_matrix(work, jobs, ranks, target)
     bad = [f"{row.label}: {row.verdict}" for row in rows if row.verdict != "PASS"]
-    # a staging directory, and the file of a job, have other names in each run: that is no drift
-    drifted = [
-        row.label
-        for row in rows[1:]
-        if not row.crashed or (row.drift and STAGING not in row.label and not re.search(r"[0-9a-f]{32}", row.label))
-    ]
+    drifted = [row.label for row in rows[1:] if not row.crashed or (row.drift and not _VARYING.search(row.label))]
     return Score(program, ranks, len(rows) - 1, dict(Counter(row.verdict for row in rows)), bad, drifted)
 
 
