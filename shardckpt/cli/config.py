@@ -175,7 +175,6 @@ def _note_shared_folders(checked: Sequence[_Checked]) -> None:
 
 
 def _describe_checked(checked: _Checked) -> list[str]:
-
     file, given, notes = checked
     noted = f", with {format_many(len(notes), 'note')}" if notes else ""
     text = f"{file}: a CheckpointConfig, {format_many(len(given), 'setting')}: all right{noted}"
@@ -291,7 +290,6 @@ def _explain(settings: Sequence[Setting], variables: Sequence[Variable]) -> list
 
 
 def _make_tables(settings: Sequence[Setting], variables: Sequence[Variable]) -> list[str]:
-
     # the first sentence: `shardckpt config NAME` has the rest
     rows = [(each.name, each.default, each.text.partition(". ")[0].rstrip(".")) for each in settings]
     lines = fit_table(("setting", "default", "what"), rows)

@@ -240,7 +240,6 @@ def describe_conversion(report: ConversionReport, target: str, how: str = "", *,
 
 
 def _make_proof(report: ConversionReport) -> list[str]:
-
     rows = []
     digits = _DIGITS if sys.stdout.isatty() else None
     for key, names, shape, dtype, written, before, after in report.proof:

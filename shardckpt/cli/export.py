@@ -88,7 +88,6 @@ def _name_columns(exported: Exported) -> dict[str, Any]:
 
 
 def _describe(exported: Exported, target: str, *, verbose: bool) -> list[str]:
-
     rows = [(name, count, f"{size:,}") for name, count, size in exported.files]
     tensors, files = sum(count for _, count, _ in exported.files), len(rows)
     many = f"{format_many(files, 'file')} of {format_many(tensors, 'tensor')}"

@@ -414,7 +414,6 @@ def _list_keys(keys: Sequence[str], *, verbose: bool) -> str:
 
 
 def _describe_writer(header: dict[str, Any]) -> str:
-
     writer = header["writer"]
     by = " and ".join(f"{name} {version}" for name, version in writer.items()) if writer else header["library"]
     ranks = "" if header["ranks"] is None else f" on {format_many(header['ranks'], 'rank')}"

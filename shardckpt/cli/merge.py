@@ -160,7 +160,6 @@ def _compute_weights(options: Any) -> list[float] | None:
 
 
 def _describe(report: MergeReport, target: str, *, verbose: bool) -> list[str]:
-
     rows = [
         (f"{weight:.6g}", source + (" (base)" if number == report.base else ""))
         for number, (source, weight) in enumerate(zip(report.sources, report.weights, strict=True))

@@ -434,7 +434,6 @@ def _describe(found: Pruned, options: Any, policies: Sequence[Any]) -> list[str]
 
 
 def _make_table(what: str, results: Sequence[PruneResult | StepResult], options: Any) -> list[str]:
-
     rows = [(_name_row(r, options.paths), format_bytes(r.nbytes), _name_result(r, options)) for r in results]
     return fit_table((what, "size", "result"), rows) if rows else []
 

@@ -54,7 +54,6 @@ def run(options: Any) -> Output:
 
 
 def _describe(report: RemovalReport, before: Collection[str], options: Any) -> list[str]:
-
     verb, freed = ("would be removed", "would be free") if options.dry_run else ("removed", "are free")
     # what only readers of other libraries find is no key to us, and goes with the tensors and objects
     keys = [key for key in report.keys if key in before]

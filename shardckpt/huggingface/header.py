@@ -69,7 +69,10 @@ class FileLayout(NamedTuple):
 
 
 class FileTensor(NamedTuple):
-    """A tensor in a file: the format's name of its dtype, its shape as torch has it, and its offset in bytes."""
+    """A tensor in a file: its dtype by the format's name, its shape as torch has it, its offset in bytes, and the file.
+
+    The header alone does not say which file it is of: ``""`` until a folder knows it.
+    """
 
     kind: str
     shape: Ints
