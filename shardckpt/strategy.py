@@ -58,8 +58,8 @@ class PlanContext:
         lineage: The checkpoint that the job was resumed from, and the step of the training, as far as the caller gave
             them. ``shardckpt.json`` has them; a format may also store them itself.
         is_streamed: Whether files go to a store while they are written: then the speed of ``staging`` does not matter.
-        file_bytes: The size at which to begin another data file, for a save that goes on after a kill and writes
-            complete files once; 0 for no limit.
+        file_bytes: The size at which to begin another data file; 0 for no limit. A save that can be continued after a
+            kill sets it: files that were complete are not written again.
     """
 
     comm: Comm
@@ -112,9 +112,8 @@ class LoadContext:
             CheckpointReplacedError: They differ, because the checkpoint is being overwritten.
             CheckpointingException: The ranks have different values.
         """
-        from shardckpt.storage.directory import (
-            replaced_error,  # imports torch, which the command line's help does not need
-        )
+        # imported here: it imports torch, which the command line's help does not need
+        from shardckpt.storage.directory import replaced_error
 
         if not (self.comm.agree(identity, **agreed) if agreed else self.comm.all_alike(identity)):
             with self.comm.local_phase(f"comparing the {what} that the ranks have read"):

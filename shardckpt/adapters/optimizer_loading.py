@@ -110,8 +110,8 @@ def load_sharded_optimizer_state_dict(
         from shardckpt.adapters.reader_checkpoint import ReaderCheckpoint  # imports torch's planners: slow
 
         reader: Any = storage_reader
-        read = ReaderCheckpoint(reader, optimizer_key, comm, allowed)
-        loaded = _load(optimizer_key, params, read, comm, comm.local_phase, shard_factored=shard_factored)
+        opened = ReaderCheckpoint(reader, optimizer_key, comm, allowed)
+        loaded = _load(optimizer_key, params, opened, comm, comm.local_phase, shard_factored=shard_factored)
         return {optimizer_key: loaded}
 
     def attempt() -> StateDict:
@@ -178,7 +178,7 @@ def _load(
     *,
     shard_factored: bool,
 ) -> StateDict:
-    # values that are stored singly, as plain DCP does, are in the common state as well
+    # without the values that plain DCP stores one by one: the common state has them, too
     stored = name_stored(checkpoint.columns()._replace(values=()))
     common = checkpoint.common()
     with phase("choosing the optimizer's state"):
@@ -219,8 +219,8 @@ def _find_values(key: str, stored: StoredNames, common: StateDict) -> StateDict:
 def _list_names(key: str, stored: StoredNames, values: StateDict) -> list[str]:
     """Return the names of the stored state and options of parameters: ``state.layer.weight.exp_avg``.
 
-    Options of numbered groups belong to no parameter and are omitted. If the number has no group in the common state,
-    they stay in the list, so that they are reported as unused.
+    Options of numbered groups belong to no parameter and are omitted. Those whose number has no group in the common
+    state stay in the list, so that they are reported as unused.
     """
     keys = (each[len(key) + 1 :] for each in stored.list_below(key))
     nested = [(kind, values[kind]) for kind in _NAMED if isinstance(values.get(kind), dict)]
@@ -306,7 +306,7 @@ def _nest_names(values: StateDict, params: Mapping[str, torch.Tensor]) -> StateD
 
 
 def _get_slots(found: StateDict, kind: str, owner: str) -> dict[str, Any]:
-    """Return the dict of a parameter's values in the structure of a load template."""
+    """Return the dict for a parameter's values, created if absent, at the place that the load template has for them."""
     own = found.setdefault(kind, {}).setdefault(owner, {})
     return own.setdefault("values", {}) if kind == GROUPS else own  # type: ignore[no-any-return]
 

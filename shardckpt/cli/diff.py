@@ -1,8 +1,8 @@
 """Compare two checkpoints, folders of the Hub, or files: keys, shapes, dtypes, then values, objects and common state.
 
-Tensors with stored fingerprints in both checkpoints are compared by these; values are read of the others, and of
-those that differ, in bounded memory. Exit code: 1 if a tensor differs by more than the tolerances, an object or the
-common state differs, or only one of the checkpoints has it.
+Tensors with stored fingerprints in both checkpoints are compared by fingerprint. Where fingerprints are missing or
+differ, the values are read, in bounded memory. Exit code: 1 if a tensor differs by more than the tolerances, an object
+or the common state differs, or only one of the checkpoints has it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def _compare_without_torch(options: Any) -> DiffReport | None:
     from shardckpt.cli.inspect import OUTLINES
     from shardckpt.maintenance.fingerprint_diff import diff_by_fingerprints
 
-    if options.rtol or options.atol or options.mapping or options.prefix or options.rename or options.read:
+    needs_values = options.rtol or options.atol or options.read
+    renames_tensors = options.mapping or options.prefix or options.rename or options.cut_vocabulary
+    if needs_values or renames_tensors:
         return None
     return diff_by_fingerprints(options.first, options.second, OUTLINES, tensors_only=options.tensors_only)
 
@@ -173,7 +175,7 @@ def _list_objects(report: DiffReport, *, verbose: bool) -> list[str]:
 
 
 def _shorten_unpaired(differences: Sequence[TensorDifference]) -> list[TensorDifference]:
-    """Return the differences with fewer of the tensors that only one checkpoint has: the first of each kind."""
+    """Return the differences, but only the first ``_MAX_UNPAIRED`` tensors that each checkpoint alone has."""
     seen: Counter[str] = Counter()
     shown = []
     for each in differences:
@@ -228,8 +230,8 @@ def _find_style(kind: str) -> Style:
 
 def _advise_rows(report: DiffReport, options: Any) -> str:
     """Name the option for Megatron's padding, which a folder of the Hub lacks, where mapped shapes differ."""
-    shapes = [difference.key for difference in report.differences if difference.kind == "shape"]
-    if not options.mapping or options.cut_vocabulary or not shapes:
+    has_other_shapes = any(difference.kind == "shape" for difference in report.differences)
+    if not options.mapping or options.cut_vocabulary or not has_other_shapes:
         return ""
     return "where the first has more rows of the vocabulary, Megatron has padded it: --cut-vocabulary leaves these out"
 

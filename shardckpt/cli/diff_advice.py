@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def advise_names(report: DiffReport, options: Any) -> str:
-    """Return the call of ``shardckpt diff`` that pairs the names; ``""`` if a name is in both, or none is to pair."""
+    """Return advice on the options that pair the names; ``""`` if some are paired, or a side has no name to pair."""
     first, second = _list_unpaired(report, "first"), _list_unpaired(report, "second")
     has_pairs = report.equal or len(first) + len(second) < len(report.differences)
     if has_pairs or options.mapping or not first or not second:

@@ -107,11 +107,20 @@ def why_kept(leftover: Leftover, hours: float | None = None) -> str:
         if owner == Owner.current() and leftover.stem and not is_claimed(leftover.path.name):
             return ""
         return f"process {owner.pid} of this host is alive"
-    limit = settings.leftover_hours() if hours is None else hours
-    age = (time.time() - _last_write(leftover)) / _HOUR
-    if limit <= 0 or age >= limit:  # clocks of other hosts may be ahead
+    return _why_too_recent(leftover, settings.leftover_hours() if hours is None else hours)
+
+
+def _why_too_recent(leftover: Leftover, limit: float) -> str:
+    """Return why its owner, which may live on another host, may still write; ``""`` after ``limit`` hours without."""
+    if limit <= 0:  # even what was written in the future, by another host's clock
         return ""
-    source = "an older release" if owner is None else "a process of another host, container or boot"
+    try:
+        age = (time.time() - _last_write(leftover)) / _HOUR
+    except OSError as exc:
+        return f"it cannot be read, so that its last write is not known: {exc}"
+    if age >= limit:
+        return ""
+    source = "an older release" if leftover.owner is None else "a process of another host, container or boot"
     return f"of {source}, written to {max(age, 0):.1f} hours ago: it goes after {limit:g}"
 
 
@@ -208,11 +217,14 @@ def freed_bytes(path: Path) -> int:
 def find_last_write(path: Path) -> float | None:
     """Return when a file or directory was last written, moved or copied, in seconds since 1970.
 
-    None if it is on a store that does not tell times.
+    None if it is on a store that does not tell times, or cannot be read; 0.0 if it is gone.
     """
     if (remote := on_store(path)) is not None:
         return max(remote.times().values(), default=None)
-    return max((max(info.st_mtime, info.st_ctime) for info in _walk(path)), default=0.0)
+    try:
+        return max((max(info.st_mtime, info.st_ctime) for info in _walk(path, strict=True)), default=0.0)
+    except OSError:
+        return None
 
 
 def used_bytes(path: Path) -> int:
@@ -232,17 +244,26 @@ def _list_candidates(folder: Path) -> list[Path]:
 
 
 def _last_write(leftover: Leftover) -> float:
-    """Return the time of the last write. The files of a replaced checkpoint are old: its move, ctime, counts too."""
-    times = [max(info.st_mtime, info.st_ctime * leftover.is_replaced) for info in _walk(leftover.path)]
-    return max(times, default=0.0)
+    """Return the time of the last write, 0.0 if it is gone; the rename of a replaced checkpoint counts as one."""
+    found = [*_walk(leftover.path, strict=True)]
+    written = [info.st_mtime for info in found]
+    renamed = [info.st_ctime for info in found if leftover.is_replaced]  # its files are old; a rename sets ctime alone
+    return max([*written, *renamed], default=0.0)
 
 
-def _walk(path: Path) -> Iterator[os.stat_result]:
-    """Yield the status of a file or directory and of everything in it; skip what disappears meanwhile."""
+def _walk(path: Path, *, strict: bool = False) -> Iterator[os.stat_result]:
+    """Yield the status of a file or directory and of everything in it; skip what disappears meanwhile.
+
+    What cannot be read is skipped, too, or with ``strict`` an OSError: the newest write may be there.
+    """
     try:
         yield path.lstat()
         below = [] if path.is_symlink() or not path.is_dir() else list(path.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return
     except OSError:
+        if strict:
+            raise
         return
     for inner in below:
-        yield from _walk(inner)
+        yield from _walk(inner, strict=strict)

@@ -94,7 +94,7 @@ def check_columns(strategy: LoadStrategy, columns: Any, plugins: PluginManager) 
 def check_buildable(
     strategy: LoadStrategy, wanted: Sequence[ShardedObject], found: Any, plugins: PluginManager
 ) -> list[bool]:
-    """Return the answers of ``can_build``; PluginError unless there is one for each object."""
+    """Return the answers of ``can_build`` for one or more objects; PluginError unless there is one for each."""
     if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
         returned = f"{len(found)} answers" if isinstance(found, (list, tuple)) else f"a {_class_name(found)}"
         raise PluginError(

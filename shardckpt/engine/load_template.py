@@ -92,7 +92,8 @@ class LoadTemplate:
             built: Indices of shards whose objects the strategy built from single values, as plain DCP stores them. The
                 common state has those values, too; if there are any, they are dropped from it where the template has
                 a shard.
-            only_built: Drop them only where the template has one of the ``built`` shards.
+            only_built: Whether values are dropped at the ``built`` shards alone; a value at any other shard is then an
+                error.
         """
         if built:
             common = _drop_stored_twice(self._tree, common, built, "", built if only_built else None)
@@ -134,15 +135,15 @@ class LoadTemplate:
         """Return the slots of the entries to load; those without stored values are left out."""
         found: dict[str, Any] = {}
         for name, entry in wanted.request(self._stored).items():
-            first, prefix = len(self.shards), f"{wanted.prefix}{name}."
+            first, full_name = len(self.shards), f"{wanted.prefix}{name}"
             slots = self._make_slots(entry)
             keys = [shard.key for shard in self.shards[first:]]
             # keys that were renamed do not begin with the entry's name: whether it is stored cannot be told from them
-            is_optional = not wanted.required and all(f"{key}.".startswith(prefix) for key in keys)
+            is_optional = not wanted.required and all(f"{key}.".startswith(f"{full_name}.") for key in keys)
             has_local_values = slots and not keys
             if is_optional and not has_local_values and not any(map(self._stored.has, keys)):
                 del self.shards[first:]
-                self.left_out.append(prefix.removesuffix("."))
+                self.left_out.append(full_name)
                 self._has_unstored_entries |= len(keys) > 0
             else:
                 found[name] = slots
@@ -204,7 +205,12 @@ def _drop_stored_twice(
 ) -> Any:
     """Return the common state without its values at the slots of ``wanted``; MISSING if nothing is left.
 
-    ``shards`` limits this to the slots of these shards.
+    Args:
+        wanted: The structure, or a part of it.
+        common: The common state at its place.
+        built: Indices of the shards that were built, whose values a stored list has.
+        path: The place, for errors.
+        shards: Indices of the shards whose slots count; None for all slots.
     """
     if not _has_slot(wanted, shards):
         return common
@@ -215,11 +221,14 @@ def _drop_stored_twice(
         }
         return {key: part for key, part in parts.items() if part is not MISSING}
     if isinstance(wanted, list) and isinstance(common, list):
-        return _drop_from_list(wanted, common, built, path)
+        return _drop_from_list(wanted, common, built, path, shards)
     return MISSING
 
 
-def _drop_from_list(wanted: list[Any], common: list[Any], built: Collection[int], path: str) -> Any:
+def _drop_from_list(
+    wanted: list[Any], common: list[Any], built: Collection[int], path: str, shards: Collection[int] | None
+) -> Any:
+    """Do what :func:`_drop_stored_twice` does for a list."""
     # the stored list has the values of built and of unsharded items, in order; tensors are not in it
     positions = [i for i, value in enumerate(wanted) if _has_common(value) or _has_slot(value, built)]
     if len(common) == len(wanted):
@@ -233,7 +242,7 @@ def _drop_from_list(wanted: list[Any], common: list[Any], built: Collection[int]
     for position, value in zip(positions, common, strict=True):
         # an item of slots alone has no place in the list that remains
         if _has_common(wanted[position]):
-            part = _drop_stored_twice(wanted[position], value, built, f"{path}[{position}]")
+            part = _drop_stored_twice(wanted[position], value, built, f"{path}[{position}]", shards)
             rest.append(value if part is MISSING else part)
     return rest or MISSING
 

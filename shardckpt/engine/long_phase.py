@@ -68,7 +68,7 @@ class LongPhase:
         _watch.remove(self, _clock())
 
     def restart(self, now: float) -> None:
-        """Count from now on: the time until now was spent in a phase within this one, or waiting for another rank."""
+        """Restart the count: the time until now went to a phase within this one, or to a wait for other ranks."""
         self._since = now
 
     def report_once(self, now: float) -> None:
@@ -143,10 +143,10 @@ class _Watch:
 _watch = _Watch()
 
 
-def _watch_anew() -> None:
+def _reset_after_fork() -> None:
     """Forget the parent's phases in the child of a fork, which does not have the parent's threads."""
     global _watch  # noqa: PLW0603 - a new one, since a thread of the parent may have held the old one's lock
     _watch = _Watch()
 
 
-os.register_at_fork(after_in_child=_watch_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -11,7 +11,7 @@ import torch
 from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from shardckpt.engine.lazy import StoredTensor
 
@@ -27,8 +27,8 @@ class Statistics:
         count: The number of elements.
         nans: The number that are NaN.
         infs: The number that are infinite.
-        minimum: The least finite value; None if no value is finite.
-        maximum: The greatest finite value; None if no value is finite.
+        minimum: The least finite value, an int for most integer dtypes; None if no value is finite.
+        maximum: The greatest finite value, likewise.
         mean: The mean of the finite values, computed in float64; None if no value is finite.
         norm: The Euclidean norm of the finite values, computed in float64.
     """
@@ -69,7 +69,7 @@ def compute_statistics(
         infs += int(values.isinf().sum())
         finite_count += finite.numel()
         if finite.numel():
-            exact = block if _is_integer(block.dtype) else finite  # float64 rounds integers above 2**53
+            exact = block if _has_exact_extrema(block.dtype) else finite
             minima.append(exact.min().item())
             maxima.append(exact.max().item())
             sums.append(finite.sum().item())
@@ -80,8 +80,8 @@ def compute_statistics(
         infs=infs,
         minimum=min(minima, default=None),
         maximum=max(maxima, default=None),
-        mean=math.fsum(sums) / finite_count if finite_count else None,
-        norm=math.hypot(*norms),  # hypot scales, so squares of large norms do not overflow
+        mean=_add(sums) / finite_count if finite_count else None,
+        norm=math.hypot(*norms),  # hypot scales: the squares of the blocks' norms do not overflow
     )
 
 
@@ -89,7 +89,7 @@ def has_numbers(values: torch.Tensor) -> bool:
     """Return whether torch can convert the values to float64; it cannot for packed dtypes, such as float4."""
     try:
         values[:0].double() if values.dim() else values.double()  # the dtype decides: no value need be converted
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, TypeError):
         return False
     return True
 
@@ -104,5 +104,14 @@ def _convert(stored: StoredTensor, block: torch.Tensor) -> torch.Tensor:
         ) from exc
 
 
-def _is_integer(dtype: torch.dtype) -> bool:
+def _add(sums: Sequence[float]) -> float:
+    """Return the exact sum; where it is beyond float64, that of float64: infinite, or NaN."""
+    try:
+        return math.fsum(sums)
+    except (OverflowError, ValueError):
+        return sum(sums)
+
+
+def _has_exact_extrema(dtype: torch.dtype) -> bool:
+    """Return whether torch finds the extrema of integers of a dtype; those of others are rounded to float64."""
     return dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

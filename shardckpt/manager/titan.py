@@ -14,17 +14,18 @@ def make_titan_config(options: dict[str, Any], base_folder: str) -> CheckpointCo
 
     The option ``folder`` is relative to ``base_folder``, a folder or URL, unless it is itself a URL.
     """
-    # as torchtitan itself does: from step 0 only the model is loaded, and the last save has no prefix "model."
+    # as torchtitan does: from step 0 only the model is loaded, and the last save's keys have no prefix "model."; with
+    # steps_in_hf they are the Hub's names, and CheckpointConfig refuses last_save_bare_keys
     defaults = {"step_0_model_only": True, "last_save_bare_keys": not options.get("steps_in_hf")}
     folder = expand_home(options.get("folder", "checkpoint"))
     if base_folder and "://" not in folder:
         folder = f"{base_folder}/{folder}" if "://" in base_folder else str(Path(base_folder, folder))
-    settings = {**defaults, **options, "folder": folder}
-    if settings.get("export_dtype") == "float32":
-        settings["export_dtype"] = None  # torchtitan's default, under which it casts nothing
-    return CheckpointConfig(**settings)
+    values = {**defaults, **options, "folder": folder}
+    if values.get("export_dtype") == "float32":
+        values["export_dtype"] = None  # torchtitan's default, under which it casts nothing
+    return CheckpointConfig(**values)
 
 
 def merge_loader_states(states: list[dict[str, Any]], _rank: int, _world_size: int) -> dict[str, Any]:
-    """Return one state with those of all data loaders: each has its own key, ``dp_rank_<n>``."""
+    """Return one state with the entries of all data loaders, each under its ``dp_rank_<n>``; ``PerRank`` calls it."""
     return {name: value for state in states for name, value in state.items()}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: The keys of the tensors that are cast, by stored and wanted dtype.
 Casts: TypeAlias = "dict[tuple[torch.dtype, torch.dtype], list[str]]"
-#: The end of errors for callers that have this argument; other callers pass ``advise=False``.
+#: The end of an error, if the caller's function has the argument ``allow_dtype_cast``; others pass ``advise=False``.
 _CAST_ADVICE = ", or load them as torch casts them: allow_dtype_cast=True"
 
 
@@ -40,10 +40,10 @@ def check_dtypes(
     for shard in wanted:
         if isinstance(shard, ShardedTensor) and stored.get(shard.key, shard.dtype) is not shard.dtype:
             casts[stored[shard.key], shard.dtype].append(shard.key)
-    faults = {pair: keys for pair, keys in casts.items() if not allow_cast and not keeps_meaning(*pair)}
-    if faults:
+    refused = {} if allow_cast else {pair: keys for pair, keys in casts.items() if not keeps_meaning(*pair)}
+    if refused:
         shown = sorted(
-            {f"{key!r}: stored {pair[0]}, wanted {pair[1]}" for pair, keys in faults.items() for key in keys}
+            {f"{key!r}: stored {pair[0]}, wanted {pair[1]}" for pair, keys in refused.items() for key in keys}
         )
         raise _make_error("be cut or wrapped around", shown, advise=advise)
     return dict(casts)
@@ -101,10 +101,11 @@ def keeps_meaning(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def is_exact(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return whether a cast that :func:`keeps_meaning` also keeps every value exactly.
+    """Return whether a cast that :func:`keeps_meaning` is taken to keep every value exactly.
 
-    A float of more bytes holds every value of a number of fewer bytes. For equal sizes the answer is False, although a
-    few such casts are exact: it decides only the level at which a load logs the cast.
+    It goes by size: a float of more bytes counts as holding every value of a number of fewer bytes, which is wrong only
+    for scales of 8 bits (``float8_e8m0fnu``) in float16. For equal sizes it is False, although a few such casts are
+    exact. It decides only the level at which a load logs the cast.
     """
     if stored == torch.bool or not (wanted.is_floating_point or wanted.is_complex):
         return True

@@ -57,9 +57,10 @@ def digest_file(
 ) -> tuple[FileRecord, str]:
     """Fsync a file that other code has written into a staging directory; return its record and SHA-256.
 
-    The SHA-256 is in hex; ``""`` unless ``sha256`` asks for it. A file that changes while it is read is an error.
+    The SHA-256 is in hex; ``""`` unless ``sha256`` asks for it. If the file's size changes while it is read, it is an
+    error; a change of bytes alone is not noticed.
     """
-    digest, sha = digest_function(algorithm), hashlib.sha256()
+    make_digest, sha = digest_function(algorithm), hashlib.sha256()
     path = directory / name
     refuse_linked_folders(directory, name)
     lengths, digests = [], []
@@ -72,7 +73,7 @@ def digest_file(
             part = memory[: min(SEGMENT_BYTES, size - start)]
             file.read_into(part, start)
             lengths.append(part.nbytes)
-            digests.append(digest(part))
+            digests.append(make_digest(part))
             if sha256:
                 sha.update(part)
     record = make_record(name, size, rank, keys, Segments(lengths, digests, algorithm))

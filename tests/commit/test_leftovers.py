@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -12,6 +13,7 @@ from shardckpt import settings
 from shardckpt.commit import commit
 from shardckpt.commit.leftovers import (
     create_spool,
+    find_last_write,
     find_leftovers,
     find_spools,
     freed_bytes,
@@ -101,6 +103,22 @@ def test_what_another_host_has_stays_until_it_is_old(
         remove_free([leftover])
         assert path.exists()
         remove_leftover(leftover)
+
+
+def test_what_cannot_be_read_is_not_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """Of another host's directory that a file system does not list now the last write is unknown: it stays."""
+    path = owners.leave(tmp_path / "ckpt", owners.elsewhere())
+    os.utime(path, (1, 1))
+    (leftover,) = _all(tmp_path)
+    clock.advance(hours=25)
+
+    def fail(_: Path) -> NoReturn:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(pathlib.Path, "iterdir", fail)
+    assert "its last write is not known" in why_kept(leftover)
+    assert find_last_write(path) is None
+    assert why_kept(leftover, hours=0) == ""
 
 
 def test_what_was_moved_lately_is_not_old(tmp_path: Path) -> None:

@@ -95,6 +95,18 @@ def test_a_list_that_does_not_fit_what_is_built_is_an_error(wanted: list[Any], c
         template.fill([shard.key for shard in template.shards], {"l": common}, built={0})
 
 
+@table("place", ["dict", "list"])
+def test_a_value_where_a_shard_was_not_built_is_an_error(place: str) -> None:
+    """With ``only_built`` no value of the checkpoint is dropped in silence, in a dict or in an item of a list."""
+    item = {"a": _object("a"), "t": _tensor("t"), "n": 0}
+    template = LoadTemplate({"x": item if place == "dict" else [item, 5]})
+    stored = {"a": "old", "t": 9, "n": 1}
+    common = {"x": stored if place == "dict" else [stored, 7]}
+    (built,) = (number for number, shard in enumerate(template.shards) if isinstance(shard, ShardedObject))
+    with pytest.raises(CheckpointingException, match=r"has a value at \['x'\].*\['t'\]"):
+        template.fill([shard.key for shard in template.shards], common, built={built}, only_built=True)
+
+
 def test_a_list_of_plain_dcp_keeps_what_is_not_asked_for_as_an_object(tmp_path: Path) -> None:
     """An object that is built of a list's entry leaves the rest of the list in the result."""
     saved = {"l": [{"x": 1, "y": 2}, 7, torch.ones(2)], "d": {"a": {"p": 1}, "b": 3}}

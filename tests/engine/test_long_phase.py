@@ -181,7 +181,7 @@ def test_a_fork_forgets_what_its_parent_does(
 ) -> None:
     """A fork's child reports no phase of its parent, whose end it does not see; but those of its own."""
     with operation.local_phase("writing"):
-        long_phase._watch_anew()
+        long_phase._reset_after_fork()
         long_phase._watch._thread = threading.current_thread()
         own = LongPhase(operation, "committing")
         _look(watch, 60)

@@ -231,6 +231,15 @@ def test_objects_and_common_state_are_compared(tmp_path: Path, capsys: pytest.Ca
     assert main(["diff", str(one), str(two), "--json"]) == 1
 
 
+def test_an_option_without_its_other_is_an_error_with_fingerprints_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--cut-vocabulary`` without ``--mapping`` is refused also where stored fingerprints tell that all is equal."""
+    save_values(tmp_path / "one", _values(), fingerprints=True)
+    assert main(["diff", str(tmp_path / "one"), str(tmp_path / "one"), "--cut-vocabulary"]) == 2
+    assert "mapping" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("backend", ["torch_dist", "safetensors"])
 def test_an_object_is_the_value_of_its_key_in_a_file_of_torch_save(tmp_path: Path, backend: str) -> None:
     """What ``convert --to torch`` wrote equals its source, objects included, whichever comes first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import pytest
@@ -58,3 +59,16 @@ def test_blocks_are_the_region_in_order(tmp_path: Path) -> None:
             blocks = list(checkpoint["w"].blocks((slice(1, 4), ..., slice(1, 5)), max_bytes=limit))
             assert max(block.nbytes for block in blocks) <= limit
             assert torch.equal(torch.cat([block.flatten() for block in blocks]), values[1:, :, 1:].flatten())
+
+
+@table("values", [[1.7e308] * 4, [1.7e308, 1.7e308, -1.7e308, -1.7e308]])
+def test_a_sum_beyond_float64_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
+    """The mean of such values is what float64 gives, infinite or not a number; the extremes are exact."""
+    monkeypatch.setattr(statistics, "_BLOCK_BYTES", 16)
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / "c", overwrite=True)
+    with dc.open_checkpoint(tmp_path / "c") as checkpoint:
+        found = compute_statistics(checkpoint["w"])
+    assert (found.minimum, found.maximum) == (min(values), max(values))
+    assert found.mean is not None
+    assert not math.isfinite(found.mean)
