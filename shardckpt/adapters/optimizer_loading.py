@@ -249,7 +249,7 @@ def _count_groups(values: StateDict) -> int:
 
 
 def _has_place(name: str, params: Mapping[str, torch.Tensor], objects: Collection[str], *, numbered: bool) -> bool:
-    """Return whether a name is a value of a parameter of this rank, or an object with all options of one.
+    """Return whether a stored name belongs to a parameter of this rank: one of its values, or an object of its options.
 
     If groups are stored by number (``numbered``), options by parameter are not read.
     """

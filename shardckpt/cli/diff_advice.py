@@ -96,7 +96,7 @@ def _show_call(options: Any, first: str, second: str, *added: str) -> str:
         words += _list_rename_options(options.rename)
     for option, value in (("--rtol", options.rtol), ("--atol", options.atol), ("--html", options.html)):
         words += [option, str(value)] if value else []
-    words += ["--read"] * options.read
+    words += [f"--{name}" for name in ("read", "ignore-dtype") if getattr(options, name.replace("-", "_"))]
     if options.tensors_only and not {"--prefix", "--mapping"} & {*added}:  # these compare tensors alone
         words.append("--tensors-only")
     return escape_text(name_call(*words))

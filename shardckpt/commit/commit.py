@@ -302,11 +302,12 @@ def _make_directory(path: Path) -> None:
 
 def _siblings(target: Path, kind: str) -> list[Path]:
     """Return the target's temporary directories of a kind."""
-    if not target.parent.is_dir():
-        return []
     # the second: older releases did not cut long names
     begins = (prefix(stem(target.name), kind), prefix(target.name, kind))
-    return sorted(path for path in target.parent.iterdir() if path.name.startswith(begins))
+    with wrap_os_errors("list", target.parent):
+        if not target.parent.is_dir():
+            return []
+        return sorted(path for path in target.parent.iterdir() if path.name.startswith(begins))
 
 
 def find_foreign(directory: Path, owned: Collection[str]) -> list[str]:
@@ -336,7 +337,7 @@ def _keep_foreign(source: Path, staging: Path, owned: Collection[str]) -> None:
     """Link what is not the checkpoint's into the staging directory, where the new checkpoint's files win."""
     for name in find_foreign(source, owned):
         path, kept = source / name, staging / name
-        if os.path.lexists(kept) or not _make_parents(staging, name):
+        if _is_taken(kept) or not _make_parents(staging, name):
             continue
         if path.is_dir() and not path.is_symlink():
             kept.mkdir()
@@ -349,11 +350,20 @@ def _keep_foreign(source: Path, staging: Path, owned: Collection[str]) -> None:
                 sync_file(kept)
 
 
+def _is_taken(path: Path) -> bool:
+    # not os.path.lexists: where the system fails to look, it says no, and an old file would take the new one's place
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def _make_parents(staging: Path, name: str) -> bool:
     """Create the folders on the way to a name; return False if a file has the name of one."""
     for folder in list_parents(name):
         path = staging / folder
-        if not os.path.lexists(path):
+        if not _is_taken(path):
             path.mkdir()
         elif path.is_symlink() or not path.is_dir():
             return False

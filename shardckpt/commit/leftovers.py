@@ -51,7 +51,9 @@ def find_leftovers_of(path: Path) -> list[Leftover]:
 
     Those of the path itself, which are next to it, come first; then those in it.
     """
-    inside = find_leftovers(path, lambda _: True) if path.is_dir() else []
+    with wrap_os_errors("look at", path):
+        is_folder = path.is_dir()
+    inside = find_leftovers(path, lambda _: True) if is_folder else []
     return [*find_leftovers(path.parent, belongs_to(path)), *inside]
 
 
@@ -111,7 +113,7 @@ def why_kept(leftover: Leftover, hours: float | None = None) -> str:
 
 
 def _why_too_recent(leftover: Leftover, limit: float) -> str:
-    """Return why its owner, which may live on another host, may still write; ``""`` after ``limit`` hours without."""
+    """Return why a leftover may still be written to; ``""`` once its last write is ``limit`` hours old."""
     if limit <= 0:  # even what was written in the future, by another host's clock
         return ""
     try:

@@ -40,7 +40,8 @@ class _Slot(NamedTuple):
 
     Attributes:
         compute: Returns the leaf's value, or ``MISSING``, given the loaded values of all shards of the template.
-        shard: The index in the template of the shard whose value it is; None for a factory's and for a local value.
+        shard: Index in :attr:`LoadTemplate.shards` of the leaf's shard; None for a factory, a PlainObject or a local
+            value.
     """
 
     compute: Callable[[list[Any]], Any]

@@ -121,7 +121,8 @@ class _Watch:
     def report(self, now: float) -> None:
         """Log a warning for each innermost phase of a thread, and each background phase, that has become long."""
         with self._lock:
-            innermost = {phase.thread or id(phase): phase for phase in self._running}  # later phases replace outer ones
+            # in the order of their starts: the innermost phase of a thread replaces those around it
+            innermost = {phase.thread or id(phase): phase for phase in self._running}
         for phase in innermost.values():
             if phase.thread is not None and is_waiting(phase.thread):
                 phase.restart(now)  # long_wait reports a wait for other ranks

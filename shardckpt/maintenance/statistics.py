@@ -80,7 +80,7 @@ def compute_statistics(
         infs=infs,
         minimum=min(minima, default=None),
         maximum=max(maxima, default=None),
-        mean=_add(sums) / finite_count if finite_count else None,
+        mean=_sum_exactly(sums) / finite_count if finite_count else None,
         norm=math.hypot(*norms),  # hypot scales: the squares of the blocks' norms do not overflow
     )
 
@@ -104,7 +104,7 @@ def _convert(stored: StoredTensor, block: torch.Tensor) -> torch.Tensor:
         ) from exc
 
 
-def _add(sums: Sequence[float]) -> float:
+def _sum_exactly(sums: Sequence[float]) -> float:
     """Return the exact sum; where it is beyond float64, that of float64: infinite, or NaN."""
     try:
         return math.fsum(sums)
@@ -113,5 +113,5 @@ def _add(sums: Sequence[float]) -> float:
 
 
 def _has_exact_extrema(dtype: torch.dtype) -> bool:
-    """Return whether torch finds the extrema of integers of a dtype; those of others are rounded to float64."""
+    """Return whether ``min`` and ``max`` work on an integer dtype itself; other extrema are taken after float64."""
     return dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -14,8 +14,8 @@ def make_titan_config(options: dict[str, Any], base_folder: str) -> CheckpointCo
 
     The option ``folder`` is relative to ``base_folder``, a folder or URL, unless it is itself a URL.
     """
-    # as torchtitan does: from step 0 only the model is loaded, and the last save's keys have no prefix "model."; with
-    # steps_in_hf they are the Hub's names, and CheckpointConfig refuses last_save_bare_keys
+    # torchtitan's behaviour: from step 0 it loads only the model, and its last save writes keys without "model.". With
+    # steps_in_hf the keys are the Hub's names, so CheckpointConfig refuses last_save_bare_keys
     defaults = {"step_0_model_only": True, "last_save_bare_keys": not options.get("steps_in_hf")}
     folder = expand_home(options.get("folder", "checkpoint"))
     if base_folder and "://" not in folder:

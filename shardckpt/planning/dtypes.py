@@ -83,7 +83,7 @@ def _make_error(fate: str, faults: list[str], *, advise: bool) -> DtypeMismatchE
 def keeps_meaning(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Return whether a cast loses no more than precision, by the table in :func:`shardckpt.dist_checkpointing.load`.
 
-    Each value stays the same, or becomes the nearest value of a float or complex dtype.
+    Only the dtypes are compared: single values may still change, such as those that overflow, which a load refuses.
     """
     if wanted.is_complex or stored == torch.bool:
         return True

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# The placement of FSDP2 where it shards the axis of the experts, which expert parallelism has sharded before, though
-# its mesh dimension comes later. A plain Shard would give the ranks other rows. torch has no public name for it.
+# FSDP2's placement for the axis of the experts: expert parallelism shards that axis first, although its mesh
+# dimension comes after FSDP's. A plain Shard would give the ranks other rows. torch has no public name for it.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 __all__ = ["StridedShard"]

@@ -269,3 +269,37 @@ def test_exchange(tmp_path: Path) -> None:
     assert [path.name for path in other.iterdir()] == ["one"]
     with pytest.raises(StorageError, match=rf"cannot exchange {one} with {tmp_path / 'gone'}: .* \(ENOENT\)"):
         commit.exchange(one, tmp_path / "gone")
+
+
+def test_an_old_file_never_takes_the_place_of_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system does not say whether the new checkpoint has a name, the overwrite fails; the old one stays."""
+    target = tmp_path / "ckpt"
+    commit.publish_staging(staged(target, "1", b"old"), target)
+    staging = staged(target, "2", b"new")
+    look = Path.lstat
+
+    def interrupt(path: Path) -> os.stat_result:
+        if path == staging / "data":
+            raise OSError(errno.EINTR, "Interrupted system call")
+        return look(path)
+
+    monkeypatch.setattr(Path, "lstat", interrupt)
+    with pytest.raises(StorageError, match="EINTR"):
+        commit.replace_target(staging, target, owned=())
+    assert (target / "data").read_bytes() == b"old"
+    monkeypatch.undo()
+    commit.replace_target(staging, target, owned=())
+    assert (target / "data").read_bytes() == b"new"
+
+
+def test_a_folder_that_cannot_be_looked_at_is_an_error_of_the_family(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search for staging directories names the folder and the error of the system."""
+
+    def fail(_: Path) -> bool:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "is_dir", fail)
+    with pytest.raises(StorageError, match=rf"cannot list {tmp_path}: .*\(EIO\)"):
+        commit.list_staging_directories(tmp_path / "ckpt")

@@ -452,6 +452,16 @@ def _kills() -> list[FaultSet]:
     return found
 
 
+def _change_sets(threat: str, operations: tuple[str, ...]) -> list[FaultSet]:
+    """Rows of what changes a checkpoint that is there; formats with an older version are migrated."""
+    return [
+        _crash_set(threat, subject, "existing", operation)
+        for subject in _OURS
+        for operation in operations
+        if operation != "migrate" or subject == "torch_dist"
+    ]
+
+
 def _stock(threat: str) -> list[FaultSet]:
     return [_crash_set(threat, saver, case, saver) for saver in _SAVERS for case in _CASES]
 
@@ -500,6 +510,7 @@ def list_sets() -> list[FaultSet]:
             for case in _CASES
         ),
         *(_crash_set("io", subject, case) for subject in _LIKE_OURS for case in _CASES),
+        *_change_sets("io", ("convert", "export", "remove", "prune", "migrate")),
         *_stock("io"),
         *_full_disks(),
         *(
@@ -509,6 +520,7 @@ def list_sets() -> list[FaultSet]:
             for case in _CASES
         ),
         *(_crash_set("power", subject, case) for subject in _LIKE_OURS for case in _CASES),
+        *_change_sets("power", ("convert", "export", "remove", "migrate")),  # what a prune removes may come back
         *_stock("power"),
         *(
             FaultSet("damage", subject, case, DAMAGE, partial(_damage, subject, case))

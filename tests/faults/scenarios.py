@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -29,7 +30,7 @@ from shardckpt.dist_checkpointing import ShardedTensor
 from shardckpt.distributed import Comm
 from shardckpt.engine.integrity import verify_integrity_manifest
 from shardckpt.engine.pruning import prune_leftovers
-from shardckpt.errors import CheckpointingException, NotACheckpointError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, NotACheckpointError
 from shardckpt.huggingface import export_to_huggingface
 from shardckpt.maintenance import convert_checkpoint, migrate_checkpoint, verify_checkpoint
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, Marker
@@ -347,7 +348,8 @@ class Conversion(Scenario):
         dist_checkpointing.save(self.state(NEW), folder / "source", (other, 1))
 
     def change(self, target: Path, *, overwrite: bool) -> None:
-        target.parent.mkdir(exist_ok=True)
+        if not overwrite:
+            target.parent.mkdir(exist_ok=True)
         convert_checkpoint(self._folder / "source", target, backends.current().name, overwrite=overwrite)
 
     def go_on(self, target: Path) -> str:
@@ -375,7 +377,10 @@ class Export(Scenario):
     def load(self, directory: Path) -> dict[str, Any]:
         if not directory.exists():
             raise NotACheckpointError(str(directory))
-        return {key: value for path in directory.glob("*.safetensors") for key, value in load_file(path).items()}
+        try:
+            return {key: value for path in directory.glob("*.safetensors") for key, value in load_file(path).items()}
+        except SafetensorError as exc:  # a write that lied has been believed: the folder has no digests
+            raise CorruptCheckpointError(str(exc)) from exc
 
     def differences(self, loaded: dict[str, Any], version: int) -> list[str]:
         return _differences(loaded, self._tensors(version))
@@ -442,7 +447,8 @@ class Prune(Scenario):
         self.write(target, NEW, overwrite=True)
 
     def change(self, target: Path, *, overwrite: bool) -> None:
-        prune_leftovers(target)
+        if failed := [each.error for each in prune_leftovers(target) if each.error]:
+            raise CheckpointingException("; ".join(failed))
 
     def find(self, directory: Path) -> str:
         """Whether the leftover is there."""
@@ -488,7 +494,8 @@ class Removal(Scenario):
     def find(self, directory: Path) -> str:
         """Which keys are there, with digests that fit."""
         found = super().find(directory)
-        return found if found not in VERSIONS else _faults(directory) or found
+        faults = _faults(directory) if found in VERSIONS else ""
+        return f"CorruptCheckpointError: {faults}" if faults else found
 
     def go_on(self, target: Path) -> str:
         """Remove the keys (again)."""
