@@ -193,7 +193,7 @@ def _make_space_error(target: Path, needed: int, free: int, action: str, room: R
         text += " What is at the target stays until the new checkpoint is complete, so that both need room."
     if room.quota and needed + rest > room.quota:
         text += " No checkpoint of this size fits into the quota, whatever is removed: raise it."
-    if not room.is_quota_less(target, free):
+    elif not room.is_quota_less(target, free):
         text += f" {settings.SPACE_CHECK}=0 skips this check."
     error = NotEnoughSpaceError(text)
     error.advice, error.leftover = advice, leftover

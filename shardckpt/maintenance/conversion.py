@@ -520,4 +520,4 @@ def _make_identity(*facts: object) -> str:
     return hashlib.sha256(repr((versions, facts)).encode()).hexdigest()
 
 
-__all__ = ["DCP", "FILE", "FOLDER", "Conversion", "ConversionReport", "SourceOpener"]
+__all__ = ["DCP", "FILE", "FOLDER", "Conversion", "ConversionReport"]

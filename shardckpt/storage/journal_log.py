@@ -8,6 +8,7 @@ import zlib
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +136,9 @@ class ObjectLog(JournalLog):
         lines: list[dict[str, Any]] = []
         paths = takewhile(RemotePath.is_file, (self._folder / _name_line(number) for number in count()))
         with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-journal") as threads:
-            for line in threads.map(lambda path: _decode(read_file(path, _LINE_LIMIT)), paths):
+            # of this thread's context: it may bound the attempts of a request
+            contexts = (copy_context() for _ in count())
+            for line in threads.map(lambda path, own: own.run(_read_line, path), paths, contexts):
                 if line is None:
                     break
                 lines.append(line)
@@ -155,6 +158,10 @@ class ObjectLog(JournalLog):
     def names(self) -> list[str]:
         """The objects' names."""
         return [_name_line(number) for number in range(self._lines)]
+
+
+def _read_line(path: Path) -> dict[str, Any] | None:
+    return _decode(read_file(path, _LINE_LIMIT))
 
 
 def is_journal(name: str) -> bool:

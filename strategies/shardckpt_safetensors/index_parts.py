@@ -305,7 +305,9 @@ def _to_bytes(field: torch.Tensor) -> torch.Tensor:
 def _from_bytes(raw: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     """Return the numbers in each row as int64."""
     # a copy: the memory of a slice may begin where no number can
-    return raw.clone(memory_format=torch.contiguous_format).view(kind).long()
+    own = raw.clone(memory_format=torch.contiguous_format)
+    # by a flat view: rows of no bytes, as scalars have for axes, have a stride of one byte
+    return own.view(-1).view(kind).view(len(raw), raw.shape[1] // kind.itemsize).long()
 
 
 def _find_reach(boxes: Table, count: int) -> torch.Tensor:

@@ -280,3 +280,11 @@ def test_keys_are_removed_from_an_index_in_parts(path: Path, monkeypatch: pytest
     dc.remove_sharded_tensors(path, "m.")
     assert dc.load_plain_tensors(path) == {}
     assert dc.load({"o": ShardedObject("object", None, (1,), (0,))}, path)["o"] == {"rank": 0}
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int16, torch.int64])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_scalars_have_no_axes_in_numbers_of_any_width(kind: torch.dtype, count: int) -> None:
+    """A part by another writer may name any integers for the axes of tensors that have none."""
+    found = index_parts._from_bytes(torch.empty(count, 0, dtype=torch.uint8), kind)
+    assert (found.dtype, tuple(found.shape)) == (torch.int64, (count, 0))

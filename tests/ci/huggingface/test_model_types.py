@@ -33,9 +33,13 @@ def check(ranks: Ranks, folder: Path, name: str, world_size: int) -> None:
     convert_checkpoint(folder / "checkpoint", folder / "convert", "hf", assets=folder / "assets", mapping=made.mapping)
     for door in (*model_types.DOORS, "convert"):
         loaded, info = _load(folder / door, name)
-        assert {key: found for key, found in info.items() if found} == {}, door
+        assert not any(info.values()), (door, info)
         _compare(loaded.state_dict(), read_like_vllm(folder / door), tensors)
-        assert torch.allclose(model_types.answer(loaded), logits, rtol=1e-2, atol=1e-2), door
+        found = model_types.answer(loaded)
+        if all(tensor.dtype == tensors[key].dtype for key, tensor in loaded.state_dict().items()):
+            assert torch.equal(found, logits), door
+        else:  # transformers computes in bfloat16 with some that are stored in float32
+            assert torch.allclose(found, logits, rtol=1e-2, atol=1e-2), door
     fresh = model_types.make_model(name)
     with dc.open_checkpoint(folder / "checkpoint") as checkpoint:
         fresh.load_state_dict(dict(checkpoint.weights()))
