@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt import dist_checkpointing as dc
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.huggingface import export_to_huggingface
+from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 
 
@@ -127,8 +128,15 @@ TYPES = {
     ),
 }
 
-#: What writes a folder.
-DOORS = ("export", "contiguous")
+#: What writes a folder in the training, and where below its folder.
+DOORS = {
+    "export": "export",
+    "contiguous": "contiguous",
+    "steps_in_hf": "steps_in_hf/step-1",
+    "last_save_in_hf": "last_save_in_hf/step-1-hf",
+}
+#: A folder of the last step with another dtype: ``export_dtype``.
+WIDENED = "widened/step-1-hf"
 IDS = torch.arange(12).reshape(1, 12)
 
 
@@ -157,16 +165,13 @@ def _inputs(model: Any) -> dict[str, torch.Tensor]:
     return {"input_ids": IDS, **({"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {})}
 
 
-def train(name: str, folder: str, assets: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def train(name: str, folder: str, assets: str) -> tuple[dict[str, torch.Tensor], torch.Tensor, dict[str, torch.Tensor]]:
     """Collective: train a step, under FSDP2 on several ranks, and write a checkpoint and a folder by each door.
 
     Returns:
-        The trainer's tensors, whole, and its logits.
+        The trainer's tensors, whole, and its logits; the tensors of a model that begins from the folder.
     """
-    model = make_model(name)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        # FSDP2 groups parameters of one dtype: those in float32 stay on every rank
-        fully_shard(model, ignored_params={p for p in model.parameters() if p.dtype != torch.bfloat16})
+    model = _shard(make_model(name))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     model(**_inputs(model)).logits.float().square().mean().backward()
     optimizer.step()
@@ -177,8 +182,38 @@ def train(name: str, folder: str, assets: str) -> tuple[dict[str, torch.Tensor],
         layout="auto" if mapping else "contiguous", assets=assets, mapping=mapping
     )
     dc.save(to_sharded_state_dict(model, optimizer), f"{folder}/contiguous", strategy)
-    found = {key: _gather(tensor.detach()).clone() for key, tensor in model.state_dict().items()}
-    return found, answer(model)
+    options: dict[str, Any] = {"hf_mapping": mapping, "hf_assets_path": assets}
+    states = {"model": model, "optimizer": optimizer}
+    for door, own in {
+        "steps_in_hf": {"steps_in_hf": True, "strategy": "safetensors"},
+        "last_save_in_hf": {"last_save_in_hf": True},
+        "widened": {"last_save_in_hf": True, "export_dtype": "float32"},
+    }.items():
+        with CheckpointManager(CheckpointConfig(folder=f"{folder}/{door}", **options, **own), states) as manager:
+            manager.save(1, last_step=True)
+    begun = _begin(name, initial_load_path=f"{folder}/export", initial_load_in_hf=True, hf_mapping=mapping)
+    return _whole(model), answer(model), begun
+
+
+def _begin(name: str, **options: Any) -> dict[str, torch.Tensor]:
+    """Collective: return the tensors of a model with other values that a manager has begun from a folder."""
+    model = make_model(name)
+    for tensor in model.state_dict().values():
+        tensor.zero_()
+    with CheckpointManager(CheckpointConfig(load_only=True, **options), {"model": _shard(model)}) as manager:
+        assert manager.load()
+    return _whole(model)
+
+
+def _shard(model: Any) -> Any:
+    """Shard a model on several ranks. FSDP2 groups parameters of one dtype: those in float32 stay on every rank."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        fully_shard(model, ignored_params={p for p in model.parameters() if p.dtype != torch.bfloat16})
+    return model
+
+
+def _whole(model: Any) -> dict[str, torch.Tensor]:
+    return {key: _gather(tensor.detach()).clone() for key, tensor in model.state_dict().items()}
 
 
 def _gather(tensor: torch.Tensor) -> torch.Tensor:

@@ -68,8 +68,15 @@ def config_of(folder: Path | str, **options: Any) -> CheckpointConfig:
 
 def trainer_of(folder: Path | str, config: CheckpointConfig | None, *more: Any, **options: Any) -> Trainer:
     """A Trainer of 3 epochs; its own checkpoints are off."""
-    given = {"save_strategy": "no", "num_train_epochs": 3, "learning_rate": 0.05, "logging_steps": 1, **options}
-    args = TrainingArguments(
+    args = make_arguments(folder, **{"num_train_epochs": 3, "learning_rate": 0.05, "logging_steps": 1, **options})
+    data = [{"inputs": inputs, "labels": labels} for inputs, labels in small.data()]
+    callbacks = ([] if config is None else [ShardedCheckpointCallback(config)]) + list(more)
+    return Trainer(Model(), args, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
+
+
+def make_arguments(folder: Path | str, **options: Any) -> TrainingArguments:
+    """Return arguments of a training on the CPU without checkpoints of its own."""
+    return TrainingArguments(
         output_dir=f"{folder}/trainer",
         per_device_train_batch_size=4 // int(os.environ.get("WORLD_SIZE", "1")),
         report_to=[],
@@ -77,11 +84,8 @@ def trainer_of(folder: Path | str, config: CheckpointConfig | None, *more: Any, 
         disable_tqdm=True,
         dataloader_pin_memory=False,
         ddp_find_unused_parameters=False,
-        **given,
+        **{"save_strategy": "no", **options},
     )
-    data = [{"inputs": inputs, "labels": labels} for inputs, labels in small.data()]
-    callbacks = ([] if config is None else [ShardedCheckpointCallback(config)]) + list(more)
-    return Trainer(Model(), args, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
 
 
 def callback_of(trainer: Trainer) -> ShardedCheckpointCallback:

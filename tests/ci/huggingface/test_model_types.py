@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.maintenance import convert_checkpoint
+from shardckpt.maintenance import convert_checkpoint, merge_checkpoints
 from tests.huggingface import model_types
 from tests.huggingface.model_types import TYPES
 from tests.huggingface.samples import same
@@ -29,17 +29,23 @@ def check(ranks: Ranks, folder: Path, name: str, world_size: int) -> None:
     made = TYPES[name]
     model_types.make_model(name).config.save_pretrained(folder / "assets")
     given = (name, str(folder), str(folder / "assets"))
-    tensors, logits = ranks.run(world_size, model_types.train, *given, timeout=_SECONDS)[0]
-    convert_checkpoint(folder / "checkpoint", folder / "convert", "hf", assets=folder / "assets", mapping=made.mapping)
-    for door in (*model_types.DOORS, "convert"):
-        loaded, info = _load(folder / door, name)
+    tensors, logits, begun = ranks.run(world_size, model_types.train, *given, timeout=_SECONDS)[0]
+    options = {"assets": folder / "assets", "mapping": made.mapping}
+    convert_checkpoint(folder / "checkpoint", folder / "convert", "hf", **options)
+    merge_checkpoints([folder / "checkpoint"] * 2, folder / "merge", "hf", **options)
+    for door, place in {**model_types.DOORS, "convert": "convert", "merge": "merge"}.items():
+        loaded, info = _load(folder / place, name)
         assert not any(info.values()), (door, info)
-        _compare(loaded.state_dict(), read_like_vllm(folder / door), tensors)
+        _compare(loaded.state_dict(), read_like_vllm(folder / place), tensors)
         found = model_types.answer(loaded)
         if all(tensor.dtype == tensors[key].dtype for key, tensor in loaded.state_dict().items()):
             assert torch.equal(found, logits), door
         else:  # transformers computes in bfloat16 with some that are stored in float32
             assert torch.allclose(found, logits, rtol=1e-2, atol=1e-2), door
+    widened, info = _load(folder / model_types.WIDENED, name)
+    assert not any(info.values()), info
+    assert all(torch.equal(tensor, tensors[key].float()) for key, tensor in widened.state_dict().items())
+    assert all(same(tensor, tensors[key]) for key, tensor in begun.items())
     fresh = model_types.make_model(name)
     with dc.open_checkpoint(folder / "checkpoint") as checkpoint:
         fresh.load_state_dict(dict(checkpoint.weights()))
