@@ -9,7 +9,16 @@ from shardckpt.integrations.transformers import ShardedCheckpointCallback
 from tests.huggingface import model_types
 from tests.integrations import small
 from tests.integrations.accelerated import accelerated
-from tests.integrations.transformers import At, Crash, config_of, crash, make_arguments, resume, trainer_of, without_ranks
+from tests.integrations.transformers import (
+    At,
+    Crash,
+    config_of,
+    crash,
+    make_arguments,
+    resume,
+    trainer_of,
+    without_ranks,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
