@@ -38,6 +38,25 @@ DOORS_FOR_STRATEGIES = {
     "validation",
 }
 
+#: What asks, above storage and commit, whether a place is a directory or on a store: each makes an object for the one
+#: or the other.
+ASK_FOR_A_STORE = {"engine.committers", "plugins.stores"}
+#: What asks whether the system opens files there: for another library, for a copy by the system or an identity that it
+#: gives, or for what is written at any offset.
+ASK_FOR_LOCAL_FILES = {
+    "compat.megatron.path_adapter",
+    "huggingface.folder",
+    "huggingface.review",
+    "huggingface.small_file",
+    "huggingface.store_export",
+    "integrations.prometheus",
+    "maintenance.conversion",
+    "maintenance.convert",
+    "maintenance.sources",
+    "manager.listing",
+    "manager.writer",
+}
+
 #: Folders whose modules are doors themselves: users name each of them.
 OPEN_FOLDERS = ("shardckpt", "shardckpt.compat", "shardckpt.integrations")
 
@@ -210,6 +229,17 @@ def test_no_room_needs_itself() -> None:
                 reached = {".".join(m.split(".")[:2]) for m, _ in _imported(path) if m.startswith(f"{package}.")}
                 inner.setdefault(part, set()).update(reached - {part})
         assert not _circle(inner), package
+
+
+@table("ability, allowed", [("on_store", ASK_FOR_A_STORE), ("has_local_files", ASK_FOR_LOCAL_FILES)])
+def test_few_ask_what_kind_of_place_it_is(ability: str, allowed: set[str]) -> None:
+    """A directory and a store have one set of operations, and abilities: above storage and commit they look alike."""
+    asking = {
+        name.removeprefix("shardckpt.")
+        for name, path in FILES.items()
+        if any(taken == ability for _, taken in _imported(path))
+    }
+    assert {name for name in asking if name.split(".")[0] not in ("storage", "commit")} == allowed
 
 
 def test_few_modules_stand_at_the_top() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.archive.zip_directory import Member
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.abilities import takes_requests
 from shardckpt.storage.digest import SEGMENT_BYTES
 from shardckpt.storage.filesystem import wrap_os_errors
 
@@ -148,7 +148,7 @@ class _SummedSource:
         On this machine it is summed block by block, while a block is in the processor's cache, by several threads.
         """
         memory, reader = buffer.cast("B"), self._reader
-        if not has_local_files(reader.place):  # there each block would be a request
+        if takes_requests(reader.place):  # one for each block
             reader.read_into(name, offset, memory, what)
             self._add(offset, memory)
             return

@@ -23,7 +23,7 @@ from shardckpt.commit.owner import Owner, is_claimed
 from shardckpt.commit.staging_names import REMOVED, REPLACED, STAGING, Leftover, discarded_name, parse_temporary, stem
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manifest.names import MARKER_NAME
-from shardckpt.storage.abilities import on_store
+from shardckpt.storage.abilities import on_store, takes_requests
 from shardckpt.storage.filesystem import sync_directory, wrap_os_errors
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ _SPOOL_NAME = re.compile(rf"{_SPOOL}(?:([0-9a-f]{{32}})-)?[a-z0-9_]{{8}}")
 
 
 def find_leftovers(folder: Path, is_wanted: Callable[[str], bool]) -> list[Leftover]:
-    """Return the temporary directories in a folder, sorted; none if the folder does not exist.
+    """Return the temporary directories in a folder, sorted; none at a URL, or if the folder does not exist.
 
     ``is_wanted`` selects them by the stem of the target that each was made for.
     """
-    found = [parse_temporary(path) for path in _list_candidates(folder)]
+    found = [] if takes_requests(folder) else [parse_temporary(path) for path in _list_candidates(folder)]
     return sorted(leftover for leftover in found if leftover is not None and is_wanted(leftover.stem))
 
 

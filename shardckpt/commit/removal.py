@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit.claim import REMOVAL_IN_PROGRESS, list_marks, without_others
 from shardckpt.commit.generations import list_recorded
-from shardckpt.commit.leftovers import find_leftovers, remove_free
+from shardckpt.commit.leftovers import belongs_to, find_leftovers, remove_free
 from shardckpt.commit.staging_names import REMOVED, new_save_id, temporary_name
 from shardckpt.manifest.names import MARKER_NAME, RECORD_NAME, find_generation
 from shardckpt.storage.abilities import on_store
@@ -51,6 +51,12 @@ def clear_tombstones(folder: Path, owned: Callable[[str], bool]) -> None:
     ``owned`` returns whether to remove one, given the :func:`stem` of the checkpoint's name.
     """
     remove_free(leftover for leftover in find_leftovers(folder, owned) if leftover.kind == REMOVED)
+
+
+def clear_tombstones_of(path: Path) -> None:
+    """Remove the tombstones of a checkpoint, which are next to its directory; a URL has none."""
+    if on_store(path) is None:
+        clear_tombstones(path.parent, belongs_to(path))
 
 
 def delete_checkpoint(target: RemotePath) -> None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CannotLoadError, CorruptCheckpointError
-from shardckpt.storage.abilities import on_store
-from shardckpt.storage.remote import HasFolders
+from shardckpt.storage.places import list_files
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -66,10 +65,7 @@ def find_files(folder: Path, names: Collection[str]) -> DeepSpeedFiles | None:
 
 def _has_parameters(folder: Path) -> bool:
     """Return whether it has the folder of a universal checkpoint with the parameters."""
-    store = on_store(folder)
-    if store is None:
-        return (folder / UNIVERSAL).is_dir()
-    return isinstance(store.folder, HasFolders) and any(path.startswith(f"{UNIVERSAL}/") for path in store.list_tree())
+    return any(path.startswith(f"{UNIVERSAL}/") for path in list_files(folder))
 
 
 def _check_ranks(folder: Path, found: list[re.Match[str]], what: str) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
@@ -14,9 +14,9 @@ from shardckpt.commit.staging_names import NAME_MAX
 from shardckpt.errors import CheckpointingException, StorageError, show_given
 from shardckpt.manifest.names import MARKER_NAME
 from shardckpt.plugins.stores import open_folder
-from shardckpt.storage.abilities import has_local_files, on_store
+from shardckpt.storage.abilities import has_links, takes_requests
 from shardckpt.storage.filesystem import is_there, wrap_os_errors
-from shardckpt.storage.places import list_below
+from shardckpt.storage.places import find_real_name, list_below
 from shardckpt.storage.remote import RemotePath
 from shardckpt.storage.store_errors import mask_password
 
@@ -30,8 +30,6 @@ _DCP_INDEX = ".metadata"
 #: The libraries whose layouts have no index or marker that says so, by the backends that read them.
 _LIBRARIES = {"deepspeed": "DeepSpeed", "huggingface": "Hugging Face", "torch_save": "torch.save"}
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:_-]*://")
-#: Schemes that name the objects of another one.
-_SAME_STORES = {"s3a": "s3", "gcs": "gs", "azure": "az"}
 _CUT_URL = re.compile(r"([A-Za-z][A-Za-z0-9+._-]+:)/[^/]")
 
 
@@ -101,18 +99,14 @@ _MEMBER = "is a file of the source, {source}"
 
 def _find_overlap(source: Path, target: Path) -> str:
     """Return how a target overlaps a source, or ``""``."""
-    remotes = on_store(source), on_store(target)
-    one, other = (
-        PurePosixPath(os.path.realpath(path) if remote is None else _name_objects(remote))
-        for path, remote in zip((source, target), remotes, strict=True)
-    )
+    one, other = find_real_name(source), find_real_name(target)
     if one == other:
         return _SAME
     if one in other.parents:
         return _INSIDE
     if other in one.parents:
         return _AROUND
-    return "" if any(remotes) else _find_shared_file(source, target)
+    return _find_shared_file(source, target) if has_links(source) and has_links(target) else ""
 
 
 def _find_shared_file(source: Path, target: Path) -> str:
@@ -131,18 +125,12 @@ def _find_shared_file(source: Path, target: Path) -> str:
         return next((_AROUND for path in links if real in Path(os.path.realpath(path)).parents), "")
 
 
-def _name_objects(folder: RemotePath) -> str:
-    """Return a URL's path with one name for all schemes of a store."""
-    scheme, _, rest = folder.url.rpartition("::")[2].partition("://")
-    return f"{_SAME_STORES.get(scheme, scheme)}:/{rest}"
-
-
 def find_save_time(directory: Path) -> float | None:
     """Return when the last file of a commit was written, or else the directory changed, in seconds since 1970.
 
     None on a store, whose plugins do not say.
     """
-    if not has_local_files(directory):
+    if takes_requests(directory):
         return None
     marker = directory / MARKER_NAME
     return (marker if is_there(marker) else directory).stat().st_mtime

@@ -34,7 +34,7 @@ from shardckpt.manifest.names import GENERATION, INTEGRITY_NAME, MARKER_NAME, RE
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import choose_reader, read_manifest
 from shardckpt.plugins.stores import ABSENT, open_below
-from shardckpt.storage.abilities import find_ability, has_local_files
+from shardckpt.storage.abilities import find_ability, takes_requests
 from shardckpt.storage.filesystem import file_size, name_siblings, sync_directory, wrap_os_errors
 from shardckpt.storage.places import find_bucket, find_url, list_folders, list_names
 from shardckpt.storage.remote import ListsFolders, attempt
@@ -98,7 +98,7 @@ def prune_leftovers(
     """
     plugins = get_plugin_manager()
     place = locate(path, plugins)
-    if not has_local_files(place):
+    if takes_requests(place):
         return _prune_store(place, plugins, older_than, dry_run=dry_run)
     found = find_leftovers_of(place)
     if not found and not place.is_dir():

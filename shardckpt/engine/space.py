@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt import settings
-from shardckpt.commit.commit import is_free
+from shardckpt.commit.claim import is_mark
 from shardckpt.commit.leftovers import walk_folders
 from shardckpt.engine.amounts import format_bytes
 from shardckpt.engine.pruning import prune_leftovers
@@ -15,13 +16,13 @@ from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, name_c
 from shardckpt.manifest.names import MARKER_NAME
 from shardckpt.mapping.base import is_main_replica
 from shardckpt.mapping.sharded_tensor import ShardedTensor
-from shardckpt.storage.abilities import has_local_files
-from shardckpt.storage.places import find_url
+from shardckpt.storage.abilities import takes_requests
+from shardckpt.storage.filesystem import is_there
+from shardckpt.storage.places import find_parent, list_entries
 from shardckpt.tensors.memory import ORDINARY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from shardckpt.mapping.base import ShardedBase
 
@@ -88,7 +89,7 @@ class Room(NamedTuple):
 
     def name_limit(self, target: Path, free: int) -> str:
         """Return what leaves a target these free bytes, with its verb: the quota, or the file system."""
-        folder = _find_folder(target)
+        folder = find_parent(target)
         if self.is_quota_less(target, free):
             return f"quota={self.quota:,} of {folder} leaves"
         return f"the file system of {folder} has"
@@ -126,8 +127,11 @@ def count_stored_bytes(index: Iterable[ShardedBase]) -> int:
     return sum(math.prod(tensor.global_shape) * tensor.dtype.itemsize for tensor in tensors)
 
 
-def find_free_bytes(directory: Path) -> int:
-    """Return the free bytes of a directory's file system; :data:`UNKNOWN` if it does not say, or is not to be asked."""
+def find_free_bytes(directory: str | Path) -> int:
+    """Return the free bytes of a directory's file system; :data:`UNKNOWN` if it does not say, or is not to be asked.
+
+    Those of a URL are unknown: no store says.
+    """
     found = _ask_system(directory)
     # A file system without a size, as some of FUSE and a tmpfs without a limit have none, says nothing. One that has a
     # size, and nothing free, is full.
@@ -137,7 +141,7 @@ def find_free_bytes(directory: Path) -> int:
     return found.f_frsize * (found.f_bfree if os.geteuid() == 0 else found.f_bavail)
 
 
-def _ask_system(directory: Path) -> os.statvfs_result | None:
+def _ask_system(directory: str | Path) -> os.statvfs_result | None:
     if not settings.space_check():
         return None
     try:
@@ -157,12 +161,7 @@ def _describe_free(directory: Path) -> str:
 
 
 def _find_system_bytes(target: Path) -> int:
-    return find_free_bytes(target.parent) if has_local_files(target) else UNKNOWN
-
-
-def _find_folder(target: Path) -> Path | str:
-    """Return the folder of a target, or its URL."""
-    return target.parent if has_local_files(target) else find_url(target).rpartition("/")[0]
+    return find_free_bytes(find_parent(target))
 
 
 def refuse_full(
@@ -180,8 +179,7 @@ def refuse_full(
 
 def _make_space_error(target: Path, needed: int, free: int, action: str, room: Room, rest: int) -> NotEnoughSpaceError:
     """Return the error of a save that does not fit, with what could go."""
-    folder = _find_folder(target)
-    leftover, advice = _advise_of_space(folder)
+    leftover, advice = _advise_of_space(target)
     takes = f"The tensors take {format_bytes(needed)}"
     if rest:
         takes += f", and with all else, as in an earlier save, it is {format_bytes(needed + rest)}"
@@ -189,7 +187,7 @@ def _make_space_error(target: Path, needed: int, free: int, action: str, room: R
         f"cannot {action} {target}: {advice}. {takes}, and {room.name_limit(target, free)} "
         f"{format_bytes(free)} free, {format_bytes(needed + rest - free)} too little. No file was written."
     )
-    if action != REMOVE and _is_taken(target):
+    if action != REMOVE and not all(map(is_mark, list_entries(target) if is_there(target) else ())):
         text += " What is at the target stays until the new checkpoint is complete, so that both need room."
     if room.quota and needed + rest > room.quota:
         text += " No checkpoint of this size fits into the quota, whatever is removed: raise it."
@@ -200,24 +198,19 @@ def _make_space_error(target: Path, needed: int, free: int, action: str, room: R
     return error
 
 
-def _is_taken(target: Path) -> bool:
-    """Return whether something is at a target, which the save has claimed already if it is a URL."""
-    return not is_free(target) if has_local_files(target) else (target / MARKER_NAME).is_file()
-
-
 def is_of_write(error: NotEnoughSpaceError, target: Path) -> bool:
     """Return whether a write found no space where the target is.
 
     Else a forecast has refused the save, or the folder of temporary files before a store is full.
     """
-    return not error.advice and has_local_files(target)
+    return not error.advice and not takes_requests(target)
 
 
 def explain_full(error: NotEnoughSpaceError, target: Path) -> NotEnoughSpaceError:
     """Return the error of a write that found no space with what is free, and could go; that of a refusal as it is."""
     if not is_of_write(error, target):
         return error
-    leftover, advice = _advise_of_space(target.parent)
+    leftover, advice = _advise_of_space(target)
     quota = " A quota permits less than what is free: `quota -s` says how much." if "(EDQUOT)" in str(error) else ""
     text = f"{error}. To make space: {advice}.{quota}{_describe_free(target.parent)}"
     explained = NotEnoughSpaceError(text).with_traceback(error.__traceback__)
@@ -225,9 +218,10 @@ def explain_full(error: NotEnoughSpaceError, target: Path) -> NotEnoughSpaceErro
     return explained
 
 
-def _advise_of_space(folder: Path | str) -> tuple[int, str]:
-    """Return the bytes that interrupted saves have left in a folder, and the command that removes these, or others."""
-    runs = _find_used_runs(folder)
+def _advise_of_space(target: Path) -> tuple[int, str]:
+    """Return the bytes that interrupted saves have left beside a target, and what removes these, or others."""
+    folder = find_parent(target)
+    runs = None if takes_requests(target) else _find_used_runs(Path(folder))
     leftover = sum(_count_leftovers(place) for place in ([folder] if runs is None else runs))
     call = ("prune", *["-r"] * (runs is not None), folder)
     if leftover:
@@ -235,9 +229,9 @@ def _advise_of_space(folder: Path | str) -> tuple[int, str]:
     return 0, f"{name_call(*call, '--keep-latest', 'N', '--dry-run')} says what old steps would free"
 
 
-def _find_used_runs(folder: Path | str) -> Sequence[Path] | None:
-    """Return the folders of runs in a folder that leftovers are in; None if it has checkpoints itself, or is a URL."""
-    if isinstance(folder, str) or any(folder.glob(f"*/{MARKER_NAME}")) or not any(folder.glob(f"*/*/{MARKER_NAME}")):
+def _find_used_runs(folder: Path) -> Sequence[Path] | None:
+    """Return the folders of runs in a folder that leftovers are in; None if it has checkpoints itself."""
+    if any(folder.glob(f"*/{MARKER_NAME}")) or not any(folder.glob(f"*/*/{MARKER_NAME}")):
         return None
     return walk_folders(folder).with_leftovers
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.huggingface.blocks import WRITER_BYTES
 from shardckpt.huggingface.names import SAFETENSORS
-from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.abilities import takes_requests
 from shardckpt.storage.memory_budget import LEAST_READING, check_memory_budget, find_least_upload, parse_memory_budget
 
 if TYPE_CHECKING:
@@ -29,20 +29,20 @@ class ExportBudget(NamedTuple):
         whole: All bytes that a rank may hold, not counting the index.
         reading: What the checkpoint's reader may hold.
         writing: What a block, and the parts of an object on its way to a store, may take; None for a directory.
-        is_local: Whether no store is read or written.
+        takes_requests: Whether a store is read or written.
     """
 
     whole: int | None = None
     reading: int | None = None
     writing: int | None = None
-    is_local: bool = True
+    takes_requests: bool = False
 
     def check_plan(self, plan: ExportPlan, file_format: str, target: Path) -> None:
         """Refuse a budget that a file of the plan does not fit in; the error says the smallest that works."""
         largest = max((sum(tensor.nbytes for tensor in tensors) for _, tensors in plan.files), default=0)
         least = 0
         if file_format != SAFETENSORS:  # the tensors of a file of torch.save are in memory as a whole
-            least = LEAST_READING + largest if self.is_local else _HALF * largest
+            least = _HALF * largest if self.takes_requests else LEAST_READING + largest
         if self.writing is not None:
             least = max(least, _HALF * find_least_upload(largest))
         check_memory_budget(self.whole, least, f"an export to {target} takes")
@@ -56,14 +56,13 @@ def split_export_budget(memory_budget: int | str | None, source: Path, target: P
     budget = parse_memory_budget(memory_budget)
     if budget is None:
         return ExportBudget()
-    is_local = has_local_files(source) and has_local_files(target)
-    least = LEAST_EXPORTING if is_local else LEAST_EXPORTING_ON_STORES
+    has_requests = takes_requests(source) or takes_requests(target)
+    least = LEAST_EXPORTING_ON_STORES if has_requests else LEAST_EXPORTING
     check_memory_budget(budget, least, f"an export from {source} to {target} takes")
-    if is_local:
+    if not has_requests:
         return ExportBudget(budget, budget - WRITER_BYTES if file_format == SAFETENSORS else LEAST_READING)
-    return ExportBudget(
-        budget, budget // _QUARTER, None if has_local_files(target) else budget // _HALF, is_local=False
-    )
+    writing = budget // _HALF if takes_requests(target) else None
+    return ExportBudget(budget, budget // _QUARTER, writing, takes_requests=True)
 
 
 __all__ = ["LEAST_EXPORTING", "LEAST_EXPORTING_ON_STORES", "ExportBudget", "split_export_budget"]

@@ -14,8 +14,7 @@ try:
 except ModuleNotFoundError:  # pytorch-lightning has the same under another name
     from lightning_fabric.plugins import CheckpointIO  # type: ignore[assignment]
 
-from shardckpt.commit.removal import clear_tombstones, remove_checkpoint
-from shardckpt.commit.staging_names import stem
+from shardckpt.commit.removal import clear_tombstones_of, remove_checkpoint
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.loading import LoadOptions, load_checkpoint, open_checkpoint
 from shardckpt.engine.locations import expand_home, locate
@@ -24,7 +23,6 @@ from shardckpt.errors import CheckpointingException, parse_globals
 from shardckpt.manager.plain_state import describe_form, describe_tensors, merge_tensors, request_tensors
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.state_dict import dict_list_map_outplace
-from shardckpt.storage.abilities import has_local_files
 from shardckpt.storage.directory import retry_if_replaced
 from shardckpt.validation.keys import StrictHandling
 
@@ -138,8 +136,7 @@ class ShardedCheckpointIO(CheckpointIO):
             pass  # only to check that it is a Trainer's checkpoint
         directory = locate(path, get_plugin_manager())
         remove_checkpoint(directory)
-        if has_local_files(directory):
-            clear_tombstones(directory.parent, lambda name: name == stem(directory.name))
+        clear_tombstones_of(directory)
 
     def teardown(self) -> None:
         """Do nothing: no file stays open."""

@@ -19,7 +19,7 @@ from shardckpt.maintenance.conversion import DCP, FILE, FOLDER, Conversion, Conv
 from shardckpt.maintenance.sources import identify_source, open_source, read_hub_config
 from shardckpt.plugins.entries import StrategyAction
 from shardckpt.plugins.manager import get_plugin_manager
-from shardckpt.storage.abilities import has_local_files, lacks_directory
+from shardckpt.storage.abilities import has_links, has_local_files, lacks_directory, takes_requests
 from shardckpt.storage.directory import retry_if_replaced
 from shardckpt.storage.filesystem import is_there
 from shardckpt.storage.memory_budget import LEAST_READING, check_memory_budget, parse_size
@@ -141,16 +141,16 @@ def convert_checkpoint(
             "together: convert twice, first with one of them"
         )
     budget = parse_size(memory_budget, "memory_budget")
-    is_local = has_local_files(locate(new, get_plugin_manager()))
-    least = _QUARTER * LEAST_READING if is_local else _LEAST_FOR_STORES
+    sends = takes_requests(locate(new, get_plugin_manager()))
+    least = _LEAST_FOR_STORES if sends else _QUARTER * LEAST_READING
     check_memory_budget(budget, least, f"to convert {old} takes")
     return run_conversion(
         old,
         new,
         to,
         open_source,
-        memory=budget // (_HALF if is_local else _QUARTER),
-        buffers=(budget // _QUARTER, budget // (_QUARTER if is_local else _HALF)),
+        memory=budget // (_QUARTER if sends else _HALF),
+        buffers=(budget // _QUARTER, budget // (_HALF if sends else _QUARTER)),
         overwrite=overwrite,
         mapping=mapping,
         dtype=dtype,
@@ -289,7 +289,7 @@ def _find_assets(
         or read_hub_config(source, plugins) is None
     ):
         return None
-    if not has_local_files(source):
+    if not has_links(source):
         return old
     # these files were not named by the caller: a link of a downloaded folder must not lead to others of this machine
     return [path for path in list_assets(old) if not path.is_symlink() or resolve_link(source, path.name) != path]

@@ -12,7 +12,7 @@ from shardckpt.errors import CheckpointingException, format_many, name_call
 from shardckpt.maintenance.inside import list_inside, list_local_names
 from shardckpt.manifest.hub import find_trainer_parts
 from shardckpt.plugins.legacy_megatron import describe_legacy_megatron
-from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.abilities import takes_requests
 from shardckpt.storage.directory import real_path
 from shardckpt.storage.filesystem import wrap_os_errors
 from shardckpt.storage.input_file import read_file
@@ -126,7 +126,7 @@ def _read_latest(folder: Path) -> str:
 
 def _name_inner(folder: Path) -> str:
     """Return the checkpoints in a folder of checkpoints; ``""`` if there are none, or it is on a store."""
-    found = list(list_inside(list_local_names(folder))) if has_local_files(folder) else []
+    found = [] if takes_requests(folder) else list(list_inside(list_local_names(folder)))
     if not found:
         return ""
     many = format_many(len(found), "checkpoint")

@@ -12,6 +12,7 @@ from shardckpt.manifest.hub import HUB_CONFIG, HUB_FILES, HUB_WEIGHTS, find_trai
 from shardckpt.manifest.names import MARKER_NAME, RECORD_NAME
 from shardckpt.storage.directory import real_path
 from shardckpt.storage.filesystem import wrap_os_errors
+from shardckpt.storage.places import list_below
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -93,7 +94,13 @@ def is_visible_in(path: str, top: str) -> bool:
     return inner != path and not any(part.startswith(".") for part in inner.split("/"))
 
 
-def list_local_names(place: Path, top: Path | None = None) -> Callable[[str], Names]:
+def list_names_in(place: Path, top: str = "") -> Callable[[str], Names]:
+    """Return what lists the folders in a directory, as :func:`list_local_names`, or below a URL, in one request."""
+    found = list_below(place)
+    return list_local_names(place, top) if found is None else list_stored_names(found)
+
+
+def list_local_names(place: Path, top: str = "") -> Callable[[str], Names]:
     """Return what lists the folders in a directory of this machine; links are followed directly in it alone.
 
     A link to what is next to it, as ``latest``, or to what is in ``top``, is left out: that is listed by its own name.
@@ -107,7 +114,7 @@ def list_local_names(place: Path, top: Path | None = None) -> Callable[[str], Na
                 with contextlib.suppress(OSError):  # a link to itself is neither
                     if entry.is_symlink():
                         real = os.path.realpath(entry.path)
-                        if os.path.dirname(real) == own or (top and is_visible_in(real, str(top))):  # noqa: PTH120 - a text
+                        if os.path.dirname(real) == own or (top and is_visible_in(real, top)):  # noqa: PTH120 - a text
                             continue
                     if entry.is_dir(follow_symlinks=not folder):
                         names.folders.append(entry.name)
@@ -138,5 +145,6 @@ __all__ = [
     "is_visible_in",
     "list_inside",
     "list_local_names",
+    "list_names_in",
     "list_stored_names",
 ]

@@ -14,8 +14,7 @@ from shardckpt.manager.step_names import NAMINGS
 from shardckpt.manager.steps import StepFolder
 from shardckpt.manifest.names import MARKER_NAME
 from shardckpt.plugins.manager import get_plugin_manager
-from shardckpt.storage.abilities import has_local_files
-from shardckpt.storage.filesystem import wrap_os_errors
+from shardckpt.storage.input_file import read_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,6 +25,7 @@ _FOLDER_ARGUMENTS: dict[str, tuple[str, ...]] = {"output_dir": ("checkpoints",),
 #: Megatron's file with the number of the step that it loads.
 _TRACKER = "latest_checkpointed_iteration.txt"
 _MOST_DIGITS = 20
+_MOST_BYTES = 1 << 20
 _LOCAL_RANK = "LOCAL_RANK"
 #: The warnings that this process has logged: a trainer calls after every save, and each is logged once.
 _warned: set[tuple[str, str]] = set()
@@ -141,15 +141,14 @@ def _find_exempt(folder: str, *, all_directories: bool) -> dict[str, str]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return has_local_files(path) and any((path / marker).is_file() for marker in (MARKER_NAME, ".metadata"))
+    return any((path / marker).is_file() for marker in (MARKER_NAME, ".metadata"))
 
 
 def _read_tracker(place: Path) -> set[int]:
     """Return the step that Megatron would load, which must be kept: it may write a newer one only after this call."""
     tracker = place / _TRACKER
-    if not has_local_files(place) or not tracker.is_file():
+    if not tracker.is_file():
         return set()
-    with wrap_os_errors("read", tracker):
-        text = tracker.read_text(errors="replace").strip()
+    text = read_file(tracker.resolve(), _MOST_BYTES).decode(errors="replace").strip()
     # Python converts no texts of thousands of digits; no step has so many
     return {int(text)} if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else set()

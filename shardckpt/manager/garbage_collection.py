@@ -25,7 +25,7 @@ from shardckpt.manager.marks import drop_marks
 from shardckpt.manager.retention import find_needed_steps, steps_to_remove
 from shardckpt.manager.step_links import find_own_links, update_links
 from shardckpt.manager.step_names import MARKS_NAME
-from shardckpt.storage.abilities import find_ability, has_local_files
+from shardckpt.storage.abilities import find_ability, has_links, takes_requests
 from shardckpt.storage.remote import ListsFolders
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def remove_steps(
     held = find_held(folder, keeps_linked=keeps_linked, own_links=own_links) if chosen else {}
     if own_links:  # before they lead to what is gone
         update_links(folder, [each for step, each in choice.found.items() if step not in chosen])
-    if chosen and has_local_files(folder.place):
+    if chosen:
         # What a killed overwrite has moved aside is known to be old while the step is there, and else kept for ever.
         _remove_local(folder, [leftover for leftover in _find_local(folder) if leftover.is_replaced])
     removed, kept, count_step = [], {}, begin(chosen)
@@ -186,7 +186,7 @@ def find_held(folder: StepFolder, *, keeps_linked: bool = True, own_links: Colle
     ``own_links``, because they are moved: :func:`~shardckpt.manager.step_links.find_own_links`.
     """
     found = {name: list(map(str, holds)) for name, holds in folder.holds.find().items()}
-    if keeps_linked and has_local_files(folder.place) and folder.place.is_dir():
+    if keeps_linked and has_links(folder.place) and folder.place.is_dir():
         place = folder.place.resolve()
         for link in sorted(each for each in folder.place.iterdir() if each.is_symlink() and each.name not in own_links):
             with suppress(OSError, RuntimeError):  # a link to itself leads nowhere
@@ -346,7 +346,7 @@ def _remove_leftovers(folder: StepFolder, steps: Collection[int] | None = None) 
     it to their places: what is in the place of a step that was whole before is left to the next manager.
     """
     place = folder.place
-    if has_local_files(place):
+    if not takes_requests(place):
         return _remove_local(folder, _find_local(folder))
     names = [folder.names.name(step) for step in (folder.steps() if steps is None else steps)]
     for result in clear_unfinished(place, names, folder.plugins, dry_run=False):
@@ -393,7 +393,7 @@ def _try_to_remove(
     it was chosen.
     """
     name = folder.names.name(chosen.step)
-    path = folder.place / name  # a link itself
+    path = folder.find_entry(name)
     try:
         with folder.holds.removing(name, [folder.names.name(each.step) for each in needed]) as against:
             # The marks were read before the checkpoints are looked at: a removal that ends in between is then seen.
@@ -405,7 +405,7 @@ def _try_to_remove(
             if reason:
                 logger.log(level, "step %d in %s stays for now: %s", chosen.step, folder, reason)
                 return reason
-            remove_checkpoint(path if has_local_files(path) else folder.path(chosen.step))
+            remove_checkpoint(path)
             if (store := find_ability(folder.place, ListsFolders)) is not None:  # its folders outlive their objects
                 store.remove_folder(name)
     except (StorageError, CheckpointReplacedError) as exc:

@@ -30,7 +30,7 @@ from shardckpt.huggingface.load import read_hub_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.names import is_hub_folder
 from shardckpt.maintenance.foreign import describe_foreign
-from shardckpt.maintenance.inside import FILE_SUFFIXES, is_marked, list_local_names, list_stored_names
+from shardckpt.maintenance.inside import FILE_SUFFIXES, is_marked, list_names_in
 from shardckpt.maintenance.sources import find_cut_file, recognise_file, recognise_files
 from shardckpt.manager.marks import find_mark, find_mark_of
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
@@ -58,11 +58,11 @@ from shardckpt.manifest.names import FINGERPRINTS_NAME, MARKER_NAME, RECORD_NAME
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import choose_reader, hold_checkpoint
 from shardckpt.plugins.stores import ABSENT
-from shardckpt.storage.abilities import has_local_files, lacks_directory, on_store
+from shardckpt.storage.abilities import has_local_files, lacks_directory, takes_requests
 from shardckpt.storage.directory import open_directory, retry_if_replaced
 from shardckpt.storage.filesystem import is_there, name_siblings, wrap_os_errors
 from shardckpt.storage.fingerprint_file import combine_fingerprints, parse_fingerprints
-from shardckpt.storage.places import attach_listing, find_url, list_below, list_each_below, list_entries
+from shardckpt.storage.places import attach_listing, find_parent, find_url, list_below, list_each_below, list_entries
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import LoadContext, find_error
 
@@ -182,7 +182,7 @@ def _summarize_all(
     inside: StepFolder, names: Sequence[str], listings: Mapping[str, dict[str, int]] | None, plugins: PluginManager
 ) -> list[CheckpointSummary]:
     """Return the summaries of the directories in a folder; on a store, several are looked at at a time."""
-    if has_local_files(inside.place):
+    if not takes_requests(inside.place):
         return [replace(_summarize(inside.find(name), plugins), name=name) for name in names]
     marks = attach_listing(inside.find(MARKS_NAME), listings, MARKS_NAME)
 
@@ -330,7 +330,7 @@ def _add_training(
     """Return the summary of a model with what a Trainer left next to it: metrics, and parts, which may be damaged."""
     if summary.state != "whole":
         return summary
-    if has_local_files(directory) and (cut := find_cut_file(directory)) is not None:
+    if not takes_requests(directory) and (cut := find_cut_file(directory)) is not None:
         return replace(summary, state="damaged", reason=_shorten(cut, directory))
     folders = [part for part in find_trainer_parts(names) if not part.endswith(FILE_SUFFIXES)]
     for part in folders:
@@ -373,10 +373,8 @@ def _describe_rest(
 
 
 def _count_inside(directory: Path) -> int:
-    """Return how many checkpoints there may be below a directory, as names say; of a store, by its listing, if any."""
-    if (remote := on_store(directory)) is None:
-        return count_inside(list_local_names(directory, directory.parent))
-    return 0 if remote.listing is None else count_inside(list_stored_names(remote.listing))
+    """Return how many checkpoints there may be below a directory or URL, as names say."""
+    return count_inside(list_names_in(directory, find_parent(directory)))
 
 
 def _describe_torch_files(directory: Path, summary: CheckpointSummary, names: list[str]) -> CheckpointSummary | None:

@@ -14,9 +14,8 @@ from shardckpt.manager.step_links import LATEST, LINKS, choose_best
 from shardckpt.manager.step_names import parse_step, split_path
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins.manager import get_plugin_manager
-from shardckpt.storage.abilities import find_ability, has_local_files
 from shardckpt.storage.filesystem import wrap_os_errors
-from shardckpt.storage.remote import ListsFolders
+from shardckpt.storage.places import can_list_folders
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,7 +79,7 @@ def refuse_named_step(path: str) -> None:
     if word not in LINKS:
         return
     steps = StepFolder(folder, get_plugin_manager())
-    if not has_local_files(steps.place) and find_ability(steps.place, ListsFolders) is None:
+    if not can_list_folders(steps.place):
         return  # no step there is found by a word
     names = steps.directories()
     if word in names and not (steps.place / word).is_symlink():

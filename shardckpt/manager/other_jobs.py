@@ -17,7 +17,7 @@ from shardckpt.commit.owner import Owner
 from shardckpt.engine.operation import report_event
 from shardckpt.errors import OtherJobError, StorageError, escape_text, listed
 from shardckpt.manager.part import ManagerPart
-from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.abilities import takes_requests
 from shardckpt.storage.remote import limit_attempts
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class OtherJobs(ManagerPart):
 
         If this job is to save to no folder of another, that is an OtherJobError instead.
         """
-        if time.monotonic() - self._looked_at < _INTERVAL and not has_local_files(self._folder.place):
+        if time.monotonic() - self._looked_at < _INTERVAL and takes_requests(self._folder.place):
             return
         self._looked_at = time.monotonic()
         for name, job in self._folder.holds.find_jobs().items():
@@ -97,7 +97,7 @@ class OtherJobs(ManagerPart):
 
     def close(self, error: BaseException | None = None) -> None:
         """Remove the file, where that keeps no program waiting: it counts for nothing once the process has ended."""
-        is_down = isinstance(error, StorageError) and not has_local_files(self._folder.place)
+        is_down = isinstance(error, StorageError) and takes_requests(self._folder.place)
         if self._is_written and not is_down:
             with limit_attempts(0):
                 self._drop(self._name)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.metrics import rank_steps, read_settings
-from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.abilities import has_links
 from shardckpt.storage.filesystem import sync_directory, wrap_os_errors
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def find_own_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> tup
     """Return the names of the links that a manager of the folder keeps, as the newest whole of its steps says."""
     own = [each for each in steps if each.is_whole and not each.is_foreign]
     newest = max(own, key=lambda each: each.step, default=None)
-    if newest is None or not has_local_files(folder.place) or not read_settings(newest.content).links:
+    if newest is None or not has_links(folder.place) or not read_settings(newest.content).links:
         return ()
     return (*LINKS, *map(_name_temporary, LINKS))
 
@@ -73,10 +73,10 @@ def find_moves(
     stands then, or ``""``. A link or file of the user's that has the name of a word stays what it is.
     """
     moves: dict[str, dict[str, str]] = {}
-    is_local, own = has_local_files(folder.place), find_own_links(folder, before)
+    own = find_own_links(folder, before)
     new = choose_targets(folder, after)
     for word, name in choose_targets(folder, before).items():
-        is_others = is_local and word not in own and os.path.lexists(folder.place / word)
+        is_others = has_links(folder.place) and word not in own and os.path.lexists(folder.place / word)
         if not is_others and new.get(word) != name:
             moves.setdefault(name, {})[word] = new.get(word, "")
     return moves
@@ -100,7 +100,7 @@ def begin_links(folder: StepFolder) -> None:
     manager. Then both are removed until that save. It is an error if a directory, a file, or a link that no manager
     made has the name of a link: it is not replaced.
     """
-    if not has_local_files(folder.place):
+    if not has_links(folder.place):
         logger.warning(
             "links=True writes nothing to %s: object stores have no links. The commands of shardckpt take %s/latest "
             "and /best without them; for other tools latest_pointer='latest' in its place keeps an object that names "

@@ -23,7 +23,7 @@ from shardckpt.maintenance.mending import explain_mendable
 from shardckpt.manager.retention import KeepBest
 from shardckpt.manager.steps import MissingStatesError
 from shardckpt.manifest.names import MARKER_NAME
-from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.abilities import takes_requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -70,7 +70,7 @@ def read_step(
 
 def warn_of_others(folder: StepFolder) -> None:
     """Warn where a folder without a step is a checkpoint, or has some by other names. Not collective."""
-    if not has_local_files(folder.place) or not folder.place.is_dir():  # each name of a store would be a request
+    if takes_requests(folder.place) or not folder.place.is_dir():  # one for each name
         return
 
     def is_other(name: str) -> bool:

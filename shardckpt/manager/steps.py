@@ -29,7 +29,7 @@ from shardckpt.manager.retention import Metrics
 from shardckpt.manager.step_names import MARKS_NAME, STEPS, StepNames, find_namings
 from shardckpt.manifest.names import RECORD_NAME
 from shardckpt.plugins.resolver import choose_reader, hold_checkpoint
-from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.abilities import has_links, takes_requests
 from shardckpt.storage.directory import detect_replacement, retry_if_replaced
 from shardckpt.storage.filesystem import file_size, wrap_os_errors
 from shardckpt.storage.places import attach_listing, find_url, list_each_below, list_folders
@@ -177,6 +177,10 @@ class StepFolder:
         """Return a step's directory or URL, with symbolic links resolved."""
         return self.find(self.names.name(step))
 
+    def find_entry(self, name: str) -> Path:
+        """Return what has a name in the folder: a link itself; or a URL."""
+        return self.place / name if has_links(self.place) else self.find(name)
+
     def find(self, name: str) -> Path:
         """Return any directory in the folder, or its URL, with symbolic links resolved."""
         return locate(find_url(self.place / name), self.plugins)
@@ -201,7 +205,7 @@ class StepFolder:
         until :meth:`forget`: before one is removed, it is inspected once more.
         """
         steps = self.steps()
-        if has_local_files(self.place):
+        if not takes_requests(self.place):
             return {step: self.inspect_step(step) for step in steps}, set()
         marks = set(SmallFiles(self.find(MARKS_NAME)).names())
         known = {step for step in steps if step in self._known and name_mark(self.names.name(step)) not in marks}
@@ -283,7 +287,7 @@ class StepFolder:
             with wrap_os_errors("inspect", directory):
                 found = retry_if_replaced(check, directory)
         except (StorageError, CorruptCheckpointError) as exc:
-            no_answer = not has_local_files(directory) and isinstance(exc, StorageError)
+            no_answer = takes_requests(directory) and isinstance(exc, StorageError)
             if no_answer or isinstance(exc, CheckpointReplacedError):
                 raise
             return StepCheckpoint(step, manifest, error=_without_frames(exc))

@@ -190,7 +190,7 @@ def _begin(directory: Path) -> CheckpointSummary:
 def _summarize_other(directory: Path) -> CheckpointSummary:
     """Return the summary of a directory that is a checkpoint to no reader, as all names in it say."""
     names = _list_names(directory)
-    summary, inside = _begin(directory), count_inside(list_local_names(directory, directory.parent))
+    summary, inside = _begin(directory), count_inside(list_local_names(directory, str(directory.parent)))
     is_dead_save = bool(names.all) and not inside and summary.step is not None
     if is_dead_save or describe_foreign(directory, names.all):
         raise _NeedsReaderError

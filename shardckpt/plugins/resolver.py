@@ -43,7 +43,7 @@ from shardckpt.plugins.legacy_megatron import describe_legacy_megatron
 from shardckpt.plugins.origin import describe_origin, name_origin
 from shardckpt.plugins.registry import parse_key, parse_keys
 from shardckpt.plugins.stores import ABSENT, open_below
-from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.abilities import takes_requests
 from shardckpt.storage.directory import (
     detect_replacement,
     open_directory,
@@ -168,7 +168,7 @@ def hold_same(directory: Path, manifest: Manifest, plugins: PluginManager) -> Pa
     place = open_directory(directory)
     if manifest.folder:
         place = open_below(place, manifest.folder, plugins)
-    if not has_local_files(place):
+    if takes_requests(place):  # its listing was that of the main rank
         return place
     if _is_moved_aside(place):
         raise replaced_error(directory, "an overwrite has moved it aside, and has not yet put the new one there")
@@ -377,7 +377,7 @@ def _unrecognised_error(directory: Path, names: Collection[str]) -> CannotLoadEr
     text = f"{directory} is not a distributed checkpoint"
     if not names:
         return NotACheckpointError(f"{text}: it is an empty directory")
-    if has_local_files(directory) and (inner := _list_checkpoints(directory)):
+    if not takes_requests(directory) and (inner := _list_checkpoints(directory)):
         return NotACheckpointError(
             f"{text}: it is a folder of {format_many(len(inner), 'checkpoint')}: give one, such as "
             f"{directory / max(inner, key=natural_order)}"
@@ -405,7 +405,7 @@ def _list_checkpoints(directory: Path) -> list[str]:
 
 
 def _absent_error(directory: Path) -> CannotLoadError:
-    if not has_local_files(directory):
+    if takes_requests(directory):
         return NotACheckpointError(f"{directory} {ABSENT}")
     replaced = list_replaced_checkpoints(directory)
     if replaced:

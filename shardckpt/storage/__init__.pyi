@@ -1,6 +1,5 @@
 from shardckpt.manifest.strict_json import MOST_LEVELS as MOST_LEVELS
 from shardckpt.manifest.strict_json import parse_json as parse_json
-from shardckpt.storage.abilities import on_store as on_store
 from shardckpt.storage.buffers import BLOCK_BYTES as BLOCK_BYTES
 from shardckpt.storage.buffers import BufferPool as BufferPool
 from shardckpt.storage.buffers import block_pool as block_pool
@@ -23,6 +22,7 @@ from shardckpt.storage.filesystem import check_file_name as check_file_name
 from shardckpt.storage.memory_budget import parse_size as parse_size
 from shardckpt.storage.packed_shards import PackedShards as PackedShards
 from shardckpt.storage.parse_cache import ParseCache as ParseCache
+from shardckpt.storage.places import list_tree as list_tree
 from shardckpt.storage.range_reads import RangeRead as RangeRead
 from shardckpt.storage.reader import CheckpointReader as CheckpointReader
 from shardckpt.storage.recorded_file import read_recorded_file as read_recorded_file

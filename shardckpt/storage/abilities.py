@@ -1,7 +1,8 @@
 """Abilities of the place of a checkpoint: each path answers for itself, so that no code tests for a class of store.
 
 A directory of this machine can do everything. Another kind of path has the attributes that are looked for here, as
-:class:`~shardckpt.storage.remote.RemotePath` has.
+:class:`~shardckpt.storage.remote.RemotePath` has. What both can do, each in its way, is in
+:mod:`~shardckpt.storage.places`: above storage and commit, nobody asks which of the two a place is.
 """
 
 from __future__ import annotations
@@ -18,13 +19,23 @@ _T = TypeVar("_T")
 
 
 def has_local_files(path: Path) -> bool:
-    """Return whether the system opens, links and renames files there; if not, there are requests, and a marker."""
+    """Return whether the system, and so any other library, opens the files there by their paths."""
     return bool(getattr(path, "has_local_files", True))
+
+
+def has_links(path: Path) -> bool:
+    """Return whether a name there may be a symbolic link, and a file have several names."""
+    return has_local_files(path)
+
+
+def takes_requests(path: Path) -> bool:
+    """Return whether each look at a file there is a request: it takes time, has a price, and may find no answer."""
+    return not has_local_files(path)
 
 
 def lacks_directory(path: Path) -> bool:
     """Return whether no directory has the path; False for a URL, where that takes a request, and a listing says it."""
-    return has_local_files(path) and not path.is_dir()
+    return not takes_requests(path) and not path.is_dir()
 
 
 def find_ability(path: Path, ability: Callable[..., _T]) -> _T | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import StorageError
 from shardckpt.storage.abilities import find_ability, on_store
+from shardckpt.storage.directory import real_path
 from shardckpt.storage.filesystem import wrap_os_errors
 from shardckpt.storage.open_path import OpenPath
 from shardckpt.storage.remote import HasFolders, ListsFolders, attempt, list_objects, skip_impossible
@@ -16,10 +18,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+#: Schemes that name the objects of another one.
+_SAME_STORES = {"s3a": "s3", "gcs": "gs", "azure": "az"}
+
 
 def find_url(place: Path) -> str:
     """Return the path or URL that opens a place again, in any process; a URL with any password in it."""
     return place.url if isinstance(place, OpenPath) else str(place)
+
+
+def find_parent(place: Path) -> str:
+    """Return the path or URL of the folder that a place is in."""
+    return os.path.dirname(find_url(place)) or "."  # noqa: PTH120 - of a URL, too
+
+
+def find_real_name(place: Path) -> PurePosixPath:
+    """Return the one name of a place: a path without links, or that of a URL, the same for all schemes of a store."""
+    if (remote := on_store(place)) is None:
+        return PurePosixPath(os.path.realpath(place))
+    scheme, _, rest = remote.url.rpartition("::")[2].partition("://")
+    return PurePosixPath(f"{_SAME_STORES.get(scheme, scheme)}:/{rest}")
 
 
 def find_bucket(url: str) -> str:
@@ -62,11 +80,39 @@ def list_folders(place: Path) -> list[str]:
     return skip_impossible(remote.url, attempt("list the folders of", remote, folder.folders))
 
 
+def can_list_folders(place: Path) -> bool:
+    """Return whether :func:`list_folders` lists the folders in a place."""
+    remote = on_store(place)
+    return remote is None or isinstance(remote.folder, ListsFolders)
+
+
+def list_files(place: Path) -> list[str]:
+    """Return the paths of the files in a directory and in its folders, or of the objects below a URL, in order.
+
+    Links to folders are not followed. Of a store whose plugin cannot list a tree there are those directly in it.
+    """
+    if (found := list_below(place)) is not None:
+        return sorted(found)
+    top = real_path(place)
+    with wrap_os_errors("list", place):
+        return sorted(
+            os.path.relpath(f"{folder}/{name}", top)
+            for folder, _, names in os.walk(top, onerror=_raise)
+            for name in names
+        )
+
+
 def list_below(place: Path) -> Mapping[str, int] | None:
     """Return the size of each object below a URL by its path, as listed with others or anew; None of a directory."""
     if (remote := on_store(place)) is None:
         return None
     return list_objects(remote.folder) if remote.listing is None else remote.listing
+
+
+def list_tree(place: Path) -> Mapping[str, int] | None:
+    """Return as :func:`list_below`; it is a StorageError if the plugin of a store cannot list inner folders."""
+    remote = on_store(place)
+    return None if remote is None else remote.list_tree()
 
 
 def list_each_below(place: Path) -> dict[str, dict[str, int]] | None:
@@ -100,6 +146,10 @@ def remove_file(path: Path) -> None:
         return
     with wrap_os_errors("remove", path):
         path.unlink(missing_ok=True)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _scan(place: Path, is_wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
 from shardckpt.manifest.names import RECORD_NAME, TABLE_SUFFIX, find_folders
-from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.abilities import takes_requests
 from shardckpt.storage.buffers import BLOCK_BYTES, BufferPool, block_pool
 from shardckpt.storage.digest import MAX_SEGMENT, Digest, JoinedDigest, digest_functions
 from shardckpt.storage.directory import detect_replacement, real_path, replaced_error, was_replaced
@@ -139,7 +139,7 @@ class CheckpointReader:
         # no method of this reader: the circle of references would keep the directory open until gc runs
         self._detect_replacement = partial(detect_replacement, self.directory, partial(is_gone, directory, manifest))
         self._files = OpenFiles(directory, self._records, algorithm, self._detect_replacement)
-        self._by_requests = not has_local_files(directory)
+        self._by_requests = takes_requests(directory)
         self._limits = plan_reading(memory_budget, by_requests=self._by_requests)
         self._request_bytes = self._limits.request_bytes if self._by_requests else _READ_BYTES
         self._piece_bytes = self._limits.request_bytes if self._by_requests else _PIECE_READS * _READ_BYTES

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.manifest import list_parents
 from shardckpt.mapping import ShardedObject
-from shardckpt.storage import on_store
+from shardckpt.storage import list_tree
 from shardckpt_zarr.arrays import ARRAY_FILE, ChunkedArray, read_array
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ def find_folders(directory: Path) -> Iterator[Folder]:
 
     A directory that cannot be listed is an OSError; a store that cannot list folders is a StorageError.
     """
-    store = on_store(directory)
-    return _walk(directory) if store is None else _group(store.list_tree())
+    sizes = list_tree(directory)
+    return _walk(directory) if sizes is None else _group(sizes)
 
 
 def count_files(directory: Path, name: str) -> int:

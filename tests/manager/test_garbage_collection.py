@@ -21,7 +21,7 @@ from shardckpt.manager.parts import Retention
 from shardckpt.manager.retention import KeepLatest
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import read_manifest
-from shardckpt.storage import on_store
+from shardckpt.storage.abilities import on_store
 from tests import backends
 from tests.commit import owners
 from tests.manager import folders

@@ -25,7 +25,7 @@ from shardckpt.engine.pruning import prune_leftovers
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.plugins.stores import open_folder
-from shardckpt.storage import on_store
+from shardckpt.storage.abilities import on_store
 from shardckpt.storage.remote import list_objects
 from tests.faults.forks import fork, wait
 from tests.remote import jobs
