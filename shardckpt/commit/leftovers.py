@@ -24,7 +24,7 @@ from shardckpt.commit.staging_names import REMOVED, REPLACED, STAGING, Leftover,
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manifest.names import MARKER_NAME
 from shardckpt.storage.abilities import on_store
-from shardckpt.storage.filesystem import sync_directory, wrap_os_errors
+from shardckpt.storage.filesystem import is_there, sync_directory, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -151,7 +151,7 @@ def remove_tree(path: Path) -> None:
             path.unlink(missing_ok=True)
     except OSError as exc:
         shutil.rmtree(path, ignore_errors=True)  # removes all that can be removed
-        if os.path.lexists(path):
+        if is_there(path):
             raise StorageError(f"cannot remove {path}, which is no longer needed: {exc}") from exc
 
 

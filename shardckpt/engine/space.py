@@ -189,7 +189,7 @@ def _make_space_error(target: Path, needed: int, free: int, action: str, room: R
         f"cannot {action} {target}: {advice}. {takes}, and {room.name_limit(target, free)} "
         f"{format_bytes(free)} free, {format_bytes(needed + rest - free)} too little. No file was written."
     )
-    if action != REMOVE and _is_taken(target):
+    if action != REMOVE and _is_overwrite(target):
         text += " What is at the target stays until the new checkpoint is complete, so that both need room."
     if room.quota and needed + rest > room.quota:
         text += " No checkpoint of this size fits into the quota, whatever is removed: raise it."
@@ -200,8 +200,8 @@ def _make_space_error(target: Path, needed: int, free: int, action: str, room: R
     return error
 
 
-def _is_taken(target: Path) -> bool:
-    """Return whether something is at a target, which the save has claimed already if it is a URL."""
+def _is_overwrite(target: Path) -> bool:
+    """Return whether a save replaces what is at its target, which it has claimed already if it is a URL."""
     return not is_free(target) if has_local_files(target) else (target / MARKER_NAME).is_file()
 
 
