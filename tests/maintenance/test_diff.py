@@ -347,10 +347,11 @@ def test_names_that_begin_otherwise_are_advised(tmp_path: Path, capsys: pytest.C
         save_values(tmp_path / name, {f"{model}.0.w": torch.ones(3), f"{optimizer}.state.0.w": torch.zeros(3)})
     old, new = str(tmp_path / "old"), str(tmp_path / "new")
     call = f"shardckpt diff {old} {new} --rename app.model=model --rename app.optim=optimizer"
+    given = ["--rtol", "0.1", "--read", "--ignore-dtype", "--tensors-only"]
     assert main(["diff", old, new]) == 1
     assert capsys.readouterr().out.splitlines()[-1].endswith(f"`{call}`")
-    assert main(["diff", old, new, "--rtol", "0.1", "--read", "--tensors-only"]) == 1  # what was given stays
-    assert capsys.readouterr().out.splitlines()[-1].endswith(f"`{call} --rtol 0.1 --read --tensors-only`")
+    assert main(["diff", old, new, *given]) == 1  # what was given stays
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"`{call} {' '.join(given)}`")
     assert main(call.split()[1:]) == 0
     capsys.readouterr()
     save_values(tmp_path / "other", {"x": torch.ones(3)})
