@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import fsspec
@@ -39,6 +40,24 @@ def test_lines_on_a_store_are_read_at_the_same_time(folder: RemotePath, monkeypa
     again = ObjectLog(folder)
     assert again.read() == lines
     assert again.names == log.names
+
+
+def test_lines_on_a_store_are_read_in_the_callers_context(folder: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads that read a journal see what the caller has set, such as a bound of the attempts of a request."""
+    asked: ContextVar[str] = ContextVar("asked", default="")
+    log = ObjectLog(folder)
+    for number in range(3):
+        log.append({"number": number})
+    seen, read = [], RemotePath.read_into
+
+    def look(path: RemotePath, buffer: memoryview, offset: int) -> int:
+        seen.append(asked.get())
+        return read(path, buffer, offset)
+
+    monkeypatch.setattr(RemotePath, "read_into", look)
+    asked.set("by the caller")
+    ObjectLog(folder).read()
+    assert seen == ["by the caller"] * 3
 
 
 def test_an_incomplete_line_does_not_count(folder: RemotePath) -> None:
