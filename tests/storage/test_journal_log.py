@@ -61,12 +61,13 @@ def test_lines_on_a_store_are_read_in_the_callers_context(folder: RemotePath, mo
 
 
 def test_an_incomplete_line_does_not_count(folder: RemotePath) -> None:
-    """A journal on a store ends before a line that is incomplete, and the next line takes its place."""
+    """A journal on a store ends before a line that is incomplete; lines behind it never count again."""
     log = ObjectLog(folder)
-    for number in range(3):
+    for number in range(5):
         log.append({"number": number})
     (folder / log.names[2]).write(b"half")
     again = ObjectLog(folder)
     assert again.read() == [{"number": 0}, {"number": 1}]
+    assert again.go_on({})
     again.append({"number": 9})
     assert ObjectLog(folder).read() == [{"number": 0}, {"number": 1}, {"number": 9}]
