@@ -31,6 +31,7 @@ from shardckpt.parallel.load import share_reading, split_budget
 from shardckpt.plugins.entries import StrategyAction
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.storage.directory import retry_if_replaced
+from shardckpt.storage.filesystem import is_there
 from shardckpt.storage.input_file import read_file
 from shardckpt.storage.memory_budget import parse_memory_budget
 from shardckpt.validation.keys import StrictHandling, parse_on_unused, parse_strict_flag, stored_key
@@ -476,10 +477,12 @@ def remove_sharded_tensors(
 def check_is_distributed_checkpoint(checkpoint_dir: PathLike) -> bool:
     """Return whether the directory has a ``metadata.json`` that names a strategy, as Megatron asks. Not collective.
 
-    It is False, too, if the file cannot be read. Plain torch.distributed.checkpoint directories have none; :func:`load`
-    reads them nevertheless.
+    It is a StorageError if the system does not say. Plain torch.distributed.checkpoint directories have none;
+    :func:`load` reads them nevertheless.
     """
     marker = locate(checkpoint_dir, get_plugin_manager()) / MARKER_NAME
+    if not is_there(marker):
+        return False
     try:
         Marker.parse(read_file(marker, MARKER_LIMIT))
     except (CheckpointingException, ValueError):
