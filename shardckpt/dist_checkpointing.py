@@ -477,7 +477,8 @@ def remove_sharded_tensors(
 def check_is_distributed_checkpoint(checkpoint_dir: PathLike) -> bool:
     """Return whether the directory has a ``metadata.json`` that names a strategy, as Megatron asks. Not collective.
 
-    Plain torch.distributed.checkpoint directories have none; :func:`load` reads them nevertheless.
+    It is a StorageError if the system does not say. Plain torch.distributed.checkpoint directories have none;
+    :func:`load` reads them nevertheless.
     """
     marker = locate(checkpoint_dir, get_plugin_manager()) / MARKER_NAME
     if not is_there(marker):

@@ -100,10 +100,12 @@ class NotEnoughSpaceError(StorageError):
     Attributes:
         advice: What could go, as the text has it; ``""`` if it says nothing of that.
         leftover: Bytes that interrupted saves have left, which the advice then names.
+        is_forecast: Whether it was refused before a file was written.
     """
 
     advice: str = ""
     leftover: int = 0
+    is_forecast: bool = False
 
 
 class CheckpointReplacedError(StorageError):

@@ -78,7 +78,8 @@ class ScaledTensor(NamedTuple):
     Attributes:
         number: Its number in a plan.
         key: Its key.
-        shape: Its global shape in elements, which blocks count; torch's float4 counts pairs along the last axis.
+        shape: Its global shape.
+        elements: The same in elements, which blocks count; shapes of torch's float4 count pairs along the last axis.
         by: The key of its scales.
         block: A block's size along each axis.
     """
@@ -86,6 +87,7 @@ class ScaledTensor(NamedTuple):
     number: int
     key: str
     shape: Ints
+    elements: Ints
     by: str
     block: Ints
 
@@ -97,11 +99,12 @@ class ScaledTensor(NamedTuple):
                 "block_scales"
             )
         number = names[self.by]
-        blocks = tuple(-(-size // length) for size, length in zip(self.shape, self.block, strict=True))
+        blocks = tuple(-(-size // length) for size, length in zip(self.elements, self.block, strict=True))
         if tuple(shapes[number]) != blocks:
+            counted = "" if self.elements == self.shape else f", {self.elements} in elements,"
             raise ShardingError(
-                f"tensor {self.key!r} of shape {self.shape} has block_scales of blocks {self.block}, so {self.by!r} "
-                f"has the shape {blocks}, but it has {shapes[number]}"
+                f"tensor {self.key!r} of shape {self.shape}{counted} has block_scales of blocks {self.block}, so "
+                f"{self.by!r} has the shape {blocks}, but it has {shapes[number]}"
             )
         return number
 
@@ -248,10 +251,10 @@ def list_scaled(plan: MergedPlan, scaled: Iterable[tuple[int, Columns]]) -> list
 
 
 def _describe_scaled(plan: MergedPlan, number: int, scales: BlockScales) -> ScaledTensor:
-    shape = list(plan.shapes[number])
-    if plan.dtypes[number] == torch.float4_e2m1fn_x2:
-        shape[-1] *= 2
-    return ScaledTensor(number, plan.keys[number], tuple(shape), scales.key, scales.block)
+    shape = tuple(plan.shapes[number])
+    is_packed = plan.dtypes[number] == torch.float4_e2m1fn_x2
+    elements = (*shape[:-1], 2 * shape[-1]) if is_packed else shape
+    return ScaledTensor(number, plan.keys[number], shape, elements, scales.key, scales.block)
 
 
 def _number_tensors(tensors: dict[str, _GlobalTensor], rank: int, specs: Columns) -> torch.Tensor:

@@ -300,8 +300,8 @@ def link_parts(parts: Mapping[int, MergedPlan], sought: Mapping[int, bytes]) -> 
     scales: dict[int, list[tuple[int, int, int, Ints]]] = defaultdict(list)
     names = {number: {**part.numbers, **part.aliases} for number, part in parts.items()} if sought else {}
     for _, message in sorted(sought.items()):
-        for part, place, number, key, shape, by, block in json.loads(message):
-            tensor = ScaledTensor(number, key, tuple(shape), by, tuple(block))
+        for part, place, number, key, shape, elements, by, block in json.loads(message):
+            tensor = ScaledTensor(number, key, tuple(shape), tuple(elements), by, tuple(block))
             shapes = parts[place].shapes if place in parts else ()
             scales[place].append((part, number, tensor.find_scales(names.get(place, {}), shapes), tensor.block))
     return {n: PartLinks(len(part.keys), dict(part.aliases), scales[n]) for n, part in parts.items()}

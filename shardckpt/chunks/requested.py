@@ -90,7 +90,8 @@ class RequestedTensors:
         """Return the regions to read, in units that one thread reads, in the order of the files.
 
         Shards without data get CPU memory, and destinations that may not be covered are zeroed: call it after all ranks
-        have planned. A unit has one region, or all those of a staged destination, which needs a plain tensor meanwhile.
+        have planned. It waits until the devices have done what the caller began with the destinations. A unit has one
+        region, or all those of a staged destination, which needs a plain tensor meanwhile.
         """
         units: list[Unit] = [(region,) for region in self._matched.regions(self._index.files, self._numbers.tolist())]
         for other in self._others:

@@ -202,8 +202,8 @@ class SavePlan(Generic[IndexT, ObjectT]):
     ) -> PreparedSave:
         """Return a save of these values by this plan; needs no other rank."""
         files = None if self.index is None else GlobalFiles(self.index, context.save_id, common, context.lineage)
-        work = replace(self.work, tensors=tensors, objects=objects, global_files=files)
-        work.one_by_one = bool(context.file_bytes)
+        one_by_one = bool(context.file_bytes)
+        work = replace(self.work, tensors=tensors, objects=objects, global_files=files, one_by_one=one_by_one)
         return PreparedSave(work, plan=self)
 
 

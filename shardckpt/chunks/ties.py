@@ -35,13 +35,14 @@ class TieFinder:
         The shards are all of the rank's, copies of replicas among them. The keys of a group are in the order of the
         alphabet; groups of one key are left out.
         """
-        is_all = set(map(type, shards)) == {ShardedTensor}
-        tensors: Sequence[Any] = shards if is_all else [shard for shard in shards if isinstance(shard, ShardedTensor)]
+        kinds, tensors = set(map(type, shards)), cast("Sequence[Any]", shards)
+        if kinds != {ShardedTensor}:
+            tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
         addresses = _list_addresses([shard.data for shard in tensors])
         if addresses == self._different:
             return []
-        without = addresses.count(0)
-        if len(set(addresses)) == len(addresses) - max(0, without - 1):  # all that have one have different ones
+        unknown = addresses.count(0)
+        if len(set(addresses)) == len(addresses) - max(0, unknown - 1):  # all that have one have different ones
             self._different = addresses
             return []
         counts = Counter(filter(None, addresses))
@@ -56,12 +57,12 @@ def agree_on_aliases(ties: list[tuple[str, ...]], shards: Sequence[ShardedBase],
     first of a group in the order of the alphabet is stored.
     """
     if comm.all_alike(repr(ties).encode()):  # as with FSDP: no rank needs to receive what the others have
-        every = [ties]
+        all_ties = [ties]
         if not ties:
             return {}
     else:
-        every = comm.all_gather(ties)
-    candidates = sorted({key for theirs in every for keys in theirs for key in keys})
+        all_ties = comm.all_gather(ties)
+    candidates = sorted({key for theirs in all_ties for keys in theirs for key in keys})
     with comm.local_phase("comparing tied tensors"):
         signed = _sign(shards, frozenset(candidates))
         first: dict[Hashable, int] = {}

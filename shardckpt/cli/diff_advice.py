@@ -96,7 +96,8 @@ def _show_call(options: Any, first: str, second: str, *added: str) -> str:
         words += _list_rename_options(options.rename)
     for option, value in (("--rtol", options.rtol), ("--atol", options.atol), ("--html", options.html)):
         words += [option, str(value)] if value else []
-    words += [f"--{name}" for name in ("read", "ignore-dtype") if getattr(options, name.replace("-", "_"))]
+    words += ["--read"] * options.read
+    words += ["--ignore-dtype"] * options.ignore_dtype
     if options.tensors_only and not {"--prefix", "--mapping"} & {*added}:  # these compare tensors alone
         words.append("--tensors-only")
     return escape_text(name_call(*words))

@@ -39,7 +39,7 @@ from shardckpt.commit.staging_names import (
 from shardckpt.errors import StorageError, listed
 from shardckpt.manifest.names import MARKER_NAME, find_folders, list_parents
 from shardckpt.storage.directory import replaced_error
-from shardckpt.storage.filesystem import sync_directory, sync_file, sync_tree, wrap_os_errors
+from shardckpt.storage.filesystem import is_there, sync_directory, sync_file, sync_tree, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -137,8 +137,8 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     A lease or a pin is a CheckpointingException. A StorageError names the target and what to do.
     """
     with wrap_os_errors("look at", target):
-        is_there = target.exists()
-    if overwrite and is_there and (holds := find_holds_beside(target)) is not None:
+        is_taken = target.exists()
+    if overwrite and is_taken and (holds := find_holds_beside(target)) is not None:
         holds.refuse(target.name)
     if not overwrite and not is_free(target):
         with wrap_os_errors("look at", target):
@@ -337,7 +337,7 @@ def _keep_foreign(source: Path, staging: Path, owned: Collection[str]) -> None:
     """Link what is not the checkpoint's into the staging directory, where the new checkpoint's files win."""
     for name in find_foreign(source, owned):
         path, kept = source / name, staging / name
-        if _is_taken(kept) or not _make_parents(staging, name):
+        if is_there(kept) or not _make_parents(staging, name):
             continue
         if path.is_dir() and not path.is_symlink():
             kept.mkdir()
@@ -350,20 +350,11 @@ def _keep_foreign(source: Path, staging: Path, owned: Collection[str]) -> None:
                 sync_file(kept)
 
 
-def _is_taken(path: Path) -> bool:
-    # not os.path.lexists: where the system fails to look, it says no, and an old file would take the new one's place
-    try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
 def _make_parents(staging: Path, name: str) -> bool:
     """Create the folders on the way to a name; return False if a file has the name of one."""
     for folder in list_parents(name):
         path = staging / folder
-        if not _is_taken(path):
+        if not is_there(path):
             path.mkdir()
         elif path.is_symlink() or not path.is_dir():
             return False

@@ -24,7 +24,7 @@ from shardckpt.commit.staging_names import REMOVED, REPLACED, STAGING, Leftover,
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manifest.names import MARKER_NAME
 from shardckpt.storage.abilities import on_store, takes_requests
-from shardckpt.storage.filesystem import sync_directory, wrap_os_errors
+from shardckpt.storage.filesystem import is_there, sync_directory, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HOUR = 3600.0
+#: Errors of what another process has removed meanwhile.
+_GONE = (FileNotFoundError, NotADirectoryError)
 _SPOOL = "shardckpt-spool-"
 #: A prefix, the owner, which older releases did not write, and the random end that ``mkdtemp`` adds.
 _SPOOL_NAME = re.compile(rf"{_SPOOL}(?:([0-9a-f]{{32}})-)?[a-z0-9_]{{8}}")
@@ -151,26 +153,26 @@ def remove_tree(path: Path) -> None:
             path.unlink(missing_ok=True)
     except OSError as exc:
         shutil.rmtree(path, ignore_errors=True)  # removes all that can be removed
-        if os.path.lexists(path):
+        if is_there(path):
             raise StorageError(f"cannot remove {path}, which is no longer needed: {exc}") from exc
 
 
 def remove_free(
     leftovers: Iterable[Leftover],
-    why_kept: Callable[[Leftover], str] = why_kept,
+    explain: Callable[[Leftover], str] = why_kept,
     report: Callable[[Leftover, Exception], None] = lambda _, error: logger.warning("%s", error),
 ) -> list[tuple[Leftover, str]]:
     """Remove the leftovers that may be removed; return those that must stay, each with the reason.
 
     Args:
         leftovers: The leftovers to look at.
-        why_kept: Returns why a leftover must stay, or ``""``.
+        explain: Returns why a leftover must stay, or ``""``.
         report: Called with a leftover whose removal failed, and the error. By default it logs a warning.
     """
     kept = []
     for leftover in leftovers:
         try:
-            reason = why_kept(leftover)
+            reason = explain(leftover)
             if reason:
                 kept.append((leftover, reason))
                 continue
@@ -213,7 +215,7 @@ def find_spools(folder: Path) -> list[Leftover]:
 
 def freed_bytes(path: Path) -> int:
     """Return the bytes that a removal would free: those of files without a hard link elsewhere."""
-    return sum(info.st_size for info in _walk(path) if stat.S_ISREG(info.st_mode) and info.st_nlink == 1)
+    return sum(info.st_size for info in _walk(path, OSError) if stat.S_ISREG(info.st_mode) and info.st_nlink == 1)
 
 
 def find_last_write(path: Path) -> float | None:
@@ -224,14 +226,14 @@ def find_last_write(path: Path) -> float | None:
     if (remote := on_store(path)) is not None:
         return max(remote.times().values(), default=None)
     try:
-        return max((max(info.st_mtime, info.st_ctime) for info in _walk(path, strict=True)), default=0.0)
+        return max((max(info.st_mtime, info.st_ctime) for info in _walk(path, _GONE)), default=0.0)
     except OSError:
         return None
 
 
 def used_bytes(path: Path) -> int:
     """Return the bytes of a file, or of all files in a directory; several hard links to one file count once."""
-    found = {(info.st_dev, info.st_ino): info.st_size for info in _walk(path) if stat.S_ISREG(info.st_mode)}
+    found = {(info.st_dev, info.st_ino): info.st_size for info in _walk(path, OSError) if stat.S_ISREG(info.st_mode)}
     return sum(found.values())
 
 
@@ -247,25 +249,21 @@ def _list_candidates(folder: Path) -> list[Path]:
 
 def _last_write(leftover: Leftover) -> float:
     """Return the time of the last write, 0.0 if it is gone; the rename of a replaced checkpoint counts as one."""
-    found = [*_walk(leftover.path, strict=True)]
+    found = [*_walk(leftover.path, _GONE)]
     written = [info.st_mtime for info in found]
     renamed = [info.st_ctime for info in found if leftover.is_replaced]  # its files are old; a rename sets ctime alone
     return max([*written, *renamed], default=0.0)
 
 
-def _walk(path: Path, *, strict: bool = False) -> Iterator[os.stat_result]:
-    """Yield the status of a file or directory and of everything in it; skip what disappears meanwhile.
+def _walk(path: Path, skipped: type[OSError] | tuple[type[OSError], ...]) -> Iterator[os.stat_result]:
+    """Yield the status of a file or directory and of everything in it; what raises a ``skipped`` error is left out.
 
-    What cannot be read is skipped, too, or with ``strict`` an OSError: the newest write may be there.
+    To find the newest write only ``_GONE`` may be: it may be in what cannot be read.
     """
     try:
         yield path.lstat()
         below = [] if path.is_symlink() or not path.is_dir() else list(path.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError:
-        if strict:
-            raise
+    except skipped:
         return
     for inner in below:
-        yield from _walk(inner, strict=strict)
+        yield from _walk(inner, skipped)

@@ -11,6 +11,9 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from shardckpt.errors import StorageError
+from shardckpt.storage.filesystem import is_there
+
 _HOST_BYTES = 6
 _START_MASK = (1 << 48) - 1  # a name has 48 bits of the start time
 _PROC = Path("/proc")
@@ -96,8 +99,8 @@ def _host() -> int:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         pids = (_PROC / "self/ns/pid").readlink()
         clock = _PROC / "self/ns/time"
-        times = clock.readlink() if os.path.lexists(clock) else ""
-    except OSError:
+        times = clock.readlink() if is_there(clock) else ""
+    except (OSError, StorageError):
         return 0
     digest = hashlib.sha256(repr((os.uname().nodename, boot, pids, times)).encode()).digest()
     return int.from_bytes(digest[:_HOST_BYTES], "little") or 1

@@ -12,6 +12,7 @@ from shardckpt.commit.commit import discard_staging, list_staging_directories, s
 from shardckpt.commit.owner import claim_name, release_name
 from shardckpt.commit.staging_names import STAGING, get_save_id, parse_temporary
 from shardckpt.commit.unfinished import find_unfinished, remove_unfinished, why_unfinished_kept
+from shardckpt.errors import StorageError
 from shardckpt.manifest.names import MARKER_NAME, generation_name
 from shardckpt.storage.filesystem import is_there
 from shardckpt.storage.journal_log import FIRST_LINE, JOURNAL_NAME
@@ -35,7 +36,7 @@ def adopt_staging(target: Path, journal: Journal) -> Path | None:
     """
     for path in list_staging_directories(target):
         found = parse_temporary(path)
-        if found is None or found.is_garbage or found.kind != STAGING or not is_there(path / JOURNAL_NAME):
+        if found is None or found.is_garbage or found.kind != STAGING or not _has_journal(path):
             continue
         if found.owner is None or found.owner.is_alive() is not False:
             continue
@@ -50,6 +51,13 @@ def adopt_staging(target: Path, journal: Journal) -> Path | None:
             return mine
         discard_staging(mine)
     return None
+
+
+def _has_journal(staging: Path) -> bool:
+    try:
+        return is_there(staging / JOURNAL_NAME)
+    except StorageError:  # no error: of another user, whose permissions this process need not have
+        return False
 
 
 def adopt_upload(

@@ -46,17 +46,15 @@ def check_values(
             elif isinstance(value, ShardedBase):
                 raise PluginError(f"load returned for object {_quote(shard)} a {_class_name(value)}: return its value")
     except PluginError as exc:
-        raise PluginError(f"{describe_strategy(strategy, plugins)}: {exc}") from None
+        raise _make_error(strategy, plugins, str(exc)) from None
     return list(values)
 
 
 def check_common(strategy: LoadStrategy, common: Any, plugins: PluginManager) -> StateDict:
     """Return the common state of ``LoadStrategy.load_common``; PluginError unless it is a dict."""
     if not isinstance(common, dict):
-        raise PluginError(
-            f"{describe_strategy(strategy, plugins)}: load_common returned a {_class_name(common)}, expected a dict, "
-            "{} if there is no common state"
-        )
+        fault = f"load_common returned a {_class_name(common)}, expected a dict, {{}} if there is no common state"
+        raise _make_error(strategy, plugins, fault)
     return common
 
 
@@ -70,10 +68,8 @@ def check_index(strategy: LoadStrategy, index: Any, plugins: PluginManager) -> l
         what = f"a list with a {wrong[0].__name__}"
     else:
         what = f"a {_class_name(index)}"
-    raise PluginError(
-        f"{describe_strategy(strategy, plugins)}: load_index returned {what}, expected a list of ShardedTensors and "
-        "ShardedObjects without data"
-    )
+    fault = f"load_index returned {what}, expected a list of ShardedTensors and ShardedObjects without data"
+    raise _make_error(strategy, plugins, fault)
 
 
 def check_columns(strategy: LoadStrategy, columns: Any, plugins: PluginManager) -> StoredColumns:
@@ -85,10 +81,8 @@ def check_columns(strategy: LoadStrategy, columns: Any, plugins: PluginManager) 
         what = "{} keys, {} dtypes and {} shapes".format(*counts)
     else:
         what = f"a {_class_name(columns)}"
-    raise PluginError(
-        f"{describe_strategy(strategy, plugins)}: list_columns returned {what}, expected StoredColumns with one of "
-        "each per tensor"
-    )
+    fault = f"list_columns returned {what}, expected StoredColumns with one of each per tensor"
+    raise _make_error(strategy, plugins, fault)
 
 
 def check_buildable(
@@ -97,11 +91,16 @@ def check_buildable(
     """Return the answers of ``can_build`` for one or more objects; PluginError unless there is one for each."""
     if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
         returned = f"{len(found)} answers" if isinstance(found, (list, tuple)) else f"a {_class_name(found)}"
-        raise PluginError(
-            f"{describe_strategy(strategy, plugins)}: can_build returned {returned} for {len(wanted)} objects, "
-            f"{_quote(wanted[0])} the first: expected a list with one bool for each"
+        fault = (
+            f"can_build returned {returned} for {len(wanted)} objects, {_quote(wanted[0])} the first: expected a list "
+            "with one bool for each"
         )
+        raise _make_error(strategy, plugins, fault)
     return list(found)
+
+
+def _make_error(strategy: LoadStrategy, plugins: PluginManager, fault: str) -> PluginError:
+    return PluginError(f"{describe_strategy(strategy, plugins)}: {fault}")
 
 
 def _check_list(values: Any, wanted: Sequence[ShardedBase]) -> None:

@@ -195,7 +195,7 @@ def find_local(text: str) -> Path | None:
     if "\0" in text:
         raise StorageError(f"{text!r} has a null byte, which no file system has in a name")
     cut = _CUT_URL.match(text)
-    if cut and not os.path.lexists(cut[1]):
+    if cut and not is_there(Path(cut[1])):
         raise StorageError(
             f"{text} looks like a URL that lacks a slash: give {text.replace(':/', '://', 1)}, in Python as str, since "
             f"pathlib replaces two slashes by one (a local directory of that name can be given as ./{text})"

@@ -35,7 +35,7 @@ from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import choose_reader, read_manifest
 from shardckpt.plugins.stores import ABSENT, open_below
 from shardckpt.storage.abilities import find_ability, takes_requests
-from shardckpt.storage.filesystem import file_size, name_siblings, sync_directory, wrap_os_errors
+from shardckpt.storage.filesystem import file_size, is_there, name_siblings, sync_directory, wrap_os_errors
 from shardckpt.storage.places import find_bucket, find_url, list_folders, list_names
 from shardckpt.storage.remote import ListsFolders, attempt
 from shardckpt.storage.store_abilities import AbortsUploads
@@ -262,9 +262,9 @@ def make_superseded_check(plugins: PluginManager) -> IsSuperseded:
             if not files or any(size not in (None, file_size(place / name)) for name, size in files.items()):
                 return False
             foreign = find_foreign(aside, owned_files(aside, plugins, target, moved=True))
+            return all(is_there(target / name) for name in foreign)
         except (CheckpointingException, OSError):
             return False
-        return all(os.path.lexists(target / name) for name in foreign)
 
     return is_superseded
 
@@ -284,7 +284,7 @@ def owned_files(directory: Path, plugins: PluginManager, new: Path, *, moved: bo
         reader = choose_reader(directory, manifest, plugins)
     except CheckpointingException as exc:
         with wrap_os_errors("list the files of", directory):
-            kept = [name for name in find_foreign(directory, owned) if not os.path.lexists(new / name)]
+            kept = [name for name in find_foreign(directory, owned) if not is_there(new / name)]
         if kept:
             logger.warning(
                 "%s is no readable checkpoint (%s), and nothing says which files are its own: those that the new one "

@@ -179,31 +179,43 @@ def refuse_full(
 
 def _make_space_error(target: Path, needed: int, free: int, action: str, room: Room, rest: int) -> NotEnoughSpaceError:
     """Return the error of a save that does not fit, with what could go."""
+    takes = _describe_needs(needed, rest)
+    if room.quota and needed + rest > room.quota:  # no advice of what could go
+        error = NotEnoughSpaceError(
+            f"cannot {action} {target}: it does not fit into quota={room.quota:,} of {find_parent(target)}, whatever is "
+            f"removed: raise the quota. {takes}, {format_bytes(needed + rest - room.quota)} too much. No file was written."
+        )
+        error.is_forecast = True
+        return error
     leftover, advice = _advise_of_space(target)
-    takes = f"The tensors take {format_bytes(needed)}"
-    if rest:
-        takes += f", and with all else, as in an earlier save, it is {format_bytes(needed + rest)}"
     text = (
         f"cannot {action} {target}: {advice}. {takes}, and {room.name_limit(target, free)} "
         f"{format_bytes(free)} free, {format_bytes(needed + rest - free)} too little. No file was written."
     )
     if action != REMOVE and not all(map(is_mark, list_entries(target) if is_there(target) else ())):
         text += " What is at the target stays until the new checkpoint is complete, so that both need room."
-    if room.quota and needed + rest > room.quota:
-        text += " No checkpoint of this size fits into the quota, whatever is removed: raise it."
-    elif not room.is_quota_less(target, free):
+    if not room.is_quota_less(target, free):
         text += f" {settings.SPACE_CHECK}=0 skips this check."
     error = NotEnoughSpaceError(text)
-    error.advice, error.leftover = advice, leftover
+    error.advice, error.leftover, error.is_forecast = advice, leftover, True
     return error
+
+
+def _describe_needs(needed: int, rest: int) -> str:
+    """Return the begin of a sentence with the bytes of a save."""
+    if not needed:
+        return f"By the size of an earlier save it takes {format_bytes(rest)}"
+    more = f", and with all else, as in an earlier save, it is {format_bytes(needed + rest)}" if rest else ""
+    return f"The tensors take {format_bytes(needed)}{more}"
 
 
 def is_of_write(error: NotEnoughSpaceError, target: Path) -> bool:
     """Return whether a write found no space where the target is.
 
-    Else a forecast has refused the save, or the folder of temporary files before a store is full.
+    Else a forecast has refused the save, the folder of temporary files before a store is full, or the error has its
+    explanation already.
     """
-    return not error.advice and not takes_requests(target)
+    return not error.is_forecast and not error.advice and not takes_requests(target)
 
 
 def explain_full(error: NotEnoughSpaceError, target: Path) -> NotEnoughSpaceError:

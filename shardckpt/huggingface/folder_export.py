@@ -262,7 +262,6 @@ def _is_superseded(aside: Path, target: Path) -> bool:
     """Return whether a folder is complete, and has all files, except weights, of one that an export has moved aside."""
     try:
         read_folder(target)
-        others = [path.name for path in aside.iterdir() if is_asset(path.name)]
+        return all(is_there(target / path.name) for path in aside.iterdir() if is_asset(path.name))
     except (CheckpointingException, OSError):
         return False
-    return all(is_there(target / name) for name in others)

@@ -80,8 +80,8 @@ class TensorAwareStateDict:
             algo: ``"fully_parallel"``: of a tensor that ranks of the group replicate one of them keeps its data.
                 ``"atomic"``: each rank keeps all of its own.
             parallelization_group: The ranks that hold copies of each other's shards; by default all.
-            cached_metadata: The second value that this returned last time. The assignment is reused if all ranks have
-                the same shards as then.
+            cached_metadata: The second value that this returned last time, a :class:`shardckpt.local.KeptShards`. The
+                assignment is reused if all ranks have the same shards as then.
 
         Returns:
             The part, and the ``cached_metadata`` for the next call (None for ``"atomic"``).

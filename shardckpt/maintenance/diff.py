@@ -98,7 +98,13 @@ def diff_checkpoints(
                 return report
             common = sorted(unread[0].keys() & unread[1].keys())
             different = [name for name in common if not have_same_bytes(*(open_directory(at) / name for at in places))]
-            return replace(report, objects=diff_objects(one, other), different_files=tuple(different))
+            alone = [
+                {each.key for each in report.differences if each.kind == f"only in {side}"}
+                for side in ("first", "second")
+            ]
+            objects, known = diff_objects(one, other, *alone)
+            rest = tuple(each for each in report.differences if each.key not in known)
+            return replace(report, differences=rest, objects=objects, different_files=tuple(different))
 
     return retry_if_replaced(attempt, first)
 

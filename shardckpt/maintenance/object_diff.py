@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import types
 from reprlib import Repr
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardckpt.huggingface.structure import forget_structure
+from shardckpt.huggingface.structure import forget_structure, plain_name
 from shardckpt.maintenance.diff_report import ObjectDifference, ObjectReport
 from shardckpt.mapping.sharded_object import ShardedObject
-from shardckpt.state_dict import are_equal, have_equal_bits
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.state_dict import are_equal, have_equal_bits, of_type
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from shardckpt.engine.loading import OpenCheckpoint
 
@@ -24,46 +25,101 @@ _SHOWN = 60
 _ABSENT = object()
 
 
-def diff_objects(first: OpenCheckpoint, second: OpenCheckpoint) -> ObjectReport:
+class _Entry(NamedTuple):
+    """An object, or an entry of the common state: its key in a file of ``torch.save``, and its value."""
+
+    key: str
+    value: Any = _ABSENT
+
+
+def diff_objects(
+    first: OpenCheckpoint, second: OpenCheckpoint, only_first: Collection[str], only_second: Collection[str]
+) -> tuple[ObjectReport, set[str]]:
     """Compare the objects and the common state of two open checkpoints.
+
+    ``only_first`` and ``only_second`` are the tensors that one of them alone has. What the other has in an object or in
+    its common state, as a file of ``torch.save`` has it in its dict, is compared here: the second result has the keys.
 
     What two places of one checkpoint refer to is compared once: a difference in it stands at the first of them. Values
     are read as every load reads them: a pickle may name only what is allowed.
     """
     ones, others = _read(first), _read(second)
     ones, others = _rename_objects(ones, others), _rename_objects(others, ones)
+    known = _separate_tensors(ones, second, only_second, others) | _separate_tensors(others, first, only_first, ones)
     equal, found = 0, []
     containers: dict[str, int] = {}
     # a pickle of a few bytes may have containers that hold one twice, which hold one twice, and so on
     visited: set[tuple[int, int]] = set()
     for name in sorted({*ones, *others}):
-        differences = list(_compare(name, ones.get(name, _ABSENT), others.get(name, _ABSENT), visited, containers))
+        one, other = (values.get(name, _Entry("")).value for values in (ones, others))
+        differences = list(_compare(name, one, other, visited, containers))
         equal += not differences
         found += differences
-    return ObjectReport(equal, tuple(found), containers)
+    return ObjectReport(equal, tuple(found), containers), known
 
 
-def _rename_objects(ones: Mapping[str, Any], others: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Name an object of one shard as the common state has it, where the other checkpoint has the key there.
+def _rename_objects(ones: Mapping[str, _Entry], others: Mapping[str, _Entry]) -> dict[str, _Entry]:
+    """Name an object as the common state has it, where the other checkpoint has the key there.
 
     A file of ``torch.save`` has no objects: what is converted to it has their values in the common state.
     """
     found = dict(ones)
     for name in ones.keys() - others.keys():
-        key, single, _ = name.rpartition("/shard_0_1")
-        common = f"common[{key!r}]"
-        if single and name == f"{key}{single}" and common in others and common not in ones:
+        common = f"common[{ones[name].key!r}]"
+        if common in others and common not in ones:
             found[common] = found.pop(name)
     return found
 
 
-def _read(checkpoint: OpenCheckpoint) -> Mapping[str, Any]:
+def _separate_tensors(
+    values: dict[str, _Entry], other: OpenCheckpoint, alone: Collection[str], theirs: dict[str, _Entry]
+) -> set[str]:
+    """Make entries, in both, of the tensors in values that the other checkpoint has as tensors; return their keys.
+
+    ``alone`` are the tensors that only the other has.
+    """
+    found: dict[str, tuple[str, torch.Tensor]] = {}
+    visited: set[int] = set()
+
+    def pop(name: str, key: str, value: Any) -> Any:
+        """Return what a value is without those tensors; a container of nothing else is absent, as in a file."""
+        if isinstance(value, torch.Tensor) and key in alone:
+            found[key] = (name, value)
+            return _ABSENT
+        if not isinstance(value, (dict, list)) or id(value) in visited:
+            return value
+        visited.add(id(value))
+        parts = value if isinstance(value, dict) else dict(enumerate(value))
+        rest = {place: pop(f"{name}[{place!r}]", f"{key}.{place}", part) for place, part in parts.items()}
+        if all(rest[place] is part for place, part in parts.items()):
+            return value
+        kept = {place: part for place, part in rest.items() if part is not _ABSENT}
+        return of_type(value, kept if isinstance(value, dict) else [*kept.values()]) if kept else _ABSENT
+
+    for name, (key, value) in [*values.items()] if alone else []:
+        values[name] = _Entry(key, pop(name, key, value))
+        if values[name].value is _ABSENT:
+            del values[name]
+    columns = other.columns()
+    described = dict(zip(columns.keys, zip(columns.dtypes, columns.shapes, strict=True), strict=True))
+    for key, (name, tensor) in found.items():
+        dtype, shape = described[key]
+        stored = torch.empty(shape, dtype=dtype, device="meta")  # of another shape it is not read
+        if (dtype, tuple(shape)) == (tensor.dtype, tuple(tensor.shape)):
+            (stored,) = other.values([ShardedTensor.from_global_shape(key, dtype, shape)])
+        values[name], theirs[name] = _Entry(key, tensor), _Entry(key, stored)
+    return {*found}
+
+
+def _read(checkpoint: OpenCheckpoint) -> dict[str, _Entry]:
     """Return the values of objects by their keys, and those of the entries of the common state."""
     shards = [*map(ShardedObject.empty_from_unique_key, checkpoint.columns().objects)]
     values = checkpoint.values([*shards]) if shards else []
     common = forget_structure(checkpoint.common())  # the nesting of a file of torch.save, which its keys say as well
-    found = {f"common[{key!r}]": value for key, value in common.items()}
-    return found | {shard.unique_key: value for shard, value in zip(shards, values, strict=True)}
+    found = {f"common[{key!r}]": _Entry(f"{key}", value) for key, value in common.items()}
+    return found | {
+        shard.unique_key: _Entry(plain_name(shard), value) for shard, value in zip(shards, values, strict=True)
+    }
 
 
 def _compare(

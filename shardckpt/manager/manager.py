@@ -669,7 +669,7 @@ class CheckpointManager:
         ``removed`` is what was removed for the next save.
         """
         explained = explain_full(error, self._folder.path(step))
-        if not explained.advice:  # what is full is the folder of temporary files before a store
+        if not explained.advice:  # a quota below one step; the folder of temporary files before a store is full
             return str(error), ""
         prunes = self.config.on_full == "prune"
         lists = [part.list_kept if prunes else partial(part.list_removable, step) for part in self._parts]

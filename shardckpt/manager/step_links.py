@@ -8,14 +8,13 @@ links: there, and where no link is kept, :mod:`shardckpt.manager.named_steps` fi
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.metrics import rank_steps, read_settings
 from shardckpt.storage.abilities import has_links
-from shardckpt.storage.filesystem import sync_directory, wrap_os_errors
+from shardckpt.storage.filesystem import is_there, sync_directory, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -76,7 +75,7 @@ def find_moves(
     own = find_own_links(folder, before)
     new = choose_targets(folder, after)
     for word, name in choose_targets(folder, before).items():
-        is_others = has_links(folder.place) and word not in own and os.path.lexists(folder.place / word)
+        is_others = has_links(folder.place) and word not in own and is_there(folder.place / word)
         if not is_others and new.get(word) != name:
             moves.setdefault(name, {})[word] = new.get(word, "")
     return moves
@@ -131,7 +130,7 @@ def _leads_to_lost(folder: StepFolder, steps: Collection[StepCheckpoint], link: 
 
 
 def _refuse_other_file(link: Path, *, has_own: bool = True) -> None:
-    if not os.path.lexists(link):
+    if not is_there(link):
         return
     if not link.is_symlink():
         what = "directory" if link.is_dir() else "file"

@@ -220,7 +220,7 @@ def _explain_kept(
     if step not in counted:
         fault = found.error or found.refusal
         said = str(fault).splitlines()[0] if fault else "it is a link"
-        return f"damaged: {said}; --damaged removes such steps" if found.is_damaged else said
+        return f"damaged: {said}; --damaged says whether it may go" if found.is_damaged else said
     if not policies:
         return str(found.mark or "it has all its files, by their sizes")
     needed = find_needed_steps(counted)

@@ -348,7 +348,7 @@ def _file_fault(directory: Path, name: str, size: int | None) -> str:
 def _find_time(directory: Path) -> float | None:
     try:
         return find_save_time(directory)
-    except OSError:  # it was replaced or removed meanwhile
+    except (StorageError, OSError):  # it was replaced or removed meanwhile
         return None
 
 

@@ -75,8 +75,8 @@ def make_changed_error(faults: Collection[str], *, advise: bool) -> DtypeMismatc
 def _make_error(fate: str, faults: list[str], *, advise: bool) -> DtypeMismatchError:
     return DtypeMismatchError(
         f"stored values do not fit the dtypes that are wanted, and would {fate}:\n  "
-        f"{listed(faults, chr(10) + '  ')}\n"
-        f"Give these tensors the stored dtype{_CAST_ADVICE if advise else ''}"
+        + listed(faults, "\n  ")
+        + f"\nGive these tensors the stored dtype{_CAST_ADVICE if advise else ''}"
     )
 
 

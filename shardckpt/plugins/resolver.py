@@ -210,10 +210,7 @@ def _read_manifest(directory: Path, plugins: PluginManager, *, moved: bool, unma
         except VersionTooNewError as exc:
             raise VersionTooNewError(f"{directory}: {exc}") from exc
         except CorruptCheckpointError as exc:
-            raise CorruptCheckpointError(
-                f"{exc}. Restore it from a copy, or move it away: then {name_call('convert', directory, 'NEW')} writes "
-                "the rest anew, without a digest to check it by"
-            ) from exc
+            raise CorruptCheckpointError(f"{exc}. {_advise_copy(directory, marker, plugins)}") from exc
         if (record.backend, record.version) != (marker.sharded_backend, marker.sharded_backend_version):
             raise CorruptCheckpointError(
                 f"{directory}: {MARKER_NAME} says {marker.sharded_backend!r} version {marker.sharded_backend_version}, "
@@ -227,6 +224,20 @@ def _read_manifest(directory: Path, plugins: PluginManager, *, moved: bool, unma
         version=marker.sharded_backend_version,
         record=record,
         folder=marker.shardckpt_generation or "",
+    )
+
+
+def _advise_copy(directory: Path, marker: Marker, plugins: PluginManager) -> str:
+    """Return what to do about a record that is damaged."""
+    try:
+        find_reader(
+            directory, Manifest(backend=marker.sharded_backend, version=marker.sharded_backend_version), plugins
+        )
+    except CannotLoadError:
+        return "Restore it from a copy"
+    return (
+        f"Restore it from a copy, or move it away: then {name_call('convert', directory, 'NEW')} writes the rest anew, "
+        "without a digest to check it by"
     )
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardckpt.errors import CorruptCheckpointError, NotEnoughSpaceError, StorageError, name_known
 from shardckpt.manifest.names import NAME_RULE, is_file_name, list_parents
 from shardckpt.storage.abilities import on_store
-from shardckpt.storage.open_path import OpenPath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -120,10 +119,18 @@ def open_new(path: Path, *, shared: bool = False) -> int:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether anything has the name; a link without a target counts."""
-    if isinstance(path, OpenPath):
-        return path.exists() or path.is_symlink()
-    return os.path.lexists(path)
+    """Return whether anything has the name; a link without a target counts.
+
+    It is a StorageError if the system does not say: what cannot be looked at may be there.
+    """
+    if on_store(path) is not None:
+        return path.exists()
+    with wrap_os_errors("look at", path):
+        try:
+            path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+    return True
 
 
 def file_size(path: Path) -> int:

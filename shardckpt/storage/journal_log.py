@@ -146,8 +146,13 @@ class ObjectLog(JournalLog):
         return lines
 
     def go_on(self, files: Mapping[str, int]) -> bool:
-        """Return whether the store has each object as it was written; others are replaced by what is written anew."""
-        return files.items() <= list_objects(self._folder.folder).items()
+        """Remove the lines that :meth:`read` did not return; other objects are replaced by what is written anew."""
+        found = list_objects(self._folder.folder)
+        if not files.items() <= found.items():
+            return False
+        # they would count again once a new line stands in the place of one that was incomplete
+        self._folder.delete_all({name for name in found if is_journal(name)}.difference(self.names))
+        return True
 
     def append(self, line: dict[str, Any]) -> None:
         """Write an object."""

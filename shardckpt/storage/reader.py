@@ -156,6 +156,7 @@ class CheckpointReader:
             CorruptCheckpointError: the directory has the file, and the checkpoint's record does not name it.
             CheckpointReplacedError: the checkpoint has no record, and another save has replaced it: the file may have
                 been there.
+            StorageError: the system does not say.
         """
         if self._records is not None and name in self._records:
             return True

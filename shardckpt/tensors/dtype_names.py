@@ -1,4 +1,4 @@
-"""The dtypes that are stored, without torch: a new one is added here alone."""
+"""The dtypes that are stored, without torch: a new one is a row, and in ``wrappers``, too, if torch cannot copy it."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class SafetensorsLoadShardedStrategy(LoadStrategy):
         return describe_columns(self.list_columns(context))
 
     def list_columns(self, context: LoadContext) -> StoredColumns:
-        """Return the same in columns."""
+        """Return the keys, dtypes and shapes of the stored tensors, and the keys of the stored objects."""
         return read_index(context.reader).columns()
 
     def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:

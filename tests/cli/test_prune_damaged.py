@@ -148,6 +148,21 @@ def test_a_damaged_record_is_mended_as_it_is_said(
     assert main(["verify", new]) == 0
 
 
+def test_a_step_that_is_too_new_and_was_edited_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its row says to upgrade; no row says that --damaged removes it, or that a conversion reads it."""
+    folders.save_all(tmp_path, 1, 2)
+    for name, key in (("metadata.json", "sharded_backend_version"), ("shardckpt.json", "version")):
+        file = tmp_path / "step-2" / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | {key: 99}))
+    kept = _prune(capsys, tmp_path, "--older-than", 0)["step-2"]
+    assert "of version 99, newer than what is installed" in kept
+    assert "convert" not in kept
+    assert main(["prune", str(tmp_path), "--keep-latest", "1", "--json"]) == 0
+    kept = json.loads(capsys.readouterr().out)["steps"][1]["kept"]
+    assert kept.endswith("Restore it from a copy; --damaged says whether it may go")
+    assert folders.names_in(tmp_path) == {"step-1", "step-2"}
+
+
 @table("lost", ["metadata.json", "shardckpt.json", "metadata.json cut", "shardckpt.json cut"])
 def test_what_can_be_mended_stays(tmp_path: Path, lost: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A step whose data is all there, and of which a description is lost or damaged, is kept with the reason."""

@@ -42,7 +42,7 @@ def test_a_trainers_steps_are_steps(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert (steps[100], steps[200]) == ("pinned as 'paper'", "")
         assert steps[1000] == "it is the newest, among the newest 1"
         assert steps[300].startswith("damaged: model.safetensors")
-        assert steps[300].endswith("--damaged removes such steps")
+        assert steps[300].endswith("--damaged says whether it may go")
         assert (tmp_path / "checkpoint-200").exists() == bool(dry_run)
     assert remove_step(tmp_path, 1000).kept == "it is the newest"
 

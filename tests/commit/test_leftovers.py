@@ -19,6 +19,7 @@ from shardckpt.commit.leftovers import (
     freed_bytes,
     remove_free,
     remove_leftover,
+    remove_tree,
     why_kept,
 )
 from shardckpt.commit.owner import Owner
@@ -119,6 +120,20 @@ def test_what_cannot_be_read_is_not_old(tmp_path: Path, monkeypatch: pytest.Monk
     assert "its last write is not known" in why_kept(leftover)
     assert find_last_write(path) is None
     assert why_kept(leftover, hours=0) == ""
+
+
+def test_a_removal_that_cannot_look_again_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where neither the removal nor the look at what it has left succeeds, it is not reported as done."""
+    (tmp_path / "left").touch()
+
+    def fail(*_: Any, **__: Any) -> NoReturn:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(pathlib.Path, "unlink", fail)
+    monkeypatch.setattr(os, "lstat", fail)
+    monkeypatch.setattr(pathlib.Path, "lstat", fail)
+    with pytest.raises(StorageError, match=rf"{tmp_path / 'left'}: .*\(EIO\)"):
+        remove_tree(tmp_path / "left")
 
 
 def test_what_was_moved_lately_is_not_old(tmp_path: Path) -> None:

@@ -257,6 +257,32 @@ def test_an_object_is_the_value_of_its_key_in_a_file_of_torch_save(tmp_path: Pat
     assert [each.key for each in found.differences] == ["common['groups']['lr']"]
 
 
+@table("backend", ["torch_dist", "safetensors"])
+def test_a_tensor_in_an_object_is_that_of_its_key_in_a_file(tmp_path: Path, backend: str) -> None:
+    """What ``convert --to torch`` wrote equals its source where objects have tensors; so does what is made of it."""
+    for name, shift in (("one", 0), ("two", 1)):
+        groups = {"lr": 0.5, "t": torch.arange(4) + shift, "list": [torch.ones(2), 3], "all": {"a": [torch.ones(1)]}}
+        objects = {"groups": groups, "whole": torch.ones(3 + shift), "rng": [torch.ones(3)]}
+        state = {key: ShardedObject(key, value, (1,), (0,)) for key, value in objects.items()}
+        many = {f"part.{rank}": ShardedObject("many", torch.ones(2), (2,), (rank,)) for rank in range(2)}
+        w = ShardedTensor.from_rank_offsets("w", torch.ones(2))
+        dist_checkpointing.save({"w": w, "seen": torch.ones(2), **state, **many}, tmp_path / name, backend)
+    convert_checkpoint(tmp_path / "one", tmp_path / "one.pt", "torch")
+    convert_checkpoint(tmp_path / "one.pt", tmp_path / "again", backend)
+    for converted in ("one.pt", "again"):
+        for places in (("one", converted), (converted, "one")):
+            report = diff_checkpoints(*(tmp_path / place for place in places))
+            assert report.are_same, report
+        for places, turn in ((("two", converted), 1), ((converted, "two"), -1)):
+            report = diff_checkpoints(*(tmp_path / place for place in places))
+            assert report.differences == ()
+            assert report.objects is not None
+            assert [(each.key, each.kind, each[2:][::turn]) for each in report.objects.differences] == [
+                ("common['groups']['t']", "value", ("tensor int64 [4]", "tensor int64 [4]")),
+                ("whole/shard_0_1", "value", ("tensor float32 [4]", "tensor float32 [3]")),
+            ]
+
+
 def test_a_long_list_is_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a random generator's 600 numbers one row says how many differ; --verbose and JSON have all.
 
@@ -347,10 +373,11 @@ def test_names_that_begin_otherwise_are_advised(tmp_path: Path, capsys: pytest.C
         save_values(tmp_path / name, {f"{model}.0.w": torch.ones(3), f"{optimizer}.state.0.w": torch.zeros(3)})
     old, new = str(tmp_path / "old"), str(tmp_path / "new")
     call = f"shardckpt diff {old} {new} --rename app.model=model --rename app.optim=optimizer"
+    given = ["--rtol", "0.1", "--read", "--ignore-dtype", "--tensors-only"]
     assert main(["diff", old, new]) == 1
     assert capsys.readouterr().out.splitlines()[-1].endswith(f"`{call}`")
-    assert main(["diff", old, new, "--rtol", "0.1", "--read", "--tensors-only"]) == 1  # what was given stays
-    assert capsys.readouterr().out.splitlines()[-1].endswith(f"`{call} --rtol 0.1 --read --tensors-only`")
+    assert main(["diff", old, new, *given]) == 1  # what was given stays
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"`{call} {' '.join(given)}`")
     assert main(call.split()[1:]) == 0
     capsys.readouterr()
     save_values(tmp_path / "other", {"x": torch.ones(3)})

@@ -10,20 +10,20 @@ if TYPE_CHECKING:
 Ints = tuple[int, ...]
 
 
-class FolderPayload(NamedTuple):
+class CutTensor(NamedTuple):
     """A shape, and boxes (offset, extent) that fill it."""
 
     shape: Ints
     boxes: list[tuple[Ints, Ints]]
 
 
-def random_cut(rng: random.Random, *, empty: bool = True) -> FolderPayload:
+def random_cut(rng: random.Random, *, empty: bool = True) -> CutTensor:
     """A tensor of 0 to 4 axes, halved again and again at random places; some boxes may have no element."""
     shape = tuple(rng.randint(0 if empty and rng.random() < 0.1 else 1, 9) for _ in range(rng.randint(0, 4)))
     boxes: list[tuple[Ints, Ints]] = []
     _halve(rng, (0,) * len(shape), shape, boxes, depth=rng.randint(0, 4), empty=empty)
     rng.shuffle(boxes)
-    return FolderPayload(shape, boxes)
+    return CutTensor(shape, boxes)
 
 
 def _halve(

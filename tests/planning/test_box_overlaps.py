@@ -15,7 +15,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     import pytest
 
-    from tests.planning.cuts import FolderPayload
+    from tests.planning.cuts import CutTensor
 
 
 def _brute(wanted: list[tuple[int, Box]], stored: list[tuple[int, Box]], axes: int) -> set[tuple[object, ...]]:
@@ -29,7 +29,7 @@ def _brute(wanted: list[tuple[int, Box]], stored: list[tuple[int, Box]], axes: i
     return found
 
 
-def _pieces(cuts: list[FolderPayload]) -> list[tuple[int, Box]]:
+def _pieces(cuts: list[CutTensor]) -> list[tuple[int, Box]]:
     return [(number, Box(*box)) for number, cut in enumerate(cuts) for box in cut.boxes]
 
 

@@ -23,14 +23,14 @@ from shardckpt.planning.table import (
     number_groups,
     sort_unique,
 )
-from tests.planning.cuts import FolderPayload, random_cut
+from tests.planning.cuts import CutTensor, random_cut
 from tests.tables import table
 
 if TYPE_CHECKING:
     import pytest
 
 
-def _table(cuts: list[FolderPayload]) -> Table:
+def _table(cuts: list[CutTensor]) -> Table:
     boxes = Boxes()
     for number, cut in enumerate(cuts):
         for offset, extent in cut.boxes:
@@ -38,7 +38,7 @@ def _table(cuts: list[FolderPayload]) -> Table:
     return boxes.table()
 
 
-def _specs(cuts: list[FolderPayload]) -> list[TensorSpec]:
+def _specs(cuts: list[CutTensor]) -> list[TensorSpec]:
     return [TensorSpec("tensor", f"k{number}", "float32", cut.shape) for number, cut in enumerate(cuts)]
 
 

@@ -86,7 +86,11 @@ def test_blocks_of_packed_codes_count_elements(tmp_path: Path) -> None:
     [
         (
             lambda: make_state(block=(1, 8)),
-            r"'w\.codes' of shape \(4, 32\).*the shape \(4, 4\), but it has \(4, 2\)",
+            r"'w\.codes' of shape \(4, 32\) has.*the shape \(4, 4\), but it has \(4, 2\)",
+        ),
+        (
+            lambda: make_state(CODES[:, :16].contiguous().view(torch.float4_e2m1fn_x2), block=(1, 8)),
+            r"'w\.codes' of shape \(4, 16\), \(4, 32\) in elements, has.*the shape \(4, 4\), but it has \(4, 2\)",
         ),
         (lambda: make_state(scales=None), r"'w\.scales', which no rank saves"),
         (lambda: make_state(block=(16,)), r"the block \(16,\), expected a tuple of 2 sizes"),

@@ -6,7 +6,7 @@ import errno
 import os
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 from hypothesis import given
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.storage import filesystem
+from shardckpt.storage.directory import open_directory
 from shardckpt.storage.input_file import open_existing, read_file, read_joined
 from tests.resources import list_open
 from tests.tables import table
@@ -258,8 +259,23 @@ def test_sync_directory(tmp_path: Path) -> None:
     assert list_open(tmp_path) == []
 
 
-def test_names_that_cannot_be_are_not_there(tmp_path: Path) -> None:
-    """Nothing is at a path that the system refuses to look at; a link to nowhere is there."""
-    assert not filesystem.is_there(tmp_path / ("x" * 300))
+def test_what_cannot_be_looked_at_is_not_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file without a name or a folder is absent, a link to nowhere is there; any other error of a look is raised."""
     (tmp_path / "link").symlink_to("nowhere")
-    assert filesystem.is_there(tmp_path / "link")
+    (tmp_path / "file").touch()
+    opened = open_directory(tmp_path)
+    for folder in (tmp_path, opened):
+        assert filesystem.is_there(folder / "link")
+        assert not any(filesystem.is_there(folder / name) for name in ("gone", "gone/file", "file/below"))
+    with pytest.raises(StorageError, match="ENAMETOOLONG"):
+        filesystem.is_there(tmp_path / ("x" * 300))
+
+    for code in (errno.EIO, errno.EACCES, errno.ESTALE):
+
+        def fail(_: Path, code: int = code) -> NoReturn:
+            raise OSError(code, os.strerror(code))
+
+        for folder in (tmp_path, opened):
+            monkeypatch.setattr(type(folder), "lstat", fail)
+            with pytest.raises(StorageError, match=rf"cannot look at {tmp_path}/file: .*\({errno.errorcode[code]}\)"):
+                filesystem.is_there(folder / "file")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import fsspec
@@ -41,13 +42,32 @@ def test_lines_on_a_store_are_read_at_the_same_time(folder: RemotePath, monkeypa
     assert again.names == log.names
 
 
-def test_an_incomplete_line_does_not_count(folder: RemotePath) -> None:
-    """A journal on a store ends before a line that is incomplete, and the next line takes its place."""
+def test_lines_on_a_store_are_read_in_the_callers_context(folder: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads that read a journal see what the caller has set, such as a bound of the attempts of a request."""
+    asked: ContextVar[str] = ContextVar("asked", default="")
     log = ObjectLog(folder)
     for number in range(3):
+        log.append({"number": number})
+    seen, read = [], RemotePath.read_into
+
+    def look(path: RemotePath, buffer: memoryview, offset: int) -> int:
+        seen.append(asked.get())
+        return read(path, buffer, offset)
+
+    monkeypatch.setattr(RemotePath, "read_into", look)
+    asked.set("by the caller")
+    ObjectLog(folder).read()
+    assert seen == ["by the caller"] * 3
+
+
+def test_an_incomplete_line_does_not_count(folder: RemotePath) -> None:
+    """A journal on a store ends before a line that is incomplete; lines behind it never count again."""
+    log = ObjectLog(folder)
+    for number in range(5):
         log.append({"number": number})
     (folder / log.names[2]).write(b"half")
     again = ObjectLog(folder)
     assert again.read() == [{"number": 0}, {"number": 1}]
+    assert again.go_on({})
     again.append({"number": 9})
     assert ObjectLog(folder).read() == [{"number": 0}, {"number": 1}, {"number": 9}]

@@ -117,7 +117,7 @@ def make_shards(
         dtypes: The dtypes.
         rank: The rank.
         world: Number of ranks.
-        shift: FolderPayload each tensor in the layout that stands so many places further in the list.
+        shift: Cut each tensor in the layout that stands so many places further in the list.
     """
     shards = {}
     for dtype in dtypes:

@@ -37,12 +37,12 @@ class FolderPayload(NamedTuple):
     """A payload: a tensor of the folder.
 
     ``written`` is the folder's tensor, ``box`` where its elements are in the checkpoint's tensor, and ``tensor`` the
-    number of that tensor, once the tensors are numbered.
+    number of that tensor in the layout.
     """
 
     written: HubTensor
     box: Box
-    tensor: int = -1
+    tensor: int
 
     @property
     def nbytes(self) -> int:
@@ -110,8 +110,8 @@ class FolderLayout:
         return encode_weights_index(weight_map, sum(cut.nbytes for cut in self.cuts))
 
 
-def split_tensor(info: TensorInfo, prefix: str, mapping: KeyMapping) -> list[FolderPayload] | str:
-    """Return the folder's tensors that a tensor of the checkpoint becomes; or why it cannot be stored so.
+def split_tensor(info: TensorInfo, prefix: str, mapping: KeyMapping) -> list[tuple[HubTensor, Box]] | str:
+    """Return the folder's tensors that a tensor of the checkpoint becomes, each with its box; or why it cannot be.
 
     That is the end of a sentence. ``mapping`` maps what is left without the prefix to names in the folder.
     """
@@ -126,4 +126,4 @@ def split_tensor(info: TensorInfo, prefix: str, mapping: KeyMapping) -> list[Fol
     boxes = [link.box for link in links]
     if find_overlap(boxes) is not None or find_hole(info.shape, boxes) is not None:
         return "is not in the folder as a whole, by the mapping"
-    return [FolderPayload(HubTensor(link.name, info.dtype, link.shape), link.box) for link in links]
+    return [(HubTensor(link.name, info.dtype, link.shape), link.box) for link in links]

@@ -25,7 +25,7 @@ from shardckpt.manifest import HUB_INDEX
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, Boxes, Table, concat_tables, intersect, make_column, make_matrix
 from shardckpt.storage import Columns, PackedShards, pack_columns
-from shardckpt_safetensors.contiguous.layout import FolderLayout, TensorInfo, split_tensor
+from shardckpt_safetensors.contiguous.layout import FolderLayout, FolderPayload, TensorInfo, split_tensor
 from shardckpt_safetensors.contiguous.pieces import (
     assign_owners,
     exchange_pieces,
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
     from shardckpt.chunks import LocalItems, Sources
     from shardckpt.distributed import Comm
+    from shardckpt.huggingface import HubTensor
     from shardckpt.mapping import CommonStateDict, ShardedBase
     from shardckpt.storage import Column
     from shardckpt.strategy import PlanContext
-    from shardckpt_safetensors.contiguous.layout import FolderPayload
     from shardckpt_safetensors.contiguous.options import ContiguousOptions
     from shardckpt_safetensors.contiguous.pieces import Pieces
 
@@ -184,7 +184,7 @@ def plan_contiguous(
     aliases = _find_tied_head(agree_on_aliases(ties, mine_contiguous, comm), cuts, options, comm)
     with comm.local_phase("laying out contiguous tensors"):
         tensors = [tensor for tensor in tensors if tensor.key not in aliases]
-        numbered = [cut._replace(tensor=number) for number, t in enumerate(tensors) for cut in cuts[t.key]]
+        numbered = [FolderPayload(*cut, number) for number, t in enumerate(tensors) for cut in cuts[t.key]]
         layout = FolderLayout(tensors, numbered, options.limit)
         numbers = {tensor.key: number for number, tensor in enumerate(tensors)}
         items = collect_items(mine_contiguous, aliases)
@@ -213,7 +213,10 @@ def plan_contiguous(
 
 
 def _find_tied_head(
-    aliases: Mapping[str, str], cuts: Mapping[str, Sequence[FolderPayload]], options: ContiguousOptions, comm: Comm
+    aliases: Mapping[str, str],
+    cuts: Mapping[str, Sequence[tuple[HubTensor, Box]]],
+    options: ContiguousOptions,
+    comm: Comm,
 ) -> dict[str, str]:
     """Collective: return the output layer's key, and the key by which it is stored, if the folder need not have both.
 
@@ -227,7 +230,7 @@ def _find_tied_head(
         return config is not None and config.is_tied
 
     tied = {*aliases, *aliases.values()}
-    head = next((key for key in sorted(tied) if len(cuts[key]) == 1 and cuts[key][0].written.name in HEADS), None)
+    head = next((key for key in sorted(tied) if len(cuts[key]) == 1 and cuts[key][0][0].name in HEADS), None)
     if head is None:
         return {}
     stored = aliases.get(head, head)
@@ -258,23 +261,22 @@ def _unite(everyone: Sequence[Sequence[TensorInfo]]) -> list[TensorInfo]:
 
 def _cut_tensors(
     tensors: Sequence[TensorInfo], sections: Sections, options: ContiguousOptions
-) -> dict[str, list[FolderPayload]]:
-    """Return the cuts of each tensor that can be stored contiguously.
+) -> dict[str, list[tuple[HubTensor, Box]]]:
+    """Return the folder's tensors of each tensor that can be stored contiguously, each with its box.
 
     It is a ShardingError if one that must be cannot, or two would have one name.
     """
-    found: dict[str, list[FolderPayload]] = {}
+    found: dict[str, list[tuple[HubTensor, Box]]] = {}
     names: dict[str, str] = {}
     for info in tensors:
         check_names([info.key])
         cuts = split_tensor(info, sections.model, options.mapping)
         if isinstance(cuts, list):
             found[info.key] = cuts
-            for cut in cuts:
-                name = cut.written.name
-                if names.setdefault(name, info.key) != info.key:
+            for written, _ in cuts:
+                if (other := names.setdefault(written.name, info.key)) != info.key:
                     raise ShardingError(
-                        f"{info.key!r} and {names[name]!r} would both be {name!r} in the folder: "
+                        f"{info.key!r} and {other!r} would both be {written.name!r} in the folder: "
                         "give one of them layout='boxes', or another mapping"
                     )
         elif options.choose(info.key, sections) == "contiguous":
@@ -284,16 +286,16 @@ def _cut_tensors(
     return found
 
 
-def _vote(cuts: dict[str, list[FolderPayload]], shards: Sequence[ShardedBase]) -> dict[str, int]:
+def _vote(cuts: dict[str, list[tuple[HubTensor, Box]]], shards: Sequence[ShardedBase]) -> dict[str, int]:
     """Return for each tensor whether this rank has it otherwise than in ranges of the folder's tensors."""
     votes = dict.fromkeys(cuts, 0)
     items = collect_items([s for s in shards if isinstance(s, ShardedTensor) and s.key in cuts])
     for number, offset, extent in zip(items.boxes.spec, items.boxes.offsets, items.boxes.extents, strict=True):
         held = Box(offset, extent)
-        for cut in cuts[items.keys[number]]:
-            common = intersect(held, cut.box)
+        for _, box in cuts[items.keys[number]]:
+            common = intersect(held, box)
             if common is not None:
-                votes[items.keys[number]] |= find_range(common, cut.box) is None
+                votes[items.keys[number]] |= find_range(common, box) is None
     return votes
 
 
