@@ -182,8 +182,9 @@ def _make_space_error(target: Path, needed: int, free: int, action: str, room: R
     takes = _describe_needs(needed, rest)
     if room.quota and needed + rest > room.quota:  # no advice of what could go
         error = NotEnoughSpaceError(
-            f"cannot {action} {target}: it does not fit into quota={room.quota:,} of {find_parent(target)}, whatever is "
-            f"removed: raise the quota. {takes}, {format_bytes(needed + rest - room.quota)} too much. No file was written."
+            f"cannot {action} {target}: it does not fit into quota={room.quota:,} of {find_parent(target)}, whatever "
+            f"is removed: raise the quota. {takes}, {format_bytes(needed + rest - room.quota)} too much. No file was "
+            "written."
         )
         error.is_forecast = True
         return error
