@@ -91,7 +91,7 @@ def test_prune_counts_no_damaged_step(folder: Path, capsys: pytest.CaptureFixtur
     out = capsys.readouterr().out
     assert "__0_0.distcp has" in out
     assert "kept: damaged: " in out
-    assert "--damaged removes" in out, "the row says what would remove it"
+    assert "--damaged says whether it may go" in out, "the row says what would remove it"
 
 
 @pytest.mark.parametrize(
