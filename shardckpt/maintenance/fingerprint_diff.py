@@ -5,6 +5,7 @@ What needs a look at values is left to :func:`shardckpt.maintenance.diff_checkpo
 
 from __future__ import annotations
 
+from operator import eq
 from typing import TYPE_CHECKING
 
 from shardckpt.engine.outlined import open_by_outline
@@ -15,7 +16,7 @@ from shardckpt.storage.fingerprint_file import parse_fingerprints
 from shardckpt.storage.recorded_file import read_recorded_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from shardckpt.engine.outlined import OutlinedCheckpoint
     from shardckpt.plugins.outline import Outline
@@ -51,15 +52,18 @@ def diff_by_fingerprints(
         first_prints, second_prints = _read_fingerprints(one, other)
     except (CheckpointingException, OSError):  # diff_checkpoints says better what it is
         return None
-    keys, others = set(one.outline.keys), set(other.outline.keys)
-    both = keys & others
-    # two lists, not a loop over keys, which takes longer than all the rest where there are 100,000
-    prints = [list(map(found.get, both)) for found in (first_prints, second_prints)]
-    if prints[0] != prints[1] or None in prints[0]:
+    # no loop over keys, which takes longer than all the rest where there are 100,000
+    alone: list[set[str]] = [set(), set()]
+    both: Collection[str] = one.outline.keys
+    if both != other.outline.keys:
+        keys, others = set(both), set(other.outline.keys)
+        both, alone = keys & others, [keys - others, others - keys]
+    are_same = first_prints == second_prints or all(map(eq, map(first_prints.get, both), map(second_prints.get, both)))
+    if not are_same or not all(map(first_prints.__contains__, both)):
         return None
     differences = [
-        *(TensorDifference(key, "only in first", text, "") for key, text in _describe(one.outline, keys - both)),
-        *(TensorDifference(key, "only in second", "", text) for key, text in _describe(other.outline, others - both)),
+        *(TensorDifference(key, "only in first", text, "") for key, text in _describe(one.outline, alone[0])),
+        *(TensorDifference(key, "only in second", "", text) for key, text in _describe(other.outline, alone[1])),
     ]
     differences.sort(key=lambda difference: difference.key)
     return DiffReport(len(both), len(both), tuple(differences), objects)

@@ -11,6 +11,7 @@ import torch
 
 from shardckpt import dist_checkpointing
 from shardckpt.cli.inspect import OUTLINES
+from shardckpt.engine.outlined import open_by_outline
 from shardckpt.maintenance import diff_by_fingerprints, diff_checkpoints
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.backends import Backend, both
@@ -51,6 +52,15 @@ def test_the_report_is_that_of_values(tmp_path: Path, backend: Backend, change: 
     assert found == full
     assert (found.equal, found.by_fingerprint, found.objects.equal) == (3, 3, 2)
     assert found.are_same == (change == "nothing")
+
+
+@both
+def test_indexes_with_equal_columns_are_not_taken_for_each_other(tmp_path: Path, backend: Backend) -> None:
+    """The dtypes of the second format stand beside the columns, and are other ones where these are equal."""
+    for name, dtype in (("one", torch.float32), ("two", torch.int32)):
+        _save(tmp_path / name, {"a": torch.ones(3, dtype=dtype)}, backend.name, iteration=7)
+    found = [open_by_outline(str(tmp_path / name), OUTLINES) for name in ("one", "two")]
+    assert [each and each.outline.dtypes for each in found] == [["float32"], ["int32"]]
 
 
 def test_tensors_of_two_formats_are_compared(tmp_path: Path) -> None:
