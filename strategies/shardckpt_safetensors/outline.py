@@ -55,14 +55,15 @@ def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
         _require(BLOCK_SCALES not in header["optional_features"])
         # all but the header, which has the id
         columns, dtypes = index.data[min(each.start for each in index.entries.values()) :], header["dtypes"]
-        described = (*dtypes, *index.entries.items())
-        found = _outlines.get(columns, described, lambda: _outline(index, dtypes))
+        codecs = header["codecs"]
+        described = (*dtypes, "", *codecs, *index.entries.items())
+        found = _outlines.get(columns, described, lambda: _outline(index, dtypes, codecs))
         return found._replace(common=_list_common(tree), plain_common=plain)
     except (CheckpointingException, LookupError, TypeError, ValueError, OverflowError):
         return None
 
 
-def _outline(index: ColumnFile, kinds: list[str]) -> Outline:
+def _outline(index: ColumnFile, kinds: list[str], codecs: list[str]) -> Outline:
     text, ends = index.bytes_of("text"), index.integers("text_end", len(index.data))
     _require(ends == sorted(ends) and b"\0" not in text)
     pieces = zip([0, *ends], ends, strict=False)
@@ -83,6 +84,8 @@ def _outline(index: ColumnFile, kinds: list[str]) -> Outline:
     _require(all(map(is_object_key, objects)))
     known = [DTYPES[name] for name in kinds]
     dtypes = list(map([dtype.torch_name for dtype in known].__getitem__, codes))
+    files = [strings[number] for number in index.integers("file", len(strings))]
+    columns = [index.integers(f"object_{name}") for name in ("codec", "file", "start", "nbytes")]
     return Outline(
         names,
         dtypes + [dtypes[number] for number in aliases],
@@ -90,6 +93,7 @@ def _outline(index: ColumnFile, kinds: list[str]) -> Outline:
         {dtype.torch_name: dtype.itemsize for dtype in known},
         objects,
         [],
+        object_places=[(codecs[codec], files[file], *where) for codec, file, *where in zip(*columns, strict=True)],
     )
 
 

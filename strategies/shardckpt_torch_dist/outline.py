@@ -47,13 +47,22 @@ def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
 
 def _outline(index: ColumnFile) -> Outline:
     keys, dtypes, axes = index.texts("keys"), index.texts("dtypes"), index.integers("axes")
-    objects = index.texts("objects")
+    objects, files, places = index.texts("objects"), index.texts("files"), index.integers("object_places")
     plain = index.texts("plain_objects") if "plain_objects" in index.entries else []
     shapes = cut_shapes(index.integers("shapes"), axes, _LARGEST)
     _require(len(keys) == len(dtypes) == len(shapes))
     _require(len({*keys, *objects, *plain}) == len(keys) + len(objects) + len(plain))
     _require(all(map(is_object_key, objects)))
-    return Outline(keys, dtypes, shapes, {name: _ITEMSIZES[name] for name in set(dtypes)}, objects, [])
+    _require(len(places) == 3 * len(objects))
+    return Outline(
+        keys,
+        dtypes,
+        shapes,
+        {name: _ITEMSIZES[name] for name in set(dtypes)},
+        objects,
+        [],
+        object_places=[("", files[number], *where) for number, *where in zip(*[iter(places)] * 3, strict=True)],
+    )
 
 
 def _require(fine: bool) -> None:

@@ -82,23 +82,35 @@ def test_common_state_of_a_pickle_is_compared_by_its_bytes(tmp_path: Path) -> No
 
 
 @both
+def test_objects_are_compared_by_their_bytes(tmp_path: Path, backend: Backend) -> None:
+    """Of several ranks, with tensors and values that JSON lacks; the report is that of their values."""
+    for name in ("one", "two"):
+        objects = {f"rng{n}": ShardedObject("rng", {"seed": (n, torch.arange(n + 3))}, (2,), (n,)) for n in range(2)}
+        _save(tmp_path / name, TENSORS, backend.name, iteration=7, **objects)
+    found, full = _both_ways(tmp_path)
+    assert found == full
+    assert (found.objects.equal, found.are_same) == (3, True)
+
+
+@both
 @table(
     "case",
     ["values", "dtype", "shape", "no fingerprints", "object", "common state", "content metadata", "damage"],
 )
 def test_what_needs_values_has_no_report(tmp_path: Path, backend: Backend, case: str) -> None:
-    """Other values, dtypes or shapes, tensors without fingerprints, objects, other common states: these are read."""
+    """Other values, dtypes, shapes, objects or common states, and tensors without fingerprints: these are read."""
     changed = {
         "values": {"a": TENSORS["a"] + 1},
         "dtype": {"a": TENSORS["a"].double()},
         "shape": {"a": TENSORS["a"].view(3, 2)},
     }
     common: dict[str, dict[str, Any]] = {
-        "object": {"rng": ShardedObject("rng", {"seed": 1}, (1,), (0,))},
+        "object": {"rng": ShardedObject("rng", None, (1,), (0,))},
         "content metadata": {"content_metadata": {"version": 2}},
     }
     for name in ("one", "two"):
         is_second = name == "two"
+        common["object"]["rng"].data = {"seed": int(is_second)}
         _save(
             tmp_path / name,
             TENSORS | (changed.get(case, {}) if is_second else {}),
