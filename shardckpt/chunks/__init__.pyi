@@ -2,10 +2,7 @@ from shardckpt.chunks.append import append_run as append_run
 from shardckpt.chunks.append import append_tensor as append_tensor
 from shardckpt.chunks.append import cut_runs as cut_runs
 from shardckpt.chunks.casts import check_cast as check_cast
-from shardckpt.chunks.coalesced_reads import ReadAhead as ReadAhead
-from shardckpt.chunks.coalesced_reads import read_in_order as read_in_order
-from shardckpt.chunks.coalesced_reads import read_units as read_units
-from shardckpt.chunks.entire import SMALL_ITEM as SMALL_ITEM
+from shardckpt.chunks.item_reader import ItemReader as ItemReader
 from shardckpt.chunks.items import LocalItems as LocalItems
 from shardckpt.chunks.items import Sources as Sources
 from shardckpt.chunks.items import collect_items as collect_items
@@ -23,6 +20,8 @@ from shardckpt.chunks.merge import merge_plans as merge_plans
 from shardckpt.chunks.owners import merge_by_owners as merge_by_owners
 from shardckpt.chunks.parts import make_finder as make_finder
 from shardckpt.chunks.parts import match_parts as match_parts
+from shardckpt.chunks.read_ahead import SMALL_ITEM as SMALL_ITEM
+from shardckpt.chunks.read_ahead import ReadAhead as ReadAhead
 from shardckpt.chunks.regions import Region as Region
 from shardckpt.chunks.regions import StagedRegion as StagedRegion
 from shardckpt.chunks.requested import RequestedTensors as RequestedTensors

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_right
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage.buffers import BLOCK_BYTES, block_pool
+from shardckpt.chunks.read_ahead import SMALL_ITEM, ReadAhead, group_neighbours
 from shardckpt.storage.range_reads import RangeRead
 from shardckpt.tensors.raw_memory import view_memory
 
@@ -18,11 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardckpt.storage.reader import CheckpointReader
-
-#: Items up to this size, in bytes, are read together with their neighbours.
-SMALL_ITEM = 64 << 10
-#: The largest gap in bytes between two items that are read at once.
-MOST_GAP = 4 << 10
 
 
 class EntireChunks(NamedTuple):
@@ -60,23 +52,16 @@ class EntireChunks(NamedTuple):
         first = _find_firsts(~follows)
         stop = stop[torch.cat([first[1:], first.new_tensor([len(file)])]) - 1]
         file, start, address = file[first], start[first], address[first]
-        small = stop - start <= SMALL_ITEM
-        gap = start[1:] - stop[:-1]
-        apart = (file[1:] != file[:-1]) | (gap < 0) | (gap > MOST_GAP) | ~(small[1:] & small[:-1])
-        groups = _find_firsts(apart).tolist()
+        small = (stop - start <= SMALL_ITEM).tolist()
         runs = _Runs(first.tolist(), file.tolist(), start.tolist(), stop.tolist(), address.tolist())
         ranges, neighbours = [], []
-        for low, high in pairwise([*groups, len(runs.first)]):
-            if high - low == 1:
-                memory = view_memory(runs.address[low], runs.stop[low] - runs.start[low], None)
-                key = self.keys[int(chunks.tensor[runs.first[low]])]
-                ranges.append(RangeRead(self.files[runs.file[low]], runs.start[low], memory, key))
+        for low, high in group_neighbours(runs.file, runs.start, runs.stop, small):
+            if high - low > 1:
+                neighbours.append(NeighbourRead(chunks, runs, low, high))
                 continue
-            begin = low
-            while begin < high:  # a group may be longer than the buffer
-                end = bisect_right(runs.stop, runs.start[begin] + BLOCK_BYTES, begin, high)
-                neighbours.append(NeighbourRead(chunks, runs, begin, end))
-                begin = end
+            memory = view_memory(runs.address[low], runs.stop[low] - runs.start[low], None)
+            key = self.keys[int(chunks.tensor[runs.first[low]])]
+            ranges.append(RangeRead(self.files[runs.file[low]], runs.start[low], memory, key))
         return ranges, neighbours
 
     def read_each(self, reader: CheckpointReader, rows: slice = slice(None)) -> None:
@@ -131,16 +116,12 @@ class NeighbourRead:
         """Read them; the CorruptCheckpointError of a damaged chunk names it."""
         chunks, (first, file, starts, stops, addresses) = self._chunks, self._runs
         low, high = self._numbers.start, self._numbers.stop
-        start = starts[low]
-        with block_pool.acquired() as block:
-            try:
-                reader.read_into(chunks.files[file[low]], start, block[: stops[high - 1] - start], "small items")
-            except CorruptCheckpointError:  # by what lies between them, perhaps
+        with ReadAhead(reader, chunks.files[file[low]], starts[low], stops[high - 1]) as ahead:
+            if not ahead:
                 chunks.read_each(reader, slice(first[low], first[high] if high < len(first) else None))
                 return
-            base = ctypes.addressof(ctypes.c_char.from_buffer(block)) - start
             for begin, end, address in zip(starts[low:high], stops[low:high], addresses[low:high], strict=True):
-                ctypes.memmove(address, base + begin, end - begin)
+                ctypes.memmove(address, ahead.base + begin, end - begin)
 
 
 def _find_firsts(breaks: torch.Tensor) -> torch.Tensor:

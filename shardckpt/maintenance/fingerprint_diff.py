@@ -5,6 +5,7 @@ What needs a look at values is left to :func:`shardckpt.maintenance.diff_checkpo
 
 from __future__ import annotations
 
+from operator import eq
 from typing import TYPE_CHECKING
 
 from shardckpt.engine.outlined import open_by_outline
@@ -15,7 +16,7 @@ from shardckpt.storage.fingerprint_file import parse_fingerprints
 from shardckpt.storage.recorded_file import read_recorded_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from shardckpt.engine.outlined import OutlinedCheckpoint
     from shardckpt.plugins.outline import Outline
@@ -37,29 +38,32 @@ def diff_by_fingerprints(
         tensors_only: Do not compare objects and common state.
 
     Returns:
-        None if values have to be read: a tensor of both has no fingerprint there, or another; one has an object, or
-        they have not the same bytes of a plain common state. And if either is not whole, or has no outline.
+        None if values have to be read: a tensor of both has no fingerprint there, or another; they have not the same
+        bytes of their objects, or of a plain common state. And if either is not whole, or has no outline.
     """
     try:
         found = [open_by_outline(each, own) for each in (first, second)]
         if found[0] is None or found[1] is None:
             return None
         one, other = found[0], found[1]
-        objects = None if tensors_only else _compare_objects(one.outline, other.outline)
+        objects = None if tensors_only else _compare_objects(one, other)
         if objects is None and not tensors_only:
             return None
         first_prints, second_prints = _read_fingerprints(one, other)
     except (CheckpointingException, OSError):  # diff_checkpoints says better what it is
         return None
-    keys, others = set(one.outline.keys), set(other.outline.keys)
-    both = keys & others
-    # two lists, not a loop over keys, which takes longer than all the rest where there are 100,000
-    prints = [list(map(found.get, both)) for found in (first_prints, second_prints)]
-    if prints[0] != prints[1] or None in prints[0]:
+    # no loop over keys, which takes longer than all the rest where there are 100,000
+    alone: list[set[str]] = [set(), set()]
+    both: Collection[str] = one.outline.keys
+    if both != other.outline.keys:
+        keys, others = set(both), set(other.outline.keys)
+        both, alone = keys & others, [keys - others, others - keys]
+    are_same = first_prints == second_prints or all(map(eq, map(first_prints.get, both), map(second_prints.get, both)))
+    if not are_same or not all(map(first_prints.__contains__, both)):
         return None
     differences = [
-        *(TensorDifference(key, "only in first", text, "") for key, text in _describe(one.outline, keys - both)),
-        *(TensorDifference(key, "only in second", "", text) for key, text in _describe(other.outline, others - both)),
+        *(TensorDifference(key, "only in first", text, "") for key, text in _describe(one.outline, alone[0])),
+        *(TensorDifference(key, "only in second", "", text) for key, text in _describe(other.outline, alone[1])),
     ]
     differences.sort(key=lambda difference: difference.key)
     return DiffReport(len(both), len(both), tuple(differences), objects)
@@ -74,12 +78,26 @@ def find_same(first: Mapping[str, str], second: Mapping[str, str], names: Mappin
     return {key for key, name in names.items() if (known := first.get(key)) is not None and known == second.get(name)}
 
 
-def _compare_objects(one: Outline, other: Outline) -> ObjectReport | None:
+def _compare_objects(*checkpoints: OutlinedCheckpoint) -> ObjectReport | None:
     """Return what is equal but for tensors; None if that needs a look at values."""
+    one, other = (each.outline for each in checkpoints)
     # the structure of what was a file of torch.save is no value
-    if one.objects or other.objects or not one.plain_common or CONTENT in one.common:
+    if not one.plain_common or one.plain_common != other.plain_common or CONTENT in one.common:
         return None
-    return ObjectReport(len(one.common)) if one.plain_common == other.plain_common else None
+    if sorted(one.objects) != sorted(other.objects):
+        return None
+    first, second = (_read_objects(each) for each in checkpoints)
+    is_known = len(first) == len(one.objects) and first == second
+    return ObjectReport(len(one.common) + len(one.objects)) if is_known else None
+
+
+def _read_objects(checkpoint: OutlinedCheckpoint) -> dict[str, tuple[str, bytes]]:
+    """Return the encoding and the bytes of each object."""
+    place, record, outline = checkpoint.place, checkpoint.record, checkpoint.outline
+    return {
+        key: (encoding, read_recorded_file(place, record, file, offset, nbytes))
+        for key, (encoding, file, offset, nbytes) in zip(outline.objects, outline.object_places, strict=False)
+    }
 
 
 def _read_fingerprints(*checkpoints: OutlinedCheckpoint) -> Iterator[dict[str, str]]:

@@ -81,7 +81,8 @@ class ColumnFile(NamedTuple):
         if entry.kind not in _CODES:
             raise CorruptCheckpointError(f"{self.name}: its column {name!r} is of {entry.kind}")
         found: list[int] = self.data[entry.start : entry.stop].cast(_CODES[entry.kind]).tolist()
-        if found and (min(found) < 0 or (below is not None and max(found) >= below)):
+        is_signed = entry.kind != "U8"
+        if found and ((is_signed and min(found) < 0) or (below is not None and max(found) >= below)):
             raise CorruptCheckpointError(f"{self.name}: its column {name!r} has a number out of bounds")
         return found
 

@@ -22,9 +22,13 @@ class ParseCache(Generic[_T]):
 
     The caller reads the bytes, and checks their digests, each time: only to parse equal bytes again is saved. All
     callers share a value, and do not change it; it must not refer to a reader, whose directory would stay open.
+
+    Args:
+        most_bytes: What has more is parsed each time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
         #: The most recently used one last.
         self._found: dict[Hashable, _T] = {}
         # another process has no use for them, and may live long
@@ -32,7 +36,7 @@ class ParseCache(Generic[_T]):
 
     def get(
         self,
-        data: bytes | bytearray,
+        data: bytes | bytearray | memoryview,
         others: Hashable,
         parse: Callable[[], _T],
         may_keep: Callable[[_T], bool] = lambda _: True,
@@ -45,7 +49,7 @@ class ParseCache(Generic[_T]):
             parse: Makes the value. If it raises, nothing is kept.
             may_keep: Returns whether a value may be kept.
         """
-        if len(data) > _MOST_BYTES:
+        if len(data) > self._most_bytes:
             return parse()
         key = (others, bytes(data))
         # no lock: each step is one for all threads, and where two meet one of them parses once more

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
 from shardckpt.manifest.names import RECORD_NAME, TABLE_SUFFIX, find_folders
+from shardckpt.planning.batches import batch_by_bytes
 from shardckpt.storage.abilities import takes_requests
 from shardckpt.storage.buffers import BLOCK_BYTES, BufferPool, block_pool
 from shardckpt.storage.digest import MAX_SEGMENT, Digest, JoinedDigest, digest_functions
@@ -25,7 +26,7 @@ from shardckpt.storage.memory_budget import plan_reading
 from shardckpt.storage.open_files import OPEN_FILES, OpenFile, OpenFiles
 from shardckpt.storage.range_reads import RangeRead, batch_ranges
 from shardckpt.storage.read_ends import ReadEnds
-from shardckpt.storage.spans import ElementRange, Span, batches, cut_spans
+from shardckpt.storage.spans import ElementRange, Span, cut_spans
 from shardckpt.storage.workers import Workers
 from shardckpt.tensors.memory import unfilled_bytes
 
@@ -469,7 +470,8 @@ class CheckpointReader:
 
     def _share(self, function: Callable[[list[Span]], None], spans: Iterator[Span]) -> None:
         """Call a function on all spans in batches, in all threads if there is more than one batch."""
-        found = batches(spans, _BATCH_BYTES)
+        # many short spans cost time, not bytes
+        found = batch_by_bytes(spans, lambda span: span.stop - span.start, _BATCH_BYTES, _BATCH_BYTES >> 12)
         first, second = next(found, None), next(found, None)
         if first is None:
             return

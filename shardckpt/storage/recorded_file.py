@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from shardckpt import settings
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage.digest import digest_function
-from shardckpt.storage.input_file import read_all
 from shardckpt.storage.open_files import OpenFiles
 
 if TYPE_CHECKING:
@@ -18,30 +17,40 @@ if TYPE_CHECKING:
     from shardckpt.manifest.plain import PlainRecord
 
 
-def read_recorded_file(directory: Path, record: PlainRecord | Record, name: str) -> bytes:
+def read_recorded_file(
+    directory: Path, record: PlainRecord | Record, name: str, offset: int = 0, nbytes: int | None = None
+) -> bytes:
     """Return the bytes of a file that a checkpoint's record names, checked as a load checks them.
 
     Args:
         directory: The checkpoint, on this machine, held open: all that is read is of one save.
         record: What its ``shardckpt.json`` says.
         name: The file.
+        offset: Of the first byte.
+        nbytes: How many bytes; None for all.
 
     Raises:
-        CorruptCheckpointError: it is missing, or has not the bytes that were written.
+        CorruptCheckpointError: it is missing, ends before, or has not the bytes that were written.
         CheckpointingException: the digests need a package that is not installed.
     """
     algorithm = record.digest_algorithm if settings.verify_reads() else None
     records = {file.name: file for file in record.files}
     file = OpenFiles(directory, records, algorithm, nullcontext).open_unshared(name)
     try:
-        data = read_all(file.input)
-        if algorithm is not None and file.segments is not None:
-            digest = digest_function(algorithm)
-            for start, stop, expected in file.segments.touching(0, file.size):
-                if digest(memoryview(data)[start:stop]) != expected:
-                    raise CorruptCheckpointError(
-                        f"bytes {start} to {stop} of {file.path} are not those that were written (digest differs)"
-                    )
+        stop = file.size if nbytes is None else offset + nbytes
+        if stop > file.size:
+            raise CorruptCheckpointError(f"{file.path} of {file.size} bytes ends before byte {stop}")
+        # a digest is of a whole segment
+        segments = [] if file.segments is None else [*file.segments.touching(offset, stop)]
+        low, high = (segments[0][0], segments[-1][1]) if segments else (offset, stop)
+        data = bytearray(high - low)
+        file.input.read_into(memoryview(data), low)
+        digest = digest_function(record.digest_algorithm) if segments else None
+        for start, end, expected in segments:
+            if digest is not None and digest(memoryview(data)[start - low : end - low]) != expected:
+                raise CorruptCheckpointError(
+                    f"bytes {start} to {end} of {file.path} are not those that were written (digest differs)"
+                )
     finally:
         file.close()
-    return data
+    return bytes(memoryview(data)[offset - low : stop - low])

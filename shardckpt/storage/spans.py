@@ -80,17 +80,3 @@ def _checked(
             last = high
     if group:
         yield Span(first, last, group)
-
-
-def batches(spans: Iterable[Span], most: int) -> Iterator[list[Span]]:
-    """Return an iterator of lists of spans, about ``most`` bytes each: what a thread takes at a time."""
-    batch: list[Span] = []
-    nbytes = 0
-    for span in spans:
-        batch.append(span)
-        nbytes += span.stop - span.start
-        if nbytes >= most or len(batch) >= most >> 12:  # many short spans cost time, not bytes
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch

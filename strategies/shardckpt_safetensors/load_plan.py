@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardckpt.chunks import Region, RequestedTensors, StagedRegion, read_units
+from shardckpt.chunks import ItemReader, RequestedTensors
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.storage import StoredArray, read_box
-from shardckpt.tensors import copy_values, is_ordinary, synchronize_devices
+from shardckpt.tensors import copy_values
 from shardckpt_safetensors.objects import decode_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.chunks import Item, ReadAhead
+    from shardckpt.chunks import Chunk, Item, ReadAhead
     from shardckpt.mapping import ShardedBase
-    from shardckpt.storage import CheckpointReader, RangeRead
+    from shardckpt.storage import CheckpointReader
     from shardckpt_safetensors.index import StoredIndex, StoredObject
 
 
@@ -29,12 +29,11 @@ class _ObjectRead(NamedTuple):
     stored: StoredObject
 
 
-class LoadPlan:
+class LoadPlan(ItemReader):
     """The reads of one rank, checked before anything is read."""
 
     def __init__(self, requested: Sequence[ShardedBase], index: StoredIndex, reader: CheckpointReader) -> None:
-        self._index = index
-        self._reader = reader
+        super().__init__(reader, index)
         self._tensors = RequestedTensors([s for s in requested if isinstance(s, ShardedTensor)], index, reader)
         self._objects: list[_ObjectRead] = []
         for shard in requested:
@@ -53,55 +52,40 @@ class LoadPlan:
         units: list[Sequence[Any]] = [*self._tensors.units()]
         if self._objects:
             units += ((item,) for item in self._objects)
-            units.sort(key=lambda unit: _locate(unit[0]))
-        read_units(self._reader, units, _locate, _nbytes, self._read, self._find_ranges, entire)
+            units.sort(key=lambda unit: self.locate(unit[0]))
+        self.read_units(units, entire)
 
-    def _find_ranges(self, items: Sequence[Region | StagedRegion | _ObjectRead]) -> list[RangeRead | None]:
-        """Return the range of a file that fills each region as it is; None for those that are read another way."""
-        keys, dtypes = self._index.keys, self._index.dtypes
-        return [
-            item.find_range(item.chunk.item.offset, dtypes[item.number], keys[item.number])
-            if isinstance(item, Region)
-            else None
-            for item in items
-        ]
+    def find_payloads(self, chunks: Sequence[tuple[Chunk, torch.dtype, str]]) -> list[int]:
+        """Return where the payload of each chunk begins in its file: where its item does."""
+        return [chunk.item.offset for chunk, _, _ in chunks]
 
-    def _read(self, item: Region | StagedRegion | _ObjectRead, ahead: ReadAhead | None) -> None:
-        """Read an item, from memory if it was read ahead."""
-        if isinstance(item, Region):
-            self._read_region(item, ahead)
-        elif isinstance(item, StagedRegion):
-            self._read_region(item.resolve(), ahead)
-            item.staged.commit()
-        else:
-            what = f"object {item.shard.unique_key!r}"
-            source = self._reader if ahead is None else ahead
-            item.shard.data = decode_object(item.stored.codec, source.read_range(*item.stored.item, what), what)
+    def copy_chunk(self, chunk: Chunk, target: torch.Tensor, ahead: ReadAhead) -> bool:
+        """Copy an entire chunk from what was read ahead, if it is there."""
+        if not ahead:
+            return False
+        ahead.copy(chunk.item.offset, target)
+        return True
 
-    def _read_region(self, region: Region, ahead: ReadAhead | None) -> None:
-        chunk, target, dtype = region.chunk, region.target, self._index.dtypes[region.number]
-        takes_bytes = region.is_entire and target.dtype == dtype and is_ordinary(target)
-        if takes_bytes and ahead is not None and ahead.view(chunk.item) is not None:  # most are small
-            ahead.copy(chunk.item.offset, target)
-            return
+    def read_chunk(
+        self, chunk: Chunk, start: Sequence[int], target: torch.Tensor, dtype: torch.dtype, key: str, data: bytes | None
+    ) -> None:
+        """Read a box of a chunk, whose item is its values."""
         if not target.numel():
             return
-        key = self._index.keys[region.number]
-        if ahead is None:
+        if data is None:
             stored = StoredArray(chunk.item.file, chunk.item.offset, dtype, chunk.box.shape)
-            read_box(self._reader, stored, region.start, target, key)
-        else:
-            payload = bytearray(ahead.read_range(*chunk.item, key))
-            values = torch.frombuffer(payload, dtype=torch.uint8).view(dtype).view(chunk.box.shape)
-            for axis, (first, length) in enumerate(zip(region.start, target.shape, strict=True)):
-                values = values.narrow(axis, first, length)
-            copy_values(target, values)
-        synchronize_devices([target])  # this thread's stream is not the caller's
+            read_box(self._reader, stored, tuple(start), target, key)
+            return
+        values = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(chunk.box.shape)
+        for axis, (first, length) in enumerate(zip(start, target.shape, strict=True)):
+            values = values.narrow(axis, first, length)
+        copy_values(target, values)
 
+    def locate_other(self, item: _ObjectRead) -> Item:
+        """Return where an object is."""
+        return item.stored.item
 
-def _locate(item: Region | StagedRegion | _ObjectRead) -> Item:
-    return item.stored.item if isinstance(item, _ObjectRead) else item.chunk.item
-
-
-def _nbytes(item: Region | StagedRegion | _ObjectRead) -> int:
-    return item.stored.item.length if isinstance(item, _ObjectRead) else item.nbytes
+    def read_other(self, item: _ObjectRead, ahead: ReadAhead | None) -> None:
+        """Read an object."""
+        what, source = f"object {item.shard.unique_key!r}", self._reader if ahead is None else ahead
+        item.shard.data = decode_object(item.stored.codec, source.read_range(*item.stored.item, what), what)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.plugins import Outline, cut_shapes, is_object_key
-from shardckpt.storage import ColumnFile, parse_json
+from shardckpt.storage import ColumnFile, ParseCache, parse_json
 from shardckpt_safetensors.dtype_names import DTYPES
 from shardckpt_safetensors.index_names import (
     BLOCK_SCALES,
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 #: Most commas in the header of the common state that is looked at here.
 _MOST_PARTS = 1 << 18
 _MOST_ELEMENTS = 2**53
+#: What is compared is of one job as a rule: the columns of two indexes are equal.
+_outlines = ParseCache[Outline](most_bytes=_MOST_ELEMENTS)
 
 
 def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
@@ -47,16 +49,21 @@ def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
         tree = ColumnFile.read(directory, record, COMMON_FILE, _MOST_PARTS).metadata["tree"].encode()
         # an object with the key $ stands for a value that JSON lacks, which may be in the file, or of a class
         plain = b"" if b'"$"' in tree else tree
-        return _outline(index, record, _list_common(tree))._replace(plain_common=plain)
+        header = parse_json(index.metadata[HEADER].encode())
+        _require(header["id"] == record.save_id and header["format"] == FORMAT)
+        _require(KNOWN_FEATURES - {FEATURE} >= {*header["required_features"]})
+        _require(BLOCK_SCALES not in header["optional_features"])
+        # all but the header, which has the id
+        columns, dtypes = index.data[min(each.start for each in index.entries.values()) :], header["dtypes"]
+        codecs = header["codecs"]
+        described = (*dtypes, "", *codecs, *index.entries.items())
+        found = _outlines.get(columns, described, lambda: _outline(index, dtypes, codecs))
+        return found._replace(common=_list_common(tree), plain_common=plain)
     except (CheckpointingException, LookupError, TypeError, ValueError, OverflowError):
         return None
 
 
-def _outline(index: ColumnFile, record: PlainRecord, common: list[str]) -> Outline:
-    header = parse_json(index.metadata[HEADER].encode())
-    _require(header["id"] == record.save_id and header["format"] == FORMAT)
-    _require(KNOWN_FEATURES - {FEATURE} >= {*header["required_features"]})
-    _require(BLOCK_SCALES not in header["optional_features"])
+def _outline(index: ColumnFile, kinds: list[str], codecs: list[str]) -> Outline:
     text, ends = index.bytes_of("text"), index.integers("text_end", len(index.data))
     _require(ends == sorted(ends) and b"\0" not in text)
     pieces = zip([0, *ends], ends, strict=False)
@@ -66,24 +73,27 @@ def _outline(index: ColumnFile, record: PlainRecord, common: list[str]) -> Outli
     else:
         strings = [text[start:end].decode() for start, end in pieces]
     keys = _join(strings, index.integers("tensor", len(strings)))
-    codes = index.integers("tensor_dtype", len(header["dtypes"]))
+    codes = index.integers("tensor_dtype", len(kinds))
     shapes = cut_shapes(index.integers("tensor_shape"), index.integers("tensor_axes"), _MOST_ELEMENTS)
     _require(len(codes) == len(shapes) == len(keys))
     aliases = index.integers("alias_tensor", len(keys))
     names = keys + _join(strings, index.integers("alias", len(strings)))
     objects = _join(strings, index.integers("object", len(strings)))
-    _require(len(names) == len(keys) + len(aliases) and len({*names, *objects}) == len(names) + len(objects))
-    _require(all({*names, *objects}))
+    unique = {*names, *objects}
+    _require(len(names) == len(keys) + len(aliases) and len(unique) == len(names) + len(objects) and "" not in unique)
     _require(all(map(is_object_key, objects)))
-    known = [DTYPES[name] for name in header["dtypes"]]
-    dtypes = [known[code].torch_name for code in codes]
+    known = [DTYPES[name] for name in kinds]
+    dtypes = list(map([dtype.torch_name for dtype in known].__getitem__, codes))
+    files = [strings[number] for number in index.integers("file", len(strings))]
+    columns = [index.integers(f"object_{name}") for name in ("codec", "file", "start", "nbytes")]
     return Outline(
         names,
         dtypes + [dtypes[number] for number in aliases],
         shapes + [shapes[number] for number in aliases],
         {dtype.torch_name: dtype.itemsize for dtype in known},
         objects,
-        common,
+        [],
+        object_places=[(codecs[codec], files[file], *where) for codec, file, *where in zip(*columns, strict=True)],
     )
 
 

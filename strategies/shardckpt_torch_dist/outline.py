@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from shardckpt.archive import list_dict_names
 from shardckpt.errors import CheckpointingException
 from shardckpt.plugins import Outline, cut_shapes, is_object_key
-from shardckpt.storage import ColumnFile, read_recorded_file
+from shardckpt.storage import ColumnFile, ParseCache, read_recorded_file
 from shardckpt.tensors import KNOWN_DTYPES
 from shardckpt_torch_dist.file_names import COMMON_FILE, INDEX_FILE
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 #: Bytes of an element of each dtype, by torch's names.
 _ITEMSIZES = {known.torch_name: known.itemsize for known in KNOWN_DTYPES}
 _LARGEST = 2**63
+#: What is compared is of one job as a rule: two indexes are equal.
+_outlines = ParseCache[Outline](most_bytes=_LARGEST)
 
 
 def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
@@ -35,29 +37,31 @@ def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
     if sys.byteorder != "little" or not names >= {INDEX_FILE, COMMON_FILE}:
         return None
     try:
-        index = ColumnFile.read(directory, record, INDEX_FILE)
-        data = read_recorded_file(directory, record, COMMON_FILE)
+        index, data = (read_recorded_file(directory, record, name) for name in (INDEX_FILE, COMMON_FILE))
         common = list_dict_names(data, COMMON_FILE)
-        return None if common is None else _outline(index, common)._replace(plain_common=data)
+        outline = _outlines.get(index, (), lambda: _outline(ColumnFile.parse(index, INDEX_FILE)))
+        return None if common is None else outline._replace(common=common, plain_common=data)
     except (CheckpointingException, LookupError, TypeError, ValueError, OverflowError):
         return None
 
 
-def _outline(index: ColumnFile, common: list[str]) -> Outline:
+def _outline(index: ColumnFile) -> Outline:
     keys, dtypes, axes = index.texts("keys"), index.texts("dtypes"), index.integers("axes")
-    objects = index.texts("objects")
+    objects, files, places = index.texts("objects"), index.texts("files"), index.integers("object_places")
     plain = index.texts("plain_objects") if "plain_objects" in index.entries else []
     shapes = cut_shapes(index.integers("shapes"), axes, _LARGEST)
     _require(len(keys) == len(dtypes) == len(shapes))
     _require(len({*keys, *objects, *plain}) == len(keys) + len(objects) + len(plain))
     _require(all(map(is_object_key, objects)))
+    _require(len(places) == 3 * len(objects))
     return Outline(
         keys,
         dtypes,
         shapes,
         {name: _ITEMSIZES[name] for name in set(dtypes)},
         objects,
-        common,
+        [],
+        object_places=[("", files[number], *where) for number, *where in zip(*[iter(places)] * 3, strict=True)],
     )
 
 

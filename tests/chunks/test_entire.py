@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.chunks import entire
+from shardckpt.chunks import read_ahead
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.mapping import ShardedTensor
 from tests import states
@@ -37,7 +37,7 @@ def test_tensors_in_any_order_of_memory(tmp_path: Path, monkeypatch: pytest.Monk
     sizes = [rng.choice([0, 1, 16, 32, 1 << 10, 1 << 15]) for _ in range(120)]
     saved = {f"t{number}": torch.rand(size) for number, size in enumerate(sizes)}
     dc.save(states.entire(saved), tmp_path / "c", "safetensors")
-    monkeypatch.setattr(entire, "BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(read_ahead, "BLOCK_BYTES", 1 << 16)
     order = list(range(len(sizes)))
     if seed:
         rng.shuffle(order)

@@ -11,6 +11,7 @@ import torch
 
 from shardckpt import dist_checkpointing
 from shardckpt.cli.inspect import OUTLINES
+from shardckpt.engine.outlined import open_by_outline
 from shardckpt.maintenance import diff_by_fingerprints, diff_checkpoints
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.backends import Backend, both
@@ -53,6 +54,15 @@ def test_the_report_is_that_of_values(tmp_path: Path, backend: Backend, change: 
     assert found.are_same == (change == "nothing")
 
 
+@both
+def test_indexes_with_equal_columns_are_not_taken_for_each_other(tmp_path: Path, backend: Backend) -> None:
+    """The dtypes of the second format stand beside the columns, and are other ones where these are equal."""
+    for name, dtype in (("one", torch.float32), ("two", torch.int32)):
+        _save(tmp_path / name, {"a": torch.ones(3, dtype=dtype)}, backend.name, iteration=7)
+    found = [open_by_outline(str(tmp_path / name), OUTLINES) for name in ("one", "two")]
+    assert [each and each.outline.dtypes for each in found] == [["float32"], ["int32"]]
+
+
 def test_tensors_of_two_formats_are_compared(tmp_path: Path) -> None:
     """Without the objects and the common state, whose bytes depend on the format."""
     for name, backend in (("one", "torch_dist"), ("two", "safetensors")):
@@ -72,23 +82,35 @@ def test_common_state_of_a_pickle_is_compared_by_its_bytes(tmp_path: Path) -> No
 
 
 @both
+def test_objects_are_compared_by_their_bytes(tmp_path: Path, backend: Backend) -> None:
+    """Of several ranks, with tensors and values that JSON lacks; the report is that of their values."""
+    for name in ("one", "two"):
+        objects = {f"rng{n}": ShardedObject("rng", {"seed": (n, torch.arange(n + 3))}, (2,), (n,)) for n in range(2)}
+        _save(tmp_path / name, TENSORS, backend.name, iteration=7, **objects)
+    found, full = _both_ways(tmp_path)
+    assert found == full
+    assert (found.objects.equal, found.are_same) == (3, True)
+
+
+@both
 @table(
     "case",
     ["values", "dtype", "shape", "no fingerprints", "object", "common state", "content metadata", "damage"],
 )
 def test_what_needs_values_has_no_report(tmp_path: Path, backend: Backend, case: str) -> None:
-    """Other values, dtypes or shapes, tensors without fingerprints, objects, other common states: these are read."""
+    """Other values, dtypes, shapes, objects or common states, and tensors without fingerprints: these are read."""
     changed = {
         "values": {"a": TENSORS["a"] + 1},
         "dtype": {"a": TENSORS["a"].double()},
         "shape": {"a": TENSORS["a"].view(3, 2)},
     }
     common: dict[str, dict[str, Any]] = {
-        "object": {"rng": ShardedObject("rng", {"seed": 1}, (1,), (0,))},
+        "object": {"rng": ShardedObject("rng", None, (1,), (0,))},
         "content metadata": {"content_metadata": {"version": 2}},
     }
     for name in ("one", "two"):
         is_second = name == "two"
+        common["object"]["rng"].data = {"seed": int(is_second)}
         _save(
             tmp_path / name,
             TENSORS | (changed.get(case, {}) if is_second else {}),

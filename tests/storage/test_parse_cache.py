@@ -35,10 +35,12 @@ def test_few_are_kept_and_the_one_that_was_not_used_goes_first() -> None:
 
 
 def test_what_is_not_kept() -> None:
-    """A large file, a value that may not be kept, and one that could not be made are made in each call."""
+    """A large file, but where more bytes are allowed, a value that may not be kept, and one that could not be made."""
     cache = ParseCache[object]()
     large = bytes(_MOST_BYTES + 1)
     assert cache.get(large, None, object) is not cache.get(large, None, object)
+    roomy = ParseCache[object](most_bytes=len(large))
+    assert roomy.get(large, None, object) is roomy.get(memoryview(large), None, object)
     assert cache.get(b"", None, object, lambda _: False) is not cache.get(b"", None, object, lambda _: False)
 
     def fail() -> object:

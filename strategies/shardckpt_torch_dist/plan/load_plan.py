@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from shardckpt.chunks import RequestedTensors
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner
-from shardckpt_torch_dist.plan.reads import ItemReader
+from shardckpt_torch_dist.plan.regions import ArchiveReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -47,12 +47,12 @@ class LoadPlan:
 
     def read(self) -> None:
         """Read everything into the destinations."""
-        items = ItemReader(self._reader, self._index, self._planner)
+        items = ArchiveReader(self._reader, self._index, self._planner)
         units: list[Sequence[Any]] = [*self._tensors.units()]
         if self._objects is not None:
             self._planner.finish_plan(self._objects)
             units += ([item] for item in sorted(self._objects.items, key=items.locate))
-        items.read(units)
+        items.read_units(units)
 
 
 def _build_metadata(objects: Iterable[ShardedBase], index: StoredIndex) -> Metadata:

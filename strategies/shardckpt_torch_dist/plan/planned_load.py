@@ -21,7 +21,7 @@ from shardckpt.tensors import is_quantized, kind, may_be_changed, synchronize_de
 from shardckpt_torch_dist.dialects import to_dcp_tensor
 from shardckpt_torch_dist.plan.custom_planner import list_leaves, scatter_plans
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner
-from shardckpt_torch_dist.plan.reads import ItemReader
+from shardckpt_torch_dist.plan.regions import ArchiveReader
 
 if TYPE_CHECKING:
     import io
@@ -134,7 +134,7 @@ def read_items(
     If the planner does nothing on ``commit_tensor``, as DCP's own, its tensors are the destinations: several threads
     fill them. Any other planner is asked for one tensor at a time, by this thread.
     """
-    item_reader = ItemReader(reader, index, destinations)
+    item_reader = ArchiveReader(reader, index, destinations)
     ordered = sorted(items, key=item_reader.locate)  # before anything is read: a chunk that is not stored is an error
 
     def make_region(item: ReadItem, target: torch.Tensor) -> Region:
@@ -147,7 +147,7 @@ def read_items(
         regions = [make_region(item, destinations.destination(item)) for item in tensors]
         item_reader.read_in_order([item for item in ordered if item.type == LoadItemType.BYTE_IO])
         synchronize_devices(region.target for region in regions)
-        item_reader.read([(region,) for region in regions])
+        item_reader.read_units([(region,) for region in regions])
         for item, region in zip(tensors, regions, strict=True):
             destinations.note_cast(item, region.target)
     else:
@@ -155,7 +155,7 @@ def read_items(
     for item, wanted in destinations.suspects:  # one after the other: a tensor of the stored dtype each
         key = item.storage_index.fqn
         source = torch.empty(tuple(item.lengths), dtype=index.dtypes[index.numbers[key]], device="cpu")
-        item_reader.read([(make_region(item, source),)])
+        item_reader.read_units([(make_region(item, source),)])
         refuse_changed_values(key, source, wanted)
 
 

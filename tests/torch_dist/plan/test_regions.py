@@ -15,7 +15,7 @@ from shardckpt.errors import CorruptCheckpointError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.storage import reader as reader_module
 from shardckpt.tensors import tensor_bytes
-from shardckpt_torch_dist.plan import reads, regions
+from shardckpt_torch_dist.plan import regions
 from tests.states import entire
 from tests.tables import table
 
@@ -127,13 +127,13 @@ def test_large_archives_of_others_among_ours(tmp_path: Path, monkeypatch: pytest
     """Large tensors come back right where their archives are not as we write them; the others are read as they are."""
     monkeypatch.setattr(regions, "_HEADS", 2)
     parsed: set[str] = set()
-    original = reads.read_chunk
+    original = regions.ArchiveReader.read_chunk
 
-    def note(reader: Any, chunk: Any, start: Any, target: Any, dtype: Any, key: str, archive: Any = None) -> None:
+    def note(reader: Any, chunk: Any, start: Any, target: Any, dtype: Any, key: str, data: Any) -> None:
         parsed.add(key)
-        original(reader, chunk, start, target, dtype, key, archive)
+        original(reader, chunk, start, target, dtype, key, data)
 
-    monkeypatch.setattr(reads, "read_chunk", note)
+    monkeypatch.setattr(regions.ArchiveReader, "read_chunk", note)
     large = {f"w{n}": torch.arange(100_000, dtype=torch.float32).view(100, 1000) + n for n in range(5)}
     dc.save(entire(large), tmp_path / "c")
     (data,) = (tmp_path / "c").glob("*.distcp")

@@ -1,0 +1,93 @@
+"""Small items that follow each other in a file, read at once."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import CorruptCheckpointError
+from shardckpt.storage.buffers import BLOCK_BYTES, block_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+    from typing_extensions import Self
+
+    from shardckpt.chunks.stored import Item
+    from shardckpt.storage.reader import CheckpointReader
+
+#: Items up to this size, in bytes, are read together with their neighbours.
+SMALL_ITEM = 64 << 10
+#: The largest gap in bytes between two items that are read at once.
+_MOST_GAP = 4 << 10
+
+
+class ReadAhead:
+    """A range of small items, read at once into a pooled buffer; a context manager, which returns the buffer.
+
+    The reader reads any range outside of it, too. Nothing is there if the range is damaged: then each item is read by
+    itself, so that the error names the damaged one.
+
+    Attributes:
+        base: The address of the file's first byte, if that were in memory, too.
+    """
+
+    def __init__(self, reader: CheckpointReader, file: str, start: int, stop: int) -> None:
+        self._reader = reader
+        self._file, self._start = file, start
+        self._block = block_pool.acquire()
+        self._data = self._block.view[: stop - start]
+        self.base = ctypes.addressof(ctypes.c_char.from_buffer(self._block.view)) - start
+        try:
+            reader.read_into(file, start, self._data, "small items")
+        except CorruptCheckpointError:  # by what lies between them, perhaps
+            self._data = self._data[:0]
+
+    def __bool__(self) -> bool:
+        return bool(self._data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        block_pool.release(self._block)
+
+    def read_range(self, name: str, offset: int, nbytes: int, what: str) -> bytes:
+        """Return the bytes of a range, from memory if it was read ahead."""
+        place = offset - self._start
+        if name == self._file and 0 <= place <= len(self._data) - nbytes:
+            return bytes(self._data[place : place + nbytes])
+        return self._reader.read_range(name, offset, nbytes, what)
+
+    def view(self, item: Item) -> memoryview | None:
+        """Return the bytes of an item of the group, valid until the group is read; None if they are not there."""
+        first = item.offset - self._start
+        return self._data[first : first + item.length] if first + item.length <= len(self._data) else None
+
+    def copy(self, offset: int, target: torch.Tensor) -> None:
+        """Copy bytes, which are within what :meth:`view` returned, to the memory of a contiguous CPU tensor.
+
+        The offset is that of the first byte in the file.
+        """
+        ctypes.memmove(target.data_ptr(), self.base + offset, target.nbytes)
+
+
+def group_neighbours(
+    files: Sequence[Any], starts: Sequence[int], stops: Sequence[int], small: Sequence[bool]
+) -> Iterator[tuple[int, int]]:
+    """Yield the first number of each group of ranges that are read at once, and the number behind the last.
+
+    Small ranges that follow each other in a file are a group, as many as a block has room for; any other is one alone.
+    """
+    low = begin = end = 0
+    name, joins = None, False
+    for n, (file, start, stop, is_small) in enumerate(zip(files, starts, stops, small, strict=True)):
+        if joins and is_small and file == name and 0 <= start - end <= _MOST_GAP and stop - begin <= BLOCK_BYTES:
+            end = stop
+            continue
+        if n:
+            yield low, n
+        low, begin, end, name, joins = n, start, stop, file, is_small
+    if files:
+        yield low, len(files)
