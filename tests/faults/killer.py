@@ -25,12 +25,13 @@ import torch
 from shardckpt.commit.commit import list_replaced_checkpoints
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, NotACheckpointError
 from tests.faults.forks import wait
-from tests.faults.scenarios import VERSIONS, make_scenario
+from tests.faults.scenario import VERSIONS
+from tests.faults.scenarios import make_scenario
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.faults.scenarios import Scenario
+    from tests.faults.scenario import Scenario
 
 #: Case → options that strace gets besides the kill.
 CASES: dict[str, tuple[str, ...]] = {
@@ -162,7 +163,7 @@ class Killer:
     def _save(self, *options: str, follow: bool = True) -> int | None:
         """Wait status of a save in a child under strace, which follows all threads, or the main one alone."""
         shutil.rmtree(self._run, ignore_errors=True)
-        shutil.copytree(self._pristine, self._run)
+        shutil.copytree(self._pristine, self._run, symlinks=True)
         self._trace.unlink(missing_ok=True)
         victim, children = self._start()
         self._traced = victim
