@@ -235,14 +235,14 @@ class Killer:
         return "" if found == expected else found
 
     def _anonymous(self, line: str) -> str:
-        """A traced call without what differs from run to run: process id, save ids, addresses, other threads' calls."""
+        """A traced call without what differs from run to run: process id, ids, addresses, other threads' calls."""
         line = re.sub(r"^\d+ +", "", line).replace(str(self._run), "RUN").removesuffix(" <unfinished ...>")
-        return re.sub(r"[0-9a-f]{32}|0x[0-9a-f]+", "*", line)
+        return re.sub(r"[0-9a-f]{16,}|0x[0-9a-f]+", "*", line)
 
 
 def _head(line: str) -> str:
     """The call and its first argument, without the descriptor's number: other threads open files meanwhile."""
-    return re.sub(r"\(\d+<", "(<", line.partition(" = ")[0].partition(",")[0].rstrip(")"))
+    return re.sub(r"\(\d+<", "(<", line.partition(" = ")[0].partition(",")[0].rstrip(") "))
 
 
 def sample(points: Sequence[Point], count: int) -> list[Point]:

@@ -98,6 +98,8 @@ def outcome_of_fault(found: dict[str, Any], case: str) -> str:
     state = _state(found["state"], case)
     if state == "lost" and found["fault"] in LIES:
         return "damage found"
+    if state in ("old", "new") and found["later"]:
+        return "other"
     if found["ended"] == "saved":
         failed_sync = found["call"] in ("fsync", "fdatasync") and found["fault"] != "EINTR"
         return "silent" if state in ("old", "lost") or failed_sync else state

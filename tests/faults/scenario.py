@@ -38,6 +38,9 @@ class Scenario:
     #: What a change may raise; anything else is a fault.
     errors: tuple[type[BaseException], ...] = (CheckpointingException,)
 
+    #: Whether a change that is not complete may say so by warnings, and raise nothing.
+    warns = False
+
     def __init__(self, folder: Path, way: str = "foreground") -> None:
         self._folder = folder
         self._way = way
@@ -80,20 +83,16 @@ class Scenario:
         try:
             with collect_warnings(all_threads=True) as said:
                 self.change(target, overwrite=overwrite)
-            self.conclude(target, said)
         except self.errors as exc:
             ended = f"refused: {type(exc).__name__}: {exc}"
         except BaseException as exc:  # noqa: BLE001 - it is in the report
             ended = f"{type(exc).__name__}: {exc}"
         else:
-            ended = "saved"
+            ended = f"refused: by warnings: {'; '.join(said)}" if self.warns and said else "saved"
         try:
             told.write_text(ended)
         except OSError:  # strace counts the calls of each thread: a fault may have waited for this one
             told.write_text(ended)
-
-    def conclude(self, target: Path, said: list[str]) -> None:
-        """Raise where a change that raised nothing has said, by warnings, that it is not complete."""
 
     def start(self, change: Callable[[], None]) -> tuple[int, list[int]]:
         """Fork what changes: see :meth:`tests.faults.killer.Killer._start`."""

@@ -51,15 +51,10 @@ class _Values:
         self.tensor = state["tensor"]
 
 
-class _Accountable(Scenario):
-    """A change that may be done and not complete: warnings say so, and without one nothing is left beside it."""
+class _Repeated(Scenario):
+    """A change of which warnings say that it is not complete, and after whose repetition nothing is left beside it."""
 
-    def conclude(self, target: Path, said: list[str]) -> None:
-        """Take warnings for the error that they are; raise another where something is left without one."""
-        if said:
-            raise CheckpointingException(f"warnings: {'; '.join(said)}")
-        if left := self.leftovers(target):
-            raise AssertionError(f"left without a word: {left}")
+    warns = True
 
     def leftovers(self, target: Path) -> list[str]:
         """Return the names of what should not be there after a change."""
@@ -77,7 +72,7 @@ class _Accountable(Scenario):
         return sorted({path.name for path in target.iterdir()} - known - foreign)
 
 
-class Steps(_Accountable):
+class Steps(_Repeated):
     """Saves a step by a manager that keeps the two newest; the one before these goes.
 
     Args:
@@ -229,7 +224,7 @@ class Marks(Steps):
         mark_checkpoint(step, identify_save(step), "verified", checked="digests", files=version)
 
 
-class LocalCheckpoints(_Accountable):
+class LocalCheckpoints(_Repeated):
     """Saves a step of a rank on its node's disk; the step before goes."""
 
     def write(self, target: Path, version: int, *, overwrite: bool) -> None:
