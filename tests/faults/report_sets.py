@@ -25,7 +25,7 @@ from tests.remote.fault_proxy import FAULTS, KILLS
 from tests.remote.servers import fault_proxy, moto_server, variables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from tests.faults.deaths import Scenario
     from tests.faults.mutations import Mutation
@@ -428,6 +428,21 @@ _OPERATIONS = {
     "remove": ("existing",),
     "prune": ("existing",),
     "migrate": ("existing",),
+    "contiguous": _CASES,
+    "manager": _CASES,
+    "pointer": ("existing",),
+    "links": ("existing",),
+    "pin": ("existing",),
+    "unpin": ("existing",),
+    "mark": ("existing",),
+}
+#: Those of several processes or threads, which the sets but kills have in rows of their own, or not.
+_OF_PROCESSES = ("thread", "process", "training", "rank 0 of 2", "rank 1 of 2", "rank 0 of 4", "rank 3 of 4")
+#: What of them one format has, or does not depend on the format.
+_OF_ONE_FORMAT = {
+    "migrate": "torch_dist",
+    "contiguous": "safetensors",
+    **dict.fromkeys(("pointer", "links", "pin", "unpin", "mark"), "torch_dist"),
 }
 
 
@@ -438,7 +453,7 @@ def _kills() -> list[FaultSet]:
         found += [
             _crash_set("kills", subject, case, operation)
             for operation, cases in _OPERATIONS.items()
-            if operation != "migrate" or subject == "torch_dist"
+            if _OF_ONE_FORMAT.get(operation, subject) == subject
             for case in cases
         ]
         found.append(FaultSet("kills", subject, "local checkpoints", CRASHES, partial(_crash_local, subject)))
@@ -454,13 +469,15 @@ def _kills() -> list[FaultSet]:
     return found
 
 
-def _change_sets(threat: str, operations: tuple[str, ...]) -> list[FaultSet]:
-    """Rows of what changes a checkpoint that is there; formats with an older version are migrated."""
+def _change_sets(threat: str, without: Collection[str]) -> list[FaultSet]:
+    """Rows of the operations that one process does, and of local checkpoints."""
     return [
-        _crash_set(threat, subject, "existing", operation)
+        _crash_set(threat, subject, case, operation)
         for subject in _OURS
-        for operation in operations
-        if operation != "migrate" or subject == "torch_dist"
+        for operation, cases in {**_OPERATIONS, "local checkpoints": _CASES}.items()
+        if operation not in _OF_PROCESSES and operation not in without
+        if _OF_ONE_FORMAT.get(operation, subject) == subject
+        for case in cases
     ]
 
 
@@ -512,7 +529,7 @@ def list_sets() -> list[FaultSet]:
             for case in _CASES
         ),
         *(_crash_set("io", subject, case) for subject in _LIKE_OURS for case in _CASES),
-        *_change_sets("io", ("convert", "export", "remove", "prune", "migrate")),
+        *_change_sets("io", ()),
         *_stock("io"),
         *_full_disks(),
         *(
@@ -522,7 +539,7 @@ def list_sets() -> list[FaultSet]:
             for case in _CASES
         ),
         *(_crash_set("power", subject, case) for subject in _LIKE_OURS for case in _CASES),
-        *_change_sets("power", ("convert", "export", "remove", "migrate")),  # what a prune removes may come back
+        *_change_sets("power", ("prune", "unpin")),  # what these remove may come back
         *_stock("power"),
         *(
             FaultSet("damage", subject, case, DAMAGE, partial(_damage, subject, case))
