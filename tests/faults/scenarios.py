@@ -36,6 +36,7 @@ from shardckpt.maintenance import convert_checkpoint, migrate_checkpoint, verify
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, Marker
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import writer
+from shardckpt.storage.filesystem import sync_directory
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from shardckpt_torch_dist import CheckpointStorageReader, CheckpointStorageWriter
 from tests import backends
@@ -258,8 +259,9 @@ class Conversion(Scenario):
         dist_checkpointing.save(self.state(NEW), folder / "source", (other, 1))
 
     def change(self, target: Path, *, overwrite: bool) -> None:
-        if not overwrite:
+        if not overwrite:  # a conversion makes no folder above its target: that is its caller's, and durable
             target.parent.mkdir(exist_ok=True)
+            sync_directory(target.parent.parent)
         convert_checkpoint(self._folder / "source", target, backends.current().name, overwrite=overwrite)
 
     def go_on(self, target: Path) -> str:
