@@ -414,8 +414,8 @@ _MUTANTS = 7000
 #: Seconds beyond the group's timeout in which all must have raised.
 _GRACE = 2.0
 
-#: Scenarios that are no save in the foreground, and what stands before.
-_OPERATIONS = {
+#: Saves by others than the one process in the foreground, and what stands before.
+_SAVES = {
     "thread": _CASES,
     "process": _CASES,
     "training": _CASES,
@@ -423,6 +423,9 @@ _OPERATIONS = {
     "rank 1 of 2": _CASES,
     "rank 0 of 4": ("existing",),
     "rank 3 of 4": ("existing",),
+}
+#: Operations of one process, and what stands before.
+OPERATIONS = {
     "convert": _CASES,
     "export": _CASES,
     "remove": ("existing",),
@@ -435,11 +438,12 @@ _OPERATIONS = {
     "pin": ("existing",),
     "unpin": ("existing",),
     "mark": ("existing",),
+    "local checkpoints": _CASES,
 }
-#: Those of several processes or threads, which the sets but kills have in rows of their own, or not.
-_OF_PROCESSES = ("thread", "process", "training", "rank 0 of 2", "rank 1 of 2", "rank 0 of 4", "rank 3 of 4")
+#: What these remove may come back after a power cut.
+UNSYNCED = ("prune", "unpin")
 #: What of them one format has, or does not depend on the format.
-_OF_ONE_FORMAT = {
+OF_ONE_FORMAT = {
     "migrate": "torch_dist",
     "contiguous": "safetensors",
     **dict.fromkeys(("pointer", "links", "pin", "unpin", "mark"), "torch_dist"),
@@ -452,11 +456,13 @@ def _kills() -> list[FaultSet]:
         found += [_crash_set("kills", subject, case) for case in (*_CASES, "existing, no exchange")]
         found += [
             _crash_set("kills", subject, case, operation)
-            for operation, cases in _OPERATIONS.items()
-            if _OF_ONE_FORMAT.get(operation, subject) == subject
+            for operation, cases in {**_SAVES, **OPERATIONS}.items()
+            if OF_ONE_FORMAT.get(operation, subject) == subject
             for case in cases
         ]
-        found.append(FaultSet("kills", subject, "local checkpoints", CRASHES, partial(_crash_local, subject)))
+        found.append(
+            FaultSet("kills", subject, "local checkpoints of 2 ranks", CRASHES, partial(_crash_local, subject))
+        )
         found.append(FaultSet("kills", subject, "URL, fresh", CRASHES, partial(_crash_upload, subject, 2, "flat")))
     for subject in _LIKE_OURS:
         found += [_crash_set("kills", subject, case) for case in _CASES]
@@ -469,14 +475,13 @@ def _kills() -> list[FaultSet]:
     return found
 
 
-def _change_sets(threat: str, without: Collection[str]) -> list[FaultSet]:
-    """Rows of the operations that one process does, and of local checkpoints."""
+def _change_sets(threat: str, without: Collection[str] = ()) -> list[FaultSet]:
+    """Rows of the operations of one process."""
     return [
         _crash_set(threat, subject, case, operation)
         for subject in _OURS
-        for operation, cases in {**_OPERATIONS, "local checkpoints": _CASES}.items()
-        if operation not in _OF_PROCESSES and operation not in without
-        if _OF_ONE_FORMAT.get(operation, subject) == subject
+        for operation, cases in OPERATIONS.items()
+        if OF_ONE_FORMAT.get(operation, subject) == subject and operation not in without
         for case in cases
     ]
 
@@ -529,7 +534,7 @@ def list_sets() -> list[FaultSet]:
             for case in _CASES
         ),
         *(_crash_set("io", subject, case) for subject in _LIKE_OURS for case in _CASES),
-        *_change_sets("io", ()),
+        *_change_sets("io"),
         *_stock("io"),
         *_full_disks(),
         *(
@@ -539,7 +544,7 @@ def list_sets() -> list[FaultSet]:
             for case in _CASES
         ),
         *(_crash_set("power", subject, case) for subject in _LIKE_OURS for case in _CASES),
-        *_change_sets("power", ("prune", "unpin")),  # what these remove may come back
+        *_change_sets("power", UNSYNCED),
         *_stock("power"),
         *(
             FaultSet("damage", subject, case, DAMAGE, partial(_damage, subject, case))
