@@ -101,6 +101,7 @@ class Steps(_Repeated):
         config = CheckpointConfig(folder=str(target), interval=1, keep_latest_k=2, **self._config)
         with CheckpointManager(config, {"values": _Values(version)}) as manager:
             manager.save(version + 1)
+            manager.wait()  # for removals: what two threads do at once, a trace cannot order
 
     def prepare(self, target: Path) -> None:
         """Save two steps."""
