@@ -99,6 +99,8 @@ class Killer:
         self._trace = folder / "trace"
         self._traced = 0
         self._pristine.mkdir(exist_ok=True)
+        if self._is_fresh and not scenario.makes_folder:
+            (self._pristine / "jobs").mkdir()
         if not self._is_fresh:
             scenario.prepare(self._pristine / "ckpt")
             for name, content in scenario.foreign.items():
@@ -152,7 +154,7 @@ class Killer:
         return Outcome(*point, killed, state, later, left, self._beside())
 
     def _target(self) -> Path:
-        """A fresh save makes the directory above its target too."""
+        """A fresh save makes the directory above its target too, where its scenario says so."""
         return self._run / "jobs" / "ckpt" if self._is_fresh else self._run / "ckpt"
 
     def _beside(self) -> list[str]:

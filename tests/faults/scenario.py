@@ -38,6 +38,8 @@ class Scenario:
     #: What a change may raise; anything else is a fault.
     errors: tuple[type[BaseException], ...] = (CheckpointingException,)
 
+    #: Whether a change makes the folder above a fresh target.
+    makes_folder = True
     #: Whether a change that is not complete may say so by warnings, and raise nothing.
     warns = False
 

@@ -36,7 +36,6 @@ from shardckpt.maintenance import convert_checkpoint, migrate_checkpoint, verify
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, Marker
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import writer
-from shardckpt.storage.filesystem import sync_directory
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from shardckpt_torch_dist import CheckpointStorageReader, CheckpointStorageWriter
 from tests import backends
@@ -253,15 +252,14 @@ class StorageWriter(Stock):
 class Conversion(Scenario):
     """Converts a checkpoint of another format; the same conversion is done after a kill."""
 
+    makes_folder = False
+
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         other = "safetensors" if backends.current().name == "torch_dist" else "torch_dist"
         dist_checkpointing.save(self.state(NEW), folder / "source", (other, 1))
 
     def change(self, target: Path, *, overwrite: bool) -> None:
-        if not overwrite:  # a conversion makes no folder above its target: that is its caller's, and durable
-            target.parent.mkdir(exist_ok=True)
-            sync_directory(target.parent.parent)
         convert_checkpoint(self._folder / "source", target, backends.current().name, overwrite=overwrite)
 
     def go_on(self, target: Path) -> str:
