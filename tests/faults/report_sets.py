@@ -535,6 +535,11 @@ def list_sets() -> list[FaultSet]:
         ),
         *(_crash_set("io", subject, case) for subject in _LIKE_OURS for case in _CASES),
         *_change_sets("io"),
+        *(
+            _crash_set("io", subject, "existing", way)
+            for subject in _OURS
+            for way in ("rank 1 of 2", "copies of local checkpoints")
+        ),
         *_stock("io"),
         *_full_disks(),
         *(

@@ -42,7 +42,8 @@ and torch_checkpointing formats are only read. Whole trainings that are killed: 
 One call of the save or operation fails (EIO, ENOSPC, EDQUOT, EROFS, EINTR), or a write says that it wrote all, half or
 none of its bytes, and wrote nothing. **damage found**: the write lied, and the load was refused, which is the best
 there is. A manager and local checkpoints may say in a warning what is saved and not complete. Operations are those of
-[kills](#kills): each must succeed when it is repeated, else *other*.
+[kills](#kills): each must succeed when it is repeated, else *other*. A *rank* has the fault alone, and all ranks must
+raise the same; *copies of local checkpoints* are those that 2 ranks have of each other's parts.
 """,
     "disks": """\
 A tmpfs of as many pages or inodes as a save needs, and of each smaller number down to what was there before, or of

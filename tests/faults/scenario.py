@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 OLD, NEW, LATER = 1, 2, 3
 VERSIONS = {"old": OLD, "new": NEW, "later": LATER}
+#: How a change that has only warned is told.
+WARNED = "refused: by warnings: "
 #: Elements of a tensor of 3 MiB: what holds it is allocated ahead, written past the page cache, and cut in the end.
 _LARGE = 3 << 18
 
@@ -90,7 +92,7 @@ class Scenario:
         except BaseException as exc:  # noqa: BLE001 - it is in the report
             ended = f"{type(exc).__name__}: {exc}"
         else:
-            ended = f"refused: by warnings: {'; '.join(said)}" if self.warns and said else "saved"
+            ended = f"{WARNED}{'; '.join(said)}" if self.warns and said else "saved"
         try:
             told.write_text(ended)
         except OSError:  # strace counts the calls of each thread: a fault may have waited for this one

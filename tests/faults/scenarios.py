@@ -32,8 +32,10 @@ from shardckpt.engine.integrity import verify_integrity_manifest
 from shardckpt.engine.pruning import prune_leftovers
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, NotACheckpointError
 from shardckpt.huggingface import export_to_huggingface
+from shardckpt.local import CliqueReplication, LocalCheckpointManager
 from shardckpt.maintenance import convert_checkpoint, migrate_checkpoint, verify_checkpoint
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, Marker
+from shardckpt.mapping import ShardedBase
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import writer
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
@@ -42,8 +44,8 @@ from tests import backends
 from tests.faults import samples, stock_savers
 from tests.faults.behind import START_TIMEOUT, fork_workers
 from tests.faults.forks import fork, wait
-from tests.faults.scenario import NEW, OLD, VERSIONS, Scenario
-from tests.faults.step_scenarios import LocalCheckpoints, Marks, Pin, Steps
+from tests.faults.scenario import LATER, NEW, OLD, VERSIONS, WARNED, Scenario
+from tests.faults.step_scenarios import LocalCheckpoints, Marks, Pin, Steps, make_part
 from tests.maintenance import migrate as migration
 from tests.trees import LoadTree, SaveTree
 
@@ -129,6 +131,81 @@ class Ranks(Scenario):
         store.set_timeout(self._timeout)
         os.kill(os.getpid(), signal.SIGSTOP)
         change()
+
+    def change_and_tell(self, target: Path, told: Path, *, overwrite: bool) -> None:
+        """The same on each rank; all must raise the same, or nothing. The victim tells."""
+        own = told.with_name(f"{told.name}-{dist.get_rank()}")
+        super().change_and_tell(target, own, overwrite=overwrite)
+        ended: list[str] = [""] * self._world
+        dist.all_gather_object(ended, own.read_text())
+        raised = {"saved" if text.startswith(WARNED) else ": ".join(text.split(": ")[:2]) for text in ended}
+        if dist.get_rank() == self._victim:
+            told.write_text(ended[self._victim] if len(raised) == 1 else f"ranks differ: {ended}")
+
+    def run_together(self, action: Callable[[], str]) -> str:
+        """What an action returns on new ranks, the same on all."""
+
+        def say() -> None:
+            (self._folder / f"said-{dist.get_rank()}").write_text(action())
+
+        _, pids = self.start(say)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        if any(wait(pids, START_TIMEOUT).values()):
+            raise SystemExit("a rank has failed where no fault was")
+        said = {(self._folder / f"said-{rank}").read_text() for rank in range(self._world)}
+        return said.pop() if len(said) == 1 else f"mixed: {sorted(said)}"
+
+
+class LocalCopies(Ranks):
+    """Saves a step of two ranks on two nodes' disks, each with a copy of the other's part; the step before goes."""
+
+    warns = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, 1, 2)
+        self._alone = LocalCheckpoints(folder)
+
+    def write(self, target: Path, version: int, *, overwrite: bool) -> None:
+        self._open(target).save(make_part(self.state(version)), version)
+
+    def prepare(self, target: Path) -> None:
+        self._write_together(target, OLD)
+
+    def find(self, directory: Path) -> str:
+        """Which version both ranks load."""
+        return self.run_together(partial(self._find, directory))
+
+    def go_on(self, target: Path) -> str:
+        """Save the next step, after which each node has its two parts alone."""
+        self._write_together(target, LATER)
+        names = [path.name for path in target.glob("node*/*")]
+        if len(names) != 2 * self._world or any(not name.startswith(f"step-{LATER}-") for name in names):
+            raise CheckpointingException(f"the next change leaves {names}")
+        return "later"
+
+    def warm_up(self, scratch: Path) -> None:
+        self._alone.warm_up(scratch)
+
+    def _open(self, target: Path) -> LocalCheckpointManager:
+        root = target / f"node{dist.get_rank()}"
+        root.mkdir(parents=True, exist_ok=True)
+        return LocalCheckpointManager(root, CliqueReplication(1, self._world))
+
+    def _write_together(self, target: Path, version: int) -> None:
+        self.run_together(lambda: self.write(target, version, overwrite=True) or "")
+
+    def _find(self, directory: Path) -> str:
+        try:
+            loaded = self._open(directory).load().to_state_dict(self.state(-1), algo="atomic")
+        except CheckpointingException as exc:
+            return f"{type(exc).__name__}: {exc}"
+        for name, version in VERSIONS.items():
+            wanted = self.state(version).items()
+            values = {key: value.data if isinstance(value, ShardedBase) else value for key, value in wanted}
+            if not _differences(loaded, values):
+                return name
+        return "mixed: other values"
 
 
 # ---- saves of other files
@@ -483,6 +560,7 @@ SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
     "unpin": partial(Pin, removes=True),
     "mark": Marks,
     "local checkpoints": LocalCheckpoints,
+    "copies of local checkpoints": LocalCopies,
 }
 
 

@@ -229,19 +229,24 @@ class LocalCheckpoints(_Repeated):
     """Saves a step of a rank on its node's disk; the step before goes."""
 
     def write(self, target: Path, version: int, *, overwrite: bool) -> None:
-        part, _ = TensorAwareStateDict.from_state_dict(self.state(version), "atomic")
-        LocalCheckpointManager(target).save(part, version)
+        LocalCheckpointManager(target).save(make_part(self.state(version)), version)
 
     def load(self, directory: Path) -> dict[str, Any]:
         manager = LocalCheckpointManager(directory)
         latest = manager.find_latest()
-        if latest is None:
-            raise NotACheckpointError(str(directory))
+        if latest is None:  # what is damaged is left out, with a warning
+            there = [path.name for path in directory.glob("step-*")]
+            raise CorruptCheckpointError(f"damaged: {there}") if there else NotACheckpointError(str(directory))
         return manager.load(latest).to_state_dict(self.state(latest), algo="atomic")
 
     def leftovers(self, target: Path) -> list[str]:
         newest = [path.name for path in target.glob("step-*")]
         return self._unknown(target, {max(newest)} if newest else set())
+
+
+def make_part(state: dict[str, Any]) -> TensorAwareStateDict:
+    """Make of a rank's state what local checkpoints save."""
+    return TensorAwareStateDict.from_state_dict(state, "atomic")[0]
 
 
 def _list_steps(directory: Path) -> list[int]:
