@@ -188,9 +188,7 @@ class LocalCopies(Ranks):
         self._alone.warm_up(scratch)
 
     def _open(self, target: Path) -> LocalCheckpointManager:
-        root = target / f"node{dist.get_rank()}"
-        root.mkdir(parents=True, exist_ok=True)
-        return LocalCheckpointManager(root, CliqueReplication(1, self._world))
+        return LocalCheckpointManager(target / f"node{dist.get_rank()}", CliqueReplication(1, self._world))
 
     def _write_together(self, target: Path, version: int) -> None:
         self.run_together(lambda: self.write(target, version, overwrite=True) or "")
