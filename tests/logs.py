@@ -12,11 +12,13 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def collect_warnings(name: str = "shardckpt", level: int = logging.WARNING) -> Iterator[list[str]]:
-    """Yield the messages of a logger that come from this rank: from the thread that has begun the block."""
+def collect_warnings(
+    name: str = "shardckpt", level: int = logging.WARNING, *, all_threads: bool = False
+) -> Iterator[list[str]]:
+    """Yield the messages of a logger that come from this rank: from the thread that begins the block, or all."""
     said: list[str] = []
     handler, thread = logging.Handler(level), threading.get_ident()
-    handler.addFilter(lambda record: record.thread == thread)
+    handler.addFilter(lambda record: all_threads or record.thread == thread)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger(name)
     logger.addHandler(handler)

@@ -198,7 +198,7 @@ class Holds:
                 if kind != "removal":
                     raise
                 # the removal frees space, and until then there is none for another's lease or save either
-                logger.info("removing %s without a mark of it: %s", directory, exc)
+                logger.warning("removing %s without a mark of it: %s", directory, exc)
             yield name
         finally:
             release_name(name)

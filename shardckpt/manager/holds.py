@@ -17,6 +17,7 @@ from shardckpt.manager.any_steps import AnySteps
 from shardckpt.manager.step_resolution import check_step, find_newest
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.storage.filesystem import wrap_os_errors
 
 if TYPE_CHECKING:
     import os
@@ -162,7 +163,9 @@ def pin_step(folder: str | os.PathLike[str], step: int | str, label: str) -> Non
     steps, step = find_step(folder, step)
     link = steps.place / steps.names.name(step)
     # a removal of what it leads to would not look at a pin of another name
-    if link.is_symlink() and link.resolve().parent == steps.place.resolve():
+    with wrap_os_errors("look at", link):
+        is_other = link.is_symlink() and link.resolve().parent == steps.place.resolve()
+    if is_other:
         raise CheckpointingException(
             f"{link} is a link, which no policy removes: pin the step itself, {link.resolve()}"
         )

@@ -84,9 +84,15 @@ def find_moves(
 def update_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> None:
     """Let the links lead to the latest and the best of some steps; a warning names a link that cannot be made.
 
+    Another one names a newer step that is damaged, or that could not be looked at.
+
     Where none of the steps is of a manager with links, they are removed: the next one would not know them as its own.
     """
     targets = choose_targets(folder, steps) if _have_links(steps) else {}
+    newest = max((each.step for each in steps if each.is_whole), default=0)
+    for each in steps:
+        if targets and each.is_damaged and each.step > newest:
+            logger.warning("the links of %s do not lead to step %d: %s", folder, each.step, each.error)
     for name in LINKS:
         _try_to_put_link(folder.place / name, targets.get(name))
 
@@ -145,6 +151,7 @@ def _refuse_other_file(link: Path, *, has_own: bool = True) -> None:
 
 def _try_to_put_link(link: Path, target: str | None) -> None:
     """Make a link to what is next to it, or log a warning; None for the target removes it."""
+    is_put = False
     try:
         _refuse_other_file(link)
         with wrap_os_errors("change", link):
@@ -155,9 +162,11 @@ def _try_to_put_link(link: Path, target: str | None) -> None:
                 temporary.unlink(missing_ok=True)  # of a process that was killed
                 temporary.symlink_to(target)
                 temporary.replace(link)
+                is_put = True
                 sync_directory(link.parent)
     except CheckpointingException as exc:
-        if link.is_symlink() and str(link.readlink()) == target:  # another replica of the training was first
+        # another replica of the training was first
+        if not is_put and link.is_symlink() and str(link.readlink()) == target:
             return
         logger.warning("the link %s is not kept up to date: %s", link, exc)
 

@@ -221,6 +221,8 @@ def put_file(path: Path, data: bytes, temporary: str, *, makes_folder: bool = Fa
         with wrap_os_errors("write", path):
             raise
     sync_directory(path.parent)
+    if makes_folder:  # also where another process has made it: nobody waits until that has synced it
+        sync_directory(path.parent.parent)
 
 
 def sync_directory(path: Path) -> None:

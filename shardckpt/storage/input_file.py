@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -89,8 +90,9 @@ class LocalFile:
             buffer, offset = buffer[done:], offset + done
 
     def close(self) -> None:
-        """Close the descriptor."""
-        os.close(self._fd)
+        """Close the descriptor; an error of that says nothing about the bytes that were read."""
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
 
     def __enter__(self) -> Self:
         return self

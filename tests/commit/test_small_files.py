@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from shardckpt.commit.small_files import SmallFiles
 from shardckpt.errors import StorageError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_directory_that_another_process_removes_is_made_again(tmp_path: Path) -> None:
@@ -33,6 +31,21 @@ def test_a_directory_that_another_process_removes_is_made_again(tmp_path: Path) 
     finally:
         ended.set()
         thread.join()
+
+
+def test_a_file_and_its_directory_are_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is synced with the names above it, also where another process has just made the directory."""
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def watched(fd: int) -> None:
+        synced.append(str(Path(f"/proc/self/fd/{fd}").readlink().relative_to(tmp_path)))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    for name in ("first", "second"):
+        SmallFiles(tmp_path / "holds").put(name, b"1")
+        assert synced[-2:] == ["holds", "."]
 
 
 def test_what_is_no_directory_is_named(tmp_path: Path) -> None:

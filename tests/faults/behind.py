@@ -49,12 +49,12 @@ def save_in(way: str, target: Path, state: dict[str, Any], *, overwrite: bool) -
 
 def _run_in_advance(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a request's function after many calls of each kind."""
-    _make_calls()
+    make_calls()
     return function(*args, **kwargs)
 
 
-def _make_calls() -> None:
-    """Make calls of the kinds that a save makes; what fails counts as well."""
+def make_calls() -> None:
+    """Make calls of the kinds that a save makes, in a thread's advance; what fails counts as well."""
     descriptor = os.memfd_create("advance")
     nowhere = "/dev/null/nothing"
     calls: Iterable[Callable[[], Any]] = (

@@ -21,7 +21,8 @@ from shardckpt import settings
 from shardckpt.errors import NotACheckpointError
 from tests.faults.behind import fork_workers
 from tests.faults.forks import fork, wait
-from tests.faults.scenarios import NEW, Scenario, Small, Stock
+from tests.faults.scenario import NEW, Scenario
+from tests.faults.scenarios import Small, Stock
 from tests.faults.stock_savers import SAVERS
 
 PAGE = 4096

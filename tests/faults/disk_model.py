@@ -56,8 +56,15 @@ class Directory:
     sure: dict[str, Node] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
+class Link:
+    """A symbolic link, which is whole or not there."""
+
+    target: str
+
+
 class Disk:
-    """A tree of directories and files; paths are relative to its root, ``""``."""
+    """A tree of directories, files and links; paths are relative to its root, ``""``."""
 
     def __init__(self) -> None:
         self.root = Directory()
@@ -135,7 +142,7 @@ class Disk:
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Node = File | Directory
+    Node = File | Directory | Link
     Keep = Callable[[str], bool]
 
 
@@ -178,7 +185,11 @@ def _apply(change: list[tuple[Directory, str, Node | None]]) -> None:
 
 def _read(path: Path, directory: Directory) -> None:
     for entry in path.iterdir():
-        node: Node = Directory() if entry.is_dir() else File(entry.read_bytes())
+        node: Node
+        if entry.is_symlink():
+            node = Link(str(entry.readlink()))
+        else:
+            node = Directory() if entry.is_dir() else File(entry.read_bytes())
         if isinstance(node, Directory):
             _read(entry, node)
         directory.now[entry.name] = directory.sure[entry.name] = node
@@ -190,5 +201,7 @@ def _write(path: Path, directory: Directory, entries: dict[tuple[int, str], Node
     for name, node in {**directory.sure, **changed}.items():
         if isinstance(node, Directory):
             _write(path / name, node, entries, data)
+        elif isinstance(node, Link):
+            (path / name).symlink_to(node.target)
         elif node is not None:
             (path / name).write_bytes(node.content(data))

@@ -13,12 +13,15 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from tests.faults.killer import HARMLESS, TRIES, Killer, Point, sample
-from tests.faults.scenarios import Scenario, make_scenario
+from tests.faults.scenarios import make_scenario
+
+if TYPE_CHECKING:
+    from tests.faults.scenario import Scenario
 
 ERRORS = ("EIO", "ENOSPC", "EDQUOT", "EROFS", "EINTR")
 #: What a write says that wrote nothing: all bytes, half of them, none.

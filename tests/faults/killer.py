@@ -25,12 +25,13 @@ import torch
 from shardckpt.commit.commit import list_replaced_checkpoints
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, NotACheckpointError
 from tests.faults.forks import wait
-from tests.faults.scenarios import VERSIONS, make_scenario
+from tests.faults.scenario import VERSIONS
+from tests.faults.scenarios import make_scenario
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.faults.scenarios import Scenario
+    from tests.faults.scenario import Scenario
 
 #: Case → options that strace gets besides the kill.
 CASES: dict[str, tuple[str, ...]] = {
@@ -98,6 +99,8 @@ class Killer:
         self._trace = folder / "trace"
         self._traced = 0
         self._pristine.mkdir(exist_ok=True)
+        if self._is_fresh and not scenario.makes_folder:
+            (self._pristine / "jobs").mkdir()
         if not self._is_fresh:
             scenario.prepare(self._pristine / "ckpt")
             for name, content in scenario.foreign.items():
@@ -151,7 +154,7 @@ class Killer:
         return Outcome(*point, killed, state, later, left, self._beside())
 
     def _target(self) -> Path:
-        """A fresh save makes the directory above its target too."""
+        """A fresh save makes the directory above its target too, where its scenario says so."""
         return self._run / "jobs" / "ckpt" if self._is_fresh else self._run / "ckpt"
 
     def _beside(self) -> list[str]:
@@ -162,7 +165,7 @@ class Killer:
     def _save(self, *options: str, follow: bool = True) -> int | None:
         """Wait status of a save in a child under strace, which follows all threads, or the main one alone."""
         shutil.rmtree(self._run, ignore_errors=True)
-        shutil.copytree(self._pristine, self._run)
+        shutil.copytree(self._pristine, self._run, symlinks=True)
         self._trace.unlink(missing_ok=True)
         victim, children = self._start()
         self._traced = victim
@@ -234,14 +237,14 @@ class Killer:
         return "" if found == expected else found
 
     def _anonymous(self, line: str) -> str:
-        """A traced call without what differs from run to run: process id, save ids, addresses, other threads' calls."""
+        """A traced call without what differs from run to run: process id, ids, addresses, other threads' calls."""
         line = re.sub(r"^\d+ +", "", line).replace(str(self._run), "RUN").removesuffix(" <unfinished ...>")
-        return re.sub(r"[0-9a-f]{32}|0x[0-9a-f]+", "*", line)
+        return re.sub(r"[0-9a-f]{16,}|0x[0-9a-f]+", "*", line)
 
 
 def _head(line: str) -> str:
     """The call and its first argument, without the descriptor's number: other threads open files meanwhile."""
-    return re.sub(r"\(\d+<", "(<", line.partition(" = ")[0].partition(",")[0].rstrip(")"))
+    return re.sub(r"\(\d+<", "(<", line.partition(" = ")[0].partition(",")[0].rstrip(") "))
 
 
 def sample(points: Sequence[Point], count: int) -> list[Point]:

@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tests.faults.behind import fork_workers
-from tests.faults.disk_model import Directory, Disk, File, policies
+from tests.faults.disk_model import Directory, Disk, File, Link, policies
 from tests.faults.killer import Killer
-from tests.faults.scenarios import Scenario, make_scenario
+from tests.faults.scenario import Scenario
+from tests.faults.scenarios import make_scenario
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.faults.disk_model import Node
 
 _SEED = 22
 _CALLS = (
@@ -85,11 +88,15 @@ class PowerCutter(Killer):
     def _final_difference(self, disk: Disk) -> str:
         """A name that the save and its replay do not have in common."""
         self._save("trace=none")
-        real = {re.sub(r"[0-9a-f]{32}-[0-9a-f]+", "*", str(p.relative_to(self._run))) for p in self._run.rglob("*")}
+        real = self._names()
         shutil.rmtree(self._run)
         disk.materialize(self._run, lambda _: True, lambda _: True)
-        replayed = {re.sub(r"[0-9a-f]{32}-[0-9a-f]+", "*", str(p.relative_to(self._run))) for p in self._run.rglob("*")}
+        replayed = self._names()
         return ", ".join(sorted(real ^ replayed))
+
+    def _names(self) -> set[str]:
+        """What is there, without the ids of saves, processes and times."""
+        return {re.sub(r"[0-9a-f]{16,}(-[0-9a-f]+)?", "*", str(p.relative_to(self._run))) for p in self._run.rglob("*")}
 
     def _start(self) -> tuple[int, list[int]]:
         """Trace all processes of the job: it forks those of queues."""
@@ -133,11 +140,8 @@ class Replay:
             disk.sync(self._of_descriptor(call))
         elif call.name.startswith("rename"):
             disk.rename(paths[0], paths[1], exchange="RENAME_EXCHANGE" in call.arguments)
-        elif call.name.startswith("link"):
-            node = disk.find(paths[0])
-            if node is None:
-                raise KeyError(f"{paths[0]!r} is linked, and is not there: the trace is not understood")
-            disk.create(paths[1], node)
+        elif call.name.startswith(("link", "symlink")):
+            self._link(call, paths)
         elif call.name in ("unlink", "unlinkat", "rmdir"):
             disk.remove(paths[0])
         elif call.name in ("ftruncate", "fallocate"):
@@ -151,6 +155,15 @@ class Replay:
             self._disk.create(path, File())
         elif isinstance(node, File) and "O_TRUNC" in call.arguments:
             node.pending.append(0)
+
+    def _link(self, call: Call, paths: list[str]) -> None:
+        node: Node | None = self._disk.find(paths[0])
+        if call.name.startswith("symlink"):
+            found = _STRING.search(call.arguments)
+            node = Link(_decode(found[1])) if found else None
+        if node is None:
+            raise KeyError(f"{paths[0]!r} is linked, and is not there: the trace is not understood")
+        self._disk.create(paths[1], node)
 
     def _write(self, call: Call) -> None:
         file = self._file(call)

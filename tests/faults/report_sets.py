@@ -25,7 +25,7 @@ from tests.remote.fault_proxy import FAULTS, KILLS
 from tests.remote.servers import fault_proxy, moto_server, variables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from tests.faults.deaths import Scenario
     from tests.faults.mutations import Mutation
@@ -98,6 +98,8 @@ def outcome_of_fault(found: dict[str, Any], case: str) -> str:
     state = _state(found["state"], case)
     if state == "lost" and found["fault"] in LIES:
         return "damage found"
+    if state in ("old", "new") and found["later"]:
+        return "other"
     if found["ended"] == "saved":
         failed_sync = found["call"] in ("fsync", "fdatasync") and found["fault"] != "EINTR"
         return "silent" if state in ("old", "lost") or failed_sync else state
@@ -412,8 +414,8 @@ _MUTANTS = 7000
 #: Seconds beyond the group's timeout in which all must have raised.
 _GRACE = 2.0
 
-#: Scenarios that are no save in the foreground, and what stands before.
-_OPERATIONS = {
+#: Saves by others than the one process in the foreground, and what stands before.
+_SAVES = {
     "thread": _CASES,
     "process": _CASES,
     "training": _CASES,
@@ -421,11 +423,30 @@ _OPERATIONS = {
     "rank 1 of 2": _CASES,
     "rank 0 of 4": ("existing",),
     "rank 3 of 4": ("existing",),
+}
+#: Operations of one process, and what stands before.
+OPERATIONS = {
     "convert": _CASES,
     "export": _CASES,
     "remove": ("existing",),
     "prune": ("existing",),
     "migrate": ("existing",),
+    "contiguous": _CASES,
+    "manager": _CASES,
+    "pointer": ("existing",),
+    "links": ("existing",),
+    "pin": ("existing",),
+    "unpin": ("existing",),
+    "mark": ("existing",),
+    "local checkpoints": _CASES,
+}
+#: What these remove may come back after a power cut.
+UNSYNCED = ("prune", "unpin")
+#: What of them one format has, or does not depend on the format.
+OF_ONE_FORMAT = {
+    "migrate": "torch_dist",
+    "contiguous": "safetensors",
+    **dict.fromkeys(("pointer", "links", "pin", "unpin", "mark"), "torch_dist"),
 }
 
 
@@ -435,11 +456,13 @@ def _kills() -> list[FaultSet]:
         found += [_crash_set("kills", subject, case) for case in (*_CASES, "existing, no exchange")]
         found += [
             _crash_set("kills", subject, case, operation)
-            for operation, cases in _OPERATIONS.items()
-            if operation != "migrate" or subject == "torch_dist"
+            for operation, cases in {**_SAVES, **OPERATIONS}.items()
+            if OF_ONE_FORMAT.get(operation, subject) == subject
             for case in cases
         ]
-        found.append(FaultSet("kills", subject, "local checkpoints", CRASHES, partial(_crash_local, subject)))
+        found.append(
+            FaultSet("kills", subject, "local checkpoints of 2 ranks", CRASHES, partial(_crash_local, subject))
+        )
         found.append(FaultSet("kills", subject, "URL, fresh", CRASHES, partial(_crash_upload, subject, 2, "flat")))
     for subject in _LIKE_OURS:
         found += [_crash_set("kills", subject, case) for case in _CASES]
@@ -452,13 +475,14 @@ def _kills() -> list[FaultSet]:
     return found
 
 
-def _change_sets(threat: str, operations: tuple[str, ...]) -> list[FaultSet]:
-    """Rows of what changes a checkpoint that is there; formats with an older version are migrated."""
+def _change_sets(threat: str, without: Collection[str] = ()) -> list[FaultSet]:
+    """Rows of the operations of one process."""
     return [
-        _crash_set(threat, subject, "existing", operation)
+        _crash_set(threat, subject, case, operation)
         for subject in _OURS
-        for operation in operations
-        if operation != "migrate" or subject == "torch_dist"
+        for operation, cases in OPERATIONS.items()
+        if OF_ONE_FORMAT.get(operation, subject) == subject and operation not in without
+        for case in cases
     ]
 
 
@@ -510,7 +534,12 @@ def list_sets() -> list[FaultSet]:
             for case in _CASES
         ),
         *(_crash_set("io", subject, case) for subject in _LIKE_OURS for case in _CASES),
-        *_change_sets("io", ("convert", "export", "remove", "prune", "migrate")),
+        *_change_sets("io"),
+        *(
+            _crash_set("io", subject, "existing", way)
+            for subject in _OURS
+            for way in ("rank 1 of 2", "copies of local checkpoints")
+        ),
         *_stock("io"),
         *_full_disks(),
         *(
@@ -520,7 +549,7 @@ def list_sets() -> list[FaultSet]:
             for case in _CASES
         ),
         *(_crash_set("power", subject, case) for subject in _LIKE_OURS for case in _CASES),
-        *_change_sets("power", ("convert", "export", "remove", "migrate")),  # what a prune removes may come back
+        *_change_sets("power", UNSYNCED),
         *_stock("power"),
         *(
             FaultSet("damage", subject, case, DAMAGE, partial(_damage, subject, case))

@@ -24,9 +24,12 @@ SIGKILL at a file system call of the operation, each at another, in a fork that 
 *process* save behind the training; the process is a fork, not a new interpreter, and is killed alone: it commits
 nothing, so that the old must be there. In *training* it is the training of such a process that is killed, which plans
 and commits. A *rank* is killed alone, too: who is left gets an error, and ends. *local checkpoints*: a rank of 2 is
-killed before each change of its node's disk. *URL*: both ranks are killed at each upload, to a store of files; on S3:
-[stores](#stores). An export, conversion, migration, prune or removal must be possible again afterwards, and a save
-must succeed, else the outcome is *other*. (ep, 1) writes the files of (torch_dist, 1), and has fewer rows; the zarr
+killed before each change of its node's disk, or the one rank that there is. *URL*: both ranks are killed at each
+upload, to a store of files; on S3: [stores](#stores). *manager*: it saves a step, and the oldest of three goes, as its
+retention has it; all that are there must be whole. *pointer* and *links* are the same, read by the file or link
+`latest`. *pin*, *unpin* and *mark* change what is noted of a step, *contiguous* are whole tensors. An operation must be
+possible again afterwards, and a save must succeed and leave nothing of what was killed, else the outcome is *other*.
+(ep, 1) writes the files of (torch_dist, 1), and has fewer rows; the zarr
 and torch_checkpointing formats are only read. Whole trainings that are killed: [use](#use), [chaos](#chaos),
 `tests/ci/faults/test_manager_kill.py`.
 
@@ -36,8 +39,11 @@ and torch_checkpointing formats are only read. Whole trainings that are killed: 
 - **missed**: the fault did not come at its call, as the calls' numbers differed in that run; it proves nothing.
 """,
     "io": """\
-One call of the save fails (EIO, ENOSPC, EDQUOT, EROFS, EINTR), or a write says that it wrote all, half or none of its
-bytes, and wrote nothing. **damage found**: the write lied, and the load was refused, which is the best there is.
+One call of the save or operation fails (EIO, ENOSPC, EDQUOT, EROFS, EINTR), or a write says that it wrote all, half or
+none of its bytes, and wrote nothing. **damage found**: the write lied, and the load was refused, which is the best
+there is. A manager and local checkpoints may say in a warning what is saved and not complete. Operations are those of
+[kills](#kills): each must succeed when it is repeated, else *other*. A *rank* has the fault alone, and all ranks must
+raise the same; *copies of local checkpoints* are those that 2 ranks have of each other's parts.
 """,
     "disks": """\
 A tmpfs of as many pages or inodes as a save needs, and of each smaller number down to what was there before, or of
@@ -47,7 +53,8 @@ leave nothing beside itself, else *other*.
 """,
     "power": """\
 A disk model keeps what was fsynced, and drops, keeps or tears what was not, after each call. What is not there when
-the save had returned is **silent**. `torch.save` and the directories of `dcp` are not fsynced.
+the save had returned is **silent**. `torch.save` and the directories of `dcp` are not fsynced. Operations are those of
+[kills](#kills) but for *prune* and *unpin*: what these remove may come back.
 """,
     "damage": """\
 A checkpoint of two ranks, of which one thing is damaged at a time. *headers*: a bit of every byte of the manifests,

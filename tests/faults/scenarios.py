@@ -32,125 +32,29 @@ from shardckpt.engine.integrity import verify_integrity_manifest
 from shardckpt.engine.pruning import prune_leftovers
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, NotACheckpointError
 from shardckpt.huggingface import export_to_huggingface
+from shardckpt.local import CliqueReplication, LocalCheckpointManager
 from shardckpt.maintenance import convert_checkpoint, migrate_checkpoint, verify_checkpoint
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, Marker
+from shardckpt.mapping import ShardedBase
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import writer
+from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from shardckpt_torch_dist import CheckpointStorageReader, CheckpointStorageWriter
 from tests import backends
 from tests.faults import samples, stock_savers
-from tests.faults.behind import START_TIMEOUT, fork_workers, save_in
+from tests.faults.behind import START_TIMEOUT, fork_workers
 from tests.faults.forks import fork, wait
+from tests.faults.scenario import LATER, NEW, OLD, VERSIONS, WARNED, Scenario
+from tests.faults.step_scenarios import LocalCheckpoints, Marks, Pin, Steps, make_part
 from tests.maintenance import migrate as migration
-from tests.states import rank_and_size
 from tests.trees import LoadTree, SaveTree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-OLD, NEW, LATER = 1, 2, 3
-VERSIONS = {"old": OLD, "new": NEW, "later": LATER}
 #: Keys whose names begin so are removed.
 GONE = "gone"
-#: Elements of a tensor of 3 MiB: what holds it is allocated ahead, written past the page cache, and cut in the end.
-_LARGE = 3 << 18
-
-
-class Scenario:
-    """A save of version ``NEW`` over version ``OLD``, or to a fresh path.
-
-    Args:
-        folder: For files of its own.
-        way: Of the save: see :func:`tests.faults.behind.save_in`.
-    """
-
-    #: Other people's files in the checkpoint, which stay.
-    foreign: ClassVar = {"notes.txt": b"not the checkpoint's", "logs/run.log": b"kept too"}
-    #: What a change may raise; anything else is a fault.
-    errors: tuple[type[BaseException], ...] = (CheckpointingException,)
-
-    def __init__(self, folder: Path, way: str = "foreground") -> None:
-        self._folder = folder
-        self._way = way
-
-    def state(self, version: int) -> dict[str, Any]:
-        """This rank's part of the samples of a version, and of a large tensor."""
-        rank, world = rank_and_size()
-        part = _large(version).chunk(world)[rank].clone()
-        large = ShardedTensor.from_rank_offsets("large", part, (0, rank, world))
-        return {**samples.state_dict(version, rank, world), "large": large}
-
-    def write(self, target: Path, version: int, *, overwrite: bool) -> None:
-        """Save a version, which nothing interrupts."""
-        dist_checkpointing.save(self.state(version), target, overwrite=overwrite)
-
-    def load(self, directory: Path) -> dict[str, Any]:
-        """Load what is compared."""
-        wanted = {**samples.template(), "large": ShardedTensor.from_rank_offsets("large", torch.full((_LARGE,), -7.0))}
-        return dist_checkpointing.load(wanted, directory)
-
-    def differences(self, loaded: dict[str, Any], version: int) -> list[str]:
-        """Name what is not, bit for bit, what the version had."""
-        small = {key: value for key, value in loaded.items() if key != "large"}
-        same = torch.equal(loaded["large"], _large(version))
-        return [*samples.differences(small, version), *([] if same else ["large"])]
-
-    def prepare(self, target: Path) -> None:
-        """Make what stands at the target before."""
-        self.write(target, OLD, overwrite=False)
-
-    def change(self, target: Path, *, overwrite: bool) -> None:
-        """Do what is killed."""
-        if self._way == "foreground":
-            self.write(target, NEW, overwrite=overwrite)
-        else:
-            save_in(self._way, target, self.state(NEW), overwrite=overwrite)
-
-    def change_and_tell(self, target: Path, told: Path, *, overwrite: bool) -> None:
-        """Do it, and write how it ended: ``saved``, an error that it may raise as ``refused: ...``, or what else."""
-        try:
-            self.change(target, overwrite=overwrite)
-        except self.errors as exc:
-            ended = f"refused: {type(exc).__name__}: {exc}"
-        except BaseException as exc:  # noqa: BLE001 - it is in the report
-            ended = f"{type(exc).__name__}: {exc}"
-        else:
-            ended = "saved"
-        try:
-            told.write_text(ended)
-        except OSError:  # strace counts the calls of each thread: a fault may have waited for this one
-            told.write_text(ended)
-
-    def start(self, change: Callable[[], None]) -> tuple[int, list[int]]:
-        """Fork what changes: see :meth:`tests.faults.killer.Killer._start`."""
-        pid = fork(change, stopped=True)
-        return pid, [pid]
-
-    def find(self, directory: Path) -> str:
-        """Which version a load gives, or how it is none."""
-        loaded = self.load(directory)
-        for name, version in VERSIONS.items():
-            if not self.differences(loaded, version):
-                return name
-        return f"mixed: not new in {self.differences(loaded, NEW)}"
-
-    def go_on(self, target: Path) -> str:
-        """Make the next change after a kill; what must be found then."""
-        self.write(target, LATER, overwrite=True)
-        return "later"
-
-    def warm_up(self, scratch: Path) -> None:
-        """Do everything once that a first change or load does lazily, in this process."""
-        for overwrite in (False, True):
-            self.write(scratch, OLD, overwrite=overwrite)
-        if self._way != "foreground":  # processes are forked later
-            save_in("thread" if self._way == "thread" else "request", scratch, self.state(OLD), overwrite=True)
-        self.load(scratch)
-
-
-def _large(version: int) -> torch.Tensor:
-    return torch.arange(_LARGE, dtype=torch.float32) + version
 
 
 # ---- saves by other threads, processes and ranks
@@ -228,8 +132,89 @@ class Ranks(Scenario):
         os.kill(os.getpid(), signal.SIGSTOP)
         change()
 
+    def change_and_tell(self, target: Path, told: Path, *, overwrite: bool) -> None:
+        """The same on each rank; all must raise the same, or nothing. The victim tells."""
+        own = told.with_name(f"{told.name}-{dist.get_rank()}")
+        super().change_and_tell(target, own, overwrite=overwrite)
+        ended: list[str] = [""] * self._world
+        dist.all_gather_object(ended, own.read_text())
+        raised = {"saved" if text.startswith(WARNED) else ": ".join(text.split(": ")[:2]) for text in ended}
+        if dist.get_rank() == self._victim:
+            told.write_text(ended[self._victim] if len(raised) == 1 else f"ranks differ: {ended}")
+
+    def run_together(self, action: Callable[[], str]) -> str:
+        """What an action returns on new ranks, the same on all."""
+
+        def say() -> None:
+            (self._folder / f"said-{dist.get_rank()}").write_text(action())
+
+        _, pids = self.start(say)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        if any(wait(pids, START_TIMEOUT).values()):
+            raise SystemExit("a rank has failed where no fault was")
+        said = {(self._folder / f"said-{rank}").read_text() for rank in range(self._world)}
+        return said.pop() if len(said) == 1 else f"mixed: {sorted(said)}"
+
+
+class LocalCopies(Ranks):
+    """Saves a step of two ranks on two nodes' disks, each with a copy of the other's part; the step before goes."""
+
+    warns = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, 1, 2)
+        self._alone = LocalCheckpoints(folder)
+
+    def write(self, target: Path, version: int, *, overwrite: bool) -> None:
+        self._open(target).save(make_part(self.state(version)), version)
+
+    def prepare(self, target: Path) -> None:
+        self._write_together(target, OLD)
+
+    def find(self, directory: Path) -> str:
+        """Which version both ranks load."""
+        return self.run_together(partial(self._find, directory))
+
+    def go_on(self, target: Path) -> str:
+        """Save the next step, after which each node has its two parts alone."""
+        self._write_together(target, LATER)
+        names = [path.name for path in target.glob("node*/*")]
+        if len(names) != 2 * self._world or any(not name.startswith(f"step-{LATER}-") for name in names):
+            raise CheckpointingException(f"the next change leaves {names}")
+        return "later"
+
+    def warm_up(self, scratch: Path) -> None:
+        self._alone.warm_up(scratch)
+
+    def _open(self, target: Path) -> LocalCheckpointManager:
+        return LocalCheckpointManager(target / f"node{dist.get_rank()}", CliqueReplication(1, self._world))
+
+    def _write_together(self, target: Path, version: int) -> None:
+        self.run_together(lambda: self.write(target, version, overwrite=True) or "")
+
+    def _find(self, directory: Path) -> str:
+        try:
+            loaded = self._open(directory).load().to_state_dict(self.state(-1), algo="atomic")
+        except CheckpointingException as exc:
+            return f"{type(exc).__name__}: {exc}"
+        for name, version in VERSIONS.items():
+            wanted = self.state(version).items()
+            values = {key: value.data if isinstance(value, ShardedBase) else value for key, value in wanted}
+            if not _differences(loaded, values):
+                return name
+        return "mixed: other values"
+
 
 # ---- saves of other files
+
+
+class Contiguous(Scenario):
+    """Saves with whole tensors in files that other tools read."""
+
+    def write(self, target: Path, version: int, *, overwrite: bool) -> None:
+        strategy = SafetensorsSaveShardedStrategy(layout="contiguous", prefix="")
+        dist_checkpointing.save(self.state(version), target, strategy, overwrite=overwrite)
 
 
 class Small(Scenario):
@@ -342,14 +327,14 @@ class StorageWriter(Stock):
 class Conversion(Scenario):
     """Converts a checkpoint of another format; the same conversion is done after a kill."""
 
+    makes_folder = False
+
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         other = "safetensors" if backends.current().name == "torch_dist" else "torch_dist"
         dist_checkpointing.save(self.state(NEW), folder / "source", (other, 1))
 
     def change(self, target: Path, *, overwrite: bool) -> None:
-        if not overwrite:
-            target.parent.mkdir(exist_ok=True)
         convert_checkpoint(self._folder / "source", target, backends.current().name, overwrite=overwrite)
 
     def go_on(self, target: Path) -> str:
@@ -565,6 +550,15 @@ SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
     "migrate": Migration,
     "prune": Prune,
     "remove": Removal,
+    "contiguous": Contiguous,
+    "manager": Steps,
+    "pointer": partial(Steps, read=lambda path: path.read_text().strip(), latest_pointer="latest"),
+    "links": partial(Steps, read=os.readlink, links=True),
+    "pin": Pin,
+    "unpin": partial(Pin, removes=True),
+    "mark": Marks,
+    "local checkpoints": LocalCheckpoints,
+    "copies of local checkpoints": LocalCopies,
 }
 
 

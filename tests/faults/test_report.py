@@ -98,8 +98,10 @@ def test_outcomes_of_kills(found: dict[str, Any], case: str, outcome: str) -> No
 )
 def test_outcomes_of_errors(call: str, fault: str, ended: str, state: str, outcome: str) -> None:
     """A save that succeeded, and is not there or not durable, is silent; only what lied may lead to damage."""
-    found = {"injected": True, "call": call, "fault": fault, "ended": ended, "state": state}
+    found = {"injected": True, "call": call, "fault": fault, "ended": ended, "state": state, "later": ""}
     assert outcome_of_fault(found, "existing") == outcome
+    if outcome in ("old", "new"):
+        assert outcome_of_fault(found | {"later": "StorageError: x"}, "existing") == "other"
 
 
 def test_outcomes_of_power_cuts() -> None:

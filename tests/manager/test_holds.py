@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +39,6 @@ from tests.remote.store import FaultyFileSystem
 from tests.tables import table
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.clock import Clock
     from tests.ranks import Ranks
 
@@ -194,6 +194,20 @@ def test_what_cannot_be_held_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointingException, match="no checkpoint to lease"):
         lease_step(tmp_path / "empty")
     assert folders.names_in(tmp_path) == {"step-1"}
+
+
+def test_a_step_that_cannot_be_looked_at_is_not_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the system is one of the family, with the step's path, and there is no pin."""
+    folders.save_all(tmp_path, 1)
+
+    def fail(path: Path) -> bool:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_symlink", fail)
+        with pytest.raises(StorageError, match=rf"{tmp_path}/step-1: .* \(EIO\)"):
+            pin_step(tmp_path, 1, "release 1.2")
+    assert find_holds(tmp_path) == {}
 
 
 def test_a_hold_that_cannot_be_read_keeps_its_step(tmp_path: Path) -> None:

@@ -10,8 +10,16 @@ import pytest
 from torch import nn
 
 from shardckpt.cli import main
-from shardckpt.errors import CheckpointingException, ConfigurationError, UnknownBackendError
-from shardckpt.manager import CheckpointConfig, CheckpointManager, KeepBest, KeepLatest, pin_step, prune_steps
+from shardckpt.errors import CheckpointingException, ConfigurationError, StorageError, UnknownBackendError
+from shardckpt.manager import (
+    CheckpointConfig,
+    CheckpointManager,
+    KeepBest,
+    KeepLatest,
+    pin_step,
+    prune_steps,
+    step_links,
+)
 from tests import backends
 from tests.manager import folders
 from tests.tables import table
@@ -207,6 +215,31 @@ def test_a_kill_leaves_the_link_to_the_older_step(
     assert _links(tmp_path) == {"latest": "step-2", "best": "step-2"}
     _save(tmp_path, {3: 0.3}, keep_latest_k=1).close()
     assert folders.names_in(tmp_path) == {"step-3", "latest", "best"}
+
+
+def test_a_link_that_may_not_be_durable_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the directory cannot be synced after a link was moved, a warning says so."""
+
+    def fail(path: Path) -> None:
+        raise StorageError(f"cannot sync the directory {path}")
+
+    with _save(tmp_path, {1: 0.5}) as manager:
+        monkeypatch.setattr(step_links, "sync_directory", fail)
+        manager.save(2, metrics={"loss": 0.7})
+        manager.wait()
+    assert _links(tmp_path) == {"latest": "step-2", "best": "step-1"}
+    assert f"the link {tmp_path / 'latest'} is not kept up to date: cannot sync the directory" in caplog.text
+
+
+def test_a_newest_step_that_no_link_leads_to_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where the newest step is damaged, or could not be looked at, a warning says that links lead to an older one."""
+    _save(tmp_path, {1: 0.5, 2: 0.7}).close()
+    folders.damage(tmp_path / "step-2")
+    _save(tmp_path, {}).close()
+    assert _links(tmp_path) == {"latest": "step-1", "best": "step-1"}
+    assert f"the links of {tmp_path} do not lead to step 2: " in caplog.text
 
 
 def test_a_store_has_no_links(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from tests.resources import list_open
 from tests.tables import table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 def limit_bytes(monkeypatch: pytest.MonkeyPatch, name: str, limit: int) -> None:
@@ -228,6 +228,21 @@ def test_folders_are_made_and_none_is_a_link(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match=rf"cannot create the folder {tmp_path / folder}: .* \(EEXIST\)"):
             filesystem.make_folders(tmp_path, f"{folder}/inner/x")
     assert not (tmp_path / "inner").exists()
+
+
+def test_a_close_that_fails_takes_no_bytes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read of a file is what it has, whatever its close says."""
+    (tmp_path / "file").write_bytes(b"all")
+
+    def fail(fd: int, close: Callable[[int], None] = os.close) -> None:
+        close(fd)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", fail)
+        content = read_file(tmp_path / "file", 10)
+    assert content == b"all"
+    assert list_open(tmp_path) == []
 
 
 def test_a_tree_is_synced_from_its_innermost_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from tests import backends
 from tests.faults.kill import bad
 from tests.faults.operation_kill import MANY, RANKS, SOME, outcomes_of
 from tests.faults.programs import needs_strace
+from tests.faults.report_sets import OF_ONE_FORMAT
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +21,7 @@ pytestmark = needs_strace
 
 #: Kills of a rank in CI: each needs a group of its own.
 GROUPS = 5
-_OPERATIONS = ("thread", "training", *RANKS, "convert", "export")
+_OPERATIONS = ("thread", "training", *RANKS, "convert", "export", "manager", "local checkpoints")
 
 
 #: CI kills every operation over one place by one format, in turn; all of them, at more calls, are proof,
@@ -43,7 +45,7 @@ _CASES = pytest.mark.parametrize(
     [
         *(
             pytest.param(operation, *_SOME[number % 2], SOME, marks=pytest.mark.ci)
-            for number, operation in enumerate(("thread", "training", "convert", "export"))
+            for number, operation in enumerate(("thread", "training", "convert", "export", "manager"))
         ),
         *(pytest.param(operation, *each, MANY, marks=pytest.mark.proof) for operation in _OPERATIONS for each in _ALL),
     ],
@@ -51,7 +53,7 @@ _CASES = pytest.mark.parametrize(
     scope="module",
 )
 def test_a_killed_operation_leaves_old_or_new(disk: Path, operation: str, most: int, case: str, before: str) -> None:
-    """The same holds for saves by a thread, a training whose process saves, ranks, conversions and exports."""
+    """The same holds for saves by a thread, a training whose process saves, ranks, a manager, conversions, exports."""
     count = most * GROUPS // SOME if operation in RANKS else most
     assert bad(outcomes_of(operation, disk, case, count), {before, "new"}) == []
 
@@ -64,11 +66,13 @@ def test_a_killed_process_of_a_training_commits_nothing(disk: Path, most: int, c
 
 @backends.both_in_proof
 @pytest.mark.parametrize("most", [SOME, pytest.param(MANY, marks=pytest.mark.proof)])
-@pytest.mark.parametrize("operation", ["prune", "migrate"])
+@pytest.mark.parametrize(
+    "operation", ["prune", "migrate", "pin", *in_proof("unpin", "mark", "pointer", "links", "contiguous")]
+)
 def test_a_killed_change_of_a_checkpoint_leaves_old_or_new(
     disk: Path, operation: str, most: int, backend: backends.Backend
 ) -> None:
-    """The same holds for a prune, which never touches the checkpoint, and a migration in place."""
-    if operation == "migrate" and backend.name != "torch_dist":
-        pytest.skip("the migration has a format of its own")
+    """The same holds for a prune, which never touches the checkpoint, a migration, and what is noted of a step."""
+    if OF_ONE_FORMAT.get(operation, backend.name) != backend.name:
+        pytest.skip("one format shows it")
     assert bad(outcomes_of(operation, disk, "existing", most), {"old", "new"}) == []

@@ -8,7 +8,8 @@ import pytest
 
 from tests import backends
 from tests.faults.io_errors import SOME, bad, endings_of
-from tests.faults.programs import needs_strace
+from tests.faults.programs import ask, needs_strace
+from tests.faults.report_sets import OF_ONE_FORMAT, OPERATIONS, outcome_of_fault
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,3 +41,14 @@ def test_calls_of_a_background_save_fail_once(disk: Path, way: str) -> None:
     endings = endings_of(disk, "existing", SOME, way)
     assert bad(endings, "old") == []
     assert any(ending["ended"] != "saved" for ending in endings)
+
+
+@backends.both
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_calls_of_an_operation_fail_once(disk: Path, operation: str, backend: backends.Backend) -> None:
+    """The same holds for whatever changes a checkpoint, a step or what is noted of one; it can be done again."""
+    if OF_ONE_FORMAT.get(operation, backend.name) != backend.name:
+        pytest.skip("one format shows it")
+    endings = ask("injector", operation, disk, "existing", SOME, timeout=600)["endings"]
+    outcomes = [outcome_of_fault(ending, "existing") for ending in endings]
+    assert {"old", "new"} <= {*outcomes} <= {"old", "new", "damage found", "missed"}, endings

@@ -9,6 +9,7 @@ import pytest
 from tests import backends
 from tests.faults.power_cuts import SEEDS, bad, states_of
 from tests.faults.programs import needs_strace
+from tests.faults.report_sets import OF_ONE_FORMAT, OPERATIONS, UNSYNCED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,3 +37,15 @@ def test_power_cuts_at_every_call(disk: Path, case: str, allowed: set[str], way:
     states = states_of(disk, case, count, way, seeds)
     assert bad(states, allowed) == []
     assert {state["state"] for state in states} >= {"new", *(allowed & {"old", "absent"})}
+
+
+@needs_strace
+@backends.both
+@pytest.mark.parametrize("operation", [each for each in OPERATIONS if each not in UNSYNCED])
+def test_power_cuts_of_an_operation(disk: Path, operation: str, backend: backends.Backend) -> None:
+    """The same holds for whatever changes a checkpoint, a step or what is noted of one."""
+    if OF_ONE_FORMAT.get(operation, backend.name) != backend.name:
+        pytest.skip("one format shows it")
+    states = states_of(disk, "existing", SOME, operation, 4)
+    assert bad(states, {"old", "new"}) == []
+    assert {state["state"] for state in states} == {"old", "new"}
