@@ -50,8 +50,6 @@ INTRODUCTION_BYTES = 300
 #: Stands before the process in them.
 _OWNER = b"\nowner "
 _INTRODUCTION = re.compile(rb"begun ([-0-9]+ [:0-9]+) UTC" + _OWNER + rb"([0-9a-f]{32})\n")
-#: The end of the in-progress object of an export whose files are complete, and have no marker.
-_COMPLETE = b"complete\n"
 _TIME = "%Y-%m-%d %H:%M:%S"
 #: Clients and buckets that have refused a write whose condition did not hold: they are not asked once more.
 _honours_conditions: set[tuple[type, str]] = set()
@@ -101,10 +99,6 @@ class Claim:
     def announce(self) -> None:
         """Write the in-progress object: from now on other saves see this one by a listing."""
         (self._target / self.in_progress).write(_introduce(self._save_id))
-
-    def complete(self) -> None:
-        """Say in the in-progress object that all files are there: a prune after a crash removes none of them."""
-        (self._target / self.in_progress).write(_introduce(self._save_id) + _COMPLETE)
 
     def can_take_over(self) -> bool:
         """Whether the process that has written the in-progress object has certainly ended; :meth:`take_over` follows.
@@ -199,11 +193,6 @@ def parse_introduction(text: bytes) -> tuple[Owner, float] | None:
     except ValueError:
         return None
     return Owner.from_text(found[2].decode()), float(calendar.timegm(begun))
-
-
-def is_completed(text: bytes) -> bool:
-    """Return whether an in-progress object says that all files are there."""
-    return text.endswith(_COMPLETE)
 
 
 def without_others(found: Collection[str]) -> set[str]:

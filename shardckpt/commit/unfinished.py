@@ -13,7 +13,6 @@ from shardckpt import settings
 from shardckpt.commit.claim import (
     INTRODUCTION_BYTES,
     REMOVAL_IN_PROGRESS,
-    is_completed,
     is_mark,
     parse_introduction,
     without_others,
@@ -46,7 +45,6 @@ class Unfinished(NamedTuple):
         marks: Names of the claim and the in-progress objects among these.
         owners: The process of each save.
         begun: When the last save began, in seconds since 1970; 0 if nothing says it.
-        is_complete: Whether they are beside the complete files of an export, which stay.
         is_removal: Whether a removal has made the checkpoint invisible, so that it may be continued, whoever began it.
     """
 
@@ -55,15 +53,14 @@ class Unfinished(NamedTuple):
     marks: frozenset[str]
     owners: tuple[Owner, ...]
     begun: float
-    is_complete: bool
     is_removal: bool
 
 
 def find_unfinished(place: Path) -> Unfinished | None:
     """Return what saves and removals that have not ended have at a URL; None if there is nothing, or in a directory.
 
-    Beside a complete checkpoint or export that is what its save deletes at the end; and of overwrites, all generations
-    but the one that is the checkpoint. It takes one listing without folders, and more requests only where
+    Beside a complete checkpoint that is what a save deletes after it has written the marker; and of overwrites, all
+    generations but the one that is the checkpoint. It takes one listing without folders, and more requests only where
     something is found.
     """
     if (path := on_store(place)) is None:
@@ -75,7 +72,7 @@ def find_unfinished(place: Path) -> Unfinished | None:
     direct = attempt("list", path, path.folder.files)
     marks = frozenset(filter(is_mark, direct))
     try:
-        texts = [(path / name).read_range(0, INTRODUCTION_BYTES) for name in marks]
+        said = [parse_introduction((path / name).read_range(0, INTRODUCTION_BYTES)) for name in marks]
         generation = _find_generation(path) if MARKER_NAME in direct else ""
     except StorageError as exc:
         if isinstance(exc.__cause__, FileNotFoundError):  # the save has ended meanwhile
@@ -83,17 +80,15 @@ def find_unfinished(place: Path) -> Unfinished | None:
         raise
     if not marks or (MARKER_NAME in direct) != (MARKER_NAME in tree):  # it has ended, or was committed, meanwhile
         return None
-    is_complete = any(map(is_completed, texts))
-    if MARKER_NAME not in direct and not is_complete:
+    if MARKER_NAME not in direct:
         objects = {name: tree[name] for name in without_others(tree)}
     else:
         objects = {name: tree[name] for name in _list_needless(path, tree, generation)}
     objects |= {name: direct[name] for name in marks}
-    known = [each for each in map(parse_introduction, texts) if each is not None]
+    known = [each for each in said if each is not None]
     is_removal = marks == {REMOVAL_IN_PROGRESS} and MARKER_NAME not in direct
     owners = tuple({owner for owner, _ in known})
-    begun = max((begun for _, begun in known), default=0.0)
-    return Unfinished(path, objects, marks, owners, begun, is_complete, is_removal)
+    return Unfinished(path, objects, marks, owners, max((begun for _, begun in known), default=0.0), is_removal)
 
 
 def _find_generation(path: RemotePath) -> str | None:

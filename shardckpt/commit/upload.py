@@ -77,7 +77,6 @@ class Upload:
         self._journal: Journal | None = None
         self._handed_over = False
         self._marking = False
-        self._completing = False
         self._committed = False
 
     @functools.cached_property
@@ -198,7 +197,9 @@ class Upload:
         another size, or another save has taken the folder, and a CheckpointingException if a lease or a pin holds the
         checkpoint that this one would replace.
         """
-        found = self._list_own()
+        found = list_objects(self._folder)
+        if self._is_anothers(found) or self._claim.in_progress not in found:
+            raise self._claim.make_error(found)
         uploaded = [(file.rank, name, size) for file in files for name, size in file.list_files().items()]
         for rank, name, size in uploaded:
             if found.get(name) != size:
@@ -221,22 +222,9 @@ class Upload:
             logger.warning("%s, which is no longer needed", exc)
 
     def release(self) -> None:
-        """Give the folder free, if it was taken: what is there is complete without a marker.
-
-        It is a StorageError if another save has taken the folder.
-        """
+        """Give the folder free, if it was taken: what is there is complete without a marker."""
         if self.save_id:
-            self._list_own()
-            *claims, in_progress = self._claim.names
-            self._delete(claims)  # so that one object says that the files stay
-            self._completing = True
-            self._claim.complete()
-            self._committed = True
-            try:
-                self._delete([] if self._journal is None else self._journal.names)
-                self._delete([in_progress])  # last: by it a prune finds the journal
-            except CheckpointingException as exc:
-                logger.warning("%s, which is no longer needed", exc)
+            self._delete(self._list_marks())
         self._committed = True
         self.close()
 
@@ -268,8 +256,6 @@ class Upload:
         # a rank knows of its own objects that no checkpoint needs them; only the main rank knows it of all
         own = {path.relative_to(self.spool).as_posix() for path in self.spool.rglob("*")} | self.streamed
         if not self._is_anothers(found):
-            if self._completing:
-                self._claim.announce()  # first: what is left of it is no longer complete
             mine = without_others(found) | found & own if main else found & own
             self._delete(mine - {self._claim.in_progress, CLAIM})
         if main:
@@ -283,13 +269,6 @@ class Upload:
     @functools.cached_property
     def _claim(self) -> Claim:
         return Claim(self.target, self.save_id)
-
-    def _list_own(self) -> dict[str, int]:
-        """Return the sizes of all objects in the folder; StorageError if another save has taken it."""
-        found = list_objects(self._folder)
-        if self._is_anothers(found) or self._claim.in_progress not in found:
-            raise self._claim.make_error(found)
-        return found
 
     def _put_marker(self, content: bytes) -> None:
         """Write the marker; where the store can, only if there is none."""

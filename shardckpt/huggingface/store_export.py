@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, cast
 from shardckpt.commit.holds import hold_place
 from shardckpt.commit.leftovers import create_spool
 from shardckpt.commit.staging_names import new_save_id
-from shardckpt.commit.unfinished import find_unfinished, remove_unfinished, why_unfinished_kept
 from shardckpt.commit.upload import Upload, is_under_way
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.huggingface.blocks import open_writer, write_blocks
@@ -20,7 +19,6 @@ from shardckpt.huggingface.names import SAFETENSORS, is_weights
 from shardckpt.manifest.names import MARKER_NAME
 from shardckpt.plugins.stores import open_folder
 from shardckpt.storage.abilities import find_ability, has_local_files
-from shardckpt.storage.journal_log import FIRST_LINE
 from shardckpt.storage.memory_budget import LEAST_WRITING, limit_uploads
 from shardckpt.storage.remote import list_objects
 from shardckpt.storage.store_abilities import StreamsWrites
@@ -83,7 +81,6 @@ class StoreExport(FolderExport):
 
         Only the main rank does it. A URL with files of others is not taken: a prune would remove them with the rest.
         """
-        self._clear_complete()
         found = list_objects(self._store.folder)
         is_shared = bool(found) and (MARKER_NAME in found or not is_under_way(self._store.refresh()))
         if is_shared and not self.overwrite:
@@ -106,12 +103,6 @@ class StoreExport(FolderExport):
         for path in self.options.assets:
             if path.name != CONFIG or config is None:
                 (self._store / path.name).copy_from(path)
-
-    def _clear_complete(self) -> None:
-        """Remove what a killed export has left beside its complete files, unless this one goes on with its journal."""
-        left = find_unfinished(self._store)
-        if left is not None and left.is_complete and FIRST_LINE not in left.objects and not why_unfinished_kept(left):
-            remove_unfinished(left)
 
     def _write_file(self, name: str, tensors: Sequence[HubTensor]) -> None:
         """Send a file: tensors while they are read, if the store takes streams."""

@@ -73,8 +73,6 @@ def _is_of_save(directory: Path) -> bool:
 def _find_writer(directory: Path, older_than: float | None) -> str:
     """Return why a save, or a copy, may still write to a directory; ``""`` if none does."""
     begun = find_unfinished(directory)
-    if begun is not None and begun.is_complete:
-        return "its files are complete, and `shardckpt prune` removes what its export has left beside them"
     if begun is not None and (begun.is_removal or begun.owners):
         return why_unfinished_kept(begun, older_than)
     written = find_last_write(directory)
