@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CannotLoadError, CorruptCheckpointError
-from shardckpt.storage.places import list_files
+from shardckpt.storage.abilities import find_ability
+from shardckpt.storage.places import list_tree
+from shardckpt.storage.remote import HasFolders
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -65,7 +67,9 @@ def find_files(folder: Path, names: Collection[str]) -> DeepSpeedFiles | None:
 
 def _has_parameters(folder: Path) -> bool:
     """Return whether it has the folder of a universal checkpoint with the parameters."""
-    return any(path.startswith(f"{UNIVERSAL}/") for path in list_files(folder))
+    if find_ability(folder, HasFolders) is None:
+        return (folder / UNIVERSAL).is_dir()
+    return any(path.startswith(f"{UNIVERSAL}/") for path in list_tree(folder) or ())
 
 
 def _check_ranks(folder: Path, found: list[re.Match[str]], what: str) -> tuple[str, ...]:

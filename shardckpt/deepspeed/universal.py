@@ -23,7 +23,7 @@ from shardckpt.deepspeed.index import (
     read_step_count,
 )
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage.places import list_files
+from shardckpt.storage.places import list_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,8 +97,14 @@ def _index_file(name: str, shape: Ints | None, file: str, value: Any) -> Indexed
 
 def _list_parameters(directory: Path) -> dict[str, set[str]]:
     """Return the names of the files in each parameter's folder, by the parameter's name."""
+    if (sizes := list_tree(directory)) is None:
+        return {
+            folder.name: {path.name for path in folder.iterdir()}
+            for folder in sorted((directory / UNIVERSAL).iterdir(), key=lambda path: path.name)
+            if folder.is_dir()
+        }
     found: dict[str, set[str]] = {}
-    for path in list_files(directory):
+    for path in sorted(sizes):
         top, _, rest = path.partition("/")
         name, _, file = rest.rpartition("/")
         if top == UNIVERSAL and name:

@@ -128,10 +128,7 @@ def count_stored_bytes(index: Iterable[ShardedBase]) -> int:
 
 
 def find_free_bytes(directory: str | Path) -> int:
-    """Return the free bytes of a directory's file system; :data:`UNKNOWN` if it does not say, or is not to be asked.
-
-    Those of a URL are unknown: no store says.
-    """
+    """Return the free bytes of a directory's file system; :data:`UNKNOWN` if it does not say, or is not to be asked."""
     found = _ask_system(directory)
     # A file system without a size, as some of FUSE and a tmpfs without a limit have none, says nothing. One that has a
     # size, and nothing free, is full.
@@ -161,7 +158,7 @@ def _describe_free(directory: Path) -> str:
 
 
 def _find_system_bytes(target: Path) -> int:
-    return find_free_bytes(find_parent(target))
+    return UNKNOWN if takes_requests(target) else find_free_bytes(find_parent(target))
 
 
 def refuse_full(

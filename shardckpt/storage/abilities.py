@@ -2,7 +2,8 @@
 
 A directory of this machine can do everything. Another kind of path has the attributes that are looked for here, as
 :class:`~shardckpt.storage.remote.RemotePath` has. What both can do, each in its way, is in
-:mod:`~shardckpt.storage.places`: above storage and commit, nobody asks which of the two a place is.
+:mod:`~shardckpt.storage.places`. Above storage and commit few ask which of the two a place is
+(``tests/test_architecture.py`` names them); others ask what a look costs, or whether a name may be a link.
 """
 
 from __future__ import annotations

@@ -127,6 +127,8 @@ class ObjectLog(JournalLog):
     def __init__(self, folder: RemotePath) -> None:
         self._folder = folder.refresh()
         self._lines = 0
+        #: Lines behind an incomplete one: they would count again once a new line stands in its place.
+        self._stale: set[str] = set()
 
     def begin(self) -> None:
         """Do nothing: the first line makes it."""
@@ -146,23 +148,25 @@ class ObjectLog(JournalLog):
         return lines
 
     def go_on(self, files: Mapping[str, int]) -> bool:
-        """Remove the lines that :meth:`read` did not return; other objects are replaced by what is written anew."""
+        """Change nothing yet: another process may take this over first, and its lines must stay."""
         found = list_objects(self._folder.folder)
         if not files.items() <= found.items():
             return False
-        # they would count again once a new line stands in the place of one that was incomplete
-        self._folder.delete_all({name for name in found if is_journal(name)}.difference(self.names))
+        self._stale = {name for name in found if is_journal(name)}.difference(self.names)
         return True
 
     def append(self, line: dict[str, Any]) -> None:
-        """Write an object."""
+        """Write an object; before the first, remove the lines that :meth:`read` did not return."""
+        if self._stale:
+            self._folder.delete_all(self._stale)
+            self._stale = set()
         (self._folder / _name_line(self._lines)).write(_encode(line))
         self._lines += 1
 
     @property
     def names(self) -> list[str]:
         """The objects' names."""
-        return [_name_line(number) for number in range(self._lines)]
+        return [*(_name_line(number) for number in range(self._lines)), *sorted(self._stale)]
 
 
 def _read_line(path: Path) -> dict[str, Any] | None:

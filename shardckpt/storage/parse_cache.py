@@ -25,10 +25,12 @@ class ParseCache(Generic[_T]):
 
     Args:
         most_bytes: What has more is parsed each time.
+        kept: Values that are kept.
     """
 
-    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, most_bytes: int = _MOST_BYTES, kept: int = _KEPT) -> None:
         self._most_bytes = most_bytes
+        self._kept = kept
         #: The most recently used one last.
         self._found: dict[Hashable, _T] = {}
         # another process has no use for them, and may live long
@@ -58,7 +60,7 @@ class ParseCache(Generic[_T]):
         if found is self and not may_keep(value):
             return value
         self._found[key] = value
-        while len(self._found) > _KEPT:
+        while len(self._found) > self._kept:
             with suppress(KeyError, RuntimeError, StopIteration):  # another thread was faster
                 del self._found[next(iter(self._found))]
         return value

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import StorageError
 from shardckpt.storage.abilities import find_ability, on_store
-from shardckpt.storage.directory import real_path
 from shardckpt.storage.filesystem import wrap_os_errors
 from shardckpt.storage.open_path import OpenPath
 from shardckpt.storage.remote import HasFolders, ListsFolders, attempt, list_objects, skip_impossible
@@ -86,22 +85,6 @@ def can_list_folders(place: Path) -> bool:
     return remote is None or isinstance(remote.folder, ListsFolders)
 
 
-def list_files(place: Path) -> list[str]:
-    """Return the paths of the files in a directory and in its folders, or of the objects below a URL, in order.
-
-    Links to folders are not followed. Of a store whose plugin cannot list a tree there are those directly in it.
-    """
-    if (found := list_below(place)) is not None:
-        return sorted(found)
-    top = real_path(place)
-    with wrap_os_errors("list", place):
-        return sorted(
-            os.path.relpath(f"{folder}/{name}", top)
-            for folder, _, names in os.walk(top, onerror=_raise)
-            for name in names
-        )
-
-
 def list_below(place: Path) -> Mapping[str, int] | None:
     """Return the size of each object below a URL by its path, as listed with others or anew; None of a directory."""
     if (remote := on_store(place)) is None:
@@ -110,7 +93,10 @@ def list_below(place: Path) -> Mapping[str, int] | None:
 
 
 def list_tree(place: Path) -> Mapping[str, int] | None:
-    """Return as :func:`list_below`; it is a StorageError if the plugin of a store cannot list inner folders."""
+    """Return the size of each object below a URL by its path, as first listed for the path; None of a directory.
+
+    It is a StorageError if the plugin of a store cannot list inner folders.
+    """
     remote = on_store(place)
     return None if remote is None else remote.list_tree()
 
@@ -146,10 +132,6 @@ def remove_file(path: Path) -> None:
         return
     with wrap_os_errors("remove", path):
         path.unlink(missing_ok=True)
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def _scan(place: Path, is_wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _MOST_PARTS = 1 << 18
 _MOST_ELEMENTS = 2**53
 #: What is compared is of one job as a rule: the columns of two indexes are equal.
-_outlines = ParseCache[Outline](most_bytes=_MOST_ELEMENTS)
+_outlines = ParseCache[Outline](most_bytes=64 << 20, kept=1)  # 64 MiB: of a million tensors
 
 
 def read_outline(directory: Path, record: PlainRecord) -> Outline | None:

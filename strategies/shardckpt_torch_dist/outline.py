@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _ITEMSIZES = {known.torch_name: known.itemsize for known in KNOWN_DTYPES}
 _LARGEST = 2**63
 #: What is compared is of one job as a rule: two indexes are equal.
-_outlines = ParseCache[Outline](most_bytes=_LARGEST)
+_outlines = ParseCache[Outline](most_bytes=64 << 20, kept=1)  # 64 MiB: of a million tensors
 
 
 def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
