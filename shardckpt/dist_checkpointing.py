@@ -18,7 +18,7 @@ from shardckpt.engine.locations import locate, locate_local
 from shardckpt.engine.operation import report_failure
 from shardckpt.engine.resizing import parse_resize
 from shardckpt.engine.saving import SaveOptions, find_saver, save_checkpoint
-from shardckpt.errors import CheckpointingException, parse_globals
+from shardckpt.errors import CheckpointingException, StorageError, parse_globals
 from shardckpt.huggingface.weights import ModelCheckpoint
 from shardckpt.maintenance.remove import RemovalReport, remove_keys
 from shardckpt.manifest.models import Marker
@@ -485,6 +485,8 @@ def check_is_distributed_checkpoint(checkpoint_dir: PathLike) -> bool:
         return False
     try:
         Marker.parse(read_file(marker, MARKER_LIMIT))
+    except StorageError:
+        raise
     except (CheckpointingException, ValueError):
         return False
     return True

@@ -219,17 +219,19 @@ def _find_values(key: str, stored: StoredNames, common: StateDict) -> StateDict:
 def _list_names(key: str, stored: StoredNames, values: StateDict) -> list[str]:
     """Return the names of the stored state and options of parameters: ``state.layer.weight.exp_avg``.
 
-    Options of numbered groups belong to no parameter and are omitted. Those whose number has no group in the common
-    state stay in the list, so that they are reported as unused.
+    Options of groups belong to no parameter and are omitted. Those with a number that no group in the common state has
+    stay in the list, so that they are reported as unused.
     """
-    keys = (each[len(key) + 1 :] for each in stored.list_below(key))
-    nested = [(kind, values[kind]) for kind in _NAMED if isinstance(values.get(kind), dict)]
-    inside = [(f"{kind}.{owner}", own) for kind, part in nested for owner, own in part.items()]
-    flat = [(str(name), value) for name, value in values.items() if name not in _NAMED]
-    names = {name for owner, own in (*inside, *flat) for name in _join(owner, own)}
+    names = {each[len(key) + 1 :] for each in stored.list_below(key)}
+    for name, value in values.items():
+        if name not in _NAMED:  # flattened: "state.layer.weight.exp_avg", or {"exp_avg": ...} at "state.layer.weight"
+            names.update(_join(str(name), value))
+        elif isinstance(value, dict):  # nested: {"layer.weight": {"exp_avg": ...}} at "state"
+            for owner, own in value.items():
+                names.update(_join(f"{name}.{owner}", own))
     numbers = {*map(str, range(_count_groups(values)))}
     found = []
-    for name in sorted({*keys, *names}):
+    for name in sorted(names):
         kind, _, rest = name.partition(".")
         is_of_group = kind == GROUPS and (is_group(rest) or rest.partition(".")[0] in numbers)
         if kind in _NAMED and rest and not is_of_group:
@@ -306,7 +308,10 @@ def _nest_names(values: StateDict, params: Mapping[str, torch.Tensor]) -> StateD
 
 
 def _get_slots(found: StateDict, kind: str, owner: str) -> dict[str, Any]:
-    """Return the dict for a parameter's values, created if absent, at the place that the load template has for them."""
+    """Return the dict for a parameter's values, created if absent, at the place that the load template has for them.
+
+    For options it is the entry ``"values"``, where :func:`spread_options` looks for them; state has no such level.
+    """
     own = found.setdefault(kind, {}).setdefault(owner, {})
     return own.setdefault("values", {}) if kind == GROUPS else own  # type: ignore[no-any-return]
 

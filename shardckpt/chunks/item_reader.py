@@ -38,11 +38,15 @@ class ItemReader(ABC):
 
     An item is a :class:`Region`, a :class:`StagedRegion`, or of a class of the format's own. What fills a destination
     must be thread-safe.
+
+    Attributes:
+        reader: Reads the files.
+        index: What is stored.
     """
 
     def __init__(self, reader: CheckpointReader, index: ChunkIndex) -> None:
-        self._reader = reader
-        self._index = index
+        self.reader = reader
+        self.index = index
 
     @abstractmethod
     def find_payloads(self, chunks: Sequence[tuple[Chunk, torch.dtype, str]]) -> Iterable[int | None]:
@@ -93,16 +97,16 @@ class ItemReader(ABC):
         found = self._find_ranges([group.items[0] for group in alone])
         others += [group for group, one in zip(alone, found, strict=True) if one is None]
         # small items count as 0: they cost Python's time, not the disk's
-        jobs: list[tuple[int, Callable[[], None]]] = [(0, partial(each.read, self._reader)) for each in neighbours]
+        jobs: list[tuple[int, Callable[[], None]]] = [(0, partial(each.read, self.reader)) for each in neighbours]
         for group in others:
             nbytes = 0 if group.is_small else sum(map(self._count_bytes, group.items))
             jobs.append((nbytes, partial(self._read_group, group)))
-        read_others = partial(self._reader.map, _run_job, jobs, itemgetter(0)) if jobs else None
+        read_others = partial(self.reader.map, _run_job, jobs, itemgetter(0)) if jobs else None
         try:
-            self._reader.read_ranges([*ranges, *filter(None, found)], read_others)
+            self.reader.read_ranges([*ranges, *filter(None, found)], read_others)
         except CorruptCheckpointError:
             if entire is not None:  # a range of many chunks has the key of the first
-                entire.read_each(self._reader)
+                entire.read_each(self.reader)
             raise
 
     def read_in_order(self, items: Iterable[Any]) -> None:
@@ -122,7 +126,7 @@ class ItemReader(ABC):
 
     def _find_ranges(self, regions: Sequence[Region]) -> list[RangeRead | None]:
         """Return the range of a file that fills each region as it is; None for those that are read another way."""
-        keys, dtypes = self._index.keys, self._index.dtypes
+        keys, dtypes = self.index.keys, self.index.dtypes
         chunks = [(region.chunk, dtypes[region.number], keys[region.number]) for region in regions]
         return [
             None if payload is None else region.find_range(payload, dtype, key)
@@ -137,7 +141,7 @@ class ItemReader(ABC):
             for item in group.items:
                 self._read(item, None)
             return
-        with ReadAhead(self._reader, group.file, group.start, group.stop) as ahead:
+        with ReadAhead(self.reader, group.file, group.start, group.stop) as ahead:
             for item in group.items:
                 self._read(item, ahead)
 
@@ -153,7 +157,7 @@ class ItemReader(ABC):
 
     def _read_region(self, region: Region, ahead: ReadAhead | None) -> None:
         chunk, target = region.chunk, region.target
-        key, dtype = self._index.keys[region.number], self._index.dtypes[region.number]
+        key, dtype = self.index.keys[region.number], self.index.dtypes[region.number]
         # its target may be filled by a copy of all bytes of the stored tensor
         takes_bytes = region.is_entire and target.dtype == dtype and is_ordinary(target)
         if ahead is not None and takes_bytes and self.copy_chunk(chunk, target, ahead):

@@ -27,13 +27,13 @@ class TieFinder:
     """Finds a rank's tied tensors, save after save: the next tensors nearly always have the addresses of the last."""
 
     def __init__(self) -> None:
+        #: The addresses of the last save without ties: where they are the same again, there are none again.
         self._different: list[int] = []
 
     def find(self, shards: Sequence[ShardedBase]) -> list[tuple[str, ...]]:
-        """Return the keys that share their memory: in each tuple those of the same boxes of the same memory.
+        """Return groups of two or more keys, sorted, whose shards have the same boxes and the same memory.
 
-        The shards are all of the rank's, copies of replicas among them. The keys of a group are in the order of the
-        alphabet; groups of one key are left out.
+        The shards are all of the rank's, copies of replicas among them.
         """
         kinds, tensors = set(map(type, shards)), cast("Sequence[Any]", shards)
         if kinds != {ShardedTensor}:
@@ -41,11 +41,11 @@ class TieFinder:
         addresses = _list_addresses([shard.data for shard in tensors])
         if addresses == self._different:
             return []
-        unknown = addresses.count(0)
-        if len(set(addresses)) == len(addresses) - max(0, unknown - 1):  # all that have one have different ones
+        known = list(filter(None, addresses))  # 0: a tensor without an address is tied to none
+        if len(set(known)) == len(known):
             self._different = addresses
             return []
-        counts = Counter(filter(None, addresses))
+        counts = Counter(known)
         shared = {shard.key for shard, address in zip(tensors, addresses, strict=True) if counts[address] > 1}
         return [tuple(keys) for keys in _group(_sign(shards, shared)) if len(keys) > 1]
 

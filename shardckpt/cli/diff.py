@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.colour import paint
@@ -155,8 +156,8 @@ def _list_tensors(report: DiffReport, *, verbose: bool) -> list[str]:
         return []
     shown = [*report.differences] if verbose else _shorten_unpaired(report.differences)
     rows = [*map(_list_cells, shown)]
-    # where the second column is empty everywhere, the first has the dtype and shape of both
-    first = "both" if all(row[3] == "-" for row in rows) else "first"
+    # then the table has no second column: the first has the dtype and shape of both
+    first = "both" if all(each.first == each.second for each in shown) else "first"
     names = ("tensor", "differs in", first, "second", "elements", "max abs", "max rel", "first at")
     styles = [_find_style(difference.kind) for difference in shown]
     lines = fit_table(names, rows, styles, 1, optional=("first at", "max rel", "both", "max abs"))
@@ -192,9 +193,10 @@ def _fold_values(report: ObjectReport) -> list[tuple[str, ...]]:
         key: [key[:at] for at, letter in enumerate(key) if letter == "[" and key[:at] in report.containers]
         for key, *_ in report.differences
     }
+    # what differs directly in each container: of a["b"][0] it is a["b"] in a, and a["b"][0] in a["b"]
     places: dict[str, set[str]] = {}
     for key, containers in containers_of.items():
-        for container, place in zip(containers, [*containers[1:], key][: len(containers)], strict=True):
+        for container, place in pairwise([*containers, key]):
             places.setdefault(container, set()).add(place)
     rows: dict[str, tuple[str, ...]] = {}
     for each in report.differences:
@@ -245,16 +247,14 @@ def _advise_objects(report: DiffReport, options: Any) -> str:
 
 
 def _list_cells(difference: TensorDifference) -> tuple[str, ...]:
+    """Return the cells of a tensor's row, in the order of the header in :func:`_list_tensors`."""
     count = "all" if difference.different == difference.elements else f"{difference.different:,} of"
     elements = f"{count} {difference.elements:,}" if difference.elements else "-"
     # "-": as in the first; an empty cell: only one has the tensor
     second = "-" if difference.second == difference.first else difference.second
     index = "-" if difference.index is None else str(list(difference.index))
-    return (
-        *(difference.key, difference.kind, difference.first, second, elements),
-        *(_format(value) for value in (difference.max_absolute, difference.max_relative)),
-        index,
-    )
+    largest = (_format(difference.max_absolute), _format(difference.max_relative))
+    return (difference.key, difference.kind, difference.first, second, elements, *largest, index)
 
 
 def _format(value: float | None) -> str:

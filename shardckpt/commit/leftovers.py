@@ -85,8 +85,9 @@ def walk_folders(top: Path) -> FoundFolders:
             continue
         names[:] = sorted(name for name in names if not name.startswith("."))
         found.links.extend(folder / name for name in names if (folder / name).is_symlink())
-        paths = [folder / name for name in sorted(files)]
-        found.broken.extend(path for path in paths if path.is_symlink() and not os.path.exists(path))  # noqa: PTH110 - Path's raises for a loop
+        links = [folder / name for name in sorted(files) if (folder / name).is_symlink()]
+        # not Path.exists, which raises for a loop of links
+        found.broken.extend(link for link in links if not os.path.exists(link))  # noqa: PTH110
     return found
 
 
@@ -103,15 +104,15 @@ def why_kept(leftover: Leftover, hours: float | None = None) -> str:
     if leftover.is_garbage:
         return ""
     owner = leftover.owner
-    is_alive = None if owner is None else owner.is_alive()  # None: unknown, so the time of the last write decides
-    if is_alive is False:
+    is_alive = None if owner is None else owner.is_alive()
+    if owner is None or is_alive is None:  # unknown: the time of the last write decides
+        return _why_too_recent(leftover, settings.leftover_hours() if hours is None else hours)
+    if not is_alive:
         return ""
-    if owner is not None and is_alive:
-        # this process claims the directories that it fills: an unclaimed one of its own was left by a failed call
-        if owner == Owner.current() and leftover.stem and not is_claimed(leftover.path.name):
-            return ""
-        return f"process {owner.pid} of this host is alive"
-    return _why_too_recent(leftover, settings.leftover_hours() if hours is None else hours)
+    # this process claims the directories that it fills: an unclaimed one of its own was left by a failed call
+    if owner == Owner.current() and leftover.stem and not is_claimed(leftover.path.name):
+        return ""
+    return f"process {owner.pid} of this host is alive"
 
 
 def _why_too_recent(leftover: Leftover, limit: float) -> str:

@@ -30,8 +30,8 @@ def check_values(
 ) -> list[Any]:
     """Return the values of ``LoadStrategy.load`` if number, types, shapes and dtypes fit the shards.
 
-    ``find_dtypes`` returns the stored dtypes by key. It may read the index, so it is called only for a tensor whose
-    dtype is not its shard's.
+    ``find_dtypes`` returns the stored dtypes by key, without those that are not known. It makes a dict of all keys, so
+    it is called once, and only if the dtype of a tensor is not its shard's.
 
     Raises:
         PluginError: They do not fit. It names the strategy, the plugin and the key.
@@ -129,7 +129,8 @@ def _check_tensor(shard: ShardedTensor, value: Any, find_dtypes: Callable[[], Ma
         return
     if shard.data is None:  # nothing to copy into: the caller gets this tensor
         raise PluginError(f"{found}; {expected}: cast it, or fill shard.init_data('cpu')")
-    stored = find_dtypes().get(shard.key, value.dtype)
+    # the core copies the value into the shard's data, and casts it: from the stored dtype, which check_dtypes has seen
+    stored = find_dtypes().get(shard.key, value.dtype)  # not known: nothing to compare with
     if value.dtype != stored:
         raise PluginError(f"{found}; {expected}, or the stored {stored}, which the core casts")
 

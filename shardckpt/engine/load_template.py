@@ -137,10 +137,11 @@ class LoadTemplate:
         found: dict[str, Any] = {}
         for name, entry in wanted.request(self._stored).items():
             first, full_name = len(self.shards), f"{wanted.prefix}{name}"
-            slots = self._make_slots(entry)
+            slots = self._make_slots(entry)  # appends the entry's shards
             keys = [shard.key for shard in self.shards[first:]]
-            # keys that were renamed do not begin with the entry's name: whether it is stored cannot be told from them
-            is_optional = not wanted.required and all(f"{key}.".startswith(f"{full_name}.") for key in keys)
+            # an entry whose keys were renamed is wanted as any other: see OptionalEntries
+            is_renamed = not all(f"{key}.".startswith(f"{full_name}.") for key in keys)
+            is_optional = not (wanted.required or is_renamed)
             has_local_values = slots and not keys
             if is_optional and not has_local_values and not any(map(self._stored.has, keys)):
                 del self.shards[first:]
@@ -161,10 +162,12 @@ class LoadTemplate:
         return self._has_unstored_entries and not self._has_stored_entries
 
     def _make_slot(self, leaf: Any) -> Any:
+        """Return the slot of a leaf; the leaf itself if its value comes from the common state."""
         if type(leaf) is ShardedTensor:  # most leaves are
             return self._add_shard(leaf)
         if isinstance(leaf, ShardedTensorFactory):
-            return _Slot(partial(_merge, dict_list_map_outplace(self._make_slot, build_copy(leaf)), leaf.merge_fn))
+            parts = dict_list_map_outplace(self._make_slot, build_copy(leaf))
+            return _Slot(partial(_merge, parts, leaf.merge_fn))
         if isinstance(leaf, PlainObject):  # stored for the readers of other libraries alone
             return _Slot(lambda _: MISSING)
         if isinstance(leaf, ShardedBase):
@@ -195,10 +198,10 @@ def _pair_tensors(
         yield path, wanted, common
 
 
-def _merge(built: Any, merge_fn: FactoryMergeFn, values: list[Any]) -> Any:
+def _merge(parts: Any, merge_fn: FactoryMergeFn, values: list[Any]) -> Any:
     """Return a factory's value: merge_fn gets its loaded shards, and the plain leaves that build_fn made."""
-    parts = dict_list_map_outplace(lambda leaf: leaf.compute(values) if isinstance(leaf, _Slot) else leaf, built)
-    return MISSING if any(value is MISSING for value in nested_values(parts)) else merge_fn(parts)
+    filled = dict_list_map_outplace(lambda leaf: leaf.compute(values) if isinstance(leaf, _Slot) else leaf, parts)
+    return MISSING if any(value is MISSING for value in nested_values(filled)) else merge_fn(filled)
 
 
 def _drop_stored_twice(

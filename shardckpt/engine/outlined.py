@@ -17,7 +17,14 @@ if TYPE_CHECKING:
 
 
 class OutlinedCheckpoint(NamedTuple):
-    """A checkpoint of which all files are there: its path, its directory held open, its record and its outline."""
+    """A checkpoint of which all files are there.
+
+    Attributes:
+        location: Its path.
+        place: Its directory, held open, so that all that is read through it is of one save.
+        record: The record of its files.
+        outline: What it stores.
+    """
 
     location: Path
     place: Path
@@ -26,16 +33,19 @@ class OutlinedCheckpoint(NamedTuple):
 
 
 def open_by_outline(path: str, own: Mapping[tuple[str, int], str]) -> OutlinedCheckpoint | None:
-    """Open a checkpoint by its outline; ``own`` and the errors are those of ``read_outline``.
+    """Open a checkpoint by its outline; ``own`` is that of ``read_outline``.
 
-    None if it is at a URL or not of this library, if a file is missing, or there is no outline: then its strategy says
-    better what it is.
+    None if it must be opened by its strategy, whose errors say more: it is at a URL or not of this library, has no
+    outline, or a file is missing or has another size than recorded.
     """
     location = find_local(path)
-    held = None if location is None else hold_plain(location)
-    if location is None or held is None:
+    if location is None:
         return None
-    if any(file_size(held[0] / name) != size for name, size in held[1].list_files().items()):
+    held = hold_plain(location)
+    if held is None:
         return None
-    outline = read_outline(*held, own)
-    return None if outline is None else OutlinedCheckpoint(location, *held, outline)
+    place, record = held
+    if any(file_size(place / name) != size for name, size in record.list_files().items()):
+        return None
+    outline = read_outline(place, record, own)
+    return None if outline is None else OutlinedCheckpoint(location, place, record, outline)

@@ -12,13 +12,13 @@ from shardckpt.commit.claim import is_mark
 from shardckpt.commit.leftovers import walk_folders
 from shardckpt.engine.amounts import format_bytes
 from shardckpt.engine.pruning import prune_leftovers
-from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, name_call
+from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, StorageError, name_call
 from shardckpt.manifest.names import MARKER_NAME
 from shardckpt.mapping.base import is_main_replica
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.storage.abilities import takes_requests
-from shardckpt.storage.filesystem import is_there
-from shardckpt.storage.places import find_parent, list_entries
+from shardckpt.storage.places import find_parent, list_names
+from shardckpt.storage.store_errors import mask_password
 from shardckpt.tensors.memory import ORDINARY
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Room(NamedTuple):
 
     def name_limit(self, target: Path, free: int) -> str:
         """Return what leaves a target these free bytes, with its verb: the quota, or the file system."""
-        folder = find_parent(target)
+        folder = mask_password(find_parent(target))
         if self.is_quota_less(target, free):
             return f"quota={self.quota:,} of {folder} leaves"
         return f"the file system of {folder} has"
@@ -176,10 +176,10 @@ def refuse_full(
 
 def _make_space_error(target: Path, needed: int, free: int, action: str, room: Room, rest: int) -> NotEnoughSpaceError:
     """Return the error of a save that does not fit, with what could go."""
-    takes = _describe_needs(needed, rest)
+    folder, takes = mask_password(find_parent(target)), _describe_needs(needed, rest)
     if room.quota and needed + rest > room.quota:  # no advice of what could go
         error = NotEnoughSpaceError(
-            f"cannot {action} {target}: it does not fit into quota={room.quota:,} of {find_parent(target)}, whatever "
+            f"cannot {action} {target}: it does not fit into quota={room.quota:,} of {folder}, whatever "
             f"is removed: raise the quota. {takes}, {format_bytes(needed + rest - room.quota)} too much. No file was "
             "written."
         )
@@ -190,13 +190,21 @@ def _make_space_error(target: Path, needed: int, free: int, action: str, room: R
         f"cannot {action} {target}: {advice}. {takes}, and {room.name_limit(target, free)} "
         f"{format_bytes(free)} free, {format_bytes(needed + rest - free)} too little. No file was written."
     )
-    if action != REMOVE and not all(map(is_mark, list_entries(target) if is_there(target) else ())):
+    if action != REMOVE and _is_overwrite(target):
         text += " What is at the target stays until the new checkpoint is complete, so that both need room."
     if not room.is_quota_less(target, free):
         text += f" {settings.SPACE_CHECK}=0 skips this check."
     error = NotEnoughSpaceError(text)
     error.advice, error.leftover, error.is_forecast = advice, leftover, True
     return error
+
+
+def _is_overwrite(target: Path) -> bool:
+    """Return whether there is more at a target than the claim of its save; False where that cannot be seen now."""
+    try:
+        return target.is_file() or not all(map(is_mark, list_names(target)))
+    except (StorageError, OSError):  # the error that is made says more
+        return False
 
 
 def _describe_needs(needed: int, rest: int) -> str:
@@ -233,7 +241,7 @@ def _advise_of_space(target: Path) -> tuple[int, str]:
     folder = find_parent(target)
     runs = None if takes_requests(target) else _find_used_runs(Path(folder))
     leftover = sum(_count_leftovers(place) for place in ([folder] if runs is None else runs))
-    call = ("prune", *["-r"] * (runs is not None), folder)
+    call = ("prune", *["-r"] * (runs is not None), mask_password(folder))
     if leftover:
         return leftover, f"{name_call(*call)} frees {format_bytes(leftover)} that interrupted saves have left"
     return 0, f"{name_call(*call, '--keep-latest', 'N', '--dry-run')} says what old steps would free"

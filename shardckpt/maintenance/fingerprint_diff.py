@@ -46,20 +46,22 @@ def diff_by_fingerprints(
         if found[0] is None or found[1] is None:
             return None
         one, other = found[0], found[1]
+        first_prints, second_prints = _read_fingerprints(one, other)
+        # no loop over keys, which takes longer than all the rest where there are 100,000
+        alone: list[set[str]] = [set(), set()]
+        both: Collection[str] = one.outline.keys
+        if both != other.outline.keys:
+            keys, others = set(both), set(other.outline.keys)
+            both, alone = keys & others, [keys - others, others - keys]
+        are_same = first_prints == second_prints or all(
+            map(eq, map(first_prints.get, both), map(second_prints.get, both))
+        )
+        if not are_same or not all(map(first_prints.__contains__, both)):
+            return None
         objects = None if tensors_only else _compare_objects(one, other)
         if objects is None and not tensors_only:
             return None
-        first_prints, second_prints = _read_fingerprints(one, other)
     except (CheckpointingException, OSError):  # diff_checkpoints says better what it is
-        return None
-    # no loop over keys, which takes longer than all the rest where there are 100,000
-    alone: list[set[str]] = [set(), set()]
-    both: Collection[str] = one.outline.keys
-    if both != other.outline.keys:
-        keys, others = set(both), set(other.outline.keys)
-        both, alone = keys & others, [keys - others, others - keys]
-    are_same = first_prints == second_prints or all(map(eq, map(first_prints.get, both), map(second_prints.get, both)))
-    if not are_same or not all(map(first_prints.__contains__, both)):
         return None
     differences = [
         *(TensorDifference(key, "only in first", text, "") for key, text in _describe(one.outline, alone[0])),

@@ -12,7 +12,6 @@ from shardckpt.manifest.hub import HUB_CONFIG, HUB_FILES, HUB_WEIGHTS, find_trai
 from shardckpt.manifest.names import MARKER_NAME, RECORD_NAME
 from shardckpt.storage.directory import real_path
 from shardckpt.storage.filesystem import wrap_os_errors
-from shardckpt.storage.places import list_below
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -94,12 +93,6 @@ def is_visible_in(path: str, top: str) -> bool:
     return inner != path and not any(part.startswith(".") for part in inner.split("/"))
 
 
-def list_names_in(place: Path, top: str = "") -> Callable[[str], Names]:
-    """Return what lists the folders in a directory, as :func:`list_local_names`, or below a URL, in one request."""
-    found = list_below(place)
-    return list_local_names(place, top) if found is None else list_stored_names(found)
-
-
 def list_local_names(place: Path, top: str = "") -> Callable[[str], Names]:
     """Return what lists the folders in a directory of this machine; links are followed directly in it alone.
 
@@ -145,6 +138,5 @@ __all__ = [
     "is_visible_in",
     "list_inside",
     "list_local_names",
-    "list_names_in",
     "list_stored_names",
 ]

@@ -79,16 +79,16 @@ def _separate_tensors(
     ``alone`` are the tensors that only the other has.
     """
     found: dict[str, tuple[str, torch.Tensor]] = {}
-    visited: set[int] = set()
+    # nothing else is entered: a pickle of a few bytes may have more places than can be visited, or a circle
+    above = {".".join(parts[:end]) for key in alone if (parts := key.split(".")) for end in range(1, len(parts))}
 
     def pop(name: str, key: str, value: Any) -> Any:
         """Return what a value is without those tensors; a container of nothing else is absent, as in a file."""
-        if isinstance(value, torch.Tensor) and key in alone:
+        if isinstance(value, torch.Tensor) and key in alone and key not in found:
             found[key] = (name, value)
             return _ABSENT
-        if not isinstance(value, (dict, list)) or id(value) in visited:
+        if not isinstance(value, (dict, list)) or key not in above:
             return value
-        visited.add(id(value))
         parts = value if isinstance(value, dict) else dict(enumerate(value))
         rest = {place: pop(f"{name}[{place!r}]", f"{key}.{place}", part) for place, part in parts.items()}
         if all(rest[place] is part for place, part in parts.items()):

@@ -69,9 +69,10 @@ def compute_statistics(
         infs += int(values.isinf().sum())
         finite_count += finite.numel()
         if finite.numel():
-            exact = block if _has_exact_extrema(block.dtype) else finite
-            minima.append(exact.min().item())
-            maxima.append(exact.max().item())
+            # float64 would round integers beyond 2**53
+            comparable = block if _has_exact_extrema(block.dtype) else finite
+            minima.append(comparable.min().item())
+            maxima.append(comparable.max().item())
             sums.append(finite.sum().item())
             norms.append(finite.norm().item())
     return Statistics(
@@ -95,6 +96,7 @@ def has_numbers(values: torch.Tensor) -> bool:
 
 
 def _convert(stored: StoredTensor, block: torch.Tensor) -> torch.Tensor:
+    """Return the values of a block, or the absolute values of complex ones, as one row of float64."""
     try:
         values = block.abs() if block.dtype.is_complex else block
         return values.to(torch.float64).flatten()
@@ -113,5 +115,5 @@ def _sum_exactly(sums: Sequence[float]) -> float:
 
 
 def _has_exact_extrema(dtype: torch.dtype) -> bool:
-    """Return whether ``min`` and ``max`` work on an integer dtype itself; other extrema are taken after float64."""
+    """Return whether torch has ``min`` and ``max`` for an integer dtype; those of others are taken in float64."""
     return dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed.comm import Comm
+from shardckpt.engine.locations import locate
 from shardckpt.errors import CheckpointingException, listed
 from shardckpt.manager.garbage_collection import collect_garbage
 from shardckpt.manager.retention import KeepLatest
@@ -14,6 +15,7 @@ from shardckpt.manager.step_names import NAMINGS
 from shardckpt.manager.steps import StepFolder
 from shardckpt.manifest.names import MARKER_NAME
 from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.storage.abilities import takes_requests
 from shardckpt.storage.input_file import read_file
 
 if TYPE_CHECKING:
@@ -98,9 +100,9 @@ def _clean(folders: list[str], limit: int) -> None:
     """Remove old checkpoints from the first folder that has any; warn of what is kept there and in the others."""
     with_steps = [folder for folder in folders if _has_steps(folder)]
     folder = with_steps[0] if with_steps else folders[-1]
+    noted = _read_tracker(locate(folder, get_plugin_manager()))
     for names in NAMINGS:
-        steps = StepFolder(folder, get_plugin_manager(), names)
-        collect_garbage(steps, [KeepLatest(limit)], _read_tracker(steps.place))
+        collect_garbage(StepFolder(folder, get_plugin_manager(), names), [KeepLatest(limit)], noted)
     kept = _find_exempt(folder, all_directories=folder != folders[-1])
     kept |= dict.fromkeys(with_steps[1:], f"{folder} is the one that is cleaned")
     if not with_steps:
@@ -141,6 +143,8 @@ def _find_exempt(folder: str, *, all_directories: bool) -> dict[str, str]:
 
 
 def _is_checkpoint(path: Path) -> bool:
+    if takes_requests(path):  # one for all that is below
+        return False
     return any((path / marker).is_file() for marker in (MARKER_NAME, ".metadata"))
 
 

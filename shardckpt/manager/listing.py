@@ -30,7 +30,7 @@ from shardckpt.huggingface.load import read_hub_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.names import is_hub_folder
 from shardckpt.maintenance.foreign import describe_foreign
-from shardckpt.maintenance.inside import FILE_SUFFIXES, is_marked, list_names_in
+from shardckpt.maintenance.inside import FILE_SUFFIXES, is_marked, list_local_names, list_stored_names
 from shardckpt.maintenance.sources import find_cut_file, recognise_file, recognise_files
 from shardckpt.manager.marks import find_mark, find_mark_of
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
@@ -62,7 +62,15 @@ from shardckpt.storage.abilities import has_local_files, lacks_directory, takes_
 from shardckpt.storage.directory import open_directory, retry_if_replaced
 from shardckpt.storage.filesystem import is_there, name_siblings, wrap_os_errors
 from shardckpt.storage.fingerprint_file import combine_fingerprints, parse_fingerprints
-from shardckpt.storage.places import attach_listing, find_parent, find_url, list_below, list_each_below, list_entries
+from shardckpt.storage.places import (
+    attach_listing,
+    find_parent,
+    find_url,
+    get_listing,
+    list_below,
+    list_each_below,
+    list_entries,
+)
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import LoadContext, find_error
 
@@ -373,8 +381,10 @@ def _describe_rest(
 
 
 def _count_inside(directory: Path) -> int:
-    """Return how many checkpoints there may be below a directory or URL, as names say."""
-    return count_inside(list_names_in(directory, find_parent(directory)))
+    """Return how many checkpoints there may be below a directory, as names say; of a store, by its listing, if any."""
+    if takes_requests(directory):
+        return count_inside(list_stored_names(get_listing(directory)))
+    return count_inside(list_local_names(directory, find_parent(directory)))
 
 
 def _describe_torch_files(directory: Path, summary: CheckpointSummary, names: list[str]) -> CheckpointSummary | None:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: The steps, by folder and number, of which a warning has said that no link leads to them.
+_warned: set[tuple[str, int]] = set()
+
 LATEST, BEST = LINKS = ("latest", "best")
 
 
@@ -84,14 +87,15 @@ def find_moves(
 def update_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> None:
     """Let the links lead to the latest and the best of some steps; a warning names a link that cannot be made.
 
-    Another one names a newer step that is damaged, or that could not be looked at.
+    Another one, once, names a newer step that is damaged, or that could not be looked at.
 
     Where none of the steps is of a manager with links, they are removed: the next one would not know them as its own.
     """
     targets = choose_targets(folder, steps) if _have_links(steps) else {}
     newest = max((each.step for each in steps if each.is_whole), default=0)
     for each in steps:
-        if targets and each.is_damaged and each.step > newest:
+        if targets and each.is_damaged and each.step > newest and (str(folder), each.step) not in _warned:
+            _warned.add((str(folder), each.step))
             logger.warning("the links of %s do not lead to step %d: %s", folder, each.step, each.error)
     for name in LINKS:
         _try_to_put_link(folder.place / name, targets.get(name))

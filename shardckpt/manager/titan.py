@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Any
 
 from shardckpt.engine.locations import expand_home
@@ -12,14 +12,14 @@ from shardckpt.manager.config import CheckpointConfig
 def make_titan_config(options: dict[str, Any], base_folder: str) -> CheckpointConfig:
     """Return a manager's configuration for checkpoint options of any release of torchtitan.
 
-    The option ``folder`` is relative to ``base_folder``, a folder or URL, unless it is itself a URL.
+    The option ``folder`` is relative to ``base_folder``, a folder or URL, unless it is a URL or an absolute path.
     """
     # torchtitan's behaviour: from step 0 it loads only the model, and its last save writes keys without "model.". With
     # steps_in_hf the keys are the Hub's names, so CheckpointConfig refuses last_save_bare_keys
     defaults = {"step_0_model_only": True, "last_save_bare_keys": not options.get("steps_in_hf")}
     folder = expand_home(options.get("folder", "checkpoint"))
     if base_folder and "://" not in folder:
-        folder = f"{base_folder}/{folder}" if "://" in base_folder else str(Path(base_folder, folder))
+        folder = os.path.join(base_folder, folder)  # noqa: PTH118 - as torchtitan does; a Path would join no URL
     values = {**defaults, **options, "folder": folder}
     if values.get("export_dtype") == "float32":
         values["export_dtype"] = None  # torchtitan's default, under which it casts nothing

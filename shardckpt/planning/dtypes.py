@@ -42,18 +42,15 @@ def check_dtypes(
             casts[stored[shard.key], shard.dtype].append(shard.key)
     refused = {} if allow_cast else {pair: keys for pair, keys in casts.items() if not keeps_meaning(*pair)}
     if refused:
-        shown = sorted(
-            {f"{key!r}: stored {pair[0]}, wanted {pair[1]}" for pair, keys in refused.items() for key in keys}
-        )
+        shown = sorted({_describe_cast(key, *pair) for pair, keys in refused.items() for key in keys})
         raise _make_error("be cut or wrapped around", shown, advise=advise)
     return dict(casts)
 
 
 def refuse_cast(key: str, stored: torch.dtype, wanted: torch.dtype, *, advise: bool = True) -> None:
     """Raise :class:`DtypeMismatchError` if a cast of one tensor would lose more than precision."""
-    if stored is not wanted:  # only key and dtype are compared: any shape will do
-        shard = ShardedTensor.from_global_shape(key, wanted, ())
-        check_dtypes([shard], {key: stored}, allow_cast=False, advise=advise)
+    if stored is not wanted and not keeps_meaning(stored, wanted):
+        raise _make_error("be cut or wrapped around", [_describe_cast(key, stored, wanted)], advise=advise)
 
 
 def refuse_changed_values(key: str, source: torch.Tensor, wanted: torch.dtype, *, advise: bool = True) -> None:
@@ -64,12 +61,16 @@ def refuse_changed_values(key: str, source: torch.Tensor, wanted: torch.dtype, *
 
 def describe_changed_value(key: str, stored: torch.dtype, wanted: torch.dtype, value: Any, result: Any) -> str:
     """Return a line for :func:`make_changed_error`: a tensor, a value of it, and the result of its cast."""
-    return f"{key!r}: stored {stored}, wanted {wanted}: {value} would be {result}"
+    return f"{_describe_cast(key, stored, wanted)}: {value} would be {result}"
 
 
 def make_changed_error(faults: Collection[str], *, advise: bool) -> DtypeMismatchError:
     """Return the error about values that casts change; ``advise`` as for :func:`check_dtypes`."""
     return _make_error("be changed", sorted({*faults}), advise=advise)
+
+
+def _describe_cast(key: str, stored: torch.dtype, wanted: torch.dtype) -> str:
+    return f"{key!r}: stored {stored}, wanted {wanted}"
 
 
 def _make_error(fate: str, faults: list[str], *, advise: bool) -> DtypeMismatchError:
@@ -101,15 +102,16 @@ def keeps_meaning(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def is_exact(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return whether a cast that :func:`keeps_meaning` is taken to keep every value exactly.
+    """Return whether a cast, one that :func:`keeps_meaning` allows, keeps every value exactly; for the level of a log.
 
-    It goes by size: a float of more bytes counts as holding every value of a number of fewer bytes, which is wrong only
-    for scales of 8 bits (``float8_e8m0fnu``) in float16. For equal sizes it is False, although a few such casts are
-    exact. It decides only the level at which a load logs the cast.
+    It is judged by size: a float counts as exact for every number of fewer bytes, which is wrong only for
+    ``float8_e8m0fnu`` in float16. For equal sizes it is False, although a few such casts are exact.
     """
     if stored == torch.bool or not (wanted.is_floating_point or wanted.is_complex):
-        return True
-    return stored.itemsize < wanted.itemsize // (2 if wanted.is_complex and not stored.is_complex else 1)
+        return True  # an integer: keeps_meaning has compared the ranges
+    # a real number has only half of a complex one
+    room = wanted.itemsize // 2 if wanted.is_complex and not stored.is_complex else wanted.itemsize
+    return stored.itemsize < room
 
 
 def describe_casts(casts: Casts) -> str:

@@ -125,6 +125,12 @@ def attach_listing(place: Path, listings: Mapping[str, dict[str, int]] | None, n
     return path
 
 
+def get_listing(place: Path) -> Mapping[str, int]:
+    """Return the listing that came with a folder of a store; nothing if there is none, and of a directory."""
+    remote = on_store(place)
+    return {} if remote is None else remote.listing or {}
+
+
 def remove_file(path: Path) -> None:
     """Remove a file, or an object of a store; no error if it does not exist."""
     if (remote := on_store(path)) is not None:

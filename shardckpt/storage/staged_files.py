@@ -134,13 +134,11 @@ def _name_kind(mode: int) -> str:
 def _describe_change(directory: Path, file: FileRecord | FilePart) -> str:
     """Return how a file differs from its record; ``""`` if it does not."""
     path = directory / file.name
-    try:
-        with wrap_os_errors("look at", path):
+    with wrap_os_errors("look at", path):
+        try:
             found = path.lstat()
-    except StorageError as exc:
-        if isinstance(exc.__cause__, FileNotFoundError):
+        except FileNotFoundError:
             return f"{file.name!r} is gone"
-        raise
     if not stat.S_ISREG(found.st_mode):
         return f"{file.name!r} is now {_name_kind(found.st_mode)}"
     return "" if found.st_size == file.size else f"{file.name!r} had {file.size} bytes, and has {found.st_size}"

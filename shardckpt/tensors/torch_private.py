@@ -145,10 +145,6 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     step(optimizer, closure=None)
 
 
-#: Held while a thread's number of threads, which is also that of new threads, is changed.
-_CHANGING = threading.Lock()
-
-
 def find_wrapped_child(kind: type[Any]) -> str:
     """Return the name of the child that a class of modules wraps and that torch leaves out of full names; "" if none.
 
@@ -203,11 +199,16 @@ def read_specs(dtensors: Iterable[Any]) -> list[Any]:
     return list(map(attrgetter("_spec"), dtensors))
 
 
+#: Held by :func:`one_thread` while it changes torch's number of threads, which threads that begin meanwhile get, too.
+_CHANGING = threading.Lock()
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Let torch compute on the calling thread alone in this block; other threads keep their numbers of threads.
 
-    Where several threads call torch, each has a team of its own, and waits for its slowest on cores that all share.
+    It is for a pool whose threads all call torch. Each of them would have OpenMP threads of its own, more in all than
+    there are cores, and each call would wait for the slowest of them.
     """
     number = torch.get_num_threads()  # also initialises this thread's number, which would later replace ours
     if number == 1:
@@ -215,7 +216,8 @@ def one_thread() -> Iterator[None]:
         return
     with _CHANGING:
         torch.set_num_threads(1)
-        # torch takes that for threads that begin later, too: a thread that ends at once puts it back.
+        # It is also the number of threads that begin later. One that ends at once restores it for them: set by another
+        # thread, it does not change this thread's.
         restoring = threading.Thread(target=torch.set_num_threads, args=(number,), name="shardckpt-threads")
         restoring.start()
         restoring.join()

@@ -74,7 +74,7 @@ class LoadPlan(ItemReader):
             return
         if data is None:
             stored = StoredArray(chunk.item.file, chunk.item.offset, dtype, chunk.box.shape)
-            read_box(self._reader, stored, tuple(start), target, key)
+            read_box(self.reader, stored, tuple(start), target, key)
             return
         values = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(chunk.box.shape)
         for axis, (first, length) in enumerate(zip(start, target.shape, strict=True)):
@@ -87,5 +87,5 @@ class LoadPlan(ItemReader):
 
     def read_other(self, item: _ObjectRead, ahead: ReadAhead | None) -> None:
         """Read an object."""
-        what, source = f"object {item.shard.unique_key!r}", self._reader if ahead is None else ahead
+        what, source = f"object {item.shard.unique_key!r}", self.reader if ahead is None else ahead
         item.shard.data = decode_object(item.stored.codec, source.read_range(*item.stored.item, what), what)

@@ -283,6 +283,18 @@ def test_a_tensor_in_an_object_is_that_of_its_key_in_a_file(tmp_path: Path, back
             ]
 
 
+def test_each_tensor_of_an_object_is_compared(tmp_path: Path) -> None:
+    """One by two names is that of both in the file; of two by one name, the second is not lost."""
+    shared = {"m": torch.ones(2)}
+    for name, value in (("twice", {"x": shared, "y": shared}), ("clash", {0: torch.zeros(3), "0": torch.ones(3)})):
+        state = {"o": ShardedObject("o", value, (1,), (0,)), "w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}
+        dist_checkpointing.save(state, tmp_path / name)
+    convert_checkpoint(tmp_path / "twice", tmp_path / "twice.pt", "torch")
+    assert diff_checkpoints(tmp_path / "twice", tmp_path / "twice.pt").are_same
+    torch.save({"w": torch.ones(2), "o": {"0": torch.zeros(3)}}, tmp_path / "clash.pt")
+    assert not diff_checkpoints(tmp_path / "clash", tmp_path / "clash.pt").are_same
+
+
 def test_a_long_list_is_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a random generator's 600 numbers one row says how many differ; --verbose and JSON have all.
 

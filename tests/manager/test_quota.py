@@ -12,10 +12,13 @@ import torch
 
 from shardckpt.engine import locate
 from shardckpt.engine.locations import measure
+from shardckpt.engine.space import Room, refuse_full
 from shardckpt.errors import ConfigurationError, NotEnoughSpaceError
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.plugins import get_plugin_manager
+from shardckpt.storage.remote import RemotePath
 from tests.tables import table
+from tests.testing.own_store import Folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,25 +56,43 @@ def test_a_quota_below_one_step_says_that_it_must_grow(tmp_path: Path) -> None:
     """To remove steps would not help, and the error says so; a folder that is full of steps does not say it."""
     run = tmp_path / "run"
     full = (
-        f"cannot save to {run}/step-2: it does not fit into quota=500,000 of {run}, whatever is removed: raise the "
+        f"cannot save to {run}/step-3: it does not fit into quota=500,000 of {run}, whatever is removed: raise the "
         "quota. "
     )
     with _make_manager(str(run)) as manager:
         assert manager.save(1)
+        assert manager.save(2)
     with _make_manager(str(run), quota="500kB", keep_latest_k=1) as manager:
         with pytest.raises(NotEnoughSpaceError) as caught:
-            manager.save(2)
+            manager.save(3)
         assert re.fullmatch(
             re.escape(full) + "The tensors take 1.0 MB, and with all else, as in an earlier save, it is 1.1 MB, .* too "
             r"much\. No file was written\.",
             str(caught.value),
         )
         assert not caught.value.advice
+    with _make_manager(str(run), quota="500kB", keep_latest_k=1, on_full="prune") as manager:
+        with pytest.raises(NotEnoughSpaceError, match="whatever is removed"):
+            manager.save(3)
+        assert manager.steps() == [1, 2]  # nothing is removed for a step that never fits
     with _make_manager(str(tmp_path / "other"), quota="1.5MB") as manager:
         assert manager.save(1)
         with pytest.raises(NotEnoughSpaceError) as caught:
             manager.save(2)
         assert "whatever is removed" not in str(caught.value)
+
+
+def test_what_is_too_large_for_a_place_is_said_in_any_place(tmp_path: Path) -> None:
+    """The error of a file that is replaced says what is missing; that of a URL has no password."""
+    (tmp_path / "old.pt").write_bytes(b"old")
+    with pytest.raises(NotEnoughSpaceError, match=r"too little\. .*What is at the target stays until"):
+        refuse_full(tmp_path / "old.pt", 100, "write", 10)
+    target = RemotePath(Folder("s3://user:sEcret@host/bucket/run/step-1"))
+    for room in (Room(), Room(quota=50), Room(quota=500)):
+        with pytest.raises(NotEnoughSpaceError) as caught:
+            refuse_full(target, 100, "save to", 10, room)
+        assert "user:***@" in str(caught.value)
+        assert "sEcret" not in f"{caught.value}{caught.value.advice}"
 
 
 @table("kind", ["local", "store"])

@@ -55,9 +55,10 @@ class Destinations(Protocol):
 class ArchiveReader(ItemReader):
     """Reads regions and DCP's read items; the planner's methods must be thread-safe, unless all is read in order."""
 
+    index: StoredIndex
+
     def __init__(self, reader: CheckpointReader, index: StoredIndex, planner: Destinations) -> None:
         super().__init__(reader, index)
-        self._stored = index
         self._planner = planner
 
     def find_payloads(self, chunks: Sequence[tuple[Chunk, torch.dtype, str]]) -> Iterator[int | None]:
@@ -75,14 +76,14 @@ class ArchiveReader(ItemReader):
             ]
             # most heads have a digest of their own, which says what they are: a store need not be asked for each
             known = [
-                ours is not None and self._reader.is_known(chunk.item.file, chunk.item.offset, ours.head)
+                ours is not None and self.reader.is_known(chunk.item.file, chunk.item.offset, ours.head)
                 for (chunk, _, _), ours in zip(batch, archives, strict=True)
             ]
             heads = [
                 bytearray(len(ours.head) if ours and not is_known else 0)
                 for ours, is_known in zip(archives, known, strict=True)
             ]
-            self._reader.read_ranges(
+            self.reader.read_ranges(
                 [
                     RangeRead(chunk.item.file, chunk.item.offset, memoryview(head), key)
                     for (chunk, _, key), head in zip(batch, heads, strict=True)
@@ -108,7 +109,7 @@ class ArchiveReader(ItemReader):
         self, chunk: Chunk, start: Sequence[int], target: torch.Tensor, dtype: torch.dtype, key: str, data: bytes | None
     ) -> None:
         """Read a box of a chunk; a CorruptCheckpointError if its archive is not the tensor that the metadata says."""
-        item, archive, reader = chunk.item, data, self._reader
+        item, archive, reader = chunk.item, data, self.reader
         # One read of a small archive, instead of one for its directory and one for its payload.
         if archive is None and item.length <= SMALL_ITEM:
             archive = reader.read_range(*item, key)
@@ -150,13 +151,13 @@ class ArchiveReader(ItemReader):
     def locate_other(self, item: ReadItem) -> Item:
         """Return where an item's archive is."""
         if item.type == LoadItemType.BYTE_IO:
-            return self._stored.archive(item.storage_index.fqn)
+            return self.index.archive(item.storage_index.fqn)
         return self.find_chunk(item).item
 
     def find_chunk(self, item: ReadItem) -> Chunk:
         """Return the chunk that a tensor item is read from; if it is not stored, that is a CorruptCheckpointError."""
         key, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
-        chunk = self._stored.tensor(self._stored.numbers[key]).chunks.get(offset)
+        chunk = self.index.tensor(self.index.numbers[key]).chunks.get(offset)
         if chunk is None:
             raise CorruptCheckpointError(
                 f"tensor {key!r}: its chunk at {offset} is listed but not stored: the save lost it"
@@ -165,12 +166,12 @@ class ArchiveReader(ItemReader):
 
     def read_other(self, item: ReadItem, ahead: ReadAhead | None) -> None:
         """Give an archive to the planner, or fill the tensor that it has for an item."""
-        key, source = item.storage_index.fqn, self._reader if ahead is None else ahead
+        key, source = item.storage_index.fqn, self.reader if ahead is None else ahead
         if item.type == LoadItemType.BYTE_IO:
             self._planner.load_bytes(item, io.BytesIO(source.read_range(*self.locate_other(item), key)))
             return
         target, chunk = self._planner.resolve_tensor(item), self.find_chunk(item)
-        dtype, start = self._stored.dtypes[self._stored.numbers[key]], tuple(item.storage_offsets)
+        dtype, start = self.index.dtypes[self.index.numbers[key]], tuple(item.storage_offsets)
         data = None if ahead is None else ahead.read_range(*chunk.item, key)
         self.read_chunk(chunk, start, target, dtype, key, data)
         synchronize_devices([target])
