@@ -187,14 +187,14 @@ MUTATIONS = (
     Mutation(
         "what a living process is saving is removed",
         "shardckpt/commit/leftovers.py",
-        '        return f"process {owner.pid} of this host is alive"\n',
-        '        return ""\n',
+        '    return f"process {owner.pid} of this host is alive"\n',
+        '    return ""\n',
         "commit/test_leftovers.py::test_what_a_living_process_has_stays",
     ),
     Mutation(
         "what a dead process has left is kept",
         "shardckpt/commit/leftovers.py",
-        '    if is_alive is False:\n        return ""\n',
+        '    if not is_alive:\n        return ""\n',
         "",
         "engine/test_pruning.py::test_the_next_save_leaves_nothing_but_the_checkpoint",
     ),
