@@ -122,8 +122,8 @@ def main() -> int:
     if not check.is_red:
         check.run("demo", read_command(readme, "demo"))
         check.run_tests("default", read_command(readme, "test"))
-        # three at a time on two cores: many of these tests wait, for a timeout, a disk or a store
-        check.run_tests("ci", "pytest --tier ci -n 3")
+        # four at a time on two cores: many of these tests wait, for a timeout, a disk or a store
+        check.run_tests("ci", "pytest --tier ci -n 4")
     check.print_summary()
     return int(check.is_red)
 
