@@ -423,6 +423,8 @@ _SAVES = {
     "rank 1 of 2": _CASES,
     "rank 0 of 4": ("existing",),
     "rank 3 of 4": ("existing",),
+    "contiguous, rank 0 of 2": ("existing",),
+    "contiguous, rank 1 of 2": ("existing",),
 }
 #: Operations of one process, and what stands before.
 OPERATIONS = {
@@ -445,7 +447,7 @@ UNSYNCED = ("prune", "unpin")
 #: What of them one format has, or does not depend on the format.
 OF_ONE_FORMAT = {
     "migrate": "torch_dist",
-    "contiguous": "safetensors",
+    **dict.fromkeys(("contiguous", "contiguous, rank 0 of 2", "contiguous, rank 1 of 2"), "safetensors"),
     **dict.fromkeys(("pointer", "links", "pin", "unpin", "mark"), "torch_dist"),
 }
 

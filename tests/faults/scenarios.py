@@ -217,6 +217,10 @@ class Contiguous(Scenario):
         dist_checkpointing.save(self.state(version), target, strategy, overwrite=overwrite)
 
 
+class ContiguousRanks(Contiguous, Ranks):
+    """Saves so by some ranks, which write parts of the same files."""
+
+
 class Small(Scenario):
     """Saves the samples alone: their files are of few pages."""
 
@@ -563,6 +567,8 @@ SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
 
 
 def make_scenario(name: str, folder: Path) -> Scenario:
-    """Make the scenario of a name, or of one like ``rank 0 of 2``."""
-    ranks = re.fullmatch(r"rank (\d+) of (\d+)", name)
-    return Ranks(folder, int(ranks[1]), int(ranks[2])) if ranks else SCENARIOS[name](folder)
+    """Make the scenario of a name, or of one like ``rank 0 of 2`` or ``contiguous, rank 0 of 2``."""
+    ranks = re.fullmatch(r"(contiguous, )?rank (\d+) of (\d+)", name)
+    if ranks is None:
+        return SCENARIOS[name](folder)
+    return (ContiguousRanks if ranks[1] else Ranks)(folder, int(ranks[2]), int(ranks[3]))
