@@ -80,6 +80,11 @@ class LoadTemplate:
         for path, leaf in nested_items(self._tree) if self._may_have_parts else ():
             refuse_parts(leaf, path)
 
+    @property
+    def drops_all(self) -> bool:
+        """Whether the caller has optional entries with shards, and none of them is stored."""
+        return self._has_unstored_entries and not self._has_stored_entries
+
     def fill(
         self, values: list[Any], common: StateDict, *, built: Collection[int] = (), only_built: bool = False
     ) -> StateDict:
@@ -168,11 +173,6 @@ class LoadTemplate:
     @cached_property
     def _stored(self) -> StoredNames:
         return self._list_stored()
-
-    @property
-    def drops_all(self) -> bool:
-        """Whether the caller has optional entries with shards, and none of them is stored."""
-        return self._has_unstored_entries and not self._has_stored_entries
 
 
 def _pair_tensors(

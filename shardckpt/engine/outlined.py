@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.engine.locations import find_local
-from shardckpt.plugins.outline import hold_plain, read_outline
+from shardckpt.plugins.outline import open_with_record, read_outline
 from shardckpt.storage.filesystem import file_size
 
 if TYPE_CHECKING:
@@ -32,17 +32,16 @@ class OutlinedCheckpoint(NamedTuple):
     outline: Outline
 
 
-def open_by_outline(path: str, own: Mapping[tuple[str, int], str]) -> OutlinedCheckpoint | None:
+def open_by_outline(path: str, own_functions: Mapping[tuple[str, int], str]) -> OutlinedCheckpoint | None:
     """Open a checkpoint of this library in a local directory; None if it has no outline, or is incomplete.
 
-    The caller then opens it by its strategy, whose errors say more. ``own`` has the outline functions of this
-    distribution's formats, as :func:`read_outline` takes them.
+    The caller then opens it by its strategy, whose errors say more. :func:`read_outline` takes ``own_functions``.
     """
     location = find_local(path)
-    held = None if location is None else hold_plain(location)
-    if location is None or held is None:
+    opened = None if location is None else open_with_record(location)
+    if location is None or opened is None:
         return None
-    place, record = held
+    place, record = opened
     is_complete = all(file_size(place / name) == size for name, size in record.list_files().items())
-    outline = read_outline(place, record, own) if is_complete else None
+    outline = read_outline(place, record, own_functions) if is_complete else None
     return None if outline is None else OutlinedCheckpoint(location, place, record, outline)
