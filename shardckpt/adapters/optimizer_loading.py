@@ -247,13 +247,13 @@ def _list_names(key: str, stored: StoredNames, values: StateDict, group_count: i
             name = f"{part}.{owner}"
             names.update([f"{name}.{slot}" for slot in value] if isinstance(value, dict) else [name])
     numbers = {*map(str, range(group_count))}
-    chosen = []
-    for name in sorted(names):
+
+    def is_of_parameter(name: str) -> bool:
         part, _, rest = name.partition(".")
         is_of_group = part == GROUPS and (is_group(rest) or rest.partition(".")[0] in numbers)
-        if part in _NAMED and rest and not is_of_group:
-            chosen.append(name)
-    return chosen
+        return part in _NAMED and bool(rest) and not is_of_group
+
+    return sorted(filter(is_of_parameter, names))
 
 
 def _count_groups(values: StateDict) -> int:

@@ -109,13 +109,9 @@ def _check_list(values: Any, wanted: Sequence[ShardedBase]) -> None:
     rule = "expected a list with one value for each shard, in their order"
     if not isinstance(values, (list, tuple)):
         raise PluginError(f"load returned a {_class_name(values)}; {rule}")
-    if len(values) < len(wanted):
-        raise PluginError(
-            f"load returned {len(values)} values for {len(wanted)} shards, and none for {_quote(wanted[len(values)])}; "
-            f"{rule}"
-        )
-    if len(values) > len(wanted):
-        raise PluginError(f"load returned {len(values)} values for {len(wanted)} shards; {rule}")
+    if len(values) != len(wanted):
+        missing = f", and none for {_quote(wanted[len(values)])}" if len(values) < len(wanted) else ""
+        raise PluginError(f"load returned {len(values)} values for {len(wanted)} shards{missing}; {rule}")
 
 
 def _check_tensor(shard: ShardedTensor, value: Any, find_dtypes: Callable[[], Mapping[str, torch.dtype]]) -> None:

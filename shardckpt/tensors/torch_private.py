@@ -235,27 +235,3 @@ def _empty_shard(tensor: Any, dtype: torch.dtype) -> Any:
     if is_sharded_tensor(tensor):
         return empty_sharded_tensor_like(tensor, dtype)
     return tensor.detach().new_empty(tensor.shape, dtype=dtype)
-
-
-__all__ = [
-    "OLDEST_TORCH",
-    "check_torch",
-    "copy_each",
-    "empty_sharded_tensor_like",
-    "find_wrapped_child",
-    "group_store",
-    "group_timeout",
-    "is_sharded_tensor",
-    "lengthens_names",
-    "map_arguments",
-    "move_placement",
-    "new_wrapper",
-    "one_thread",
-    "read_local_tensor",
-    "read_local_tensors",
-    "read_specs",
-    "reshards",
-    "shortens_names",
-    "split_factor",
-    "step_without_hooks",
-]
