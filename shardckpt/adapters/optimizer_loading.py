@@ -23,7 +23,7 @@ from shardckpt.state_dict import are_equal
 from shardckpt.storage.directory import retry_if_replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
@@ -178,70 +178,82 @@ def _load(
     *,
     shard_factored: bool,
 ) -> StateDict:
+    """Collective: load the optimizer's state of an open checkpoint."""
     # without the values that plain DCP stores one by one: the common state has them, too
     stored = name_stored(checkpoint.columns()._replace(values=()))
     common = checkpoint.common()
     with phase("choosing the optimizer's state"):
-        values = _find_values(key, stored, common)
-        names = _list_names(key, stored, values)
+        values = _find_common_values(key, stored, common)
+        group_count = _count_groups(values)
+        names = _list_names(key, stored, values, group_count)
         objects = {each[len(key) + 1 :] for each in stored.list_below(key) if each in stored.objects}
-        numbered = _count_groups(values) > 0
-        has_place = [_has_place(name, params, objects, numbered=numbered) for name in names]
+        has_place = [_has_place(name, params, objects, numbered=group_count > 0) for name in names]
     _report_unused(names, has_place, params, comm)
     with phase("laying out the optimizer's state"):
-        wanted = request_optimizer(params, stored, key, groups=_count_groups(values), shard_factored=shard_factored)
+        wanted = request_optimizer(params, stored, key, groups=group_count, shard_factored=shard_factored)
         template = LoadTemplate(wanted)
     loaded = checkpoint.values(template.shards)
     with phase("assembling the optimizer's state"):
-        return _assemble(template.fill(loaded, _nest_names(values, params)), params)
+        return _assemble(template.fill(loaded, _nest_values(values, params)), params)
 
 
-def _find_values(key: str, stored: StoredNames, common: StateDict) -> StateDict:
+def _find_common_values(key: str, stored: StoredNames, common: StateDict) -> StateDict:
     """Return the optimizer's values in the common state.
 
     Raises:
         KeyMismatchError: There are none, and no tensor or object is stored under the optimizer's key.
     """
-    found: Any = common
+    values: Any = common
     for part in key.split("."):
-        found = found.get(part) if isinstance(found, dict) else None
+        values = values.get(part) if isinstance(values, dict) else None
     # groups alone are enough: plain SGD has no state
-    if not found and not stored.list_below(key):
+    if not values and not stored.list_below(key):
         keys = (*stored.tensors, *stored.objects, *map(str, common))
         names = sorted({each.split(".")[0] for each in keys})
         raise KeyMismatchError(
             f"the checkpoint has no state of an optimizer {key!r}; its top-level names are "
             f"{', '.join(names) or 'none'}: pass the part of the keys before .state as optimizer_key"
         )
-    return found if isinstance(found, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
-def _list_names(key: str, stored: StoredNames, values: StateDict) -> list[str]:
+def _walk_values(values: StateDict) -> Iterator[tuple[Any, str | None, Any]]:
+    """Yield each of the optimizer's values in the common state with its part (``"state"``) and its parameter's name.
+
+    The value is a dict of slots, or the value of one slot, whose name then follows that of the parameter after a dot.
+    The name is None for a value of no parameter, such as a list of numbered groups.
+    """
+    for name, value in values.items():
+        part, _, owner = str(name).partition(".")
+        if part not in _NAMED:
+            yield name, None, value
+        elif owner:  # flattened: {"state.layer.weight.exp_avg": ...}
+            yield part, owner, value
+        elif isinstance(value, dict):  # nested: {"state": {"layer.weight": {"exp_avg": ...}}}
+            yield from ((part, str(param), slots) for param, slots in value.items())
+        else:
+            yield part, None, value
+
+
+def _list_names(key: str, stored: StoredNames, values: StateDict, group_count: int) -> list[str]:
     """Return the names of the stored state and options of parameters: ``state.layer.weight.exp_avg``.
 
     Options of groups belong to no parameter and are omitted. Those with a number that no group in the common state has
     stay in the list, so that they are reported as unused.
     """
     names = {each[len(key) + 1 :] for each in stored.list_below(key)}
-    for name, value in values.items():
-        if name not in _NAMED:  # flattened: "state.layer.weight.exp_avg", or {"exp_avg": ...} at "state.layer.weight"
-            names.update(_join(str(name), value))
-        elif isinstance(value, dict):  # nested: {"layer.weight": {"exp_avg": ...}} at "state"
-            for owner, own in value.items():
-                names.update(_join(f"{name}.{owner}", own))
-    numbers = {*map(str, range(_count_groups(values)))}
-    found = []
-    for name in sorted(names):
-        kind, _, rest = name.partition(".")
-        is_of_group = kind == GROUPS and (is_group(rest) or rest.partition(".")[0] in numbers)
-        if kind in _NAMED and rest and not is_of_group:
-            found.append(name)
-    return found
+    for part, owner, value in _walk_values(values):
+        if owner is not None:
+            name = f"{part}.{owner}"
+            names.update([f"{name}.{slot}" for slot in value] if isinstance(value, dict) else [name])
+    numbers = {*map(str, range(group_count))}
 
+    def is_of_parameter(name: str) -> bool:
+        part, _, rest = name.partition(".")
+        is_of_group = part == GROUPS and (is_group(rest) or rest.partition(".")[0] in numbers)
+        return part in _NAMED and bool(rest) and not is_of_group
 
-def _join(name: str, value: Any) -> list[str]:
-    """Return a dotted name for each value of a dict; the name alone for any other value."""
-    return [f"{name}.{slot}" for slot in value] if isinstance(value, dict) else [name]
+    return sorted(filter(is_of_parameter, names))
 
 
 def _count_groups(values: StateDict) -> int:
@@ -255,11 +267,11 @@ def _has_place(name: str, params: Mapping[str, torch.Tensor], objects: Collectio
 
     If groups are stored by number (``numbered``), options by parameter are not read.
     """
-    kind, _, rest = name.partition(".")
+    part, _, rest = name.partition(".")
     owner = find_name(rest, params)
-    if owner is None or (numbered and kind == GROUPS):
+    if owner is None or (numbered and part == GROUPS):
         return False
-    return len(owner) < len(rest) or (kind == GROUPS and name in objects)
+    return len(owner) < len(rest) or (part == GROUPS and name in objects)
 
 
 def _report_unused(names: list[str], has_place: list[bool], params: Mapping[str, torch.Tensor], comm: Comm) -> None:
@@ -283,37 +295,20 @@ def _report_unused(names: list[str], has_place: list[bool], params: Mapping[str,
         )
 
 
-def _nest_names(values: StateDict, params: Mapping[str, torch.Tensor]) -> StateDict:
-    """Return the values of the common state nested by part and parameter, whether they were nested or flattened.
-
-    A flattened name joins part, parameter and slot by dots: ``param_groups.layer.weight.lr``.
-    """
+def _nest_values(values: StateDict, params: Mapping[str, torch.Tensor]) -> StateDict:
+    """Return the values of the common state nested as the load template is, without those of other parameters."""
     nested: StateDict = {}
-    for name, value in values.items():
-        kind, _, rest = str(name).partition(".")
-        if kind not in _NAMED:
-            nested[name] = value
-        elif not rest and isinstance(value, dict):  # "state": {parameter: {slot: value}}
-            for owner, own in value.items():
-                if owner in params and isinstance(own, dict):
-                    _get_slots(nested, kind, owner).update(own)
-        elif not rest:  # "param_groups": a list of numbered groups
-            nested[kind] = value
+    for part, rest, value in _walk_values(values):
+        if rest is None:
+            nested[part] = value
         elif owner := find_name(rest, params):
-            if slot := rest[len(owner) + 1 :]:
-                _get_slots(nested, kind, owner)[slot] = value
-            elif isinstance(value, dict):
-                _get_slots(nested, kind, owner).update(value)
+            slot = rest[len(owner) + 1 :]
+            if slot or isinstance(value, dict):
+                slots = nested.setdefault(part, {}).setdefault(owner, {})
+                if part == GROUPS:  # spread_options looks for options one level deeper
+                    slots = slots.setdefault("values", {})
+                slots.update({slot: value} if slot else value)
     return nested
-
-
-def _get_slots(found: StateDict, kind: str, owner: str) -> dict[str, Any]:
-    """Return the dict for a parameter's values, created if absent, at the place that the load template has for them.
-
-    For options it is the entry ``"values"``, where :func:`spread_options` looks for them; state has no such level.
-    """
-    own = found.setdefault(kind, {}).setdefault(owner, {})
-    return own.setdefault("values", {}) if kind == GROUPS else own  # type: ignore[no-any-return]
 
 
 def _assemble(loaded: StateDict, params: Mapping[str, torch.Tensor]) -> StateDict:

@@ -79,14 +79,14 @@ def run(options: Any) -> Output:
 
     with pause_gc():  # the rows of 100,000 tensors all stay
         report = _compare_without_torch(options) or _compare(options)
-    written = []
+    page_line = []
     if options.html:
         from shardckpt.cli.html import write_difference_page
 
-        written.append(write_difference_page(report, options))
+        page_line = [write_difference_page(report, options)]
     return Output(
         lambda: {"same": report.are_same, **vars(report)},
-        lambda: [*written, *_describe(report, options)],
+        lambda: [*page_line, *_describe(report, options)],
         FINE if report.are_same else FOUND,
     )
 
@@ -104,6 +104,7 @@ def _compare_without_torch(options: Any) -> DiffReport | None:
 
 
 def _compare(options: Any) -> DiffReport:
+    """Return the report of a comparison that reads values where it must."""
     from shardckpt.engine.display import show_progress
     from shardckpt.engine.locations import locate
     from shardckpt.huggingface.config import read_config
@@ -128,6 +129,7 @@ def _compare(options: Any) -> DiffReport:
 
 
 def _describe(report: DiffReport, options: Any) -> list[str]:
+    """Return the tables of differences, the summary, and notes about what was left out."""
     lines = [*_list_tensors(report, verbose=options.verbose), *_list_objects(report, verbose=options.verbose)]
     lines.append(paint(_summarize(report, options), "good" if report.are_same else "bad"))
     notes = (_describe_left_out, _describe_unread, advise_names, _advise_rows, _advise_objects)
@@ -135,19 +137,20 @@ def _describe(report: DiffReport, options: Any) -> list[str]:
 
 
 def _summarize(report: DiffReport, options: Any) -> str:
+    """Return the line with the numbers of equal tensors, and of equal and differing values."""
     total = report.equal + sum(difference.kind != "only in second" for difference in report.differences)
     equal = f"{report.equal} of {format_many(total, 'tensor')} {'is' if total == 1 else 'are'} equal"
     if report.by_fingerprint:
         equal += f", {report.by_fingerprint} of them by their stored fingerprints (--read compares the values)"
     if report.of_other_dtype:
         equal += f", {report.of_other_dtype} of them of another dtype"
-    summary = f"{options.first}, {options.second}: {equal}"
+    tensors = f"{options.first}, {options.second}: {equal}"
     if report.objects is None:
-        return summary
+        return tensors
     entries = f"{report.objects.equal:,} {'entry is' if report.objects.equal == 1 else 'entries are'} equal"
     count = len(report.objects.differences)
     differing = f"{format_many(count, 'value')} {'differs' if count == 1 else 'differ'}" if count else "none differs"
-    return f"{summary}; objects and common state: {entries}, {differing}"
+    return f"{tensors}; objects and common state: {entries}, {differing}"
 
 
 def _list_tensors(report: DiffReport, *, verbose: bool) -> list[str]:
@@ -156,7 +159,7 @@ def _list_tensors(report: DiffReport, *, verbose: bool) -> list[str]:
         return []
     shown = [*report.differences] if verbose else _shorten_unpaired(report.differences)
     rows = [*map(_list_cells, shown)]
-    # then the table has no second column: the first has the dtype and shape of both
+    # if all rows have equal dtypes and shapes, one column "both" shows them
     first = "both" if all(each.first == each.second for each in shown) else "first"
     names = ("tensor", "differs in", first, "second", "elements", "max abs", "max rel", "first at")
     styles = [_find_style(difference.kind) for difference in shown]
@@ -188,12 +191,12 @@ def _shorten_unpaired(differences: Sequence[TensorDifference]) -> list[TensorDif
 
 def _fold_values(report: ObjectReport) -> list[tuple[str, ...]]:
     """Return the rows of values, with a single row for each outermost list or dict that differs in many places."""
-    # the containers of each key, from the outermost: a["b"][0] is in a and a["b"]
+    # the containers of each key, outermost first: a["b"][0] is in a and a["b"]
     containers_of = {
         key: [key[:at] for at, letter in enumerate(key) if letter == "[" and key[:at] in report.containers]
         for key, *_ in report.differences
     }
-    # what differs directly in each container: of a["b"][0] it is a["b"] in a, and a["b"][0] in a["b"]
+    # the places in each container that differ: a["b"][0] makes a["b"] one of a, and itself one of a["b"]
     places: dict[str, set[str]] = {}
     for key, containers in containers_of.items():
         for container, place in pairwise([*containers, key]):
@@ -209,21 +212,21 @@ def _fold_values(report: ObjectReport) -> list[tuple[str, ...]]:
 
 
 def _describe_left_out(report: DiffReport, _: Any) -> str:
-    """Say how many tensors of the optimizer's state were skipped, since a folder of the Hub has none."""
+    """Say how many tensors of the optimizer's state were skipped: a folder of the Hub has none."""
     count = len(report.left_out)
     return f"not compared: {format_many(count, 'tensor')} of the optimizer's state" if count else ""
 
 
 def _describe_unread(report: DiffReport, _: Any) -> str:
-    """Name the files in the folders that were not read, and those of them that differ."""
+    """Name the files of the folders that were not read, and which of them differ."""
     if not report.unread_files:
         return ""
     from shardckpt.maintenance.sources import describe_unread_files  # it imports torch
 
-    said = describe_unread_files(report.unread_files)
+    text = describe_unread_files(report.unread_files)
     if report.different_files:
-        said += f"; those in both whose bytes differ: {listed(report.different_files, limit=6)}"
-    return f"{escape_text(said)}: diff each by its path"
+        text += f"; those in both whose bytes differ: {listed(report.different_files, limit=6)}"
+    return f"{escape_text(text)}: diff each by its path"
 
 
 def _find_style(kind: str) -> Style:

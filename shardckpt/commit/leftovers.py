@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import shutil
-import stat
 import tempfile
 import time
 from contextlib import suppress
@@ -23,17 +22,16 @@ from shardckpt.commit.owner import Owner, is_claimed
 from shardckpt.commit.staging_names import REMOVED, REPLACED, STAGING, Leftover, discarded_name, parse_temporary, stem
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manifest.names import MARKER_NAME
-from shardckpt.storage.abilities import on_store, takes_requests
+from shardckpt.storage.abilities import takes_requests
+from shardckpt.storage.disk_usage import read_last_write
 from shardckpt.storage.filesystem import is_there, sync_directory, wrap_os_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
 logger = logging.getLogger(__name__)
 
 _HOUR = 3600.0
-#: Errors of what another process has removed meanwhile.
-_GONE = (FileNotFoundError, NotADirectoryError)
 _SPOOL = "shardckpt-spool-"
 #: A prefix, the owner, which older releases did not write, and the random end that ``mkdtemp`` adds.
 _SPOOL_NAME = re.compile(rf"{_SPOOL}(?:([0-9a-f]{{32}})-)?[a-z0-9_]{{8}}")
@@ -44,14 +42,16 @@ def find_leftovers(folder: Path, is_wanted: Callable[[str], bool]) -> list[Lefto
 
     ``is_wanted`` selects them by the stem of the target that each was made for.
     """
-    found = [] if takes_requests(folder) else [parse_temporary(path) for path in _list_candidates(folder)]
-    return sorted(leftover for leftover in found if leftover is not None and is_wanted(leftover.stem))
+    if takes_requests(folder):
+        return []
+    leftovers = filter(None, map(parse_temporary, _list_candidates(folder)))
+    return sorted(leftover for leftover in leftovers if is_wanted(leftover.stem))
 
 
 def find_leftovers_of(path: Path) -> list[Leftover]:
     """Return the temporary directories of a checkpoint, or of a folder of checkpoints, which need not exist.
 
-    Those of the path itself, which are next to it, come first; then those in it.
+    Those of the path itself, which stand next to it, come first; then those inside it.
     """
     with wrap_os_errors("look at", path):
         is_folder = path.is_dir()
@@ -75,20 +75,20 @@ class FoundFolders(NamedTuple):
 
 def walk_folders(top: Path) -> FoundFolders:
     """Find the folders with leftovers at any depth. Hidden folders, checkpoints and links are not entered."""
-    found = FoundFolders([], [], [])
+    folders = FoundFolders([], [], [])
     for path, names, files in os.walk(top):
         folder = Path(path)
         if any("shardckpt-" in name for name in names) and find_leftovers(folder, lambda _: True):
-            found.with_leftovers.append(folder)
+            folders.with_leftovers.append(folder)
         if MARKER_NAME in files:
             names.clear()  # os.walk enters the names that stay in the list
             continue
         names[:] = sorted(name for name in names if not name.startswith("."))
-        found.links.extend(folder / name for name in names if (folder / name).is_symlink())
-        links = [folder / name for name in sorted(files) if (folder / name).is_symlink()]
+        folders.links.extend(folder / name for name in names if (folder / name).is_symlink())
+        file_links = (folder / name for name in sorted(files) if (folder / name).is_symlink())
         # not Path.exists, which raises for a loop of links
-        found.broken.extend(link for link in links if not os.path.exists(link))  # noqa: PTH110
-    return found
+        folders.broken.extend(link for link in file_links if not os.path.exists(link))  # noqa: PTH110
+    return folders
 
 
 def belongs_to(target: Path) -> Callable[[str], bool]:
@@ -117,12 +117,14 @@ def why_kept(leftover: Leftover, hours: float | None = None) -> str:
 
 def _why_too_recent(leftover: Leftover, limit: float) -> str:
     """Return why a leftover may still be written to; ``""`` once its last write is ``limit`` hours old."""
-    if limit <= 0:  # even what was written in the future, by another host's clock
+    if limit <= 0:  # whatever the time of the write: another host's clock may be ahead
         return ""
     try:
-        age = (time.time() - _last_write(leftover)) / _HOUR
+        # the files of a checkpoint that an overwrite moved aside are old: the time of that rename counts
+        written = read_last_write(leftover.path, count_renames=leftover.is_replaced)
     except OSError as exc:
         return f"it cannot be read, so that its last write is not known: {exc}"
+    age = (time.time() - written) / _HOUR
     if age >= limit:
         return ""
     source = "an older release" if leftover.owner is None else "a process of another host, container or boot"
@@ -153,7 +155,7 @@ def remove_tree(path: Path) -> None:
         else:
             path.unlink(missing_ok=True)
     except OSError as exc:
-        shutil.rmtree(path, ignore_errors=True)  # removes all that can be removed
+        shutil.rmtree(path, ignore_errors=True)  # goes on past the error
         if is_there(path):
             raise StorageError(f"cannot remove {path}, which is no longer needed: {exc}") from exc
 
@@ -166,7 +168,7 @@ def remove_free(
     """Remove the leftovers that may be removed; return those that must stay, each with the reason.
 
     Args:
-        leftovers: The leftovers to look at.
+        leftovers: The candidates.
         explain: Returns why a leftover must stay, or ``""``.
         report: Called with a leftover whose removal failed, and the error. By default it logs a warning.
     """
@@ -205,66 +207,20 @@ def spool_folder() -> Path:
 
 def find_spools(folder: Path) -> list[Leftover]:
     """Return this user's spool directories in a folder, sorted; empty if the folder does not exist."""
-    found = []
+    spools = []
     for path in _list_candidates(folder):
         name = _SPOOL_NAME.fullmatch(path.name)
         with suppress(FileNotFoundError):
             if name and path.is_dir() and path.lstat().st_uid == os.geteuid():  # others may share the folder
-                found.append(Leftover(path, "", STAGING, Owner.from_text(name[1]) if name[1] else None))
-    return sorted(found)
-
-
-def freed_bytes(path: Path) -> int:
-    """Return the bytes that a removal would free: those of files without a hard link elsewhere."""
-    return sum(info.st_size for info in _walk(path, OSError) if stat.S_ISREG(info.st_mode) and info.st_nlink == 1)
-
-
-def find_last_write(path: Path) -> float | None:
-    """Return when a file or directory was last written, moved or copied, in seconds since 1970.
-
-    None if it is on a store that does not tell times, or cannot be read; 0.0 if it is gone.
-    """
-    if (remote := on_store(path)) is not None:
-        return max(remote.times().values(), default=None)
-    try:
-        return max((max(info.st_mtime, info.st_ctime) for info in _walk(path, _GONE)), default=0.0)
-    except OSError:
-        return None
-
-
-def used_bytes(path: Path) -> int:
-    """Return the bytes of a file, or of all files in a directory; several hard links to one file count once."""
-    found = {(info.st_dev, info.st_ino): info.st_size for info in _walk(path, OSError) if stat.S_ISREG(info.st_mode)}
-    return sum(found.values())
+                spools.append(Leftover(path, "", STAGING, Owner.from_text(name[1]) if name[1] else None))
+    return sorted(spools)
 
 
 def _list_candidates(folder: Path) -> list[Path]:
-    """Return paths whose names may be ours. Links never are, so nothing outside of the folder is removed."""
+    """Return the paths that may be leftovers by name. Links never are, so nothing outside the folder is removed."""
     with wrap_os_errors("list", folder):
         try:
             with os.scandir(folder) as entries:
                 return [Path(entry.path) for entry in entries if "shardckpt-" in entry.name and not entry.is_symlink()]
         except FileNotFoundError:
             return []
-
-
-def _last_write(leftover: Leftover) -> float:
-    """Return the time of the last write, 0.0 if it is gone; the rename of a replaced checkpoint counts as one."""
-    found = [*_walk(leftover.path, _GONE)]
-    written = [info.st_mtime for info in found]
-    renamed = [info.st_ctime for info in found if leftover.is_replaced]  # its files are old; a rename sets ctime alone
-    return max([*written, *renamed], default=0.0)
-
-
-def _walk(path: Path, skipped: type[OSError] | tuple[type[OSError], ...]) -> Iterator[os.stat_result]:
-    """Yield the status of a file or directory and of everything in it; what raises a ``skipped`` error is left out.
-
-    To find the newest write only ``_GONE`` may be: it may be in what cannot be read.
-    """
-    try:
-        yield path.lstat()
-        below = [] if path.is_symlink() or not path.is_dir() else list(path.iterdir())
-    except skipped:
-        return
-    for inner in below:
-        yield from _walk(inner, skipped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,12 +31,13 @@ def check_values(
 ) -> list[Any]:
     """Return the values of ``LoadStrategy.load`` if number, types, shapes and dtypes fit the shards.
 
-    ``find_dtypes`` returns the stored dtypes by key, without those that are not known. It makes a dict of all keys, so
-    it is called once, and only if the dtype of a tensor is not its shard's.
+    ``find_dtypes`` returns the known stored dtypes by key. It makes a dict of all keys, so it is called once, and only
+    if the dtype of a tensor is not its shard's.
 
     Raises:
-        PluginError: They do not fit. It names the strategy, the plugin and the key.
+        PluginError: A value does not fit. The error names the strategy, the plugin and the key.
     """
+    find_dtypes = cache(find_dtypes)
     try:
         _check_list(values, wanted)
         for shard, value in zip(wanted, values, strict=True):
@@ -65,10 +67,10 @@ def check_index(strategy: LoadStrategy, index: Any, plugins: PluginManager) -> l
         wrong = [kind for kind in {*map(type, index)} if not issubclass(kind, (ShardedTensor, ShardedObject))]
         if not wrong:
             return index
-        what = f"a list with a {wrong[0].__name__}"
+        returned = f"a list with a {wrong[0].__name__}"
     else:
-        what = f"a {_class_name(index)}"
-    fault = f"load_index returned {what}, expected a list of ShardedTensors and ShardedObjects without data"
+        returned = f"a {_class_name(index)}"
+    fault = f"load_index returned {returned}, expected a list of ShardedTensors and ShardedObjects without data"
     raise _make_error(strategy, plugins, fault)
 
 
@@ -78,25 +80,25 @@ def check_columns(strategy: LoadStrategy, columns: Any, plugins: PluginManager) 
         counts = len(columns.keys), len(columns.dtypes), len(columns.shapes)
         if len(set(counts)) == 1:
             return columns
-        what = "{} keys, {} dtypes and {} shapes".format(*counts)
+        returned = "{} keys, {} dtypes and {} shapes".format(*counts)
     else:
-        what = f"a {_class_name(columns)}"
-    fault = f"list_columns returned {what}, expected StoredColumns with one of each per tensor"
+        returned = f"a {_class_name(columns)}"
+    fault = f"list_columns returned {returned}, expected StoredColumns with one of each per tensor"
     raise _make_error(strategy, plugins, fault)
 
 
 def check_buildable(
-    strategy: LoadStrategy, wanted: Sequence[ShardedObject], found: Any, plugins: PluginManager
+    strategy: LoadStrategy, wanted: Sequence[ShardedObject], answers: Any, plugins: PluginManager
 ) -> list[bool]:
     """Return the answers of ``can_build`` for one or more objects; PluginError unless there is one for each."""
-    if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
-        returned = f"{len(found)} answers" if isinstance(found, (list, tuple)) else f"a {_class_name(found)}"
+    if not isinstance(answers, (list, tuple)) or len(answers) != len(wanted):
+        returned = f"{len(answers)} answers" if isinstance(answers, (list, tuple)) else f"a {_class_name(answers)}"
         fault = (
             f"can_build returned {returned} for {len(wanted)} objects, {_quote(wanted[0])} the first: expected a list "
             "with one bool for each"
         )
         raise _make_error(strategy, plugins, fault)
-    return list(found)
+    return list(answers)
 
 
 def _make_error(strategy: LoadStrategy, plugins: PluginManager, fault: str) -> PluginError:
@@ -107,32 +109,28 @@ def _check_list(values: Any, wanted: Sequence[ShardedBase]) -> None:
     rule = "expected a list with one value for each shard, in their order"
     if not isinstance(values, (list, tuple)):
         raise PluginError(f"load returned a {_class_name(values)}; {rule}")
-    if len(values) < len(wanted):
-        raise PluginError(
-            f"load returned {len(values)} values for {len(wanted)} shards, and none for {_quote(wanted[len(values)])}; "
-            f"{rule}"
-        )
-    if len(values) > len(wanted):
-        raise PluginError(f"load returned {len(values)} values for {len(wanted)} shards; {rule}")
+    if len(values) != len(wanted):
+        missing = f", and none for {_quote(wanted[len(values)])}" if len(values) < len(wanted) else ""
+        raise PluginError(f"load returned {len(values)} values for {len(wanted)} shards{missing}; {rule}")
 
 
 def _check_tensor(shard: ShardedTensor, value: Any, find_dtypes: Callable[[], Mapping[str, torch.dtype]]) -> None:
     expected = f"expected shape {shard.data_shape} and {shard.dtype}"
     if not isinstance(value, torch.Tensor):
         raise PluginError(f"load returned for {_quote(shard)} a {_class_name(value)}, no tensor; {expected}")
-    found = f"load returned for {_quote(shard)} shape {tuple(value.shape)} and {value.dtype}"
+    returned = f"load returned for {_quote(shard)} shape {tuple(value.shape)} and {value.dtype}"
     if tuple(value.shape) != shard.data_shape:
-        raise PluginError(f"{found}; {expected}")
+        raise PluginError(f"{returned}; {expected}")
     if value.is_meta:
-        raise PluginError(f"{found} on the meta device, without values; {expected} with values")
+        raise PluginError(f"{returned} on the meta device, without values; {expected} with values")
     if value.dtype == shard.dtype:
         return
     if shard.data is None:  # nothing to copy into: the caller gets this tensor
-        raise PluginError(f"{found}; {expected}: cast it, or fill shard.init_data('cpu')")
-    # the core copies the value into the shard's data, and casts it: from the stored dtype, which check_dtypes has seen
-    stored = find_dtypes().get(shard.key, value.dtype)  # not known: nothing to compare with
+        raise PluginError(f"{returned}; {expected}: cast it, or fill shard.init_data('cpu')")
+    # the copy into the shard's data may cast from the stored dtype: check_dtypes has approved that cast, and no other
+    stored = find_dtypes().get(shard.key, value.dtype)  # an unknown dtype is not compared
     if value.dtype != stored:
-        raise PluginError(f"{found}; {expected}, or the stored {stored}, which the core casts")
+        raise PluginError(f"{returned}; {expected}, or the stored {stored}, which the core casts")
 
 
 def _quote(shard: ShardedBase) -> str:

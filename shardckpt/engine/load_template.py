@@ -51,7 +51,7 @@ class _Slot(NamedTuple):
 class LoadTemplate:
     """The structure of the state dict to load; the caller's dict and descriptions are not changed.
 
-    A leaf such as a DTensor, which is one rank's part of a tensor and not described as a shard, is a ShardingError.
+    A leaf that is one rank's part of a tensor, such as a DTensor, and is not described as a shard is a ShardingError.
 
     Args:
         wanted: The state dict to load.
@@ -80,6 +80,11 @@ class LoadTemplate:
         for path, leaf in nested_items(self._tree) if self._may_have_parts else ():
             refuse_parts(leaf, path)
 
+    @property
+    def drops_all(self) -> bool:
+        """Whether the caller has optional entries with shards, and none of them is stored."""
+        return self._has_unstored_entries and not self._has_stored_entries
+
     def fill(
         self, values: list[Any], common: StateDict, *, built: Collection[int] = (), only_built: bool = False
     ) -> StateDict:
@@ -103,85 +108,71 @@ class LoadTemplate:
 
     def find_ignored_tensors(self, common: StateDict) -> list[str]:
         """Return the paths of wanted tensors that are neither described by a shard nor in the common state."""
-        found = _pair_tensors(self._tree, common, ()) if self._has_tensors else ()
-        return [format_path(path) for path, _, stored in found if stored is MISSING]
+        pairs = _pair_tensors(self._tree, common, ()) if self._has_tensors else ()
+        return [format_path(path) for path, _, stored in pairs if stored is MISSING]
 
     def find_misshapen(self, common: StateDict) -> list[str]:
         """Return paths and shapes of wanted tensors that the common state has in other shapes."""
-        found = _pair_tensors(self._tree, common, ()) if self._has_tensors else ()
+        pairs = _pair_tensors(self._tree, common, ()) if self._has_tensors else ()
         return [
             f"{format_path(path)} {tuple(stored.shape)} for {tuple(wanted.shape)}"
-            for path, wanted, stored in found
+            for path, wanted, stored in pairs
             if isinstance(stored, torch.Tensor) and stored.shape != wanted.shape
         ]
 
     def _make_slots(self, wanted: Any) -> Any:
-        """Return the structure with a slot for each leaf that is loaded, and append its shards to :attr:`shards`."""
-        if isinstance(wanted, OptionalEntries):
-            return self._make_entries(wanted)
-        if isinstance(wanted, dict):
-            return of_type(
-                wanted,
-                {
-                    # most leaves are tensors
-                    key: self._add_shard(value) if type(value) is ShardedTensor else self._make_slots(value)
-                    for key, value in wanted.items()
-                },
-            )
-        if isinstance(wanted, list):
-            return of_type(wanted, [self._make_slots(value) for value in wanted])
-        return self._make_slot(wanted)
+        """Return the structure with a slot for each leaf that the common state does not have; list its shards."""
+        slots: Any = wanted
+        match wanted:
+            case ShardedTensor():  # most leaves
+                slots = self._add_shard(wanted)
+            case OptionalEntries():
+                slots = self._make_optional_slots(wanted)
+            case dict():
+                slots = of_type(wanted, {key: self._make_slots(value) for key, value in wanted.items()})
+            case list():
+                slots = of_type(wanted, [self._make_slots(value) for value in wanted])
+            case ShardedTensorFactory():
+                slots = _Slot(partial(_merge, self._make_slots(build_copy(wanted)), wanted.merge_fn))
+            case PlainObject():  # stored for the readers of other libraries alone
+                slots = _Slot(lambda _: MISSING)
+            case ShardedBase():
+                slots = self._add_shard(wanted)
+            case LocalNonpersistentObject():
+                slots = _Slot(lambda _: wanted.unwrap())
+            case _:
+                self._may_have_parts |= is_part(wanted) or holds_tensors(wanted)
+                self._has_tensors |= isinstance(wanted, torch.Tensor)
+        return slots
 
-    def _make_entries(self, wanted: OptionalEntries) -> dict[str, Any]:
-        """Return the slots of the entries to load; those without stored values are left out."""
-        found: dict[str, Any] = {}
+    def _add_shard(self, shard: ShardedBase) -> _Slot:
+        self.shards.append(build_copy(shard))
+        number = len(self.shards) - 1
+        return _Slot(itemgetter(number), number)
+
+    def _make_optional_slots(self, wanted: OptionalEntries) -> dict[str, Any]:
+        """Return the slots of the entries that have stored values, or must have them; name the others as left out."""
+        slots: dict[str, Any] = {}
         for name, entry in wanted.request(self._stored).items():
             first, full_name = len(self.shards), f"{wanted.prefix}{name}"
-            slots = self._make_slots(entry)  # appends the entry's shards
+            entry_slots = self._make_slots(entry)  # appends the entry's shards
             keys = [shard.key for shard in self.shards[first:]]
-            # an entry whose keys were renamed is wanted as any other: see OptionalEntries
+            # an entry whose keys were renamed must be stored: see OptionalEntries
             is_renamed = not all(f"{key}.".startswith(f"{full_name}.") for key in keys)
             is_optional = not (wanted.required or is_renamed)
-            has_local_values = slots and not keys
+            has_local_values = entry_slots and not keys
             if is_optional and not has_local_values and not any(map(self._stored.has, keys)):
                 del self.shards[first:]
                 self.left_out.append(full_name)
                 self._has_unstored_entries |= len(keys) > 0
             else:
-                found[name] = slots
+                slots[name] = entry_slots
                 self._has_stored_entries |= is_optional and len(keys) > 0
-        return found
+        return slots
 
     @cached_property
     def _stored(self) -> StoredNames:
         return self._list_stored()
-
-    @property
-    def drops_all(self) -> bool:
-        """Whether the caller has optional entries, and nothing of any is stored."""
-        return self._has_unstored_entries and not self._has_stored_entries
-
-    def _make_slot(self, leaf: Any) -> Any:
-        """Return the slot of a leaf; the leaf itself if its value comes from the common state."""
-        if type(leaf) is ShardedTensor:  # most leaves are
-            return self._add_shard(leaf)
-        if isinstance(leaf, ShardedTensorFactory):
-            parts = dict_list_map_outplace(self._make_slot, build_copy(leaf))
-            return _Slot(partial(_merge, parts, leaf.merge_fn))
-        if isinstance(leaf, PlainObject):  # stored for the readers of other libraries alone
-            return _Slot(lambda _: MISSING)
-        if isinstance(leaf, ShardedBase):
-            return self._add_shard(leaf)
-        if isinstance(leaf, LocalNonpersistentObject):
-            return _Slot(lambda _: leaf.unwrap())
-        self._may_have_parts |= is_part(leaf) or holds_tensors(leaf)
-        self._has_tensors |= isinstance(leaf, torch.Tensor)
-        return leaf
-
-    def _add_shard(self, leaf: ShardedBase) -> _Slot:
-        self.shards.append(build_copy(leaf))
-        number = len(self.shards) - 1
-        return _Slot(itemgetter(number), number)
 
 
 def _pair_tensors(
@@ -205,34 +196,34 @@ def _merge(parts: Any, merge_fn: FactoryMergeFn, values: list[Any]) -> Any:
 
 
 def _drop_stored_twice(
-    wanted: Any, common: Any, built: Collection[int], path: str, shards: Collection[int] | None = None
+    wanted: Any, common: Any, built: Collection[int], path: str, dropped: Collection[int] | None = None
 ) -> Any:
     """Return the common state without its values at the slots of ``wanted``; MISSING if nothing is left.
 
     Args:
         wanted: The structure, or a part of it.
         common: The common state at its place.
-        built: Indices of the shards that were built, whose values a stored list has.
+        built: Indices of the shards whose values were built: a stored list has the values of these, too.
         path: The place, for errors.
-        shards: Indices of the shards whose slots count; None for all slots.
+        dropped: Indices of the shards at whose slots values are dropped; None: at all slots.
     """
-    if not _has_slot(wanted, shards):
+    if not _has_slot(wanted, dropped):
         return common
     if isinstance(wanted, dict) and isinstance(common, dict):
-        parts = {
-            key: _drop_stored_twice(wanted[key], value, built, f"{path}[{key!r}]", shards) if key in wanted else value
+        kept = {
+            key: _drop_stored_twice(wanted[key], value, built, f"{path}[{key!r}]", dropped) if key in wanted else value
             for key, value in common.items()
         }
-        return {key: part for key, part in parts.items() if part is not MISSING}
+        return {key: value for key, value in kept.items() if value is not MISSING}
     if isinstance(wanted, list) and isinstance(common, list):
-        return _drop_from_list(wanted, common, built, path, shards)
+        return _drop_from_list(wanted, common, built, path, dropped)
     return MISSING
 
 
 def _drop_from_list(
-    wanted: list[Any], common: list[Any], built: Collection[int], path: str, shards: Collection[int] | None
+    wanted: list[Any], common: list[Any], built: Collection[int], path: str, dropped: Collection[int] | None
 ) -> Any:
-    """Do what :func:`_drop_stored_twice` does for a list."""
+    """Do for a list what :func:`_drop_stored_twice` does; the list keeps its values for unsharded items, in order."""
     # the stored list has the values of built and of unsharded items, in order; tensors are not in it
     positions = [i for i, value in enumerate(wanted) if _has_common(value) or _has_slot(value, built)]
     if len(common) == len(wanted):
@@ -242,17 +233,17 @@ def _drop_from_list(
             f"the checkpoint's common state has a list of {len(common)} values at {path}, the state dict to load has "
             f"{len(positions)} that are not tensors"
         )
-    rest = []
+    kept = []
     for position, value in zip(positions, common, strict=True):
-        # an item of slots alone has no place in the list that remains
+        # _assemble_list expects no value for an item that has slots alone
         if _has_common(wanted[position]):
-            part = _drop_stored_twice(wanted[position], value, built, f"{path}[{position}]", shards)
-            rest.append(value if part is MISSING else part)
-    return rest or MISSING
+            part = _drop_stored_twice(wanted[position], value, built, f"{path}[{position}]", dropped)
+            kept.append(value if part is MISSING else part)
+    return kept or MISSING
 
 
 def _has_slot(wanted: Any, shards: Collection[int] | None = None) -> bool:
-    """Return whether a structure has a slot, or with ``shards`` a slot of one of these shards."""
+    """Return whether a structure has a slot; if ``shards`` are given, whether it has a slot of one of these."""
     slots = (leaf for leaf in nested_values(wanted) if isinstance(leaf, _Slot))
     return any(shards is None or slot.shard in shards for slot in slots)
 

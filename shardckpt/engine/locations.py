@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from shardckpt.commit.leftovers import freed_bytes, used_bytes
 from shardckpt.commit.staging_names import NAME_MAX
 from shardckpt.errors import CheckpointingException, StorageError, show_given
 from shardckpt.manifest.names import MARKER_NAME
 from shardckpt.plugins.stores import open_folder
 from shardckpt.storage.abilities import has_links, takes_requests
+from shardckpt.storage.disk_usage import freed_bytes, used_bytes
 from shardckpt.storage.filesystem import is_there, wrap_os_errors
 from shardckpt.storage.places import find_real_name, list_below
 from shardckpt.storage.remote import RemotePath

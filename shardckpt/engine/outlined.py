@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.engine.locations import find_local
-from shardckpt.plugins.outline import hold_plain, read_outline
+from shardckpt.plugins.outline import open_with_record, read_outline
 from shardckpt.storage.filesystem import file_size
 
 if TYPE_CHECKING:
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class OutlinedCheckpoint(NamedTuple):
-    """A checkpoint of which all files are there.
+    """A checkpoint whose files all have their recorded sizes.
 
     Attributes:
         location: Its path.
-        place: Its directory, held open, so that all that is read through it is of one save.
+        place: Its directory, held open: every file is read from the same save, even if another replaces it.
         record: The record of its files.
-        outline: What it stores.
+        outline: Its tensors, objects and common names.
     """
 
     location: Path
@@ -32,20 +32,16 @@ class OutlinedCheckpoint(NamedTuple):
     outline: Outline
 
 
-def open_by_outline(path: str, own: Mapping[tuple[str, int], str]) -> OutlinedCheckpoint | None:
-    """Open a checkpoint by its outline; ``own`` is that of ``read_outline``.
+def open_by_outline(path: str, own_functions: Mapping[tuple[str, int], str]) -> OutlinedCheckpoint | None:
+    """Open a checkpoint of this library in a local directory; None if it has no outline, or is incomplete.
 
-    None if it must be opened by its strategy, whose errors say more: it is at a URL or not of this library, has no
-    outline, or a file is missing or has another size than recorded.
+    The caller then opens it by its strategy, whose errors say more. :func:`read_outline` takes ``own_functions``.
     """
     location = find_local(path)
-    if location is None:
+    opened = None if location is None else open_with_record(location)
+    if location is None or opened is None:
         return None
-    held = hold_plain(location)
-    if held is None:
-        return None
-    place, record = held
-    if any(file_size(place / name) != size for name, size in record.list_files().items()):
-        return None
-    outline = read_outline(place, record, own)
+    place, record = opened
+    is_complete = all(file_size(place / name) == size for name, size in record.list_files().items())
+    outline = read_outline(place, record, own_functions) if is_complete else None
     return None if outline is None else OutlinedCheckpoint(location, place, record, outline)

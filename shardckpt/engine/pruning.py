@@ -18,7 +18,6 @@ from shardckpt.commit.leftovers import (
     find_leftovers,
     find_leftovers_of,
     find_spools,
-    freed_bytes,
     remove_free,
     remove_leftover,
     spool_folder,
@@ -35,6 +34,7 @@ from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import choose_reader, read_manifest
 from shardckpt.plugins.stores import ABSENT, open_below
 from shardckpt.storage.abilities import find_ability, takes_requests
+from shardckpt.storage.disk_usage import freed_bytes
 from shardckpt.storage.filesystem import file_size, is_there, name_siblings, sync_directory, wrap_os_errors
 from shardckpt.storage.places import find_bucket, find_url, list_folders, list_names
 from shardckpt.storage.remote import ListsFolders, attempt

@@ -87,12 +87,15 @@ class Room(NamedTuple):
         """Return whether it is the quota that leaves a target no more than these free bytes."""
         return bool(self.quota) and free < _find_system_bytes(target)
 
+    def never_fits(self, nbytes: int) -> bool:
+        """Return whether so many bytes exceed the quota itself: nothing that is removed makes room for them."""
+        return 0 < self.quota < nbytes
+
     def name_limit(self, target: Path, free: int) -> str:
-        """Return what leaves a target these free bytes, with its verb: the quota, or the file system."""
-        folder = mask_password(find_parent(target))
+        """Return the limit that leaves a target these free bytes, with its verb: the quota, or the file system."""
         if self.is_quota_less(target, free):
-            return f"quota={self.quota:,} of {folder} leaves"
-        return f"the file system of {folder} has"
+            return f"quota={self.quota:,} of {_show_folder(target)} leaves"
+        return f"the file system of {_show_folder(target)} has"
 
     def free_for_retry(self, error: NotEnoughSpaceError, target: Path) -> bool:
         """Collective: make room if a write has found none; return whether the save can be tried once more."""
@@ -157,6 +160,11 @@ def _describe_free(directory: Path) -> str:
     return f" The file system of {directory} has {format_bytes(free)}{inodes} free now."
 
 
+def _show_folder(target: Path) -> str:
+    """Return the folder of a target as errors show it."""
+    return mask_password(find_parent(target))
+
+
 def _find_system_bytes(target: Path) -> int:
     return UNKNOWN if takes_requests(target) else find_free_bytes(find_parent(target))
 
@@ -176,10 +184,10 @@ def refuse_full(
 
 def _make_space_error(target: Path, needed: int, free: int, action: str, room: Room, rest: int) -> NotEnoughSpaceError:
     """Return the error of a save that does not fit, with what could go."""
-    folder, takes = mask_password(find_parent(target)), _describe_needs(needed, rest)
-    if room.quota and needed + rest > room.quota:  # no advice of what could go
+    takes = _describe_needs(needed, rest)
+    if room.never_fits(needed + rest):  # no advice of what could go
         error = NotEnoughSpaceError(
-            f"cannot {action} {target}: it does not fit into quota={room.quota:,} of {folder}, whatever "
+            f"cannot {action} {target}: it does not fit into quota={room.quota:,} of {_show_folder(target)}, whatever "
             f"is removed: raise the quota. {takes}, {format_bytes(needed + rest - room.quota)} too much. No file was "
             "written."
         )
@@ -200,7 +208,7 @@ def _make_space_error(target: Path, needed: int, free: int, action: str, room: R
 
 
 def _is_overwrite(target: Path) -> bool:
-    """Return whether there is more at a target than the claim of its save; False where that cannot be seen now."""
+    """Return whether a target has a file, or more than the claim of this save; False if that cannot be seen now."""
     try:
         return target.is_file() or not all(map(is_mark, list_names(target)))
     except (StorageError, OSError):  # the error that is made says more
@@ -208,7 +216,7 @@ def _is_overwrite(target: Path) -> bool:
 
 
 def _describe_needs(needed: int, rest: int) -> str:
-    """Return the begin of a sentence with the bytes of a save."""
+    """Return the bytes that a save takes as the first part of a sentence."""
     if not needed:
         return f"By the size of an earlier save it takes {format_bytes(rest)}"
     more = f", and with all else, as in an earlier save, it is {format_bytes(needed + rest)}" if rest else ""
@@ -241,7 +249,7 @@ def _advise_of_space(target: Path) -> tuple[int, str]:
     folder = find_parent(target)
     runs = None if takes_requests(target) else _find_used_runs(Path(folder))
     leftover = sum(_count_leftovers(place) for place in ([folder] if runs is None else runs))
-    call = ("prune", *["-r"] * (runs is not None), mask_password(folder))
+    call = ("prune", *["-r"] * (runs is not None), _show_folder(target))
     if leftover:
         return leftover, f"{name_call(*call)} frees {format_bytes(leftover)} that interrupted saves have left"
     return 0, f"{name_call(*call, '--keep-latest', 'N', '--dry-run')} says what old steps would free"

@@ -328,8 +328,7 @@ class Transaction:
         with comm.local_phase("counting tied tensors once"):
             least = forecast.count_least()
         needed, free, rest = comm.total(least, free, rest)  # only the main rank knows what is free, and the rest
-        never_fits = 0 < self.room.quota < needed + rest  # then nothing is removed for it
-        if needed + rest > free and self.room.make is not None and not never_fits:
+        if needed + rest > free and self.room.make is not None and not self.room.never_fits(needed + rest):
             self.room.make(self.room.name_limit(self.target, free))
             free = self._find_free() if comm.is_main else 0
         with self.operation.local_phase("forecasting the space"):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def diff_by_fingerprints(
     first: str,
     second: str,
-    own: Mapping[tuple[str, int], str],
+    own_functions: Mapping[tuple[str, int], str],
     *,
     tensors_only: bool = False,
 ) -> DiffReport | None:
@@ -34,7 +34,7 @@ def diff_by_fingerprints(
     Args:
         first: A checkpoint.
         second: The same.
-        own: The functions that outline the formats of this distribution, as their plugins register them.
+        own_functions: The functions that outline the formats of this distribution, as their plugins register them.
         tensors_only: Do not compare objects and common state.
 
     Returns:
@@ -42,10 +42,9 @@ def diff_by_fingerprints(
         bytes of their objects, or of a plain common state. And if either is not whole, or has no outline.
     """
     try:
-        found = [open_by_outline(each, own) for each in (first, second)]
-        if found[0] is None or found[1] is None:
+        one, other = (open_by_outline(each, own_functions) for each in (first, second))
+        if one is None or other is None:
             return None
-        one, other = found[0], found[1]
         first_prints, second_prints = _read_fingerprints(one, other)
         # no loop over keys, which takes longer than all the rest where there are 100,000
         alone: list[set[str]] = [set(), set()]

@@ -74,41 +74,43 @@ def _rename_objects(ones: Mapping[str, _Entry], others: Mapping[str, _Entry]) ->
 def _separate_tensors(
     values: dict[str, _Entry], other: OpenCheckpoint, alone: Collection[str], theirs: dict[str, _Entry]
 ) -> set[str]:
-    """Make entries, in both, of the tensors in values that the other checkpoint has as tensors; return their keys.
+    """Give the tensors in objects that the other checkpoint stores as tensors entries in both; return their keys.
 
     ``alone`` are the tensors that only the other has.
     """
-    found: dict[str, tuple[str, torch.Tensor]] = {}
+    tensors: dict[str, tuple[str, torch.Tensor]] = {}
     # nothing else is entered: a pickle of a few bytes may have more places than can be visited, or a circle
-    above = {".".join(parts[:end]) for key in alone if (parts := key.split(".")) for end in range(1, len(parts))}
+    prefixes = {".".join(parts[:end]) for key in alone if (parts := key.split(".")) for end in range(1, len(parts))}
 
-    def pop(name: str, key: str, value: Any) -> Any:
-        """Return what a value is without those tensors; a container of nothing else is absent, as in a file."""
-        if isinstance(value, torch.Tensor) and key in alone and key not in found:
-            found[key] = (name, value)
+    def pop_tensors(name: str, key: str, value: Any) -> Any:
+        """Return a value without those tensors; a container of nothing else is absent, as in a file."""
+        if isinstance(value, torch.Tensor) and key in alone and key not in tensors:
+            tensors[key] = (name, value)
             return _ABSENT
-        if not isinstance(value, (dict, list)) or key not in above:
+        if not isinstance(value, (dict, list)) or key not in prefixes:
             return value
         parts = value if isinstance(value, dict) else dict(enumerate(value))
-        rest = {place: pop(f"{name}[{place!r}]", f"{key}.{place}", part) for place, part in parts.items()}
+        rest = {place: pop_tensors(f"{name}[{place!r}]", f"{key}.{place}", part) for place, part in parts.items()}
         if all(rest[place] is part for place, part in parts.items()):
             return value
         kept = {place: part for place, part in rest.items() if part is not _ABSENT}
         return of_type(value, kept if isinstance(value, dict) else [*kept.values()]) if kept else _ABSENT
 
     for name, (key, value) in [*values.items()] if alone else []:
-        values[name] = _Entry(key, pop(name, key, value))
+        values[name] = _Entry(key, pop_tensors(name, key, value))
         if values[name].value is _ABSENT:
             del values[name]
+    if not tensors:
+        return set()
     columns = other.columns()
     described = dict(zip(columns.keys, zip(columns.dtypes, columns.shapes, strict=True), strict=True))
-    for key, (name, tensor) in found.items():
+    for key, (name, tensor) in tensors.items():
         dtype, shape = described[key]
         stored = torch.empty(shape, dtype=dtype, device="meta")  # of another shape it is not read
         if (dtype, tuple(shape)) == (tensor.dtype, tuple(tensor.shape)):
             (stored,) = other.values([ShardedTensor.from_global_shape(key, dtype, shape)])
         values[name], theirs[name] = _Entry(key, tensor), _Entry(key, stored)
-    return {*found}
+    return {*tensors}
 
 
 def _read(checkpoint: OpenCheckpoint) -> dict[str, _Entry]:

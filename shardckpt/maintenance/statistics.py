@@ -62,7 +62,7 @@ def compute_statistics(
     norms: list[float] = []
     for block in stored.blocks(index, max_bytes=_BLOCK_BYTES):
         count_bytes(block.nbytes)
-        values = _convert(stored, block)
+        values = _to_float64(stored, block)
         finite = values[values.isfinite()]
         count += values.numel()
         nans += int(values.isnan().sum())
@@ -95,8 +95,8 @@ def has_numbers(values: torch.Tensor) -> bool:
     return True
 
 
-def _convert(stored: StoredTensor, block: torch.Tensor) -> torch.Tensor:
-    """Return the values of a block, or the absolute values of complex ones, as one row of float64."""
+def _to_float64(stored: StoredTensor, block: torch.Tensor) -> torch.Tensor:
+    """Return a block's values, absolute ones of a complex dtype, as a flat tensor of float64."""
     try:
         values = block.abs() if block.dtype.is_complex else block
         return values.to(torch.float64).flatten()
@@ -107,7 +107,7 @@ def _convert(stored: StoredTensor, block: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_exactly(sums: Sequence[float]) -> float:
-    """Return the exact sum; where it is beyond float64, that of float64: infinite, or NaN."""
+    """Return the exact sum, rounded once; infinite or NaN, as float64 adds, if it is beyond float64."""
     try:
         return math.fsum(sums)
     except (OverflowError, ValueError):
@@ -115,5 +115,5 @@ def _sum_exactly(sums: Sequence[float]) -> float:
 
 
 def _has_exact_extrema(dtype: torch.dtype) -> bool:
-    """Return whether torch has ``min`` and ``max`` for an integer dtype; those of others are taken in float64."""
+    """Return whether torch has ``min`` and ``max`` for a dtype of integers; those of other dtypes come from float64."""
     return dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

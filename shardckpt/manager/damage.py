@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.commit.leftovers import find_last_write
 from shardckpt.commit.unfinished import find_unfinished, why_unfinished_kept
 from shardckpt.commit.upload import is_under_way
 from shardckpt.engine.amounts import format_seconds
 from shardckpt.maintenance.inside import is_marked
 from shardckpt.maintenance.mending import explain_mendable
 from shardckpt.manager.listing import summarize_step
+from shardckpt.storage.disk_usage import find_last_write
 from shardckpt.storage.places import list_entries
 
 if TYPE_CHECKING:

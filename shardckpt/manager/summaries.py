@@ -15,7 +15,7 @@ from shardckpt.manager.metrics import read_metrics, read_save_time, read_setting
 from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
 from shardckpt.manifest.names import FINGERPRINTS_NAME, MARKER_NAME, Rescue, find_generation
-from shardckpt.plugins.outline import find_own_formats, hold_plain
+from shardckpt.plugins.outline import find_own_formats, open_with_record
 from shardckpt.storage.filesystem import file_size, refuse_linked_folders
 from shardckpt.storage.fingerprint_file import combine_fingerprints, parse_fingerprints
 from shardckpt.storage.input_file import read_file
@@ -159,7 +159,7 @@ def _summarize(directory: Path, formats: Collection[tuple[str, int]]) -> Checkpo
     if not (directory / MARKER_NAME).is_file():
         return None
     summary = _begin(directory)
-    held = hold_plain(directory)
+    held = open_with_record(directory)
     if held is None or (held[1].backend, held[1].version) not in formats:
         raise _NeedsReaderError
     place, record = held

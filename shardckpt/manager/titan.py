@@ -1,4 +1,4 @@
-"""Translate torchtitan's checkpoint options and loader states, for the managers of all its releases."""
+"""Translate torchtitan's checkpoint options and data loaders' states; shared by the managers for all its releases."""
 
 from __future__ import annotations
 

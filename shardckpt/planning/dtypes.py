@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: The keys of the tensors that are cast, by stored and wanted dtype.
 Casts: TypeAlias = "dict[tuple[torch.dtype, torch.dtype], list[str]]"
+#: What a cast does to values beyond the range of the wanted dtype.
+_CUT = "be cut or wrapped around"
 #: The end of an error, if the caller's function has the argument ``allow_dtype_cast``; others pass ``advise=False``.
 _CAST_ADVICE = ", or load them as torch casts them: allow_dtype_cast=True"
 
@@ -43,14 +45,14 @@ def check_dtypes(
     refused = {} if allow_cast else {pair: keys for pair, keys in casts.items() if not keeps_meaning(*pair)}
     if refused:
         shown = sorted({_describe_cast(key, *pair) for pair, keys in refused.items() for key in keys})
-        raise _make_error("be cut or wrapped around", shown, advise=advise)
+        raise _make_error(_CUT, shown, advise=advise)
     return dict(casts)
 
 
 def refuse_cast(key: str, stored: torch.dtype, wanted: torch.dtype, *, advise: bool = True) -> None:
     """Raise :class:`DtypeMismatchError` if a cast of one tensor would lose more than precision."""
     if stored is not wanted and not keeps_meaning(stored, wanted):
-        raise _make_error("be cut or wrapped around", [_describe_cast(key, stored, wanted)], advise=advise)
+        raise _make_error(_CUT, [_describe_cast(key, stored, wanted)], advise=advise)
 
 
 def refuse_changed_values(key: str, source: torch.Tensor, wanted: torch.dtype, *, advise: bool = True) -> None:
@@ -73,9 +75,9 @@ def _describe_cast(key: str, stored: torch.dtype, wanted: torch.dtype) -> str:
     return f"{key!r}: stored {stored}, wanted {wanted}"
 
 
-def _make_error(fate: str, faults: list[str], *, advise: bool) -> DtypeMismatchError:
+def _make_error(change: str, faults: list[str], *, advise: bool) -> DtypeMismatchError:
     return DtypeMismatchError(
-        f"stored values do not fit the dtypes that are wanted, and would {fate}:\n  "
+        f"stored values do not fit the dtypes that are wanted, and would {change}:\n  "
         + listed(faults, "\n  ")
         + f"\nGive these tensors the stored dtype{_CAST_ADVICE if advise else ''}"
     )
@@ -102,10 +104,10 @@ def keeps_meaning(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def is_exact(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return whether a cast, one that :func:`keeps_meaning` allows, keeps every value exactly; for the level of a log.
+    """Return whether a cast that :func:`keeps_meaning` allows keeps every value exactly; it decides the level of a log.
 
-    It is judged by size: a float counts as exact for every number of fewer bytes, which is wrong only for
-    ``float8_e8m0fnu`` in float16. For equal sizes it is False, although a few such casts are exact.
+    Sizes decide: a float is taken to hold every number of fewer bytes, which is wrong only for ``float8_e8m0fnu`` in
+    float16, and none of equal size, although a few such casts are exact.
     """
     if stored == torch.bool or not (wanted.is_floating_point or wanted.is_complex):
         return True  # an integer: keeps_meaning has compared the ranges
@@ -115,6 +117,6 @@ def is_exact(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def describe_casts(casts: Casts) -> str:
-    """Return casts as text for a log: dtypes, the number of tensors, and the first key of each cast."""
-    found = sorted((str(stored), str(wanted), keys) for (stored, wanted), keys in casts.items())
-    return ", ".join(f"{stored} to {wanted} ({len(set(keys))}: {min(keys)!r}, ...)" for stored, wanted, keys in found)
+    """Return casts as text for a log: for each, its dtypes, the number of tensors and the first key."""
+    rows = sorted((str(stored), str(wanted), keys) for (stored, wanted), keys in casts.items())
+    return ", ".join(f"{stored} to {wanted} ({len(set(keys))}: {min(keys)!r}, ...)" for stored, wanted, keys in rows)

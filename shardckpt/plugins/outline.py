@@ -76,13 +76,13 @@ def cut_shapes(extents: Sequence[int], axes: Sequence[int], most_elements: int) 
     return list(map(shapes.__getitem__, rows))
 
 
-def hold_plain(directory: Path) -> tuple[Path, PlainRecord] | None:
-    """Open the directory of a checkpoint, and return it with its record: all that is read through it is of one save.
+def open_with_record(directory: Path) -> tuple[Path, PlainRecord] | None:
+    """Return the directory of a checkpoint, held open so that all files are read from one save, and its record.
 
     None if it is not what a save of this library has committed, as it was written. JSON files that cannot be read are
     an OSError or a CheckpointingException.
     """
-    # the name of what a save, an overwrite or a removal has not ended begins with a dot
+    # a directory that a save, an overwrite or a removal has not finished has a name with a dot in front
     if directory.name.startswith(".") or not directory.is_dir():
         return None
     place = open_directory(directory)
@@ -90,15 +90,15 @@ def hold_plain(directory: Path) -> tuple[Path, PlainRecord] | None:
     return None if record is None else (place, record)
 
 
-def read_outline(directory: Path, record: PlainRecord, own: Mapping[tuple[str, int], str]) -> Outline | None:
-    """Return the outline of a checkpoint of ours by the function that its strategy was registered with.
+def read_outline(directory: Path, record: PlainRecord, own_functions: Mapping[tuple[str, int], str]) -> Outline | None:
+    """Return the outline of a checkpoint of this library by the function that its strategy was registered with.
 
     None if there is no such function, or it leaves the checkpoint to the strategy. The directory is as
-    :func:`hold_plain` returned it. ``own`` has the functions of this distribution's formats, as their plugins register
-    them, by backend and version: to find plugins takes longer than to list a checkpoint, and is left out where no other
-    distribution has any. A function that cannot be imported is a PluginError.
+    :func:`open_with_record` returned it. ``own_functions`` are those of this distribution's formats by backend and
+    version, as their plugins register them: where no other distribution has plugins, none are looked for, which takes
+    longer than to list a checkpoint. A function that cannot be imported is a PluginError.
     """
-    registered, distribution = _find_function(record.backend, record.version, own)
+    registered, distribution = _find_function(record.backend, record.version, own_functions)
     if not registered:
         return None
     module, _, name = registered.partition(":")
@@ -132,10 +132,10 @@ def _is_alone() -> bool:
     return not is_looked_for and not settings.disabled_plugins() and not has_foreign_plugins()
 
 
-def _find_function(backend: str, version: int, own: Mapping[tuple[str, int], str]) -> tuple[str, str]:
+def _find_function(backend: str, version: int, own_functions: Mapping[tuple[str, int], str]) -> tuple[str, str]:
     """Return the function of a format, ``""`` for none, and its distribution."""
     if _is_alone():
-        return own.get((backend, version), ""), "shardckpt"
+        return own_functions.get((backend, version), ""), "shardckpt"
     from shardckpt.plugins.entries import StrategyAction
     from shardckpt.plugins.manager import get_plugin_manager
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
     from pathlib import Path
 
-#: Names of what is not a regular file, by the first letter of ``stat.filemode``.
+#: Names of the other kinds of files, by the first letter of ``stat.filemode``.
 _KIND_NAMES = {
     "d": "a directory",
     "l": "a symbolic link",
@@ -37,10 +37,10 @@ class FilePart(NamedTuple):
         name: The file's path in the checkpoint.
         size: Bytes of the entire file.
         rank: The rank that wrote it.
-        keys: How many stored items are counted with this part, for reports.
-        starts: Where each segment begins in the file, uint64.
-        lengths: Bytes of each, uint32.
-        digests: The digest of each, uint32 or uint64.
+        keys: The number of stored items that this part counts, for reports.
+        starts: The offset of each segment in the file, uint64.
+        lengths: Its bytes, uint32.
+        digests: Its digest, uint32 or uint64.
     """
 
     name: str
@@ -57,8 +57,8 @@ def digest_file(
 ) -> tuple[FileRecord, str]:
     """Fsync a file that other code has written into a staging directory; return its record and SHA-256.
 
-    The SHA-256 is in hex; ``""`` unless ``sha256`` asks for it. If the file's size changes while it is read, it is an
-    error; a change of bytes alone is not noticed.
+    The SHA-256 is in hex; ``""`` unless ``sha256`` asks for it. A size that changes during the read is an error; a
+    change of bytes alone is not noticed.
     """
     make_digest, sha = digest_function(algorithm), hashlib.sha256()
     path = directory / name
@@ -82,7 +82,7 @@ def digest_file(
 
 
 def make_record(name: str, size: int, rank: int, keys: int, table: Segments) -> FileRecord:
-    """Return the record of a file; ``keys`` is the number of its stored items."""
+    """Return the record of a file that has ``keys`` stored items."""
     return FileRecord(name=name, size=size, rank=rank, keys=keys, digest=table.root(), segments=table.pack())
 
 

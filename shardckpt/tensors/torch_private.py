@@ -1,4 +1,7 @@
-"""All private names of torch that the core uses, in one place, each with its reason."""
+"""The private names of torch that the core uses, each with its reason; ``compat`` and ``archive`` have their own.
+
+``adapters`` read the hooks and children of modules themselves, since a model may have 20,000 tensors.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ OLDEST_TORCH = (2, 10)
 
 
 def check_torch(version: str) -> None:
-    """Check that a release of torch is not older than what this package works with; ImportError if it is."""
+    """Raise ImportError if a release of torch is older than :data:`OLDEST_TORCH`."""
     # major and minor alone: 2.10.0a0+... of a vendor's container is a 2.10
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and tuple(map(int, numbers.groups())) < OLDEST_TORCH:
@@ -73,9 +76,9 @@ def group_timeout(group: Any) -> dt.timedelta:
 
 
 def group_store(group: Any, prefix: str) -> Any:
-    """Return the store through which a group's ranks met, with a prefix that separates the caller's keys from others.
+    """Return the store through which a group's ranks met, with a prefix for the caller's keys.
 
-    If the group was destroyed, it is a ValueError.
+    A ValueError if the group was destroyed.
     """
     try:
         _, store = dist.distributed_c10d._world.pg_map[group]  # noqa: SLF001
@@ -132,7 +135,7 @@ def map_arguments(kind: type[Any], function: Callable[[Any], Any], arguments: An
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each tensor into one of the same shape, in one call: a call for each costs more than to copy a few KiB."""
+    """Copy each source into the target of the same shape, in one call: for a few KiB the calls are what costs."""
     with torch.inference_mode():  # neither gradients nor tangents
         torch._foreach_copy_(targets, sources)
 
@@ -166,21 +169,21 @@ def find_wrapped_child(kind: type[Any]) -> str:
 
 
 def shortens_names(hook: object) -> bool:
-    """Return whether a hook after a state dict is that of activation checkpoints, which leaves out their own names."""
+    """Return whether a state dict hook is that of activation checkpoints, which removes their names from the keys."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
     return hook is ActivationWrapper._post_state_dict_hook  # noqa: SLF001
 
 
 def lengthens_names(hook: object) -> bool:
-    """Return whether a hook before a load is that of activation checkpoints, which puts their own names in."""
+    """Return whether a load hook is that of activation checkpoints, which adds their names to the keys."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
     return hook == ActivationWrapper._pre_load_state_dict_hook  # noqa: SLF001
 
 
 def reshards(hook: object) -> bool:
-    """Return whether a hook before a state dict is FSDP2's, which puts the sharded parameters into the modules."""
+    """Return whether a state dict pre-hook is FSDP2's, which puts the sharded parameters into the modules."""
     return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp._fully_shard.")
 
 
@@ -190,7 +193,7 @@ def read_local_tensor(dtensor: Any) -> torch.Tensor:
 
 
 def read_local_tensors(dtensors: Iterable[Any]) -> list[torch.Tensor]:
-    """Return what :func:`read_local_tensor` returns of each DTensor, faster."""
+    """Return the local tensor of each DTensor, as :func:`read_local_tensor` does, in one loop in C."""
     return list(map(attrgetter("_local_tensor"), dtensors))
 
 
@@ -199,32 +202,32 @@ def read_specs(dtensors: Iterable[Any]) -> list[Any]:
     return list(map(attrgetter("_spec"), dtensors))
 
 
-#: Held by :func:`one_thread` while it changes torch's number of threads, which threads that begin meanwhile get, too.
-_CHANGING = threading.Lock()
+#: Held by :func:`one_thread` while it changes torch's number of threads: a thread that starts meanwhile would get it.
+_THREAD_COUNT_LOCK = threading.Lock()
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Let torch compute on the calling thread alone in this block; other threads keep their numbers of threads.
 
-    It is for a pool whose threads all call torch. Each of them would have OpenMP threads of its own, more in all than
-    there are cores, and each call would wait for the slowest of them.
+    For a pool whose threads all call torch: each would have OpenMP threads of its own, more in all than there are
+    cores, and each call would wait for the slowest of them.
     """
     number = torch.get_num_threads()  # also initialises this thread's number, which would later replace ours
     if number == 1:
         yield
         return
-    with _CHANGING:
+    with _THREAD_COUNT_LOCK:
         torch.set_num_threads(1)
-        # It is also the number of threads that begin later. One that ends at once restores it for them: set by another
-        # thread, it does not change this thread's.
+        # Threads that start later would get this number, too. A thread that ends at once restores theirs: a call on
+        # another thread does not change this thread's number.
         restoring = threading.Thread(target=torch.set_num_threads, args=(number,), name="shardckpt-threads")
         restoring.start()
         restoring.join()
     try:
         yield
     finally:
-        with _CHANGING:
+        with _THREAD_COUNT_LOCK:
             torch.set_num_threads(number)
 
 
@@ -232,27 +235,3 @@ def _empty_shard(tensor: Any, dtype: torch.dtype) -> Any:
     if is_sharded_tensor(tensor):
         return empty_sharded_tensor_like(tensor, dtype)
     return tensor.detach().new_empty(tensor.shape, dtype=dtype)
-
-
-__all__ = [
-    "OLDEST_TORCH",
-    "check_torch",
-    "copy_each",
-    "empty_sharded_tensor_like",
-    "find_wrapped_child",
-    "group_store",
-    "group_timeout",
-    "is_sharded_tensor",
-    "lengthens_names",
-    "map_arguments",
-    "move_placement",
-    "new_wrapper",
-    "one_thread",
-    "read_local_tensor",
-    "read_local_tensors",
-    "read_specs",
-    "reshards",
-    "shortens_names",
-    "split_factor",
-    "step_without_hooks",
-]

@@ -13,10 +13,8 @@ from shardckpt import settings
 from shardckpt.commit import commit
 from shardckpt.commit.leftovers import (
     create_spool,
-    find_last_write,
     find_leftovers,
     find_spools,
-    freed_bytes,
     remove_free,
     remove_leftover,
     remove_tree,
@@ -31,6 +29,7 @@ from shardckpt.commit.staging_names import (
     temporary_name,
 )
 from shardckpt.errors import StorageError
+from shardckpt.storage.disk_usage import find_last_write
 from tests.commit import owners
 
 if TYPE_CHECKING:
@@ -197,16 +196,6 @@ def test_two_processes_remove_at_a_time(tmp_path: Path) -> None:
     (leftover,) = _all(tmp_path)
     remove_leftover(leftover)
     remove_leftover(leftover)
-
-
-def test_bytes_that_a_removal_frees(tmp_path: Path) -> None:
-    """Files that have another name stay on the disk, and do not count."""
-    path = owners.leave(tmp_path / "ckpt", owners.dead())
-    (path / "deep").mkdir()
-    (path / "deep" / "more").write_bytes(b"1234")
-    (tmp_path / "kept").write_bytes(b"12345678")
-    (path / "link").hardlink_to(tmp_path / "kept")
-    assert freed_bytes(path) == len(b"so far") + 4
 
 
 def test_spools_of_dead_processes_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

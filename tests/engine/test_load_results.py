@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.engine.load_results import check_values
 from shardckpt.errors import KeyMismatchError, PluginError
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.parallel import FullyParallelLoadStrategyWrapper
+from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.strategy import lists_columns
 from shardckpt_torch_dist import TorchDistLoadShardedStrategy
 
@@ -125,6 +127,20 @@ def test_the_stored_dtype_is_cast(saved: str) -> None:
     loaded = dc.load(state(filled=True), saved, _Unread(lambda _: [torch.arange(12.0).reshape(4, 3), [7]]))
     assert loaded["w"].dtype is torch.bfloat16
     assert loaded["w"].sum() == 66
+
+
+def test_stored_dtypes_are_listed_once() -> None:
+    """The dict of all stored dtypes is made once, however many tensors of a checkpoint are cast."""
+    wanted = [ShardedTensor.from_rank_offsets(key, torch.zeros(2, dtype=torch.bfloat16)) for key in "abc"]
+    calls = []
+
+    def find_dtypes() -> dict[str, torch.dtype]:
+        calls.append(1)
+        return dict.fromkeys("abc", torch.float32)
+
+    strategy = TorchDistLoadShardedStrategy()
+    check_values(strategy, wanted, [torch.ones(2)] * 3, get_plugin_manager(), find_dtypes)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(
