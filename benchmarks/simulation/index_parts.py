@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.simulation.figures import COLUMNS, ROWS, Figures
 from benchmarks.simulation.replay import Recorder, Replay
-from shardckpt.chunks import LocalPlan, collect_items
+from shardckpt.chunks import LocalPlan, RequestedTensors, collect_items
 from shardckpt.chunks.owners import (
     PartMerge,
     SpecsByPart,
@@ -47,7 +47,6 @@ from shardckpt_safetensors.index_header import make_header
 from shardckpt_safetensors.index_names import INDEX_FILE
 from shardckpt_safetensors.index_parts import encode_part
 from shardckpt_safetensors.layout import lay_out
-from shardckpt_safetensors.load_plan import LoadPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -227,7 +226,7 @@ def count_opening(folder: Path, shards: list[ShardedTensor]) -> int:
     with _count_reads(counted):
         manifest: Manifest = read_manifest(folder, get_plugin_manager())
         with CheckpointReader(folder, manifest) as reader:
-            LoadPlan(shards, read_index(reader), reader)
+            RequestedTensors(shards, read_index(reader), reader)
     return counted[0]
 
 

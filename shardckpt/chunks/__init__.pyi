@@ -3,6 +3,7 @@ from shardckpt.chunks.append import append_tensor as append_tensor
 from shardckpt.chunks.append import cut_runs as cut_runs
 from shardckpt.chunks.casts import check_cast as check_cast
 from shardckpt.chunks.item_reader import ItemReader as ItemReader
+from shardckpt.chunks.item_reader import LoadPlan as LoadPlan
 from shardckpt.chunks.items import LocalItems as LocalItems
 from shardckpt.chunks.items import Sources as Sources
 from shardckpt.chunks.items import collect_items as collect_items
@@ -22,8 +23,8 @@ from shardckpt.chunks.parts import make_finder as make_finder
 from shardckpt.chunks.parts import match_parts as match_parts
 from shardckpt.chunks.read_ahead import SMALL_ITEM as SMALL_ITEM
 from shardckpt.chunks.read_ahead import ReadAhead as ReadAhead
+from shardckpt.chunks.regions import ObjectRead as ObjectRead
 from shardckpt.chunks.regions import Region as Region
-from shardckpt.chunks.regions import StagedRegion as StagedRegion
 from shardckpt.chunks.requested import RequestedTensors as RequestedTensors
 from shardckpt.chunks.save import ChunkSaveStrategy as ChunkSaveStrategy
 from shardckpt.chunks.save import ChunkWork as ChunkWork

@@ -9,13 +9,14 @@ from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage.buffers import BLOCK_BYTES, block_pool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
     from typing_extensions import Self
 
     from shardckpt.chunks.stored import Item
-    from shardckpt.storage.reader import CheckpointReader
+    from shardckpt.storage.reader import CheckpointReader, Take
+    from shardckpt.storage.spans import ElementRange
 
 #: Items up to this size, in bytes, are read together with their neighbours.
 SMALL_ITEM = 64 << 10
@@ -59,6 +60,26 @@ class ReadAhead:
         if name == self._file and 0 <= place <= len(self._data) - nbytes:
             return bytes(self._data[place : place + nbytes])
         return self._reader.read_range(name, offset, nbytes, what)
+
+    def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
+        """Fill memory from a range."""
+        buffer.cast("B")[:] = self.read_range(name, offset, buffer.nbytes, what)
+
+    def read_pieces(
+        self,
+        name: str,
+        elements: ElementRange,  # noqa: ARG002 - each range is one piece
+        ranges: Iterable[tuple[int, int]],
+        take: Take,
+        what: str,
+        *,
+        pinned: bool = False,  # noqa: ARG002 - a piece is small
+    ) -> None:
+        """Read ranges, each as a piece."""
+        for start, stop in ranges:
+            wait = take(start, memoryview(bytearray(self.read_range(name, start, stop - start, what))))
+            if wait is not None:
+                wait()
 
     def view(self, item: Item) -> memoryview | None:
         """Return the bytes of an item of the group, valid until the group is read; None if they are not there."""
