@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.simulation.figures import COLUMNS, ROWS, Figures
 from benchmarks.simulation.replay import Recorder, Replay
-from shardckpt.chunks import LocalPlan, RequestedTensors, collect_items
+from shardckpt.chunks import LocalPlan, collect_items
 from shardckpt.chunks.owners import (
     PartMerge,
     SpecsByPart,
@@ -25,6 +25,7 @@ from shardckpt.chunks.owners import (
     pack_file_counts,
     route_rows,
 )
+from shardckpt.chunks.requested import RequestedTensors
 from shardckpt.manifest import FileRecord, Manifest, Marker, Record
 from shardckpt.mapping import BlockScales, ShardedTensor
 from shardckpt.plugins import get_plugin_manager

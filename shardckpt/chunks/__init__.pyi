@@ -25,7 +25,6 @@ from shardckpt.chunks.read_ahead import SMALL_ITEM as SMALL_ITEM
 from shardckpt.chunks.read_ahead import ReadAhead as ReadAhead
 from shardckpt.chunks.regions import ObjectRead as ObjectRead
 from shardckpt.chunks.regions import Region as Region
-from shardckpt.chunks.requested import RequestedTensors as RequestedTensors
 from shardckpt.chunks.save import ChunkSaveStrategy as ChunkSaveStrategy
 from shardckpt.chunks.save import ChunkWork as ChunkWork
 from shardckpt.chunks.save import SavePlan as SavePlan
