@@ -46,6 +46,7 @@ class StoredChunk(NamedTuple):
         box: The box; one that reaches beyond the tensor has padding there.
         file: Path of the file that has the values; ``""`` if they are known already.
         source: What the format reads them by.
+        offset: About where they begin in the file: reads are in that order.
     """
 
     key: str
@@ -54,6 +55,7 @@ class StoredChunk(NamedTuple):
     box: Box
     file: str
     source: Any = None
+    offset: int = 0
 
 
 class ChunkRead(NamedTuple):
@@ -161,7 +163,7 @@ class ChunkLoadStrategy(LoadStrategy):
                     filled = with_memory(shard)
                     values[number] = filled.data
                     reads += _plan_reads(filled, matched[number])
-            reads.sort(key=lambda read: read.chunk.file)
+            reads.sort(key=lambda read: (read.chunk.file, read.chunk.offset))
             read_targets(reads, lambda read: self.read_part(read, context), context.reader)
         return values
 
