@@ -12,7 +12,7 @@ from shardckpt.chunks.load import ChunkLoadStrategy as ChunkLoadStrategy
 from shardckpt.chunks.load import ChunkRead as ChunkRead
 from shardckpt.chunks.load import StoredChunk as StoredChunk
 from shardckpt.chunks.load import describe_columns as describe_columns
-from shardckpt.chunks.load import read_targets as read_targets
+from shardckpt.chunks.load import read_chunks as read_chunks
 from shardckpt.chunks.merge import LocalPlan as LocalPlan
 from shardckpt.chunks.merge import MergedPlan as MergedPlan
 from shardckpt.chunks.merge import has_scales as has_scales
