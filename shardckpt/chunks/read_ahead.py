@@ -9,14 +9,14 @@ from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage.buffers import BLOCK_BYTES, block_pool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
     from typing_extensions import Self
 
     from shardckpt.chunks.stored import Item
     from shardckpt.storage.reader import CheckpointReader, Take
-    from shardckpt.storage.spans import ElementRange
+    from shardckpt.storage.spans import Pieces
 
 #: Items up to this size, in bytes, are read together with their neighbours.
 SMALL_ITEM = 64 << 10
@@ -65,19 +65,11 @@ class ReadAhead:
         """Fill memory from a range."""
         buffer.cast("B")[:] = self.read_range(name, offset, buffer.nbytes, what)
 
-    def read_pieces(
-        self,
-        name: str,
-        elements: ElementRange,  # noqa: ARG002 - each range is one piece
-        ranges: Iterable[tuple[int, int]],
-        take: Take,
-        what: str,
-        *,
-        pinned: bool = False,  # noqa: ARG002 - a piece is small
-    ) -> None:
+    def read_pieces(self, pieces: Pieces, take: Take) -> None:
         """Read ranges, each as a piece."""
-        for start, stop in ranges:
-            wait = take(start, memoryview(bytearray(self.read_range(name, start, stop - start, what))))
+        for start, stop in pieces.ranges:
+            data = self.read_range(pieces.file, start, stop - start, pieces.what)
+            wait = take(start, memoryview(bytearray(data)))
             if wait is not None:
                 wait()
 
