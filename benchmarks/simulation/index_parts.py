@@ -25,6 +25,7 @@ from shardckpt.chunks.owners import (
     pack_file_counts,
     route_rows,
 )
+from shardckpt.chunks.requested import RequestedTensors
 from shardckpt.manifest import FileRecord, Manifest, Marker, Record
 from shardckpt.mapping import BlockScales, ShardedTensor
 from shardckpt.plugins import get_plugin_manager
@@ -47,7 +48,6 @@ from shardckpt_safetensors.index_header import make_header
 from shardckpt_safetensors.index_names import INDEX_FILE
 from shardckpt_safetensors.index_parts import encode_part
 from shardckpt_safetensors.layout import lay_out
-from shardckpt_safetensors.load_plan import LoadPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -227,7 +227,7 @@ def count_opening(folder: Path, shards: list[ShardedTensor]) -> int:
     with _count_reads(counted):
         manifest: Manifest = read_manifest(folder, get_plugin_manager())
         with CheckpointReader(folder, manifest) as reader:
-            LoadPlan(shards, read_index(reader), reader)
+            RequestedTensors(shards, read_index(reader), reader)
     return counted[0]
 
 

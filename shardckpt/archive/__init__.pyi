@@ -1,6 +1,7 @@
 from shardckpt.archive.checksums import check_memory as check_memory
 from shardckpt.archive.checksums import summed as summed
 from shardckpt.archive.dict_names import list_dict_names as list_dict_names
+from shardckpt.archive.lazy_reads import refuse_expanded as refuse_expanded
 from shardckpt.archive.lazy_tensors import LazyTensor as LazyTensor
 from shardckpt.archive.objects import check_loadable as check_loadable
 from shardckpt.archive.objects import decode_object as decode_object

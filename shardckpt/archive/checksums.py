@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardckpt.archive.payload import StoredPayload
     from shardckpt.storage.reader import CheckpointReader, Take
     from shardckpt.storage.scatter import Source
-    from shardckpt.storage.spans import ElementRange
+    from shardckpt.storage.spans import Pieces
 
 #: Bytes of a member that are in memory at a time.
 _BLOCK = 1 << 20
@@ -163,23 +163,14 @@ class _SummedSource:
 
         reader.map(read, range(0, memory.nbytes, _PIECE), lambda first: min(_PIECE, memory.nbytes - first))
 
-    def read_pieces(
-        self,
-        name: str,
-        elements: ElementRange,
-        ranges: Iterable[tuple[int, int]],
-        take: Take,
-        what: str,
-        *,
-        pinned: bool = False,
-    ) -> None:
-        """Read ranges in pieces."""
+    def read_pieces(self, pieces: Pieces, take: Take) -> None:
+        """Read ranges in pieces, and sum each before it is taken."""
 
         def add_and_take(offset: int, memory: memoryview) -> Callable[[], None] | None:
             self._add(offset, memory)
             return take(offset, memory)
 
-        self._reader.read_pieces(name, elements, ranges, add_and_take, what, pinned=pinned)
+        self._reader.read_pieces(pieces, add_and_take)
 
     def total(self) -> tuple[int, int]:
         """Return the number of bytes that were read, and their CRC-32."""

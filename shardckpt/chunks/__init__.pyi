@@ -3,6 +3,7 @@ from shardckpt.chunks.append import append_tensor as append_tensor
 from shardckpt.chunks.append import cut_runs as cut_runs
 from shardckpt.chunks.casts import check_cast as check_cast
 from shardckpt.chunks.item_reader import ItemReader as ItemReader
+from shardckpt.chunks.item_reader import LoadPlan as LoadPlan
 from shardckpt.chunks.items import LocalItems as LocalItems
 from shardckpt.chunks.items import Sources as Sources
 from shardckpt.chunks.items import collect_items as collect_items
@@ -11,7 +12,7 @@ from shardckpt.chunks.load import ChunkLoadStrategy as ChunkLoadStrategy
 from shardckpt.chunks.load import ChunkRead as ChunkRead
 from shardckpt.chunks.load import StoredChunk as StoredChunk
 from shardckpt.chunks.load import describe_columns as describe_columns
-from shardckpt.chunks.load import read_targets as read_targets
+from shardckpt.chunks.load import read_chunks as read_chunks
 from shardckpt.chunks.merge import LocalPlan as LocalPlan
 from shardckpt.chunks.merge import MergedPlan as MergedPlan
 from shardckpt.chunks.merge import has_scales as has_scales
@@ -22,9 +23,8 @@ from shardckpt.chunks.parts import make_finder as make_finder
 from shardckpt.chunks.parts import match_parts as match_parts
 from shardckpt.chunks.read_ahead import SMALL_ITEM as SMALL_ITEM
 from shardckpt.chunks.read_ahead import ReadAhead as ReadAhead
+from shardckpt.chunks.regions import ObjectRead as ObjectRead
 from shardckpt.chunks.regions import Region as Region
-from shardckpt.chunks.regions import StagedRegion as StagedRegion
-from shardckpt.chunks.requested import RequestedTensors as RequestedTensors
 from shardckpt.chunks.save import ChunkSaveStrategy as ChunkSaveStrategy
 from shardckpt.chunks.save import ChunkWork as ChunkWork
 from shardckpt.chunks.save import SavePlan as SavePlan

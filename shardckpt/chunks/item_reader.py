@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from shardckpt.chunks.read_ahead import SMALL_ITEM, ReadAhead, group_neighbours
-from shardckpt.chunks.regions import Region, StagedRegion
-from shardckpt.errors import CorruptCheckpointError
-from shardckpt.tensors.memory import is_ordinary, synchronize_devices
+from shardckpt.chunks.regions import LateRegion, ObjectRead, Region
+from shardckpt.chunks.requested import RequestedTensors
+from shardckpt.errors import CorruptCheckpointError, ShardingError
+from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.storage.scatter import StoredArray, read_box
+from shardckpt.tensors.memory import synchronize_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,88 +21,83 @@ if TYPE_CHECKING:
     import torch
 
     from shardckpt.chunks.entire import EntireChunks
-    from shardckpt.chunks.stored import Chunk, ChunkIndex, Item
+    from shardckpt.chunks.stored import Chunk, ChunkIndex
+    from shardckpt.mapping.base import ShardedBase
     from shardckpt.storage.range_reads import RangeRead
     from shardckpt.storage.reader import CheckpointReader
 
+#: What is read; each has an ``item``, where it is stored, and ``nbytes``.
+Read: TypeAlias = Region | LateRegion | ObjectRead
+
 
 class _Group(NamedTuple):
-    """Items that one thread reads one after the other; small ones from a block that is read first."""
+    """Reads that one thread does one after the other; small ones from a block that is read first."""
 
-    items: Sequence[Any]
+    reads: Sequence[Read]
     file: str
     start: int
     stop: int
     is_small: bool
 
 
-class ItemReader(ABC):
-    """Reads regions of stored tensors, and what else a format stores; a format says how bytes become values.
+class ItemReader:
+    """Reads regions of stored tensors, and objects. What fills a destination must be thread-safe.
 
-    An item is a :class:`Region`, a :class:`StagedRegion`, or of a class of the format's own. What fills a destination
-    must be thread-safe.
+    An item is the values of its chunk, as bytes. Of a format where it is more, :meth:`find_payloads` and
+    :meth:`read_region` are overridden.
 
     Attributes:
         reader: Reads the files.
         index: What is stored.
     """
 
+    #: Whether an item is the values alone: entire chunks are then planned and read in columns.
+    has_plain_items = True
+
     def __init__(self, reader: CheckpointReader, index: ChunkIndex) -> None:
         self.reader = reader
         self.index = index
 
-    @abstractmethod
     def find_payloads(self, chunks: Sequence[tuple[Chunk, torch.dtype, str]]) -> Iterable[int | None]:
-        """Return where the payload of each chunk begins in its file; None if :meth:`read_chunk` must find it.
+        """Return where the payload of each chunk begins in its file; None if :meth:`read_region` must find it.
 
         Each comes with its stored dtype and its tensor's key.
         """
+        return [chunk.item.offset for chunk, _, _ in chunks]
 
-    @abstractmethod
-    def copy_chunk(self, chunk: Chunk, target: torch.Tensor, ahead: ReadAhead) -> bool:
-        """Copy an entire chunk, that was read ahead, to a contiguous CPU tensor of its dtype; return whether it did."""
+    def read_region(self, region: Region, dtype: torch.dtype, key: str, source: CheckpointReader | ReadAhead) -> None:
+        """Fill the target of a region, which may have another dtype than the stored one.
 
-    @abstractmethod
-    def read_chunk(
-        self, chunk: Chunk, start: Sequence[int], target: torch.Tensor, dtype: torch.dtype, key: str, data: bytes | None
-    ) -> None:
-        """Read a box of a chunk, which begins at ``start`` in it, into a tensor of the box's shape, with a cast.
-
-        ``dtype`` is the stored one, and ``data`` has the bytes of the chunk's item, if they were read already.
+        ``source`` reads the file; it has the item in memory if that is small.
         """
+        chunk = region.chunk
+        first = chunk.item.offset + chunk.first * dtype.itemsize
+        read_box(source, StoredArray(chunk.item.file, first, dtype, chunk.box.shape), region.start, region.target, key)
 
-    @abstractmethod
-    def locate_other(self, item: Any) -> Item:
-        """Return where an item is that is no region."""
+    def read_units(self, units: Iterable[Sequence[Read]], entire: EntireChunks | None = None) -> None:
+        """Read units, and chunks that are read entirely, with several threads.
 
-    @abstractmethod
-    def read_other(self, item: Any, ahead: ReadAhead | None) -> None:
-        """Read an item that is no region, from memory if it was read ahead."""
-
-    def locate(self, item: Any) -> Item:
-        """Return where an item is; to sort by it is to read each file from front to back."""
-        return item.chunk.item if isinstance(item, Region | StagedRegion) else self.locate_other(item)
-
-    def read_units(self, units: Iterable[Sequence[Any]], entire: EntireChunks | None = None) -> None:
-        """Read units of items, and chunks that are read entirely, with several threads.
-
-        A unit is a list of items that one thread must read together, in order; units of one item are sorted by
-        location. Most bytes are those of large items whose targets take them as they are: these are found first, and
-        read by threads that do nothing else, while the calling thread reads the other items. The error of a damaged
-        item names it.
+        A unit is a list of reads that one thread must do, in order; units of one read are sorted by their items. Most
+        bytes are those of large items whose targets take them as they are: these are found first, and read by threads
+        that do nothing else, while the calling thread reads the others. The error of a damaged item names it.
         """
         ranges, neighbours = ([], []) if entire is None else entire.plan_reads()
         alone: list[_Group] = []
+        regions: list[Region] = []
         others: list[_Group] = []
-        for group in self._coalesce(units):
-            is_alone = len(group.items) == 1 and not group.is_small and isinstance(group.items[0], Region)
-            (alone if is_alone else others).append(group)
-        found = self._find_ranges([group.items[0] for group in alone])
+        for group in _coalesce(units):
+            first = group.reads[0]
+            if len(group.reads) == 1 and not group.is_small and isinstance(first, Region):
+                alone.append(group)
+                regions.append(first)
+            else:
+                others.append(group)
+        found = self._find_ranges(regions)
         others += [group for group, one in zip(alone, found, strict=True) if one is None]
         # small items count as 0: they cost Python's time, not the disk's
         jobs: list[tuple[int, Callable[[], None]]] = [(0, partial(each.read, self.reader)) for each in neighbours]
         for group in others:
-            nbytes = 0 if group.is_small else sum(map(self._count_bytes, group.items))
+            nbytes = 0 if group.is_small else sum(each.nbytes for each in group.reads)
             jobs.append((nbytes, partial(self._read_group, group)))
         read_others = partial(self.reader.map, _run_job, jobs, itemgetter(0)) if jobs else None
         try:
@@ -109,20 +107,10 @@ class ItemReader(ABC):
                 entire.read_each(self.reader)
             raise
 
-    def read_in_order(self, items: Iterable[Any]) -> None:
-        """Read items one after the other, all in this thread."""
-        for group in self._coalesce((item,) for item in items):
+    def read_in_order(self, reads: Iterable[Read]) -> None:
+        """Do one read after the other, all in this thread."""
+        for group in _coalesce((each,) for each in reads):
             self._read_group(group)
-
-    def _coalesce(self, units: Iterable[Sequence[Any]]) -> Iterator[_Group]:
-        """Yield units of items that must be read together as groups, with small units next to each other joined."""
-        found = [(unit, *self.locate(unit[0])) for unit in units]
-        files, starts = [file for _, file, _, _ in found], [start for _, _, start, _ in found]
-        stops = [start + length for _, _, start, length in found]
-        small = [len(unit) == 1 and length <= SMALL_ITEM for unit, _, _, length in found]
-        for low, high in group_neighbours(files, starts, stops, small):
-            items = [item for unit, *_ in found[low:high] for item in unit]
-            yield _Group(items, files[low], starts[low], stops[high - 1], small[low])
 
     def _find_ranges(self, regions: Sequence[Region]) -> list[RangeRead | None]:
         """Return the range of a file that fills each region as it is; None for those that are read another way."""
@@ -133,38 +121,68 @@ class ItemReader(ABC):
             for region, payload, (_, dtype, key) in zip(regions, self.find_payloads(chunks), chunks, strict=True)
         ]
 
-    def _count_bytes(self, item: Any) -> int:
-        return item.nbytes if isinstance(item, Region | StagedRegion) else self.locate_other(item).length
-
     def _read_group(self, group: _Group) -> None:
-        if not group.is_small or len(group.items) == 1:
-            for item in group.items:
-                self._read(item, None)
+        if not group.is_small or len(group.reads) == 1:
+            for each in group.reads:
+                self._read(each, self.reader)
             return
         with ReadAhead(self.reader, group.file, group.start, group.stop) as ahead:
-            for item in group.items:
-                self._read(item, ahead)
+            for each in group.reads:
+                self._read(each, ahead)
 
-    def _read(self, item: Any, ahead: ReadAhead | None) -> None:
-        """Read an item, from memory if it was read ahead."""
-        if isinstance(item, Region):
-            self._read_region(item, ahead)
-        elif isinstance(item, StagedRegion):
-            self._read_region(item.resolve(), ahead)
-            item.staged.commit()
-        else:
-            self.read_other(item, ahead)
-
-    def _read_region(self, region: Region, ahead: ReadAhead | None) -> None:
-        chunk, target = region.chunk, region.target
-        key, dtype = self.index.keys[region.number], self.index.dtypes[region.number]
-        # its target may be filled by a copy of all bytes of the stored tensor
-        takes_bytes = region.is_entire and target.dtype == dtype and is_ordinary(target)
-        if ahead is not None and takes_bytes and self.copy_chunk(chunk, target, ahead):
+    def _read(self, each: Read, source: CheckpointReader | ReadAhead) -> None:
+        """Do one read, from memory if its item was read ahead."""
+        if isinstance(each, ObjectRead):
+            each.load(source.read_range(*each.item, each.what))
             return
-        data = None if ahead is None else ahead.read_range(*chunk.item, key)
-        self.read_chunk(chunk, region.start, target, dtype, key, data)
-        synchronize_devices([target])  # this thread's stream is not the caller's
+        region = each if isinstance(each, Region) else each.resolve()
+        self.read_region(region, self.index.dtypes[region.number], self.index.keys[region.number], source)
+        synchronize_devices([region.target])  # this thread's stream is not the caller's
+        if not isinstance(each, Region):
+            each.commit(region.target)
+
+
+class LoadPlan:
+    """The reads of one rank's shards, checked before anything is read; errors are those of :class:`RequestedTensors`.
+
+    ``find_object`` returns how an object is read, and raises if it is not stored.
+    """
+
+    def __init__(
+        self, wanted: Sequence[ShardedBase], items: ItemReader, find_object: Callable[[ShardedObject], ObjectRead]
+    ) -> None:
+        self._items = items
+        tensors = [shard for shard in wanted if isinstance(shard, ShardedTensor)]
+        self._tensors = RequestedTensors(tensors, items.index, items.reader)
+        self._objects: list[ObjectRead] = []
+        for shard in wanted if len(tensors) < len(wanted) else ():  # most have none
+            if isinstance(shard, ShardedObject):
+                self._objects.append(find_object(shard))
+            elif not isinstance(shard, ShardedTensor):
+                raise ShardingError(
+                    f"{shard.key!r} is a {type(shard).__name__}: only tensors and objects can be loaded"
+                )
+
+    def read(self) -> None:
+        """Read everything into the destinations."""
+        entire = self._tensors.split_entire() if self._items.has_plain_items else None
+        units: list[Sequence[Read]] = [*self._tensors.units()]
+        if self._objects:
+            units += ((each,) for each in self._objects)
+            units.sort(key=lambda unit: unit[0].item)
+        self._items.read_units(units, entire)
+
+
+def _coalesce(units: Iterable[Sequence[Read]]) -> Iterator[_Group]:
+    """Yield units as groups, with small units next to each other joined."""
+    found = [*units]
+    items = [unit[0].item for unit in found]
+    files, starts = [item.file for item in items], [item.offset for item in items]
+    stops = [item.offset + item.length for item in items]
+    small = [len(unit) == 1 and item.length <= SMALL_ITEM for unit, item in zip(found, items, strict=True)]
+    for low, high in group_neighbours(files, starts, stops, small):
+        reads = [each for unit in found[low:high] for each in unit]
+        yield _Group(reads, files[low], starts[low], stops[high - 1], small[low])
 
 
 def _run_job(job: tuple[int, Callable[[], None]]) -> None:

@@ -17,7 +17,6 @@ from shardckpt.tensors.wrappers import copy_values, movable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from typing import Protocol, TypeVar
 
     import torch
 
@@ -25,15 +24,6 @@ if TYPE_CHECKING:
     from shardckpt.planning.boxes import FlatPart, Ints
     from shardckpt.planning.lookup import BoxFinder
     from shardckpt.storage.reader import CheckpointReader
-
-    class HasTarget(Protocol):
-        """Something to read, and the tensor that it fills."""
-
-        @property
-        def target(self) -> torch.Tensor:
-            """The tensor."""
-
-    ReadT = TypeVar("ReadT", bound=HasTarget)
 
 
 class StoredChunk(NamedTuple):
@@ -46,6 +36,7 @@ class StoredChunk(NamedTuple):
         box: The box; one that reaches beyond the tensor has padding there.
         file: Path of the file that has the values; ``""`` if they are known already.
         source: What the format reads them by.
+        offset: About where they begin in the file: reads are in that order.
     """
 
     key: str
@@ -54,6 +45,7 @@ class StoredChunk(NamedTuple):
     box: Box
     file: str
     source: Any = None
+    offset: int = 0
 
 
 class ChunkRead(NamedTuple):
@@ -161,8 +153,7 @@ class ChunkLoadStrategy(LoadStrategy):
                     filled = with_memory(shard)
                     values[number] = filled.data
                     reads += _plan_reads(filled, matched[number])
-            reads.sort(key=lambda read: read.chunk.file)
-            read_targets(reads, lambda read: self.read_part(read, context), context.reader)
+            read_chunks(reads, lambda read: self.read_part(read, context), context.reader)
         return values
 
     def load_index(self, context: LoadContext) -> list[ShardedBase]:
@@ -208,19 +199,17 @@ class _StoredTensor:
         return self._finder
 
 
-def read_targets(reads: Sequence[ReadT], read: Callable[[ReadT], None], reader: CheckpointReader) -> None:
-    """Fill tensors by several threads; devices have the values when it returns.
-
-    ``reads`` are what to read, each with its target, in the order of the files.
-    """
+def read_chunks(reads: Iterable[ChunkRead], read: Callable[[ChunkRead], None], reader: CheckpointReader) -> None:
+    """Fill tensors by several threads, in the order of the files; devices have the values when it returns."""
+    ordered = sorted(reads, key=lambda each: (each.chunk.file, each.chunk.offset))
     # these have streams of their own: work of the caller's that uses the destinations must be done
-    synchronize_devices(each.target for each in reads)
+    synchronize_devices(each.target for each in ordered)
 
-    def fill(each: ReadT) -> None:
+    def fill(each: ChunkRead) -> None:
         read(each)
         synchronize_devices([each.target])  # the caller's stream does not wait for this thread's
 
-    reader.map(fill, reads, lambda each: each.target.nbytes)
+    reader.map(fill, ordered, lambda each: each.target.nbytes)
 
 
 def describe_columns(columns: StoredColumns) -> list[ShardedBase]:

@@ -1,18 +1,20 @@
-"""Regions to read: a box of a stored chunk, and the tensor that it is read into."""
+"""What a load reads: regions, which are a box of a stored chunk and the tensor that it is read into, and objects."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from shardckpt.storage.range_reads import RangeRead
 from shardckpt.storage.scatter import StoredArray, find_range
 from shardckpt.tensors.raw_memory import view_tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from shardckpt.chunks.staged import StagedDestination
-    from shardckpt.chunks.stored import Chunk
+    from shardckpt.chunks.stored import Chunk, Item
     from shardckpt.planning.boxes import FlatPart, Ints
 
 
@@ -34,6 +36,11 @@ class Region(NamedTuple):
     is_entire: bool
 
     @property
+    def item(self) -> Item:
+        """Where it is stored."""
+        return self.chunk.item
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the target, by which reads are shared among threads."""
         return self.target.nbytes
@@ -52,8 +59,45 @@ class Region(NamedTuple):
         return RangeRead(chunk.item.file, offset, view_tensor(self.target), key)
 
 
+class LateRegion(Protocol):
+    """A region whose target is asked for when it is read; a thread that gets it says when it is filled."""
+
+    @property
+    def item(self) -> Item:
+        """Where it is stored."""
+
+    @property
+    def nbytes(self) -> int:
+        """About as many bytes as are read."""
+
+    def resolve(self) -> Region:
+        """Return the region with its target."""
+
+    def commit(self, target: torch.Tensor) -> None:
+        """Note that the target is filled."""
+
+
+class ObjectRead(NamedTuple):
+    """An object to read.
+
+    Attributes:
+        item: Where it is stored.
+        what: Names it in errors.
+        load: Takes its bytes, and puts the object into its place; any thread may call it.
+    """
+
+    item: Item
+    what: str
+    load: Callable[[bytes], None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the item."""
+        return self.item.length
+
+
 class StagedRegion(NamedTuple):
-    """A region of a destination that is filled from a plain tensor, which exists from its first region to its last.
+    """A late region of a destination that is filled from a plain tensor, which exists from first to last region.
 
     The fields that are not listed are as of :class:`Region`.
 
@@ -72,11 +116,20 @@ class StagedRegion(NamedTuple):
     is_entire: bool
 
     @property
+    def item(self) -> Item:
+        """Where it is stored."""
+        return self.chunk.item
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the item."""
         return self.chunk.item.length
 
     def resolve(self) -> Region:
-        """Return the region with a view of the plain tensor; ``staged.commit()`` ends its use."""
+        """Return the region with a view of the plain tensor."""
         target = self.staged.view(self.part)[self.slices]
         return Region(self.number, self.chunk, self.start, target, self.is_entire)
+
+    def commit(self, _target: torch.Tensor) -> None:
+        """Note that the region is read: the last one fills the destination."""
+        self.staged.commit()

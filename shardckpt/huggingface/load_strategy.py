@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from shardckpt.chunks.load import read_targets
+from shardckpt.chunks.load import ChunkLoadStrategy, StoredChunk
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import KeyMismatchError, ShapeMismatchError, ShardingError
 from shardckpt.huggingface.check import check_weights
 from shardckpt.huggingface.dtypes import is_castable, is_unpacked_float
 from shardckpt.huggingface.scaled import SCALE_ENDING, Scaled, block_size, refuse_other_schemes
 from shardckpt.mapping.sharded_tensor import ShardedTensor
-from shardckpt.planning.boxes import Box, intersect, part_view, shard_parts, with_memory
+from shardckpt.planning.boxes import Box, intersect, shard_parts, with_memory
 from shardckpt.plugins.key_mapping import KeyMapEntry, get_key_map_entries
 from shardckpt.storage.scatter import StoredArray, read_box
-from shardckpt.strategy import LoadStrategy, StoredBox, StoredFile, find_error
+from shardckpt.strategy import LoadContext, StoredBox, StoredColumns, StoredFile, find_error
 from shardckpt.tensors.wrappers import is_quantized
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
 
     import torch
 
+    from shardckpt.chunks.load import ChunkRead
     from shardckpt.errors import CheckpointingException
     from shardckpt.huggingface.folder import Folder
     from shardckpt.manifest.names import Rescue
     from shardckpt.mapping.base import ShardedBase, StateDict
-    from shardckpt.planning.boxes import Ints
+    from shardckpt.planning.boxes import FlatPart, Ints
     from shardckpt.plugins.key_mapping import KeyMapping
     from shardckpt.storage.reader import CheckpointReader
-    from shardckpt.strategy import LoadContext
 
 
-class _Read(NamedTuple):
-    """A box of a tensor of the folder, the tensor that it fills, and the key, for errors."""
-
-    source: StoredArray | Scaled
-    start: Ints
-    target: torch.Tensor
-    key: str
-
-
-class HuggingFaceLoadStrategy(LoadStrategy):
+class HuggingFaceLoadStrategy(ChunkLoadStrategy):
     """Reads requested shards from a folder.
 
     ``mapping`` maps keys, without the prefix, to the folder's names. ``absent`` are the keys of shards that the folder
@@ -80,31 +72,65 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         self._block = block_size(folder.config)
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
-        """Collective: plan on every rank, then read into the shards' data."""
-        tensors = [shard for shard in wanted if isinstance(shard, ShardedTensor)]
-        with context.comm.collective_phase("planning the load"):
-            filled = [with_memory(shard) for shard in tensors]
+        """Collective: do what the base does, once for shards of the same memory; absent ones are as they were."""
+        with context.comm.local_phase("planning the load"):
+            filled = [with_memory(shard) for shard in wanted if isinstance(shard, ShardedTensor)]
             # of tied ones the first that the folder has
             once = {_memory_key(s): s for s in reversed(filled) if s.key not in self.absent}
-            reads = [read for shard in once.values() for read in self._reads(shard)]
-        # nothing is written into the shards before every rank has planned without an error
-        with context.comm.collective_phase("reading shards"):
-            for shard in filled:
-                if shard.allow_shape_mismatch and shard.data is not None:
-                    shard.data.zero_()  # it may be larger than the folder's tensor
-            reader = context.reader
-            reads.sort(key=_file_position)  # files are read from front to back
-            read_targets(reads, lambda read: _fill(reader, read), reader)
+        super().load([*once.values()], context)
         return [shard.data for shard in filled]
+
+    def list_chunks(self, context: LoadContext) -> list[StoredChunk]:  # noqa: ARG002 - the headers have been read
+        """Return the boxes of the requested tensors that the folder has: each a tensor of it, or a part of one."""
+        return [
+            StoredChunk(key, shard.dtype, tuple(shard.global_shape), link.box, self._file_of(link.name))
+            for key, shard in self._requested.items()
+            for link in self._links[key]
+        ]
+
+    def list_boxes(self, reader: CheckpointReader) -> Iterator[StoredBox]:
+        """Return which file holds which box of each requested tensor; a reader may serve several requests."""
+        chunks = self.list_chunks(LoadContext(reader, Comm(alone=True)))
+        return (StoredBox(chunk.key, *chunk.box, chunk.file) for chunk in chunks)
+
+    def match(
+        self,
+        shard: ShardedTensor,
+        context: LoadContext,  # noqa: ARG002 - the headers have been read
+    ) -> Mapping[FlatPart, Sequence[tuple[StoredChunk, Box]]]:
+        """Return the tensors of the folder that fill each part of a shard, with their values in its dtype."""
+        shape = tuple(shard.global_shape)
+        found: dict[FlatPart, list[tuple[StoredChunk, Box]]] = {}
+        for link in self._links_at_stored_shape(shard):
+            source = self._source(link.name, shard.dtype)
+            array = source.weight if isinstance(source, Scaled) else source
+            chunk = StoredChunk(shard.key, shard.dtype, shape, link.box, array.file, (link, source), array.offset)
+            for part in shard_parts(shard):
+                if (common := intersect(part.box, link.box)) is not None:
+                    found.setdefault(part, []).append((chunk, common))
+        return found
+
+    def read_part(self, read: ChunkRead, context: LoadContext) -> None:
+        """Fill a tensor from one of the folder."""
+        link, source = read.chunk.source
+        start = link.to_folder(Box(read.start, tuple(read.target.shape)).moved(link.box.offset)).offset
+        # leading axes of extent 1 (one expert of many) are absent in the folder's tensor
+        target = read.target[(0,) * link.dropped]
+        target = target.transpose(-1, -2) if link.transposed else target
+        if isinstance(source, Scaled):
+            source.read(context.reader, start, target, read.chunk.key)
+        else:
+            read_box(context.reader, source, start, target, read.chunk.key)
 
     def load_common(self, context: LoadContext) -> StateDict:  # noqa: ARG002 - a folder has none
         """Return an empty dict: a folder has tensors only."""
         return {}
 
-    def load_index(self, context: LoadContext) -> list[ShardedBase]:  # noqa: ARG002 - the headers have been read
-        """Return the requested tensors that the folder can fill, without data."""
-        # in the order of the request: a set would have another one in each process
-        return [self._describe_stored(key) for key in self._requested if key not in self._missing]
+    def list_columns(self, context: LoadContext) -> StoredColumns:  # noqa: ARG002 - the headers have been read
+        """Return the requested tensors that the folder can fill, in the order of the request."""
+        keys = [key for key in self._requested if key not in self._missing]
+        stored = [self._describe_stored(key) for key in keys]
+        return StoredColumns(keys, [dtype for dtype, _ in stored], [shape for _, shape in stored], (), {})
 
     def list_files(self, reader: CheckpointReader) -> list[StoredFile]:  # noqa: ARG002 - the headers have been read
         """Return the files of weights, with the tensors in each."""
@@ -120,13 +146,6 @@ class HuggingFaceLoadStrategy(LoadStrategy):
             found.append(StoredFile(names.get(file, file), least, tuple(keys), known, faults.get(file, "")))
         return found
 
-    def list_boxes(self, reader: CheckpointReader) -> Iterator[StoredBox]:  # noqa: ARG002 - the headers have been read
-        """Return which file holds which box of each requested tensor."""
-        for key in self._requested:
-            for link in self._links[key]:
-                file = self.folder.names[self.folder.tensors[link.name].file]
-                yield StoredBox(key, link.box.offset, link.box.shape, file)
-
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
         """Return the error of each file by name, or None: its header is read again, and compared with its length."""
         return {file.name: find_error(check_weights, reader.place / file.name) for file in self.list_files(reader)}
@@ -141,8 +160,8 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         """The keys that the rescue that has written the folder left out."""
         return self.folder.rescue
 
-    def _describe_stored(self, key: str) -> ShardedTensor:
-        """Return a requested tensor without data, with the shape and dtype that the folder can fill it with."""
+    def _describe_stored(self, key: str) -> tuple[torch.dtype, Ints]:
+        """Return the dtype and shape that the folder can fill a requested tensor with."""
         requested = self._requested[key]
         shape, dtype = tuple(requested.global_shape), requested.dtype
         links = self._links[key]
@@ -153,20 +172,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
             # quantized tensors are read as the requested dtype; _source refuses what cannot be cast
             if stored.dtype is not None and is_castable(stored.dtype) and is_castable(dtype):
                 dtype = stored.dtype
-        return ShardedTensor.from_global_shape(key, dtype, shape)
-
-    def _reads(self, shard: ShardedTensor) -> Iterator[_Read]:
-        """Yield the reads that fill a shard; none if it is tied to another, or empty."""
-        for link in self._links_at_stored_shape(shard):
-            source = self._source(link.name, shard.dtype)
-            for part in shard_parts(shard):
-                common = intersect(part.box, link.box)
-                if common is None:
-                    continue
-                # leading axes of extent 1 (one expert of many) are absent in the folder's tensor
-                target = part_view(shard, part)[common.within(part.box)][(0,) * link.dropped]
-                target = target.transpose(-1, -2) if link.transposed else target
-                yield _Read(source, link.to_folder(common).offset, target, shard.key)
+        return dtype, shape
 
     def _links_at_stored_shape(self, shard: ShardedTensor) -> Sequence[KeyMapEntry]:
         """Return the key map entries of a shard; with allow_shape_mismatch, cut to the shape that is stored."""
@@ -206,9 +212,12 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         scaled.check(name)
         return scaled
 
+    def _file_of(self, name: str) -> str:
+        return self.folder.names[self.folder.tensors[name].file]
+
     def _array(self, name: str) -> StoredArray:
         found = self.folder.tensors[name]
-        return StoredArray(self.folder.names[found.file], found.start, found.find_dtype(name), found.shape)
+        return StoredArray(self._file_of(name), found.start, found.find_dtype(name), found.shape)
 
 
 def _is_unchanged(links: Sequence[KeyMapEntry]) -> bool:
@@ -222,16 +231,3 @@ def _memory_key(shard: ShardedTensor) -> Hashable:
         return shard.key
     position = tuple(shard.global_shape), tuple(shard.global_offset), tuple(shard.data.shape), shard.data.stride()
     return shard.data.data_ptr(), shard.data.device, shard.dtype, position
-
-
-def _file_position(read: _Read) -> tuple[str, int]:
-    """Return the name of the file that is read, and the offset of the tensor in it."""
-    array = read.source.weight if isinstance(read.source, Scaled) else read.source
-    return array.file, array.offset
-
-
-def _fill(reader: CheckpointReader, read: _Read) -> None:
-    if isinstance(read.source, Scaled):
-        read.source.read(reader, read.start, read.target, read.key)
-    else:
-        read_box(reader, read.source, read.start, read.target, read.key)

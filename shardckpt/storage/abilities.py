@@ -1,7 +1,8 @@
 """Abilities of the place of a checkpoint: each path answers for itself, so that no code tests for a class of store.
 
-A directory of this machine can do everything. Another kind of path has the attributes that are looked for here, as
-:class:`~shardckpt.storage.remote.RemotePath` has. What both can do, each in its way, is in
+A directory of this machine can do everything. Another kind of path has the attributes that are looked for here, each
+for itself, as :class:`~shardckpt.storage.remote.RemotePath` has: one whose files the system opens may take requests
+all the same. What both can do, each in its way, is in
 :mod:`~shardckpt.storage.places`. Above storage and commit few ask which of the two a place is
 (``tests/test_architecture.py`` names them); others ask what a look costs, or whether a name may be a link.
 """
@@ -26,12 +27,12 @@ def has_local_files(path: Path) -> bool:
 
 def has_links(path: Path) -> bool:
     """Return whether a name there may be a symbolic link, and a file have several names."""
-    return has_local_files(path)
+    return bool(getattr(path, "has_links", True))
 
 
 def takes_requests(path: Path) -> bool:
     """Return whether each look at a file there is a request: it takes time, has a price, and may find no answer."""
-    return not has_local_files(path)
+    return bool(getattr(path, "takes_requests", False))
 
 
 def lacks_directory(path: Path) -> bool:

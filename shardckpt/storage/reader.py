@@ -26,12 +26,12 @@ from shardckpt.storage.memory_budget import plan_reading
 from shardckpt.storage.open_files import OPEN_FILES, OpenFile, OpenFiles
 from shardckpt.storage.range_reads import RangeRead, batch_ranges
 from shardckpt.storage.read_ends import ReadEnds
-from shardckpt.storage.spans import ElementRange, Span, cut_spans
+from shardckpt.storage.spans import ElementRange, Pieces, Span, cut_spans
 from shardckpt.storage.workers import Workers
 from shardckpt.tensors.memory import unfilled_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -334,32 +334,20 @@ class CheckpointReader:
             finally:
                 self._files.release(file)
 
-    def read_pieces(
-        self,
-        name: str,
-        elements: ElementRange,
-        ranges: Iterable[tuple[int, int]],
-        take: Take,
-        what: str,
-        *,
-        pinned: bool = False,
-    ) -> None:
+    def read_pieces(self, pieces: Pieces, take: Take) -> None:
         """Read ranges of a file in pieces, through the reader's own buffers; no byte is read twice.
 
         Args:
-            name: The file.
-            elements: Where the elements lie in the file: no piece begins or ends inside an element.
-            ranges: (start, stop) offsets of the requested bytes, ascending and disjoint; pieces may hold more bytes.
+            pieces: The ranges.
             take: Called for every piece, by several threads at a time, in any order.
-            what: A key, named in errors.
-            pinned: Whether the buffers are pinned memory, from which a CUDA device copies asynchronously.
 
         Raises:
             CorruptCheckpointError: the elements reach beyond the file, or a digest differs.
         """
-        file = self._files.acquire(name)
+        elements, ranges = pieces.elements, pieces.ranges
+        file = self._files.acquire(pieces.file)
         try:
-            _check_range(file, elements.start, elements.stop - elements.start, what)
+            _check_range(file, elements.start, elements.stop - elements.start, pieces.what)
 
             last = None
             if self._ends is not None:
@@ -369,10 +357,10 @@ class CheckpointReader:
                     start = self._take_end(self._ends, file, start, last, elements.unit, take)
                     ranges = [(start, last)] if start < last else []
 
-            def pieces(batch: list[Span]) -> None:
-                self._deliver(file, batch, elements, take, what, pinned=pinned, last=last)
+            def deliver(batch: list[Span]) -> None:
+                self._deliver(file, batch, pieces, take, last)
 
-            self._share(pieces, cut_spans(file.segments, ranges, self._piece_bytes, elements))
+            self._share(deliver, cut_spans(file.segments, ranges, self._piece_bytes, elements))
         finally:
             self._files.release(file)
 
@@ -546,32 +534,22 @@ class CheckpointReader:
                 wait()
         return start + count
 
-    def _deliver(
-        self,
-        file: OpenFile,
-        batch: list[Span],
-        elements: ElementRange,
-        take: Take,
-        what: str,
-        *,
-        pinned: bool,
-        last: int | None,
-    ) -> None:
+    def _deliver(self, file: OpenFile, batch: list[Span], pieces: Pieces, take: Take, last: int | None) -> None:
         """Read spans one by one into a buffer; into two in turn if ``take`` copies asynchronously.
 
         What follows ``last`` in a span is kept for the next read.
         """
         nbytes = max(span.stop - span.start for span in batch) + _ALIGNED
-        acquired = partial(self._buffers.acquired, nbytes, pinned=pinned)
+        acquired = partial(self._buffers.acquired, nbytes, pinned=pieces.pinned)
         with acquired() as one, acquired() as other:
             ring = deque((one, other))
             wait: Callable[[], None] | None = None
             try:
                 for span in batch:
-                    low, high = elements.within(span.start, span.stop)
+                    low, high = pieces.elements.within(span.start, span.stop)
                     skip = (span.start - low) % _ALIGNED  # so that the first element is at a multiple of it
                     memory = ring[0][skip : skip + span.stop - span.start]
-                    self._read(file, span, memory, what)
+                    self._read(file, span, memory, pieces.what)
                     if self._ends is not None and last is not None and span.start < last < span.stop:
                         self._keep_end(self._ends, file, last, memory[last - span.start :])
                     before, wait = wait, take(low, memory[low - span.start : max(low, high) - span.start])

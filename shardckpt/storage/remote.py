@@ -127,7 +127,8 @@ class RemotePath(OpenPath):
     """
 
     #: Read by :mod:`shardckpt.storage.abilities`.
-    has_local_files = False
+    has_local_files = has_links = False
+    takes_requests = True
     #: The size in bytes of each object below, by path, where the folder has just been listed, with others: as for
     #: :meth:`use_listing`. What opens the folder for the first time asks for no listing of its own.
     listing: Mapping[str, int] | None = None

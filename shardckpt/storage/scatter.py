@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from shardckpt.planning.boxes import Box, cut_flat_range, intersect
-from shardckpt.storage.spans import ElementRange
+from shardckpt.storage.spans import ElementRange, Pieces
 from shardckpt.tensors.memory import is_ordinary, is_plain, tensor_bytes
 from shardckpt.tensors.wrappers import copy_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from shardckpt.planning.boxes import Ints
     from shardckpt.storage.reader import Take
@@ -30,17 +30,8 @@ class Source(Protocol):
     def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
         """Fill memory from a range."""
 
-    def read_pieces(
-        self,
-        name: str,
-        elements: ElementRange,
-        ranges: Iterable[tuple[int, int]],
-        take: Take,
-        what: str,
-        *,
-        pinned: bool = False,
-    ) -> None:
-        """Read ranges in pieces."""
+    def read_pieces(self, pieces: Pieces, take: Take) -> None:
+        """Read ranges in pieces, and give each to a function."""
 
 
 class StoredArray(NamedTuple):
@@ -82,7 +73,7 @@ def read_box(source: Source, stored: StoredArray, start: Ints, target: torch.Ten
     ranges = _ranges(stored, requested)
     elements = ElementRange(stored.offset, stored.offset + math.prod(stored.shape) * itemsize, itemsize)
     scatter, pinned = partial(_scatter, stored, requested, target), target.device.type == "cuda"
-    source.read_pieces(stored.file, elements, ranges, scatter, what, pinned=pinned)
+    source.read_pieces(Pieces(stored.file, elements, ranges, what, pinned), scatter)
 
 
 def find_range(stored: StoredArray, start: Ints, target: torch.Tensor) -> int | None:

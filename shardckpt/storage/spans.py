@@ -38,6 +38,24 @@ class ElementRange(NamedTuple):
         return low + (self.start - low) % self.unit, high - (high - self.start) % self.unit
 
 
+class Pieces(NamedTuple):
+    """Ranges of a tensor's elements in a file, to be read in pieces through buffers.
+
+    Attributes:
+        file: Name of the file.
+        elements: Where the elements lie in the file: no piece begins or ends inside an element.
+        ranges: (start, stop) offsets of the requested bytes, ascending and disjoint; pieces may hold more bytes.
+        what: A key, named in errors.
+        pinned: Whether the buffers are pinned memory, from which a CUDA device copies asynchronously.
+    """
+
+    file: str
+    elements: ElementRange
+    ranges: Iterable[tuple[int, int]]
+    what: str
+    pinned: bool = False
+
+
 def cut_spans(
     segments: Segments | None, ranges: Iterable[tuple[int, int]], most: int, elements: ElementRange
 ) -> Iterator[Span]:

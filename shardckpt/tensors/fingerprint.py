@@ -21,7 +21,7 @@ and a constant: for each m, a sum is equal for at most 2^i choices of f in 2^64,
 other block differs, i is k; else it is k + n or more for at most one m in 2^(n - 1), so that on average a sum is equal
 for at most 65 choices in 2^(64 - k). Both sums, whose f and m are their own, are equal for one in 2^(115 - 2k). Over
 all j that is at most one in 2^(114 - 2v). The worst case is v = 15, where nothing but signs of numbers differs: one in
-2^84; for most differences v is 0 or little more, and the odds are one in 2^114 or little more. ElementRange that change
+2^84; for most differences v is 0 or little more, and the odds are one in 2^114 or little more. Elements that change
 places are such a difference. The key is not in the sums: fingerprints are stored and compared by key, so tensors that
 change places show.
 """

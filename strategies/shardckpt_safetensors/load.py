@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.chunks import describe_columns
+from shardckpt.chunks import ItemReader, LoadPlan, ObjectRead, describe_columns
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.mapping import PlainObject
 from shardckpt.strategy import LoadStrategy
 from shardckpt_safetensors.check import check_files, list_files
 from shardckpt_safetensors.index import read_index
 from shardckpt_safetensors.index_names import COMMON_FILE
-from shardckpt_safetensors.load_plan import LoadPlan
 from shardckpt_safetensors.objects import decode_object, decode_tree_file
 from shardckpt_safetensors.remove import plan_removal
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from shardckpt.errors import CheckpointingException
-    from shardckpt.mapping import ShardedBase, StateDict
+    from shardckpt.mapping import ShardedBase, ShardedObject, StateDict
     from shardckpt.storage import CheckpointReader
     from shardckpt.strategy import LoadContext, Removal, StoredBox, StoredColumns, StoredFile
+    from shardckpt_safetensors.index import StoredIndex
 
 
 class SafetensorsLoadShardedStrategy(LoadStrategy):
@@ -37,7 +38,7 @@ class SafetensorsLoadShardedStrategy(LoadStrategy):
         """
         index = read_index(context.reader)
         with context.comm.local_phase("planning the load"):
-            plan = LoadPlan(wanted, index, context.reader)
+            plan = LoadPlan(wanted, ItemReader(context.reader, index), partial(_find_object, index))
         context.require_same_save(index.header.id.encode(), "index")
         with context.comm.local_phase("reading shards"):
             plan.read()
@@ -87,3 +88,13 @@ class SafetensorsLoadShardedStrategy(LoadStrategy):
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
         """Return the error of each listed file by name, or None, as far as a check without digests finds one."""
         return check_files(reader)
+
+
+def _find_object(index: StoredIndex, shard: ShardedObject) -> ObjectRead:
+    """Return how an object is read, by its codec."""
+    stored, what = index.find_object(shard.unique_key), f"object {shard.unique_key!r}"
+
+    def load(data: bytes) -> None:
+        shard.data = decode_object(stored.codec, data, what)
+
+    return ObjectRead(stored.item, what, load)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.archive import Archive, LazyTensor, StoredPayload, read_payload
+from shardckpt.archive import Archive, LazyTensor, StoredPayload, refuse_expanded, row_major_strides
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.huggingface import parse_head
 from shardckpt.state_dict import DictKey
@@ -31,8 +31,6 @@ Path = tuple["str | int", ...]
 
 _NAME = re.compile(r"(?P<item>[A-Za-z0-9_-]+?)_(?P<rank>0|[1-9][0-9]{0,6})\.(?P<suffix>[A-Za-z0-9]+)")
 _FORMS = {"pt": "torch", "json": "json", "safetensors": "safetensors"}
-#: Bytes of a tensor that may have more elements than its storage, as an expanded one has.
-_EXPANDED = 1 << 20
 #: Values that a pickle of n bytes may have: some, and some a byte. It can name one list any number of times.
 _FREE, _VALUES = 1 << 16, 8
 
@@ -42,33 +40,25 @@ class LocalTensor:
     """A tensor in a rank's file.
 
     Attributes:
-        stride: Its strides, in elements.
-        first: Index of its first element in the storage.
-        offset: Where the storage begins in the file, in bytes.
-        nbytes: Size of the storage, in bytes.
-        lazy: The lazy view bits to be applied to the stored values.
-        crc: The CRC-32 of the storage; None if the file does not have it.
+        payload: Where its values are in the file.
         global_shape: The shape of the DTensor that it is the local tensor of, if any.
         spec: The stub of that DTensor's pickled ``DTensorSpec``.
     """
 
     file: str
-    dtype: torch.dtype
-    shape: Ints
-    stride: Ints
-    first: int
-    offset: int
-    nbytes: int
-    lazy: frozenset[str] = frozenset()
-    crc: int | None = None
+    payload: StoredPayload
     global_shape: Ints | None = None
     spec: Any = None
 
-    def read(self, reader: CheckpointReader, start: Ints, target: torch.Tensor, key: str) -> None:
-        """Read the box of the target's shape that begins at index ``start``, and cast it to the target's dtype."""
-        geometry = (self.dtype, self.shape, self.stride, self.first)
-        stored = StoredPayload(*geometry, self.offset, self.nbytes, self.lazy, self.crc or 0)
-        read_payload(reader, self.file, stored, start, target, key)
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return self.payload.dtype
+
+    @property
+    def shape(self) -> Ints:
+        """Its shape."""
+        return self.payload.shape
 
     def cut(self, rank: int) -> list[Piece]:
         """Return the boxes of a DTensor that this is, as its pickled mesh and placements describe them.
@@ -94,12 +84,14 @@ class LocalTensor:
 
     def is_same(self, other: LocalTensor, reader: CheckpointReader) -> bool:
         """Return whether another tensor has the same values; it reads the bytes if the files have no CRC of them."""
-        geometry = (self.dtype, self.shape, self.stride, self.first, self.nbytes, self.lazy)
-        if geometry != (other.dtype, other.shape, other.stride, other.first, other.nbytes, other.lazy):
+        one, two = self.payload, other.payload
+        if one._replace(offset=0, crc=0) != two._replace(offset=0, crc=0):
             return False
-        if self.crc is not None and other.crc is not None:
-            return self.crc == other.crc
-        crcs = [zlib.crc32(reader.read_range(t.file, t.offset, t.nbytes, t.file)) for t in (self, other)]
+        if one.crc and two.crc:
+            return one.crc == two.crc
+        crcs = [
+            zlib.crc32(reader.read_range(t.file, t.payload.offset, t.payload.nbytes, t.file)) for t in (self, other)
+        ]
         return crcs[0] == crcs[1]
 
 
@@ -202,18 +194,15 @@ def _read_safetensors(reader: CheckpointReader, file: str, size: int) -> Iterato
     for name, tensor in parse_head(read_header(reader, file), size, source)[0].items():
         if tensor.dtype is None:
             raise CorruptCheckpointError(f"{source}: this torch has no dtype {tensor.kind} for {name!r}")
-        stride = tuple(math.prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape)))
         nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
-        yield name, LocalTensor(file, tensor.dtype, tensor.shape, stride, 0, tensor.start, nbytes)
+        strides = row_major_strides(tensor.shape)
+        yield name, LocalTensor(file, StoredPayload(tensor.dtype, tensor.shape, strides, 0, tensor.start, nbytes))
 
 
 def _locate(tensor: LazyTensor, file: str) -> LocalTensor:
     """Return where a tensor of an archive is in the file."""
-    dtype, shape, stride, first, offset, nbytes, lazy, crc = tensor.payload
-    if math.prod(shape) * dtype.itemsize > max(nbytes, _EXPANDED):
-        raise CorruptCheckpointError(f"a tensor of shape {shape} and {dtype} has only {nbytes} bytes")
-    place = (first, offset, nbytes, lazy, crc or None)
-    return LocalTensor(file, dtype, shape, stride, *place, tensor.global_shape, tensor.spec)
+    refuse_expanded(tensor.payload, "a tensor")
+    return LocalTensor(file, tensor.payload, tensor.global_shape, tensor.spec)
 
 
 def _name_parameters(loaded: Any, names: dict[Any, str]) -> Any:

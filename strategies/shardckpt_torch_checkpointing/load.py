@@ -13,7 +13,7 @@ from shardckpt_torch_checkpointing.check import check_files, list_files
 from shardckpt_torch_checkpointing.files import join_path
 from shardckpt_torch_checkpointing.index import Index
 from shardckpt_torch_checkpointing.metadata import METADATA_FILE
-from shardckpt_torch_checkpointing.objects import read_object
+from shardckpt_torch_checkpointing.objects import make_chunk, read_object, read_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from shardckpt.planning import FlatPart
     from shardckpt.storage import CheckpointReader
     from shardckpt.strategy import LoadContext, StoredColumns, StoredFile
-    from shardckpt_torch_checkpointing.index import Part
 
 #: A save writes here, and renames the directory at its end.
 _TEMPORARY = "tmp_"
@@ -56,15 +55,13 @@ class TorchCheckpointingLoadStrategy(ChunkLoadStrategy):
             if not shard.allow_shape_mismatch:
                 index.check_stored(shard.key, part.box)
             found[part] = [
-                (StoredChunk(shard.key, tensor.dtype, tensor.shape, each.box, each.local.file, each), each.box)
-                for each in index.find_parts(shard.key, part.box)
+                (make_chunk(shard.key, tensor, each), each.box) for each in index.find_parts(shard.key, part.box)
             ]
         return found
 
     def read_part(self, read: ChunkRead, context: LoadContext) -> None:
         """Read a part of a file, which :meth:`match` has found."""
-        part: Part = read.chunk.source
-        part.local.read(context.reader, part.start, read.target, read.chunk.key)
+        read_part(read, context.reader)
 
     def list_objects(self, context: LoadContext) -> Sequence[str]:
         """Return the unique keys of an object for each rank of the items that differ."""

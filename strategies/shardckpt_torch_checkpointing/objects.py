@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardckpt.chunks import read_targets
+from shardckpt.archive import read_payload
+from shardckpt.chunks import ChunkRead, StoredChunk, read_chunks
 from shardckpt.errors import CorruptCheckpointError, ShardingError
 from shardckpt.planning import Box
 from shardckpt_torch_checkpointing.files import LocalTensor, join_path
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from shardckpt.planning import Ints
     from shardckpt.storage import CheckpointReader
     from shardckpt_torch_checkpointing.files import Path
-    from shardckpt_torch_checkpointing.index import Index
+    from shardckpt_torch_checkpointing.index import Index, StoredTensor
 
 #: Bytes that the tensors of an object may have, whatever the sizes of the files.
 _FREE = 1 << 20
@@ -33,12 +34,16 @@ class _Tensor(NamedTuple):
     parts: list[Part]
 
 
-class _Read(NamedTuple):
-    """A part of a tensor to read, and the tensor to fill."""
+def make_chunk(key: str, tensor: StoredTensor | _Tensor, part: Part) -> StoredChunk:
+    """Return a part of a tensor as a chunk, which :func:`read_part` reads."""
+    local = part.local
+    return StoredChunk(key, tensor.dtype, tensor.shape, part.box, local.file, part, local.payload.offset)
 
-    key: str
-    part: Part
-    target: torch.Tensor
+
+def read_part(read: ChunkRead, reader: CheckpointReader) -> None:
+    """Fill a tensor with a part, all of it."""
+    part: Part = read.chunk.source
+    read_payload(reader, part.local.file, part.local.payload, part.start, read.target, read.chunk.key)
 
 
 def read_object(shard: ShardedObject, index: Index, reader: CheckpointReader) -> Any:
@@ -60,12 +65,15 @@ def read_object(shard: ShardedObject, index: Index, reader: CheckpointReader) ->
         )
     values = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for key, tensor in found.items()}
     reads = [
-        _Read(key, part, values[key][part.box.within(Box.from_shape(tensor.shape))])
+        ChunkRead(
+            make_chunk(key, tensor, part),
+            (0,) * len(tensor.shape),
+            values[key][part.box.within(Box.from_shape(tensor.shape))],
+        )
         for key, tensor in found.items()
         for part in tensor.parts
     ]
-    reads.sort(key=lambda read: (read.part.local.file, read.part.local.offset))
-    read_targets(reads, lambda read: read.part.local.read(reader, read.part.start, read.target, read.key), reader)
+    read_chunks(reads, lambda read: read_part(read, reader), reader)
     return nested.build(shard.key, values)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.archive import decode_object
-from shardckpt.chunks import describe_columns
-from shardckpt.errors import CorruptCheckpointError
+from shardckpt.chunks import LoadPlan, ObjectRead, describe_columns
+from shardckpt.errors import CorruptCheckpointError, KeyMismatchError
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME
 from shardckpt.mapping import PlainObject, ShardedObject
 from shardckpt.state_dict import nest_values
@@ -25,6 +26,7 @@ from shardckpt_torch_dist.dialects import (
     parse_object_key,
     read_index,
 )
+from shardckpt_torch_dist.plan import ArchiveReader, make_planner, name_planner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,9 +79,6 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
 
         If the checkpoint is being overwritten, and ranks have read different saves, that is a CheckpointReplacedError.
         """
-        # they import torch's planners, which listings do without
-        from shardckpt_torch_dist.plan import LoadPlan, PlannedLoad, make_planner, name_planner
-
         index = read_index(context.reader)
         with context.comm.local_phase("planning the load"):
             absent = {n: shard for n, shard in enumerate(wanted) if _is_absent(shard, index)}
@@ -89,9 +88,12 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
             parts = {key: index.tensor_of(key) for shard in built.values() for key in nested.tensors(shard.key)}
             by_planner = None
             if self._planner is not None:
+                from shardckpt_torch_dist.plan import PlannedLoad  # it imports torch's planners
+
                 by_planner = PlannedLoad(make_planner(self._planner), stored, index, context)
                 stored = []
-            plan = LoadPlan([*stored, *parts.values()], index, context.reader, context.allow_globals)
+            find_object = partial(_find_object, index, context.allow_globals)
+            plan = LoadPlan([*stored, *parts.values()], ArchiveReader(context.reader, index), find_object)
         # ranks with different planners would call different collectives
         context.require_same_save(index.save.encode(), "metadata", planner=name_planner(self._planner))
         if by_planner is not None:
@@ -214,6 +216,19 @@ def _read_nested_state(index: StoredIndex, context: LoadContext) -> NestedState:
     """Return what a plain DCP directory stored value by value; nothing for any other dialect."""
     values = _read_loose_values(index, context)
     return context.reader.parsed("nested state", lambda: NestedState(values, index.tensor_paths, values.__getitem__))
+
+
+def _find_object(index: StoredIndex, allow_globals: tuple[Any, ...], shard: ShardedObject) -> ObjectRead:
+    """Return how an object is read, by the allow-list and what the caller allows."""
+    what = f"object {shard.unique_key!r}"
+    if shard.unique_key not in index.objects:
+        raise KeyMismatchError(f"not in the checkpoint: {shard.unique_key}")
+
+    def load(data: bytes) -> None:  # Megatron stores a list of the objects that share the key
+        loaded = decode_object(data, what, allow_globals)
+        shard.data = loaded[0] if isinstance(loaded, list) and loaded else loaded
+
+    return ObjectRead(index.objects[shard.unique_key], what, load)
 
 
 def _is_absent(shard: ShardedBase, index: StoredIndex) -> bool:

@@ -22,7 +22,7 @@ from shardckpt.storage.directory import open_directory
 from shardckpt.storage.memory_budget import REQUEST_BYTES
 from shardckpt.storage.open_files import OPEN_FILES
 from shardckpt.storage.reader import CheckpointReader
-from shardckpt.storage.spans import ElementRange
+from shardckpt.storage.spans import ElementRange, Pieces
 from tests.resources import list_open, watch_reads
 from tests.storage.files import manifest, write
 from tests.tables import table
@@ -77,7 +77,7 @@ def test_ends_that_are_kept_are_what_the_file_has(
                 if low < high:
                     got[low - start : high - start] = memory[low - place : high - place]
 
-            reader.read_pieces("data", ElementRange(0, len(whole)), [(start, stop)], take, "key")
+            reader.read_pieces(Pieces("data", ElementRange(0, len(whole)), [(start, stop)], "key"), take)
             assert bytes(got) == whole[start:stop]
         assert reader._ends is not None
         assert len(reader._ends._ends) <= 2

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import fsspec
@@ -12,6 +13,7 @@ from shardckpt.engine import locate
 from shardckpt.errors import StorageError
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import RemotePath
+from shardckpt.storage.abilities import has_links, has_local_files, on_store, takes_requests
 from shardckpt.storage.places import list_folders
 from shardckpt.storage.remote import attempt, list_objects
 
@@ -112,3 +114,19 @@ def test_names_that_no_checkpoint_has_are_left_out_of_listings(caplog: pytest.Lo
     assert len(caplog.records) == 1
     assert "vault://user:***@host/odd" in said
     assert "3 objects or folders" in said
+
+
+class _Mount(type(Path())):  # type: ignore[misc]
+    """A folder of a store that the system shows as files."""
+
+    takes_requests = True
+    has_links = False
+
+
+def test_each_ability_of_a_path_is_asked_for_itself(tmp_path: Path) -> None:
+    """Where the system opens files, a look may be a request all the same, and no name a link; a URL has neither."""
+    asked = [
+        (has_local_files(path), has_links(path), takes_requests(path), on_store(path) is None)
+        for path in (tmp_path, _Mount(tmp_path), RemotePath(_OddNames()))  # type: ignore[arg-type]
+    ]
+    assert asked == [(True, True, False, True), (True, False, True, True), (False, False, True, False)]

@@ -17,7 +17,7 @@ from shardckpt.storage import buffers, scatter
 from shardckpt.storage import reader as reader_module
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.scatter import StoredArray, read_box
-from shardckpt.storage.spans import ElementRange
+from shardckpt.storage.spans import ElementRange, Pieces
 from shardckpt.tensors.memory import tensor_bytes
 from tests.damage import flip
 from tests.resources import watch_reads
@@ -211,7 +211,7 @@ def test_what_takes_pieces_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
         return wait
 
     with CheckpointReader(tmp_path, found, verify=True) as reader:
-        reader.read_pieces("data", ElementRange(0, 512, 4), [(0, 512)], take, "key")
+        reader.read_pieces(Pieces("data", ElementRange(0, 512, 4), [(0, 512)], "key"), take)
     assert not late
     assert b"".join(seen[place] for place in sorted(seen)) == content
 

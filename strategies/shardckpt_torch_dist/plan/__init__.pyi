@@ -4,7 +4,6 @@ from shardckpt_torch_dist.plan.custom_planner import name_planner as name_planne
 from shardckpt_torch_dist.plan.file_layout import lay_out as lay_out
 from shardckpt_torch_dist.plan.file_layout import padded_length as padded_length
 from shardckpt_torch_dist.plan.global_plan import build_index as build_index
-from shardckpt_torch_dist.plan.load_plan import LoadPlan as LoadPlan
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner as ShardedLoadPlanner
 from shardckpt_torch_dist.plan.objects import find_other_keys as find_other_keys
 from shardckpt_torch_dist.plan.objects import pickle_objects as pickle_objects
@@ -15,6 +14,7 @@ from shardckpt_torch_dist.plan.planned_load import read_items as read_items
 from shardckpt_torch_dist.plan.planned_save import check_archive as check_archive
 from shardckpt_torch_dist.plan.planned_save import check_tensor as check_tensor
 from shardckpt_torch_dist.plan.planned_save import plan_by as plan_by
+from shardckpt_torch_dist.plan.regions import ArchiveReader as ArchiveReader
 from shardckpt_torch_dist.plan.regions import build_own_archive as build_own_archive
 from shardckpt_torch_dist.plan.save_planner import ShardedSavePlanner as ShardedSavePlanner
 from shardckpt_torch_dist.plan.split import set_rest_value as set_rest_value

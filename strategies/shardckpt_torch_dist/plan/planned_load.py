@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
+from operator import attrgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -12,8 +14,8 @@ from torch.distributed.checkpoint.planner import LoadItemType
 
 from shardckpt.adapters import get_local_tensor
 from shardckpt.archive import decode_object
-from shardckpt.chunks import Region, check_cast
-from shardckpt.errors import ShardingError, UnsafePickleError, listed
+from shardckpt.chunks import ObjectRead, Region, check_cast
+from shardckpt.errors import CorruptCheckpointError, ShardingError, UnsafePickleError, listed
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.planning import refuse_cast, refuse_changed_values
 from shardckpt.state_dict import list_nested_values
@@ -24,12 +26,12 @@ from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner
 from shardckpt_torch_dist.plan.regions import ArchiveReader
 
 if TYPE_CHECKING:
-    import io
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from typing import TypeGuard
 
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
+    from shardckpt.chunks import Chunk, Item
     from shardckpt.mapping import ShardedBase
     from shardckpt.storage import CheckpointReader
     from shardckpt.strategy import LoadContext
@@ -134,29 +136,82 @@ def read_items(
     If the planner does nothing on ``commit_tensor``, as DCP's own, its tensors are the destinations: several threads
     fill them. Any other planner is asked for one tensor at a time, by this thread.
     """
-    item_reader = ArchiveReader(reader, index, destinations)
-    ordered = sorted(items, key=item_reader.locate)  # before anything is read: a chunk that is not stored is an error
-
-    def make_region(item: ReadItem, target: torch.Tensor) -> Region:
-        chunk, number = item_reader.find_chunk(item), index.numbers[item.storage_index.fqn]
-        is_entire = tuple(item.lengths) == tuple(chunk.box.shape)
-        return Region(number, chunk, tuple(item.storage_offsets), target, is_entire)
-
+    archives = ArchiveReader(reader, index)
+    # before anything is read: a chunk that is not stored is an error
+    reads = sorted((_plan_read(item, destinations, index) for item in items), key=attrgetter("item"))
     if _keeps_no_part(destinations.planner):
-        tensors = [item for item in ordered if item.type != LoadItemType.BYTE_IO]
-        regions = [make_region(item, destinations.destination(item)) for item in tensors]
-        item_reader.read_in_order([item for item in ordered if item.type == LoadItemType.BYTE_IO])
+        tensors = [each for each in reads if isinstance(each, _PlannedRegion)]
+        regions = [each.fill(destinations.destination(each.read)) for each in tensors]
+        archives.read_in_order([each for each in reads if not isinstance(each, _PlannedRegion)])
         synchronize_devices(region.target for region in regions)
-        item_reader.read_units([(region,) for region in regions])
-        for item, region in zip(tensors, regions, strict=True):
-            destinations.note_cast(item, region.target)
+        archives.read_units([(region,) for region in regions])
+        for each, region in zip(tensors, regions, strict=True):
+            destinations.note_cast(each.read, region.target)
     else:
-        item_reader.read_in_order(ordered)
+        archives.read_in_order(reads)
     for item, wanted in destinations.suspects:  # one after the other: a tensor of the stored dtype each
         key = item.storage_index.fqn
         source = torch.empty(tuple(item.lengths), dtype=index.dtypes[index.numbers[key]], device="cpu")
-        item_reader.read_units([(make_region(item, source),)])
+        archives.read_units([(_plan_region(item, destinations, index).fill(source),)])
         refuse_changed_values(key, source, wanted)
+
+
+class _PlannedRegion(NamedTuple):
+    """A late region: the planner has its target.
+
+    Attributes:
+        read: DCP's item.
+        number: Number of the stored tensor.
+        chunk: The chunk.
+        destinations: The planner.
+    """
+
+    read: ReadItem
+    number: int
+    chunk: Chunk
+    destinations: CheckedPlanner
+
+    @property
+    def item(self) -> Item:
+        """Where it is stored."""
+        return self.chunk.item
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the item."""
+        return self.chunk.item.length
+
+    def fill(self, target: torch.Tensor) -> Region:
+        """Return the region with a target."""
+        is_entire = tuple(self.read.lengths) == tuple(self.chunk.box.shape)
+        return Region(self.number, self.chunk, tuple(self.read.storage_offsets), target, is_entire)
+
+    def resolve(self) -> Region:
+        """Return the region with the planner's tensor."""
+        return self.fill(self.destinations.resolve_tensor(self.read))
+
+    def commit(self, target: torch.Tensor) -> None:
+        """Tell the planner that its tensor is filled."""
+        self.destinations.commit_tensor(self.read, target)
+
+
+def _plan_read(item: ReadItem, destinations: CheckedPlanner, index: StoredIndex) -> _PlannedRegion | ObjectRead:
+    if item.type != LoadItemType.BYTE_IO:
+        return _plan_region(item, destinations, index)
+    key = item.storage_index.fqn
+    return ObjectRead(index.archive(key), key, lambda data: destinations.load_bytes(item, io.BytesIO(data)))
+
+
+def _plan_region(item: ReadItem, destinations: CheckedPlanner, index: StoredIndex) -> _PlannedRegion:
+    """Return how a tensor item is read; if it is not stored, that is a CorruptCheckpointError."""
+    key, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+    number = index.numbers[key]
+    chunk = index.tensor(number).chunks.get(offset)
+    if chunk is None:
+        raise CorruptCheckpointError(
+            f"tensor {key!r}: its chunk at {offset} is listed but not stored: the save lost it"
+        )
+    return _PlannedRegion(item, number, chunk, destinations)
 
 
 def _keeps_no_part(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:

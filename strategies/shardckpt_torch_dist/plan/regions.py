@@ -1,14 +1,12 @@
-"""Read what a load has planned: boxes of tensors in archives, in bounded pieces, and DCP's items by a planner."""
+"""Read boxes of tensors in archives, in bounded pieces."""
 
 from __future__ import annotations
 
 import functools
-import io
 import math
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.planner import LoadItemType
 
 from shardckpt.archive import (
     Archive,
@@ -19,47 +17,27 @@ from shardckpt.archive import (
     row_major_strides,
     summed,
 )
-from shardckpt.chunks import SMALL_ITEM, ItemReader
+from shardckpt.chunks import SMALL_ITEM, ItemReader, ReadAhead
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage import RangeRead, StoredArray, read_box
-from shardckpt.tensors import copy_values, synchronize_devices
+from shardckpt.tensors import copy_values, is_ordinary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch.distributed.checkpoint.planner import ReadItem
-
-    from shardckpt.chunks import Chunk, Item, ReadAhead
+    from shardckpt.chunks import Chunk, Region
     from shardckpt.planning import Ints
     from shardckpt.storage import CheckpointReader
-    from shardckpt_torch_dist.dialects import StoredIndex
 
 
 #: Archives whose heads are read at once; a head has up to 5 KiB.
 _HEADS = 512
 
 
-class Destinations(Protocol):
-    """The destinations of items that are no regions: methods of a DCP load planner, called while files are read."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take the archive of an object."""
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return the tensor that an item is read into."""
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Note that the tensor is filled."""
-
-
 class ArchiveReader(ItemReader):
-    """Reads regions and DCP's read items; the planner's methods must be thread-safe, unless all is read in order."""
+    """Reads regions of tensors that are archives of ``torch.save``, each with a zip directory and a pickle."""
 
-    index: StoredIndex
-
-    def __init__(self, reader: CheckpointReader, index: StoredIndex, planner: Destinations) -> None:
-        super().__init__(reader, index)
-        self._planner = planner
+    has_plain_items = False
 
     def find_payloads(self, chunks: Sequence[tuple[Chunk, torch.dtype, str]]) -> Iterator[int | None]:
         """Yield where the payload of each chunk begins, if its archive begins, byte for byte, as we write it.
@@ -93,26 +71,37 @@ class ArchiveReader(ItemReader):
             for (chunk, _, _), ours, head, is_known in zip(batch, archives, heads, known, strict=True):
                 yield chunk.item.offset + len(ours.head) if ours and (is_known or head == ours.head) else None
 
-    def copy_chunk(self, chunk: Chunk, target: torch.Tensor, ahead: ReadAhead) -> bool:
-        """Copy an entire chunk without parsing its archive, if that is, byte for byte, as we write it."""
-        ours, data = build_own_archive(target.dtype, chunk.box.shape, chunk.item.length), ahead.view(chunk.item)
-        if ours is None or data is None:
-            return False
-        head, tail, _ = ours
-        payload, end = len(head), len(head) + target.nbytes
-        if end + len(tail) != len(data) or data[:payload] != head or data[end:] != tail:
-            return False
-        ahead.copy(chunk.item.offset + payload, target)
-        return True
-
-    def read_chunk(
-        self, chunk: Chunk, start: Sequence[int], target: torch.Tensor, dtype: torch.dtype, key: str, data: bytes | None
-    ) -> None:
-        """Read a box of a chunk; a CorruptCheckpointError if its archive is not the tensor that the metadata says."""
-        item, archive, reader = chunk.item, data, self.reader
+    def read_region(self, region: Region, dtype: torch.dtype, key: str, source: CheckpointReader | ReadAhead) -> None:
+        """Fill a target; a CorruptCheckpointError if the archive is not the tensor that the metadata says."""
+        takes_bytes = region.is_entire and region.target.dtype == dtype and is_ordinary(region.target)
+        if isinstance(source, ReadAhead) and takes_bytes and _copy_chunk(region.chunk, region.target, source):
+            return
+        chunk, target, reader = region.chunk, region.target, self.reader
+        item = chunk.item
         # One read of a small archive, instead of one for its directory and one for its payload.
-        if archive is None and item.length <= SMALL_ITEM:
-            archive = reader.read_range(*item, key)
+        archive = source.read_range(*item, key) if item.length <= SMALL_ITEM else None
+        stored = self._find_payload(chunk, dtype, key, archive)
+        if not target.numel():
+            return
+        if archive is None and stored.is_contiguous:
+            first_byte = item.offset + stored.offset + (stored.first + chunk.first) * dtype.itemsize
+            array = StoredArray(item.file, first_byte, dtype, tuple(chunk.box.shape))
+            with summed(reader, item.file, stored, target.numel() * dtype.itemsize, key, item.offset) as summing:
+                read_box(summing, array, region.start, target, key)
+            return
+        if archive is not None:
+            payload = bytearray(archive[stored.offset : stored.offset + stored.nbytes])
+            if reader.crcs != "none":
+                check_memory(payload, stored.crc, f"{key}: {reader.directory / item.file} at {item.offset}: its values")
+        else:  # with strides, the elements of a box may be anywhere in the storage
+            payload = bytearray(stored.nbytes)
+            with summed(reader, item.file, stored, stored.nbytes, key, item.offset) as summing:
+                summing.read_into(item.file, item.offset + stored.offset, memoryview(payload), key)
+        _copy_box(payload, stored, chunk, region.start, target)
+
+    def _find_payload(self, chunk: Chunk, dtype: torch.dtype, key: str, archive: bytes | None) -> StoredPayload:
+        """Return where an archive, which may be in memory, has its tensor, and how: as the metadata says."""
+        item, reader = chunk.item, self.reader
 
         def read(offset: int, nbytes: int) -> bytes:
             if archive is not None:
@@ -130,52 +119,20 @@ class ArchiveReader(ItemReader):
                 f"{key}: {item.file} at {item.offset} holds {stored.dtype} {stored.shape}, the metadata says {dtype} "
                 f"and {chunk.volume} elements"
             )
-        if not target.numel():
-            return
-        if archive is None and stored.is_contiguous:
-            first_byte = item.offset + stored.offset + (stored.first + chunk.first) * dtype.itemsize
-            array = StoredArray(item.file, first_byte, dtype, tuple(chunk.box.shape))
-            with summed(reader, item.file, stored, target.numel() * dtype.itemsize, key, item.offset) as source:
-                read_box(source, array, tuple(start), target, key)
-            return
-        if archive is not None:
-            payload = bytearray(archive[stored.offset : stored.offset + stored.nbytes])
-            if reader.crcs != "none":
-                check_memory(payload, stored.crc, f"{key}: {reader.directory / item.file} at {item.offset}: its values")
-        else:  # with strides, the elements of a box may be anywhere in the storage
-            payload = bytearray(stored.nbytes)
-            with summed(reader, item.file, stored, stored.nbytes, key, item.offset) as source:
-                source.read_into(item.file, item.offset + stored.offset, memoryview(payload), key)
-        _copy_box(payload, stored, chunk, start, target)
+        return stored
 
-    def locate_other(self, item: ReadItem) -> Item:
-        """Return where an item's archive is."""
-        if item.type == LoadItemType.BYTE_IO:
-            return self.index.archive(item.storage_index.fqn)
-        return self.find_chunk(item).item
 
-    def find_chunk(self, item: ReadItem) -> Chunk:
-        """Return the chunk that a tensor item is read from; if it is not stored, that is a CorruptCheckpointError."""
-        key, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
-        chunk = self.index.tensor(self.index.numbers[key]).chunks.get(offset)
-        if chunk is None:
-            raise CorruptCheckpointError(
-                f"tensor {key!r}: its chunk at {offset} is listed but not stored: the save lost it"
-            )
-        return chunk
-
-    def read_other(self, item: ReadItem, ahead: ReadAhead | None) -> None:
-        """Give an archive to the planner, or fill the tensor that it has for an item."""
-        key, source = item.storage_index.fqn, self.reader if ahead is None else ahead
-        if item.type == LoadItemType.BYTE_IO:
-            self._planner.load_bytes(item, io.BytesIO(source.read_range(*self.locate_other(item), key)))
-            return
-        target, chunk = self._planner.resolve_tensor(item), self.find_chunk(item)
-        dtype, start = self.index.dtypes[self.index.numbers[key]], tuple(item.storage_offsets)
-        data = None if ahead is None else ahead.read_range(*chunk.item, key)
-        self.read_chunk(chunk, start, target, dtype, key, data)
-        synchronize_devices([target])
-        self._planner.commit_tensor(item, target)
+def _copy_chunk(chunk: Chunk, target: torch.Tensor, ahead: ReadAhead) -> bool:
+    """Copy an entire chunk without parsing its archive, if that is, byte for byte, as we write it."""
+    ours, data = build_own_archive(target.dtype, chunk.box.shape, chunk.item.length), ahead.view(chunk.item)
+    if ours is None or data is None:
+        return False
+    head, tail, _ = ours
+    payload, end = len(head), len(head) + target.nbytes
+    if end + len(tail) != len(data) or data[:payload] != head or data[end:] != tail:
+        return False
+    ahead.copy(chunk.item.offset + payload, target)
+    return True
 
 
 def _copy_box(

@@ -127,13 +127,13 @@ def test_large_archives_of_others_among_ours(tmp_path: Path, monkeypatch: pytest
     """Large tensors come back right where their archives are not as we write them; the others are read as they are."""
     monkeypatch.setattr(regions, "_HEADS", 2)
     parsed: set[str] = set()
-    original = regions.ArchiveReader.read_chunk
+    original = regions.ArchiveReader.read_region
 
-    def note(reader: Any, chunk: Any, start: Any, target: Any, dtype: Any, key: str, data: Any) -> None:
+    def note(reader: Any, region: Any, dtype: Any, key: str, source: Any) -> None:
         parsed.add(key)
-        original(reader, chunk, start, target, dtype, key, data)
+        original(reader, region, dtype, key, source)
 
-    monkeypatch.setattr(regions.ArchiveReader, "read_chunk", note)
+    monkeypatch.setattr(regions.ArchiveReader, "read_region", note)
     large = {f"w{n}": torch.arange(100_000, dtype=torch.float32).view(100, 1000) + n for n in range(5)}
     dc.save(entire(large), tmp_path / "c")
     (data,) = (tmp_path / "c").glob("*.distcp")
