@@ -14,8 +14,9 @@ from shardckpt.chunks.requested import RequestedTensors
 from shardckpt.errors import CorruptCheckpointError, ShardingError
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
-from shardckpt.storage.scatter import StoredArray, copy_box, read_box
+from shardckpt.storage.scatter import StoredArray, read_box
 from shardckpt.tensors.memory import synchronize_devices
+from shardckpt.tensors.wrappers import copy_box
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

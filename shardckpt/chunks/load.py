@@ -11,10 +11,9 @@ from shardckpt.errors import ShardingError
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.boxes import Box, part_view, with_memory
-from shardckpt.storage.scatter import copy_box
 from shardckpt.strategy import LoadContext, LoadStrategy, StoredBox, StoredColumns
 from shardckpt.tensors.memory import synchronize_devices
-from shardckpt.tensors.wrappers import movable
+from shardckpt.tensors.wrappers import copy_box, movable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -40,7 +40,6 @@ from shardckpt.storage.safetensors_header import parse_head as parse_head
 from shardckpt.storage.safetensors_header import read_header as read_header
 from shardckpt.storage.scatter import Source as Source
 from shardckpt.storage.scatter import StoredArray as StoredArray
-from shardckpt.storage.scatter import copy_box as copy_box
 from shardckpt.storage.scatter import read_box as read_box
 from shardckpt.storage.shared_file import SharedFile as SharedFile
 from shardckpt.storage.shared_file import cut_segments as cut_segments

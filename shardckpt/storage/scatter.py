@@ -76,14 +76,6 @@ def read_box(source: Source, stored: StoredArray, start: Ints, target: torch.Ten
     source.read_pieces(Pieces(stored.file, elements, ranges, what, pinned), scatter)
 
 
-def copy_box(values: torch.Tensor, start: Ints, target: torch.Tensor) -> None:
-    """Copy the box of the target's shape that begins at ``start`` in values, and cast it to the target's dtype."""
-    if values.shape != target.shape:  # else it is all of them, as often
-        for axis, (first, length) in enumerate(zip(start, target.shape, strict=True)):
-            values = values.narrow(axis, first, length)
-    copy_values(target, values)
-
-
 def find_range(stored: StoredArray, start: Ints, target: torch.Tensor) -> int | None:
     """Return where a box lies in the file, if its bytes are one range there, and the target takes them as they are.
 

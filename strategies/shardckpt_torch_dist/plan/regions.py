@@ -19,8 +19,8 @@ from shardckpt.archive import (
 )
 from shardckpt.chunks import SMALL_ITEM, ItemReader, ReadAhead
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage import RangeRead, StoredArray, copy_box, read_box
-from shardckpt.tensors import is_ordinary
+from shardckpt.storage import RangeRead, StoredArray, read_box
+from shardckpt.tensors import copy_box, is_ordinary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
