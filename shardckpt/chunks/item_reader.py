@@ -6,6 +6,8 @@ from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+import torch
+
 from shardckpt.chunks.read_ahead import SMALL_ITEM, ReadAhead, group_neighbours
 from shardckpt.chunks.regions import LateRegion, ObjectRead, Region
 from shardckpt.chunks.requested import RequestedTensors
@@ -14,11 +16,10 @@ from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.storage.scatter import StoredArray, read_box
 from shardckpt.tensors.memory import synchronize_devices
+from shardckpt.tensors.wrappers import copy_box
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    import torch
 
     from shardckpt.chunks.entire import EntireChunks
     from shardckpt.chunks.stored import Chunk, ChunkIndex
@@ -70,9 +71,14 @@ class ItemReader:
 
         ``source`` reads the file; it has the item in memory if that is small.
         """
-        chunk = region.chunk
-        first = chunk.item.offset + chunk.first * dtype.itemsize
-        read_box(source, StoredArray(chunk.item.file, first, dtype, chunk.box.shape), region.start, region.target, key)
+        chunk, target = region.chunk, region.target
+        if not isinstance(source, ReadAhead):
+            stored = StoredArray(chunk.item.file, chunk.item.offset, dtype, chunk.box.shape)
+            read_box(source, stored, region.start, target, key)
+        elif target.numel():
+            data = bytearray(source.read_range(*chunk.item, key))
+            values = torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(chunk.box.shape)
+            copy_box(values, region.start, target)
 
     def read_units(self, units: Iterable[Sequence[Read]], entire: EntireChunks | None = None) -> None:
         """Read units, and chunks that are read entirely, with several threads.
@@ -132,14 +138,19 @@ class ItemReader:
 
     def _read(self, each: Read, source: CheckpointReader | ReadAhead) -> None:
         """Do one read, from memory if its item was read ahead."""
-        if isinstance(each, ObjectRead):
+        if isinstance(each, Region):
+            self._fill(each, source)
+        elif isinstance(each, ObjectRead):
             each.load(source.read_range(*each.item, each.what))
-            return
-        region = each if isinstance(each, Region) else each.resolve()
-        self.read_region(region, self.index.dtypes[region.number], self.index.keys[region.number], source)
-        synchronize_devices([region.target])  # this thread's stream is not the caller's
-        if not isinstance(each, Region):
+        else:
+            region = each.resolve()
+            self._fill(region, source)
             each.commit(region.target)
+
+    def _fill(self, region: Region, source: CheckpointReader | ReadAhead) -> None:
+        self.read_region(region, self.index.dtypes[region.number], self.index.keys[region.number], source)
+        if not region.target.is_cpu:  # most are, and a call takes as long as to copy a small one
+            synchronize_devices([region.target])  # this thread's stream is not the caller's
 
 
 class LoadPlan:

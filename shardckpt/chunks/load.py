@@ -13,7 +13,7 @@ from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.boxes import Box, part_view, with_memory
 from shardckpt.strategy import LoadContext, LoadStrategy, StoredBox, StoredColumns
 from shardckpt.tensors.memory import synchronize_devices
-from shardckpt.tensors.wrappers import copy_values, movable
+from shardckpt.tensors.wrappers import copy_box, movable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -96,7 +96,7 @@ class ChunkLoadStrategy(LoadStrategy):
             context: The checkpoint's files, and what the caller allows.
         """
         values = self.read_chunk(read.chunk, context)
-        copy_values(read.target, values[Box(read.start, tuple(read.target.shape)).within(Box.from_shape(values.shape))])
+        copy_box(values, read.start, read.target)
 
     def list_objects(self, context: LoadContext) -> Sequence[str]:  # noqa: ARG002 - a format may have none
         """Return the unique keys of the stored objects; by default there are none."""

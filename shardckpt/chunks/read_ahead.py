@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from shardckpt.chunks.stored import Item
-    from shardckpt.storage.reader import CheckpointReader, Take
-    from shardckpt.storage.spans import Pieces
+    from shardckpt.storage.reader import CheckpointReader
 
 #: Items up to this size, in bytes, are read together with their neighbours.
 SMALL_ITEM = 64 << 10
@@ -60,18 +59,6 @@ class ReadAhead:
         if name == self._file and 0 <= place <= len(self._data) - nbytes:
             return bytes(self._data[place : place + nbytes])
         return self._reader.read_range(name, offset, nbytes, what)
-
-    def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
-        """Fill memory from a range."""
-        buffer.cast("B")[:] = self.read_range(name, offset, buffer.nbytes, what)
-
-    def read_pieces(self, pieces: Pieces, take: Take) -> None:
-        """Read ranges, each as a piece."""
-        for start, stop in pieces.ranges:
-            data = self.read_range(pieces.file, start, stop - start, pieces.what)
-            wait = take(start, memoryview(bytearray(data)))
-            if wait is not None:
-                wait()
 
     def view(self, item: Item) -> memoryview | None:
         """Return the bytes of an item of the group, valid until the group is read; None if they are not there."""

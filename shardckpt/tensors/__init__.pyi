@@ -10,7 +10,7 @@ from shardckpt.tensors.memory import page_offset as page_offset
 from shardckpt.tensors.memory import plain_cpu as plain_cpu
 from shardckpt.tensors.memory import synchronize_devices as synchronize_devices
 from shardckpt.tensors.memory import tensor_bytes as tensor_bytes
-from shardckpt.tensors.wrappers import copy_values as copy_values
+from shardckpt.tensors.wrappers import copy_box as copy_box
 from shardckpt.tensors.wrappers import is_quantized as is_quantized
 from shardckpt.tensors.wrappers import kind as kind
 from shardckpt.tensors.wrappers import movable as movable

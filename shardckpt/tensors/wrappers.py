@@ -12,7 +12,7 @@ import torch
 from shardckpt.errors import CheckpointingException, ShardingError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
     from typing import TypeGuard
 
@@ -86,6 +86,14 @@ def copy_values(destination: torch.Tensor, values: torch.Tensor, *, non_blocking
     elif values.dtype in _BARE:
         destination, values = movable(destination), movable(values)
     destination.copy_(values, non_blocking=non_blocking)
+
+
+def copy_box(values: torch.Tensor, start: Sequence[int], target: torch.Tensor) -> None:
+    """Copy the box of the target's shape that begins at ``start`` in values, and cast it to the target's dtype."""
+    if values.shape != target.shape:  # else it is all of them, as often
+        for axis, (first, length) in enumerate(zip(start, target.shape, strict=True)):
+            values = values.narrow(axis, first, length)
+    copy_values(target, values)
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from shardckpt.archive import (
 from shardckpt.chunks import SMALL_ITEM, ItemReader, ReadAhead
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage import RangeRead, StoredArray, read_box
-from shardckpt.tensors import copy_values, is_ordinary
+from shardckpt.tensors import copy_box, is_ordinary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -97,7 +97,7 @@ class ArchiveReader(ItemReader):
             payload = bytearray(stored.nbytes)
             with summed(reader, item.file, stored, stored.nbytes, key, item.offset) as summing:
                 summing.read_into(item.file, item.offset + stored.offset, memoryview(payload), key)
-        _copy_box(payload, stored, chunk, region.start, target)
+        _copy_from(payload, stored, chunk, region.start, target)
 
     def _find_payload(self, chunk: Chunk, dtype: torch.dtype, key: str, archive: bytes | None) -> StoredPayload:
         """Return where an archive, which may be in memory, has its tensor, and how: as the metadata says."""
@@ -135,17 +135,12 @@ def _copy_chunk(chunk: Chunk, target: torch.Tensor, ahead: ReadAhead) -> bool:
     return True
 
 
-def _copy_box(
-    payload: bytearray, stored: StoredPayload, chunk: Chunk, start: Sequence[int], target: torch.Tensor
-) -> None:
+def _copy_from(payload: bytearray, stored: StoredPayload, chunk: Chunk, start: Ints, target: torch.Tensor) -> None:
     """Copy a box of a chunk from the bytes of its storage."""
     values = torch.frombuffer(payload, dtype=torch.uint8).view(stored.dtype)
     values = resolve_lazy_view(values.as_strided(stored.shape, stored.stride, stored.first), stored.lazy)
     box = values.reshape(-1)[chunk.first : chunk.first + chunk.box.volume].view(chunk.box.shape)
-    if box.shape != target.shape:
-        for axis, (first, length) in enumerate(zip(start, target.shape, strict=True)):
-            box = box.narrow(axis, first, length)
-    copy_values(target, box)
+    copy_box(box, start, target)
 
 
 class OurArchive(NamedTuple):
