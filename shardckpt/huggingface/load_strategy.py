@@ -14,7 +14,7 @@ from shardckpt.planning.boxes import Box, intersect, part_view, shard_parts, wit
 from shardckpt.plugins.key_mapping import KeyMapEntry, get_key_map_entries
 from shardckpt.storage.scatter import StoredArray, read_box
 from shardckpt.strategy import LoadStrategy, StoredBox, StoredFile, find_error
-from shardckpt.tensors.wrappers import is_quantized
+from shardckpt.tensors.wrappers import check_destination, is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -83,6 +83,9 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         """Collective: plan on every rank, then read into the shards' data."""
         tensors = [shard for shard in wanted if isinstance(shard, ShardedTensor)]
         with context.comm.collective_phase("planning the load"):
+            for shard in tensors:
+                if is_quantized(shard.data):
+                    check_destination(shard.key, shard.data)
             filled = [with_memory(shard) for shard in tensors]
             # of tied ones the first that the folder has
             once = {_memory_key(s): s for s in reversed(filled) if s.key not in self.absent}
