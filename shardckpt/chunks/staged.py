@@ -11,7 +11,7 @@ import torch
 from shardckpt.errors import ShardingError
 from shardckpt.planning.boxes import part_view
 from shardckpt.tensors.memory import synchronize_devices
-from shardckpt.tensors.wrappers import check_outward_dtype, dequantize, fill, inner_tensors, is_quantized
+from shardckpt.tensors.wrappers import check_destination, dequantize, fill, inner_tensors, is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,7 +30,7 @@ class StagedDestination:
 
     def __init__(self, shard: ShardedTensor, destination: torch.Tensor, items: int, *, keeps: bool = False) -> None:
         if is_quantized(destination):
-            check_outward_dtype(shard.key, destination)
+            check_destination(shard.key, destination)
         self._shard = shard
         self._destination = destination
         self._missing = items

@@ -27,6 +27,7 @@ from shardckpt.huggingface.names import assign_files as assign_files
 from shardckpt.huggingface.names import encode_weights_index as encode_weights_index
 from shardckpt.huggingface.options import ExportOptions as ExportOptions
 from shardckpt.huggingface.options import parse_options as parse_options
+from shardckpt.huggingface.planning import refuse_codes as refuse_codes
 from shardckpt.huggingface.rules import Rule as Rule
 from shardckpt.huggingface.rules import RuleMapping as RuleMapping
 from shardckpt.huggingface.sections import Sections as Sections

@@ -22,12 +22,15 @@ from shardckpt.huggingface.megatron import MEGATRON_NAME
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.manifest.models import Manifest
 from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.mapping.unstored import StoredNames
 from shardckpt.parallel.load import share_reading, split_budget
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import check_policy, read_manifest
 from shardckpt.storage.directory import open_directory, real_path, retry_if_replaced
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import LoadContext
+from shardckpt.tensors.inner import get_outer_key
 from shardckpt.validation.keys import StrictHandling
 
 if TYPE_CHECKING:
@@ -117,7 +120,7 @@ def load_from_huggingface(
                 check_same_folder(place, found)
                 # rows that pad the vocabulary are the trainer's: they are as allow_shape_mismatch says
                 names = find_mapping(mapping, lambda: found.config, "keep")
-                wanted = allow_resizing(LoadTemplate(sharded_state_dict).shards, {}, resized)
+                wanted = allow_resizing(_list_shards(sharded_state_dict), {}, resized)
                 if found.adapter is not None and mapping is None:
                     names = AdapterNames()
                 if isinstance(names, AdapterNames):
@@ -159,6 +162,17 @@ def load_from_huggingface(
         return loaded
 
     return retry_if_replaced(attempt, folder)
+
+
+def _list_shards(requested: ShardedStateDict) -> list[ShardedBase]:
+    """Return the requested shards; those of quantized parameters ask for values, since no folder has their codes."""
+    shards = LoadTemplate(requested).shards
+    tensors = {
+        outer: (shard.dtype, tuple(shard.global_shape))
+        for shard in shards
+        if isinstance(shard, ShardedTensor) and (outer := get_outer_key(shard.key))
+    }
+    return LoadTemplate(requested, lambda: StoredNames(tensors, ())).shards if tensors else shards
 
 
 def _choose_missing(

@@ -20,6 +20,7 @@ from shardckpt.huggingface.megatron import (
     list_shared_expert_rules,
 )
 from shardckpt.huggingface.rules import Rule, RuleMapping
+from shardckpt.huggingface.scaled import SCALE_ENDING
 from shardckpt.plugins.key_mapping import Identity, KeyMapping, UsesConfig
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.origin import bracket_origin
@@ -36,10 +37,14 @@ _HUB_EXPERT = f"{_EXPERTS}.{{expert}}"
 _MIXTRAL = f"{_LAYER}.block_sparse_moe"
 
 
-def _experts() -> Iterable[Rule]:
-    """Yield the rules of experts by the names of transformers, for folders with Qwen's names."""
-    yield Rule(f"{_EXPERTS}.gate_up_proj", (f"{_HUB_EXPERT}.gate_proj.weight", f"{_HUB_EXPERT}.up_proj.weight"))
-    yield Rule(f"{_EXPERTS}.down_proj", (f"{_HUB_EXPERT}.down_proj.weight",))
+def _experts(
+    hub: str = _HUB_EXPERT, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> Iterable[Rule]:
+    """Yield the rules of experts by the names of transformers, and of the block scales that 8-bit ones have."""
+    for ending in ("", SCALE_ENDING):
+        halves = (f"{hub}.{gate}.weight{ending}", f"{hub}.{up}.weight{ending}")
+        yield Rule(f"{_EXPERTS}.gate_up_proj{ending}", halves)
+        yield Rule(f"{_EXPERTS}.down_proj{ending}", (f"{hub}.{down}.weight{ending}",))
 
 
 def _torchtitan_qwen3() -> Iterable[Rule]:
@@ -72,9 +77,7 @@ def _torchtitan_qwen3() -> Iterable[Rule]:
 
 
 def _mixtral() -> Iterable[Rule]:
-    expert = f"{_MIXTRAL}.experts.{{expert}}"
-    yield Rule(f"{_EXPERTS}.gate_up_proj", (f"{expert}.w1.weight", f"{expert}.w3.weight"))
-    yield Rule(f"{_EXPERTS}.down_proj", (f"{expert}.w2.weight",))
+    yield from _experts(f"{_MIXTRAL}.experts.{{expert}}", "w1", "w3", "w2")
     yield Rule(f"{_LAYER}.mlp.gate.weight", (f"{_MIXTRAL}.gate.weight",))
 
 
@@ -86,6 +89,10 @@ class _ModelMapping(RuleMapping):
         return RuleMapping.with_config(
             _ModelMapping((*list_prediction_rules(self._rules, config), *self._rules)), config, padding
         )
+
+    def knows(self, key: str) -> bool:
+        """Return whether a name is one of a model's; so is that of the block scales of a weight."""
+        return super().knows(key) or super().knows(key.removesuffix(SCALE_ENDING))
 
     def find_unused(self, keys: Collection[str]) -> Sequence[str]:  # noqa: ARG002 - that is as it should be
         """Return nothing."""

@@ -179,7 +179,9 @@ def choose_model(
             chosen.append(shard)
         elif isinstance(shard, ShardedTensor) and not is_version_key(key) and (is_optimizer or options.prefix is None):
             left[is_optimizer].append(key)
-    refuse_codes(map(stored_key, chosen))
+    adapter = options.mapping if isinstance(options.mapping, AdapterNames) else None
+    # an adapter's folder has nothing of the base model, whose weights may be quantized
+    refuse_codes(key for key in map(stored_key, chosen) if not (adapter and adapter.is_of_base(key[cut:])))
     return prefix, chosen, LeftOut(tuple(left[True]), tuple(left[False]))
 
 

@@ -34,6 +34,7 @@ from shardckpt.errors import (
     name_known,
     show_given,
 )
+from shardckpt.huggingface.adapters import find_adapter_mapping
 from shardckpt.huggingface.assets import list_assets
 from shardckpt.huggingface.config import read_config
 from shardckpt.huggingface.dtypes import parse_dtype
@@ -267,7 +268,7 @@ class CheckpointConfig(BaseModel):
             :func:`shardckpt.adapters.to_sharded_state_dict`.
         dequantize: Whether the values of quantized parameters are saved, not their codes and scales; see
             :func:`shardckpt.adapters.to_sharded_state_dict`. What is written for the Hub, or cast to ``export_dtype``,
-            has values.
+            has values; the base of an adapter that is exported keeps its codes.
         save_rng: Whether to save and load the states of each rank's random generators, as the state ``rng``. With more
             ranks than were saved, the new ranks keep theirs.
         fully_parallel_load: Whether what several ranks want is read by one of them, which sends it to the others: from
@@ -520,7 +521,7 @@ class CheckpointConfig(BaseModel):
 
     def stores_values(self, *, last_step: bool, model_only: bool) -> bool:
         """Return whether a save stores the values of quantized parameters: what the Hub and a cast need."""
-        is_exported = last_step and self.last_save_in_hf
+        is_exported = last_step and self.last_save_in_hf and find_adapter_mapping(self.hf_mapping) is None
         return self.dequantize or self.steps_in_hf or is_exported or (model_only and self.export_dtype is not None)
 
     def is_seed(self, step: int) -> bool:

@@ -42,7 +42,7 @@ def load_initial(
         with comm.local_phase("describing the model"):
             hub = Manifest(backend=HuggingFaceLoadStrategy.backend, version=HuggingFaceLoadStrategy.version)
             check_policy(Path(path), hub, config.accept, ACCEPT_OF)
-            requested, is_partial = leave_out(states.describe([MODEL], comm)[MODEL], config.exclude_from_last_save)
+            requested, _ = leave_out(states.describe([MODEL], comm)[MODEL], config.exclude_from_last_save)
         loaded = load_from_huggingface(
             requested,
             path,
@@ -55,7 +55,7 @@ def load_initial(
             resize=config.resize,
         )
         with comm.collective_phase("restoring the model"):
-            states.restore_model(loaded, strict=not is_partial)
+            states.restore_model(loaded)
     else:
         try:
             reader.read(locate(path, get_plugin_manager()), model_only=config.initial_load_model_only)

@@ -244,9 +244,10 @@ class TrainingStates:
         for name, per_rank in self._select(self.per_rank, names):
             per_rank.restore(objects[_RANKS][name], *ranks)
 
-    def restore_model(self, loaded: StateDict, *, strict: bool = True) -> None:
+    def restore_model(self, loaded: StateDict) -> None:
         """Set the modules under ``model`` to what was loaded for them, and nothing else."""
-        load_into(loaded, self.modules[MODEL], strict=strict)
+        # what must be there has been looked for; the folder of an adapter has nothing of the base model
+        load_into(loaded, self.modules[MODEL], strict=False)
 
     def _log_gradients(self) -> None:
         """Log once if gradients are alive: a resume in the middle of an accumulation begins it anew."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.tensors.wrappers import dequantize, is_quantized
+from shardckpt.tensors.wrappers import check_destination, dequantize, is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -137,7 +137,12 @@ def shard_parts(shard: ShardedTensor) -> list[FlatPart]:
 
 
 def with_memory(shard: ShardedTensor) -> ShardedTensor:
-    """Return a shard with a plain tensor to fill: its own, or a new one on the CPU."""
+    """Return a shard with a plain tensor to fill: its own, or a new one on the CPU.
+
+    It is a ShardingError if its own is quantized, and no values can be quantized into it.
+    """
+    if is_quantized(shard.data):
+        check_destination(shard.key, shard.data)
     # no part of a quantized wrapper can be filled on its own: a plain tensor is returned in its place
     if shard.data is None or is_quantized(shard.data):
         shard = shard.without_data()

@@ -70,7 +70,7 @@ def fill(key: str, destination: torch.Tensor, values: torch.Tensor) -> None:
     if not is_quantized(destination):
         copy_values(destination.detach(), values)
         return
-    check_outward_dtype(key, destination)
+    check_destination(key, destination)
     try:
         with torch.no_grad(), _on(destination.device):
             _quantize(destination, values.to(destination.device, destination.dtype))
@@ -103,10 +103,15 @@ def movable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8 if tensor.dtype.itemsize == 1 else torch.int16)
 
 
-def check_outward_dtype(key: str, destination: torch.Tensor) -> None:
-    """Raise :class:`ShardingError` if a quantized tensor's outward dtype cannot hold high-precision values."""
+def check_destination(key: str, destination: torch.Tensor) -> None:
+    """Raise :class:`ShardingError` if high-precision values cannot be quantized into a quantized tensor."""
     if not _is_high_precision(destination):
         raise ShardingError(_refusal(key, destination, f"its outward dtype {destination.dtype} cannot hold its values"))
+    blocks = getattr(destination, "n_blocks", 0) if hasattr(destination, _GETTER) else 0
+    # a shard has the number of blocks of the whole; its scales are relative to a mean that all ranks must have alike
+    if blocks and blocks * getattr(destination, "block_size", 0) != destination.numel():
+        why = "it is a shard, whose scales have one mean with those of other ranks: load before the model is quantized"
+        raise ShardingError(_refusal(key, destination, why))
 
 
 def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:

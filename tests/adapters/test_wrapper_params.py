@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, register_tensor_class, to_sharded_state_dict
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
-from shardckpt.huggingface import export_to_huggingface
+from shardckpt.huggingface import export_to_huggingface, load_from_huggingface
 from shardckpt.manager import CheckpointConfig, CheckpointManager
+from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -251,17 +252,44 @@ def test_nf4_weights_of_torchao_keep_their_bits(tmp_path: Path, ranks: Ranks, sa
     assert all(ranks.run(loading, _loads_nf4, path) if loading else [_loads_nf4(path)])
 
 
+def _is_refused_by_nf4(path: str) -> bool:
+    """Return whether shards of an NF4 weight, which stay as they were, take no values."""
+    (model, found), (_, wanted) = _make_nf4(2), _make_nf4(2)
+    with pytest.raises(ShardingError, match="load before the model is quantized"):
+        dist_checkpointing.load(to_sharded_state_dict(model), path)
+    return all(torch.equal(getattr(found, n), getattr(wanted, n)) for n in wanted.__tensor_flatten__()[0])
+
+
+def test_shards_of_an_nf4_weight_take_no_values(tmp_path: Path, ranks: Ranks) -> None:
+    """Their scales have one mean on all ranks, which a rank's values do not give: the error says when to load."""
+    dist_checkpointing.save(to_sharded_state_dict(_make_nf4(1)[0], dequantize=True), tmp_path / "c")
+    assert all(ranks.run(2, _is_refused_by_nf4, str(tmp_path / "c")))
+
+
 def test_the_hub_gets_values_or_an_error(tmp_path: Path) -> None:
-    """An export of codes is refused with the setting that stores values, whose export has the weight."""
+    """Codes are refused with the setting that stores values, whose export has the weight, which a load quantizes."""
     model = _make(1)
     for dequantize in (False, True):
         state = to_sharded_state_dict(model, dequantize=dequantize)
         dist_checkpointing.save(state, tmp_path / f"{dequantize}")
-    with pytest.raises(CheckpointingException, match=r"codes and scales.*: weight; save their values, by dequantize"):
-        export_to_huggingface(tmp_path / "False", tmp_path / "hf")
+    (tmp_path / "config.json").write_text("{}")
+    contiguous = SafetensorsSaveShardedStrategy(layout="contiguous", assets=[tmp_path / "config.json"])
+    for door in (
+        lambda: export_to_huggingface(tmp_path / "False", tmp_path / "hf"),
+        lambda: dist_checkpointing.save(to_sharded_state_dict(model), tmp_path / "hf", contiguous),
+    ):
+        with pytest.raises(CheckpointingException, match=r"codes and scales.*: weight; save their values, by dequant"):
+            door()
+        assert not (tmp_path / "hf").exists()
     export_to_huggingface(tmp_path / "True", tmp_path / "hf")
     weight: Any = model.weight
-    assert torch.equal(load_file(tmp_path / "hf" / "model.safetensors")["weight"], weight.dequantize())
+    values = load_file(tmp_path / "hf" / "model.safetensors")["weight"]
+    assert torch.equal(values, weight.dequantize())
+    found, wanted = _make(2), _make(2)
+    load_into(load_from_huggingface(to_sharded_state_dict(found), tmp_path / "hf"), found)
+    wanted_weight: Any = wanted.weight
+    wanted_weight.quantize_(values)
+    assert _read(found) == _read(wanted)
 
 
 def test_the_last_save_of_a_manager_that_exports_it_has_values(tmp_path: Path) -> None:

@@ -176,7 +176,8 @@ def _checkpoint(path: Path, *states: dict[str, torch.Tensor]) -> Path:
 def test_an_adapter_is_exported_as_peft_names_it(tmp_path: Path, door: str, url: bool) -> None:
     """The factors and the modules that are trained whole, in PEFT's two files; nothing of the base model."""
     state = {name: torch.rand_like(tensor) for name, tensor in _state().items()}
-    source, assets = _checkpoint(tmp_path / "c", state), _folder(tmp_path / "assets")
+    codes = {f"{LAYER}.v_proj.base_layer.weight.(inner).codes": torch.ones(6, 8)}  # of a quantized base
+    source, assets = _checkpoint(tmp_path / "c", state, codes), _folder(tmp_path / "assets")
     (assets / "config.json").write_text("{}")
     target = f"memory://{tmp_path}/hf" if url else str(tmp_path / "hf")
     if door == "export":

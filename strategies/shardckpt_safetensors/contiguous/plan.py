@@ -20,6 +20,7 @@ from shardckpt.huggingface import (
     find_sections,
     find_tied,
     read_asset,
+    refuse_codes,
 )
 from shardckpt.manifest import HUB_INDEX
 from shardckpt.mapping import ShardedTensor
@@ -129,6 +130,7 @@ class ContiguousPlan:
         others = {HUB_INDEX: self.layout.weights_index(), **{path.name: read_asset(path) for path in options.assets}}
         config = find_config(options.assets)
         if config is not None:
+            refuse_codes(tensor.name for tensor in tensors)
             pair = find_tied(config, tensors) if options.store_aliases else None
             if pair is not None:
                 logger.warning(

@@ -1,4 +1,4 @@
-"""Models of 18 types, trained on one rank and on two, are what from_pretrained gives back, by every door."""
+"""Models of 23 types, trained on one rank and on two, are what from_pretrained gives back, by every door."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.errors import CheckpointingException
+from shardckpt.huggingface import export_to_huggingface
 from shardckpt.maintenance import convert_checkpoint, merge_checkpoints
-from tests.huggingface import model_types
+from tests.huggingface import changed_models, model_types
 from tests.huggingface.model_types import TYPES
 from tests.huggingface.samples import same
 from tests.safetensors.contiguous.jobs import read_like_vllm
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from shardckpt.testing.ranks import Ranks
@@ -28,16 +31,28 @@ _SECONDS = 300.0
 def check(ranks: Ranks, folder: Path, name: str, world_size: int) -> None:
     """Check that a model of a type comes back from every door: all names, shapes, values and dtypes, and the logits."""
     made = TYPES[name]
-    model_types.make_model(name).config.save_pretrained(folder / "assets")
+    model_types.save_config(name, folder / "assets")
     given = (name, str(folder), str(folder / "assets"))
-    tensors, logits, begun = ranks.run(world_size, model_types.train, *given, timeout=_SECONDS)[0]
+    tensors, logits, changed = ranks.run(world_size, model_types.train, *given, timeout=_SECONDS)[0]
     options = {"assets": folder / "assets", "mapping": made.mapping}
+    doors = {**model_types.DOORS, "convert": "convert", "merge": "merge"}
     convert_checkpoint(folder / "checkpoint", folder / "convert", "hf", **options)
     merge_checkpoints([folder / "checkpoint"] * 2, folder / "merge", "hf", **options)
-    for door, place in {**model_types.DOORS, "convert": "convert", "merge": "merge"}.items():
+    if made.as_values:
+        _check_codes(folder)
+    if made.adapter and made.quantize:  # of its last save, too, the codes are resumed
+        assert any(".(inner)." in key for key in dc.load_tensors_metadata(folder / "last_save_in_hf/step-1"))
+    values = changed_models.list_values(tensors)
+    for door, place in doors.items():
+        if made.refused and door in model_types.WHOLE_DOORS:
+            continue  # which said so in the training
         loaded, info = _load(folder / place, name)
         assert not any(info.values()), (door, info)
-        _compare(loaded.state_dict(), read_like_vllm(folder / place), tensors)
+        _compare(model_types.list_whole(loaded), values)
+        wrong = [
+            key for key, tensor in read_like_vllm(folder / place).items() if not same(tensor, tensors.get(key, tensor))
+        ]
+        assert wrong == [], door
         found = model_types.answer(loaded)
         if all(tensor.dtype == tensors[key].dtype for key, tensor in loaded.state_dict().items()):
             assert torch.equal(found, logits), door
@@ -45,27 +60,41 @@ def check(ranks: Ranks, folder: Path, name: str, world_size: int) -> None:
             assert torch.allclose(found, logits, rtol=1e-2, atol=1e-2), door
     widened, info = _load(folder / model_types.WIDENED, name)
     assert not any(info.values()), info
-    assert all(torch.equal(tensor, tensors[key].float()) for key, tensor in widened.state_dict().items())
-    assert all(same(tensor, tensors[key]) for key, tensor in begun.items())
-    fresh = model_types.make_model(name)
+    assert all(torch.equal(t, values[key].to(t.dtype)) for key, t in model_types.list_whole(widened).items())
+    assert changed == []
+    fresh = model_types.make_model(name, is_base=made.as_values)
     with dc.open_checkpoint(folder / "checkpoint") as checkpoint:
-        fresh.load_state_dict(dict(checkpoint.weights()))
-    assert all(torch.equal(tensor, tensors[key]) for key, tensor in fresh.state_dict().items())
+        weights = dict(checkpoint.weights("peft" if made.adapter else None))
+    changed_models.fill_adapter(fresh, weights) if made.adapter else fresh.load_state_dict(weights)
+    assert all(torch.equal(tensor, tensors[key]) for key, tensor in model_types.list_whole(fresh).items())
+
+
+def _check_codes(folder: Path) -> None:
+    """Check that no door writes codes that no class of the Hub can name, and each says what to do."""
+    doors: list[Callable[[], Any]] = [
+        lambda: export_to_huggingface(folder / "codes", folder / "never"),
+        lambda: convert_checkpoint(folder / "codes", folder / "never", "hf"),
+        lambda: merge_checkpoints([folder / "codes"] * 2, folder / "never", "hf"),
+    ]
+    with dc.open_checkpoint(folder / "codes") as checkpoint:
+        for door in [*doors, checkpoint.weights]:
+            with pytest.raises(CheckpointingException, match=model_types.CODES):
+                door()
+    assert not (folder / "never").exists()
 
 
 def _load(folder: Path, name: str) -> Any:
     import transformers
 
+    if TYPES[name].adapter:
+        return changed_models.load_adapter(model_types.make_model(name, is_base=True), folder)
     return getattr(transformers, TYPES[name].kind).from_pretrained(folder, output_loading_info=True)
 
 
-def _compare(
-    loaded: dict[str, torch.Tensor], stored: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
-) -> None:
+def _compare(loaded: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Check that tensors are the trainer's; transformers loads some that are stored in float32 as bfloat16."""
     assert loaded.keys() == expected.keys()
     wrong = [key for key, tensor in expected.items() if not torch.equal(loaded[key], tensor.to(loaded[key].dtype))]
-    wrong += [key for key in stored.keys() & expected.keys() if not same(stored[key], expected[key])]
     assert wrong == []
 
 

@@ -13,7 +13,8 @@ from shardckpt.huggingface import (
     load_from_huggingface,
     save_state_dict,
 )
-from tests.huggingface.samples import read, same, sharded_state
+from tests.huggingface.changed_models import quantize
+from tests.huggingface.samples import read, same
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -125,51 +126,10 @@ def test_scaled_weights_are_those_that_transformers_makes(tmp_path: Path) -> Non
     for name, weight in model.state_dict().items():
         state[name] = weight
         if "proj" in name:
-            rows, columns = weight.shape
-            blocks = weight.view(rows // 16, 16, columns // 16, 16)
-            scale = blocks.abs().amax((1, 3)) / 448
-            state[name] = (blocks / scale[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn)
-            state[f"{name}_scale_inv"] = scale
+            state[name], state[f"{name}_scale_inv"] = quantize(weight)
     save_state_dict(state, tmp_path / "model.safetensors")
     theirs = type(model).from_pretrained(tmp_path, dtype=torch.float32)
     mine = _model("Llama")
     load_from_huggingface(to_sharded_state_dict(mine), tmp_path)
     assert not torch.equal(_logits(mine), _logits(model))
     assert all(torch.equal(t, mine.state_dict()[name]) for name, t in theirs.state_dict().items())
-
-
-def _quantize(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of 8 bits with a scale for each block of 128 x 128, as DeepSeek-V3's; other tensors as they are.
-
-    The weights given are changed to what these stand for.
-    """
-    found = {}
-    for key, weight in weights.items():
-        found[key] = weight
-        if "proj" in key:
-            rows, columns = (size // 128 for size in weight.shape)
-            blocks = weight.float().reshape(rows, 128, columns, 128)
-            scales = blocks.abs().amax((1, 3)) / 448
-            codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
-            weight.copy_((codes.float() * scales[:, None, :, None]).reshape(weight.shape))
-            found |= {key: codes.reshape(weight.shape), f"{key}_scale_inv": scales}
-    return found
-
-
-def test_weights_of_8_bits_with_block_scales(tmp_path: Path) -> None:
-    """Transformers makes of the exported codes and scales what they stand for; a cast leaves both as they are."""
-    from transformers import FineGrainedFP8Config
-
-    model = _model("Llama", hidden_size=128, intermediate_size=256, num_key_value_heads=4).bfloat16()
-    dc.save(sharded_state(_quantize(model.state_dict())), tmp_path / "c")
-    model.config.save_pretrained(tmp_path / "assets")
-    config = json.loads((tmp_path / "assets" / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (tmp_path / "assets" / "config.json").write_text(json.dumps(config))
-    export_to_huggingface(tmp_path / "c", tmp_path / "hf", dtype="bfloat16", assets=tmp_path / "assets")
-    values = FineGrainedFP8Config(dequantize=True)
-    loaded, info = type(model).from_pretrained(
-        tmp_path / "hf", output_loading_info=True, quantization_config=values, dtype=torch.bfloat16
-    )
-    assert not any(info.values())
-    assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in loaded.state_dict().items())

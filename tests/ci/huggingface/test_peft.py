@@ -15,12 +15,10 @@ from shardckpt.huggingface import export_to_huggingface, load_from_huggingface
 from shardckpt.maintenance import verify_checkpoint
 from shardckpt.maintenance.verify import INTACT, get_exit_code
 from tests.ci.huggingface.test_models import _model
-from tests.tables import in_proof, table
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from tests.ranks import Ranks
 
 # PEFT asks transformers by an older name, and says what the options below mean
 pytestmark = [
@@ -87,28 +85,6 @@ def test_an_adapter_goes_to_peft_and_back(
     assert fresh(TOKENS).logits.equal(logits)
     assert not [record for record in caplog.records if "nexpected" in record.message or "unused" in record.message]
     assert [get_exit_code(verify_checkpoint(tmp_path / name)) for name in ("theirs", "ours")] == [INTACT, INTACT]
-
-
-def _train_sharded(folder: str) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    model = _adapted({"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]})
-    _train(model)
-    if torch.distributed.get_rank() == 0:
-        torch.save(model(TOKENS).logits, f"{folder}/logits.pt")
-        model.peft_config["default"].save_pretrained(f"{folder}/assets")
-    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    fully_shard(model, mesh=mesh)
-    dc.save(to_sharded_state_dict(model), f"{folder}/c")
-    export_to_huggingface(f"{folder}/c", f"{folder}/hf", mapping="peft", assets=f"{folder}/assets")
-
-
-@pytest.mark.parametrize("world_size", [1, 2, *in_proof(4)])
-def test_an_adapter_of_fsdp2_is_what_peft_loads(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
-    """Saved and exported from shards, with frozen parameters beside those that are trained."""
-    ranks.run(world_size, _train_sharded, str(tmp_path))
-    loaded = peft.PeftModel.from_pretrained(_base(), tmp_path / "hf").eval()
-    assert loaded(TOKENS).logits.equal(torch.load(tmp_path / "logits.pt"))
 
 
 def test_what_the_model_has_no_place_for_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
