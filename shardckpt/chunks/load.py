@@ -141,14 +141,20 @@ class ChunkLoadStrategy(LoadStrategy):
             CheckpointingException: What is stored is damaged or refused, or does not fill a shard.
         """
         with context.comm.local_phase("planning the load"):
+            matched = [self.match(shard, context) if isinstance(shard, ShardedTensor) else {} for shard in wanted]
+            # only now: what is stored may say that it has any size
             filled = [with_memory(shard) if isinstance(shard, ShardedTensor) else shard for shard in wanted]
-            matched = [(shard, self.match(shard, context)) for shard in filled if isinstance(shard, ShardedTensor)]
             values = [
                 self.read_object(shard, context) if isinstance(shard, ShardedObject) else shard.data for shard in filled
             ]
         context.require_same_save(self.identify(context), "index")
         with context.comm.local_phase("reading shards"):
-            reads = [read for shard, found in matched for read in _plan_reads(shard, found)]
+            reads = [
+                read
+                for shard, found in zip(filled, matched, strict=True)
+                if isinstance(shard, ShardedTensor)
+                for read in _plan_reads(shard, found)
+            ]
             read_chunks(reads, lambda read: self.read_part(read, context), context.reader)
         return values
 
