@@ -159,7 +159,7 @@ def _list_tensors(report: DiffReport, *, verbose: bool) -> list[str]:
         return []
     shown = [*report.differences] if verbose else _shorten_unpaired(report.differences)
     rows = [*map(_list_cells, shown)]
-    # if all rows have equal dtypes and shapes, one column "both" shows them
+    # where both have the same dtype and shape in every row, one column shows them
     first = "both" if all(each.first == each.second for each in shown) else "first"
     names = ("tensor", "differs in", first, "second", "elements", "max abs", "max rel", "first at")
     styles = [_find_style(difference.kind) for difference in shown]

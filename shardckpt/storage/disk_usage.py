@@ -43,8 +43,8 @@ def find_last_write(path: Path) -> float | None:
 def read_last_write(path: Path, *, count_renames: bool) -> float:
     """Return when a local file or directory was last written, in seconds since 1970; 0.0 if it is gone.
 
-    An OSError if a part of it cannot be read: the newest write may be there. A rename or copy keeps the time of the
-    write (mtime), and sets that of the last change (ctime), which counts with ``count_renames``.
+    An OSError if a part of it cannot be read: the newest write may be there. A rename, or a copy that keeps times,
+    leaves the time of the write (mtime) and sets that of the change (ctime), which counts with ``count_renames``.
     """
     times = (max(info.st_mtime, info.st_ctime) if count_renames else info.st_mtime for info in _walk(path, _GONE))
     return max(times, default=0.0)
