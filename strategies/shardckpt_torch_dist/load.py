@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.archive import decode_object
-from shardckpt.chunks import LoadPlan, ObjectRead, describe_columns
-from shardckpt.errors import CorruptCheckpointError, KeyMismatchError
+from shardckpt.chunks import ObjectRead, describe_columns
+from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, listed
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME
 from shardckpt.mapping import PlainObject, ShardedObject
 from shardckpt.state_dict import nest_values
@@ -26,7 +26,6 @@ from shardckpt_torch_dist.dialects import (
     parse_object_key,
     read_index,
 )
-from shardckpt_torch_dist.plan import ArchiveReader, make_planner, name_planner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,31 +78,39 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
 
         If the checkpoint is being overwritten, and ranks have read different saves, that is a CheckpointReplacedError.
         """
+        # for loads alone: listings do without them
+        from shardckpt.chunks import LoadPlan
+        from shardckpt_torch_dist.plan import ArchiveReader
+
         index = read_index(context.reader)
         with context.comm.local_phase("planning the load"):
-            absent = {n: shard for n, shard in enumerate(wanted) if _is_absent(shard, index)}
+            objects = {n: shard for n, shard in enumerate(wanted) if isinstance(shard, ShardedObject)}
+            absent = {n: shard for n, shard in objects.items() if shard.unique_key not in index.objects}
             nested = _read_nested_state(index, context) if absent else NestedState((), {}, str)
             built = {n: shard for n, shard in absent.items() if nested.has(shard.key)}
             stored = [shard for n, shard in enumerate(wanted) if n not in built]
             parts = {key: index.tensor_of(key) for shard in built.values() for key in nested.tensors(shard.key)}
-            by_planner = None
+            by_planner = name = None
             if self._planner is not None:
-                from shardckpt_torch_dist.plan import PlannedLoad  # it imports torch's planners
+                from shardckpt_torch_dist.plan import PlannedLoad, make_planner, name_planner  # with torch's planners
 
+                name = name_planner(self._planner)
                 by_planner = PlannedLoad(make_planner(self._planner), stored, index, context)
                 stored = []
+            elif lost := absent.keys() - built.keys():
+                raise KeyMismatchError(f"not in the checkpoint: {listed(sorted(absent[n].unique_key for n in lost))}")
             find_object = partial(_find_object, index, context.allow_globals)
             plan = LoadPlan([*stored, *parts.values()], ArchiveReader(context.reader, index), find_object)
         # ranks with different planners would call different collectives
-        context.require_same_save(index.save.encode(), "metadata", planner=name_planner(self._planner))
+        context.require_same_save(index.save.encode(), "metadata", planner=name)
         if by_planner is not None:
             by_planner.share()
         with context.comm.local_phase("reading shards"):
             if by_planner is not None:
                 by_planner.read()
             plan.read()
-            objects = {n: nested.build(shard.key, {k: t.data for k, t in parts.items()}) for n, shard in built.items()}
-        return [objects[n] if n in built else shard.data for n, shard in enumerate(wanted)]
+            values = {n: nested.build(shard.key, {k: t.data for k, t in parts.items()}) for n, shard in built.items()}
+        return [values[n] if n in built else shard.data for n, shard in enumerate(wanted)]
 
     def can_build(self, wanted: Sequence[ShardedObject], context: LoadContext) -> list[bool]:
         """Return for each object whether a plain DCP directory has its values, stored one by one below its key.
@@ -221,18 +228,12 @@ def _read_nested_state(index: StoredIndex, context: LoadContext) -> NestedState:
 def _find_object(index: StoredIndex, allow_globals: tuple[Any, ...], shard: ShardedObject) -> ObjectRead:
     """Return how an object is read, by the allow-list and what the caller allows."""
     what = f"object {shard.unique_key!r}"
-    if shard.unique_key not in index.objects:
-        raise KeyMismatchError(f"not in the checkpoint: {shard.unique_key}")
 
     def load(data: bytes) -> None:  # Megatron stores a list of the objects that share the key
         loaded = decode_object(data, what, allow_globals)
         shard.data = loaded[0] if isinstance(loaded, list) and loaded else loaded
 
     return ObjectRead(index.objects[shard.unique_key], what, load)
-
-
-def _is_absent(shard: ShardedBase, index: StoredIndex) -> bool:
-    return isinstance(shard, ShardedObject) and shard.unique_key not in index.objects
 
 
 def _list_plain(index: StoredIndex) -> dict[str, Item]:
