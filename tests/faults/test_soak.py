@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from tests.faults.soak import find_growth
+import mmap
+import os
+
+from tests.faults.soak import count_held, find_growth
+
+
+def test_shared_memory_of_this_process_is_counted() -> None:
+    """A mapping of shared memory is counted while it is there."""
+    before = count_held()["shared memory"]
+    descriptor = os.memfd_create("test")
+    os.truncate(descriptor, mmap.PAGESIZE)
+    with mmap.mmap(descriptor, mmap.PAGESIZE):
+        assert count_held()["shared memory"] == before + 1
+    os.close(descriptor)
+    assert count_held()["shared memory"] == before
 
 
 def test_growth_is_found() -> None:
