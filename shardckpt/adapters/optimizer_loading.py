@@ -312,7 +312,7 @@ def _nest_values(values: StateDict, params: Mapping[str, torch.Tensor]) -> State
 
 
 def _assemble(loaded: StateDict, params: Mapping[str, torch.Tensor]) -> StateDict:
-    """Collective if :func:`rebuild_state` is: return the state dict, with parameters in the model's order."""
+    """Collective where :func:`rebuild_state` is: return the state dict, with parameters in the model's order."""
     slots = {name: loaded.get(STATE, {}).get(name) for name in params}
     state = {name: rebuild_state(values, params[name]) for name, values in slots.items() if values}
     groups = loaded.get(GROUPS, {})

@@ -55,11 +55,12 @@ def agree_on_aliases(ties: list[tuple[str, ...]], shards: Sequence[ShardedBase],
     shard of one of them has the same boxes of the others, in the same memory. The first of a group in alphabetical
     order is stored.
     """
-    all_ties = [ties]
-    if not comm.all_alike(repr(ties).encode()):  # alike as with FSDP: no rank needs to receive the ties of others
+    if comm.all_alike(repr(ties).encode()):  # as with FSDP: no rank needs to receive the ties of others
+        if not ties:
+            return {}
+        all_ties = [ties]
+    else:
         all_ties = comm.all_gather(ties)
-    elif not ties:
-        return {}
     candidates = sorted({key for rank_ties in all_ties for keys in rank_ties for key in keys})
     with comm.local_phase("comparing tied tensors"):
         views = _list_views(shards, frozenset(candidates))
@@ -70,7 +71,8 @@ def agree_on_aliases(ties: list[tuple[str, ...]], shards: Sequence[ShardedBase],
         ]
     are_alike = comm.all_alike(array("q", numbers).tobytes())
     numbers_by_key = zip(*([numbers] if are_alike else comm.all_gather(numbers)), strict=True)
-    groups = _group_equal(dict(zip(candidates, numbers_by_key, strict=True)))  # equal on every rank
+    # two keys are tied if they have the same number on every rank
+    groups = _group_equal(dict(zip(candidates, numbers_by_key, strict=True)))
     return {alias: stored for stored, *aliases in groups for alias in aliases}
 
 
@@ -101,11 +103,11 @@ def _list_views(shards: Iterable[ShardedBase], keys: AbstractSet[str]) -> dict[s
 
 
 def _identify_memory(shard: ShardedTensor) -> Hashable:
-    """Return a value that is equal for tensors that are the same view of the same memory; the key if none can be."""
+    """Return a value that is equal for tensors that are the same view of the same memory, or empty; else the key."""
     data = shard.data
     if data is None or type(data) not in ORDINARY or data.is_quantized:  # others hold values elsewhere, too
         return shard.key
-    if not data.numel():
+    if not data.numel():  # no address: they count as equal, else an empty part would break the ties of other ranks
         return data.dtype, tuple(data.shape)
     address = _find_address(data)
     if not address:

@@ -1,8 +1,8 @@
 """Compare two checkpoints, folders of the Hub, or files: keys, shapes, dtypes, then values, objects and common state.
 
 Tensors with stored fingerprints in both checkpoints are compared by fingerprint. Where fingerprints are missing or
-differ, the values are read, in bounded memory. Exit code: 1 if a tensor differs by more than the tolerances, an object
-or the common state differs, or only one of the checkpoints has it.
+differ, or with --read, the values are read, in bounded memory. Exit code: 1 if a tensor differs in shape or dtype, or by
+more than the tolerances, an object, the common state or a file that is not read differs, or only one of the two has it.
 """
 
 from __future__ import annotations
@@ -246,7 +246,8 @@ def _advise_objects(report: DiffReport, options: Any) -> str:
     if report.objects is None or not report.objects.differences:
         return ""
     is_folded = not options.verbose and len(_fold_values(report.objects)) < len(report.objects.differences)
-    return f"{'--verbose lists each value; ' * is_folded}--tensors-only leaves out objects and common state"
+    advice = ["--verbose lists each value"] if is_folded else []
+    return "; ".join([*advice, "--tensors-only leaves out objects and common state"])
 
 
 def _list_cells(difference: TensorDifference) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""Leftovers of killed saves, overwrites and removals: found by name, and removed if no living process owns them.
+"""Leftovers of killed saves, overwrites and removals: found by name, and removed if no living process uses them.
 
 An owner of the same boot of the same host is known to be alive or dead by its process id and start time. Leftovers of
-another host, or without an owner in the name, are removed when nothing was written to them for
+another host, container or boot, or without an owner in the name, are removed when nothing was written to them for
 ``SHARDCKPT_LEFTOVER_HOURS``.
 """
 
@@ -74,9 +74,12 @@ class FoundFolders(NamedTuple):
 
 
 def walk_folders(top: Path) -> FoundFolders:
-    """Find the folders with leftovers at any depth. Hidden folders, checkpoints and links are not entered."""
+    """Find the folders with leftovers at any depth. Hidden folders, checkpoints and links are not entered.
+
+    A folder that cannot be listed is left out, with a warning.
+    """
     folders = FoundFolders([], [], [])
-    for path, names, files in os.walk(top):
+    for path, names, files in os.walk(top, onerror=lambda error: logger.warning("not looked into: %s", error)):
         folder = Path(path)
         if any("shardckpt-" in name for name in names) and find_leftovers(folder, lambda _: True):
             folders.with_leftovers.append(folder)
@@ -86,7 +89,7 @@ def walk_folders(top: Path) -> FoundFolders:
         names[:] = sorted(name for name in names if not name.startswith("."))
         folders.links.extend(folder / name for name in names if (folder / name).is_symlink())
         file_links = (folder / name for name in sorted(files) if (folder / name).is_symlink())
-        # not Path.exists, which raises for a loop of links
+        # not Path.exists, which raises for a target in a folder that this user may not enter
         folders.broken.extend(link for link in file_links if not os.path.exists(link))  # noqa: PTH110
     return folders
 
@@ -99,7 +102,8 @@ def belongs_to(target: Path) -> Callable[[str], bool]:
 def why_kept(leftover: Leftover, hours: float | None = None) -> str:
     """Return why a leftover must stay; ``""`` if it may be removed, since no living process uses it.
 
-    ``hours`` after the last write an owner on another host counts as dead; by default ``SHARDCKPT_LEFTOVER_HOURS``.
+    ``hours`` after the last write an owner that cannot be seen from here counts as dead; by default
+    ``SHARDCKPT_LEFTOVER_HOURS``.
     """
     if leftover.is_garbage:
         return ""
@@ -109,7 +113,8 @@ def why_kept(leftover: Leftover, hours: float | None = None) -> str:
         return _why_too_recent(leftover, settings.leftover_hours() if hours is None else hours)
     if not is_alive:
         return ""
-    # this process claims the directories that it fills: an unclaimed one of its own was left by a failed call
+    # this process claims the directories that it fills: an unclaimed one of its own was left by a failed call. Spools,
+    # which have no stem, are never claimed
     if owner == Owner.current() and leftover.stem and not is_claimed(leftover.path.name):
         return ""
     return f"process {owner.pid} of this host is alive"
@@ -180,7 +185,7 @@ def remove_free(
                 kept.append((leftover, reason))
                 continue
             remove_leftover(leftover)
-            if leftover.owner == Owner.current():  # the second half of a removal by this process: no news
+            if leftover.owner == Owner.current():  # of a removal, or a failed save, of this process: no news
                 logger.debug("removed %s", leftover.path)
             else:
                 logger.info("removed %s, which an interrupted save or removal had left", leftover.path)

@@ -31,11 +31,11 @@ def check_values(
 ) -> list[Any]:
     """Return the values of ``LoadStrategy.load`` if number, types, shapes and dtypes fit the shards.
 
-    ``find_dtypes`` returns the known stored dtypes by key. It makes a dict of all keys, so it is called once, and only
-    if the dtype of a tensor is not its shard's.
+    ``find_dtypes`` returns the known stored dtypes by key. It may make a dict of all keys, so it is called once at
+    most: if the dtype of a tensor is not its shard's.
 
     Raises:
-        PluginError: A value does not fit. The error names the strategy, the plugin and the key.
+        PluginError: The values do not fit. The error names the strategy, the plugin, and the key of a wrong value.
     """
     find_dtypes = cache(find_dtypes)
     try:

@@ -90,7 +90,8 @@ class LoadTemplate:
     ) -> StateDict:
         """Return the state dict, filled with loaded values and the common state, which is not changed.
 
-        A value in the common state where the template has a shard is an error, and so is a list of another length.
+        A value in the common state where the template has a shard is an error, and so is a list of another length
+        where the template's has shards in it.
 
         Args:
             values: The loaded value of every shard in :attr:`shards`, in order, or ``MISSING``.
@@ -141,6 +142,8 @@ class LoadTemplate:
             case LocalNonpersistentObject():
                 slots = _Slot(lambda _: wanted.unwrap())
             case _:
+                # tuples and sets may have shards in them, which nothing would fill
+                self._may_have_parts |= isinstance(wanted, (tuple, set, frozenset))
                 self._may_have_parts |= is_part(wanted) or holds_tensors(wanted)
                 self._has_tensors |= isinstance(wanted, torch.Tensor)
         return slots
@@ -178,11 +181,14 @@ class LoadTemplate:
 def _pair_tensors(
     wanted: Any, common: Any, path: tuple[Any, ...]
 ) -> Iterator[tuple[tuple[Any, ...], torch.Tensor, Any]]:
-    """Yield the path of each wanted tensor, the tensor, and the value of the common state at that path or MISSING."""
+    """Yield the path of each wanted tensor, the tensor, and the value of the common state at that path or MISSING.
+
+    Tensors in a list that the common state has, too, are left out: the items of a stored list have other places.
+    """
     if isinstance(wanted, dict) and (common is MISSING or isinstance(common, dict)):
         for key, value in wanted.items():
             yield from _pair_tensors(value, MISSING if common is MISSING else common.get(key, MISSING), (*path, key))
-    elif isinstance(wanted, list) and common is MISSING:  # the items of a stored list have other places
+    elif isinstance(wanted, list) and common is MISSING:
         for index, value in enumerate(wanted):
             yield from _pair_tensors(value, MISSING, (*path, index))
     elif isinstance(wanted, torch.Tensor):
@@ -286,14 +292,14 @@ def _assemble_list(wanted: list[Any], values: list[Any], common: Any, path: str)
     stored: list[Any] = [] if common is MISSING else common
     # a save leaves sharded items out of a list: the stored list has the others, in order
     positions = [index for index, value in enumerate(wanted) if _has_common(value)]
-    if len(stored) == len(wanted):
-        positions = list(range(len(wanted)))  # no item is entirely sharded
+    if len(stored) == len(wanted):  # each item has a stored value: _assemble refuses one in the place of a shard
+        positions = list(range(len(wanted)))
     if common is not MISSING and len(stored) != len(positions):
-        if len(positions) == len(wanted):
+        if not _has_slot(wanted):
             return common  # nothing in it is sharded: the stored list is the result, whatever its length
         raise CheckpointingException(
             f"the checkpoint's common state has a list of {len(stored)} values at {path}, the state dict to load has "
-            f"{len(positions)} that are not sharded"
+            f"{len(positions)} that are not sharded, or not in whole"
         )
     by_position = dict(zip(positions, stored, strict=False))
     parts = [_assemble(value, values, by_position.get(i, MISSING), f"{path}[{i}]") for i, value in enumerate(wanted)]

@@ -33,7 +33,9 @@ class OutlinedCheckpoint(NamedTuple):
 
 
 def open_by_outline(path: str, own_functions: Mapping[tuple[str, int], str]) -> OutlinedCheckpoint | None:
-    """Open a checkpoint of this library in a local directory; None if it has no outline, or is incomplete.
+    """Open a checkpoint of this library in a local directory; None if it has no outline, or a file has another size.
+
+    A file that is missing or cannot be read is an OSError or a CheckpointingException.
 
     The caller then opens it by its strategy, whose errors say more. :func:`read_outline` takes ``own_functions``.
     """

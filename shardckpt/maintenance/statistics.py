@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from shardckpt.engine.lazy import StoredTensor
 
-#: Bytes of a block; its values take up to eight times that as float64.
+#: Bytes of a block; its values take up to eight times that as float64, and those that are finite as much again.
 _BLOCK_BYTES = 8 << 20
 
 
@@ -27,10 +27,10 @@ class Statistics:
         count: The number of elements.
         nans: The number that are NaN.
         infs: The number that are infinite.
-        minimum: The least finite value, an int for most integer dtypes; None if no value is finite.
-        maximum: The greatest finite value, likewise.
+        minimum: The least finite value, exact for int8 to int64 and uint8, else as a float64; None if no value is finite.
+        maximum: The greatest finite value, of the same type.
         mean: The mean of the finite values, computed in float64; None if no value is finite.
-        norm: The Euclidean norm of the finite values, computed in float64.
+        norm: The Euclidean norm of the finite values, computed in float64: infinite if their squares are beyond it.
     """
 
     count: int

@@ -87,6 +87,7 @@ def keeps_meaning(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Return whether a cast loses no more than precision, by the table in :func:`shardckpt.dist_checkpointing.load`.
 
     Only the dtypes are compared: single values may still change, such as those that overflow, which a load refuses.
+    So does it the casts of packed dtypes, which the reads of each format do not make.
     """
     if wanted.is_complex or stored == torch.bool:
         return True
@@ -106,8 +107,8 @@ def keeps_meaning(stored: torch.dtype, wanted: torch.dtype) -> bool:
 def is_exact(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Return whether a cast that :func:`keeps_meaning` allows keeps every value exactly; it decides the level of a log.
 
-    Sizes decide: a float is taken to hold every number of fewer bytes, which is wrong only for ``float8_e8m0fnu`` in
-    float16, and none of equal size, although a few such casts are exact.
+    Only sizes are compared: a wider float counts as exact, which is wrong only for ``float8_e8m0fnu`` to float16 or
+    complex32; one of the same size does not, although a few such casts are exact.
     """
     if stored == torch.bool or not (wanted.is_floating_point or wanted.is_complex):
         return True  # an integer: keeps_meaning has compared the ranges

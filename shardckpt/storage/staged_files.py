@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
     from pathlib import Path
 
-#: Names of the other kinds of files, by the first letter of ``stat.filemode``.
+#: What errors call an entry that is no regular file, by the first letter of ``stat.filemode``.
 _KIND_NAMES = {
     "d": "a directory",
     "l": "a symbolic link",
@@ -39,8 +39,8 @@ class FilePart(NamedTuple):
         rank: The rank that wrote it.
         keys: The number of stored items that this part counts, for reports.
         starts: The offset of each segment in the file, uint64.
-        lengths: Its bytes, uint32.
-        digests: Its digest, uint32 or uint64.
+        lengths: The bytes of each segment, uint32.
+        digests: The digest of each segment, uint32 or uint64.
     """
 
     name: str
@@ -100,10 +100,7 @@ def check_as_recorded(directory: Path, files: Iterable[FileRecord | FilePart]) -
 
 
 def refuse_unrecorded(directory: Path, recorded: Collection[str]) -> None:
-    """Raise StorageError for every file in the directory without a record, and every folder without a recorded file.
-
-    On a network file system the listing may be stale; the caller has just created a file there, which refreshes it.
-    """
+    """Raise StorageError if the directory has files without a record, or folders without a recorded file."""
     with wrap_os_errors("list", directory):
         found = sorted(_find_unrecorded(directory, "", recorded, find_folders(recorded)))
     if found:

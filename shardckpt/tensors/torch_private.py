@@ -202,7 +202,8 @@ def read_specs(dtensors: Iterable[Any]) -> list[Any]:
     return list(map(attrgetter("_spec"), dtensors))
 
 
-#: Held by :func:`one_thread` while it changes torch's number of threads: a thread that starts meanwhile would get it.
+#: Held by :func:`one_thread` while it changes torch's number of threads: a thread that asks for its own meanwhile, for
+#: the first time, would get this one.
 _THREAD_COUNT_LOCK = threading.Lock()
 
 
@@ -213,22 +214,23 @@ def one_thread() -> Iterator[None]:
     For a pool whose threads all call torch: each would have OpenMP threads of its own, more in all than there are
     cores, and each call would wait for the slowest of them.
     """
-    number = torch.get_num_threads()  # also initialises this thread's number, which would later replace ours
-    if number == 1:
-        yield
-        return
     with _THREAD_COUNT_LOCK:
-        torch.set_num_threads(1)
-        # Threads that start later would get this number, too. A thread that ends at once restores theirs: a call on
-        # another thread does not change this thread's number.
-        restoring = threading.Thread(target=torch.set_num_threads, args=(number,), name="shardckpt-threads")
-        restoring.start()
-        restoring.join()
+        # torch has a number for each thread, and one for all, which a thread copies when it first needs its own: this
+        # call makes the copy, which in the block would replace the 1
+        number = torch.get_num_threads()
+        if number > 1:
+            torch.set_num_threads(1)
+            # the number for all is 1, too, now: a call on a thread that ends at once restores it, and leaves this
+            # thread's own
+            restoring = threading.Thread(target=torch.set_num_threads, args=(number,), name="shardckpt-threads")
+            restoring.start()
+            restoring.join()
     try:
         yield
     finally:
-        with _THREAD_COUNT_LOCK:
-            torch.set_num_threads(number)
+        if number > 1:
+            with _THREAD_COUNT_LOCK:
+                torch.set_num_threads(number)
 
 
 def _empty_shard(tensor: Any, dtype: torch.dtype) -> Any:

@@ -18,6 +18,7 @@ from shardckpt.commit.leftovers import (
     remove_free,
     remove_leftover,
     remove_tree,
+    walk_folders,
     why_kept,
 )
 from shardckpt.commit.owner import Owner
@@ -232,3 +233,22 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=f"cannot list {tmp_path}/file"):
         _all(tmp_path / "file")
+
+
+def test_a_folder_that_cannot_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others are looked into, and a warning says which was not."""
+    kept = tmp_path / "open" / temporary_name("run", STAGING, new_save_id())
+    kept.mkdir(parents=True)
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert walk_folders(tmp_path).with_leftovers == [tmp_path / "open"]
+    assert f"Permission denied: '{tmp_path / 'closed'}'" in caplog.text

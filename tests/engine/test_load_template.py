@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.engine.load_template import MISSING, LoadTemplate
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.state_dict import split_for_save
 from tests.tables import table
@@ -129,6 +129,12 @@ def test_factories_merge_what_was_loaded() -> None:
     assert template.fill(["p", MISSING, "t"], {}) == {"t": "t"}
 
 
+def test_a_tuple_with_a_shard_is_refused() -> None:
+    """Nothing would fill it: the stored tuple would take its place."""
+    with pytest.raises(ShardingError, match=r"\['t'\] is a tuple with a ShardedTensor in it"):
+        LoadTemplate({"t": (_tensor("w"), 2)})
+
+
 def test_a_factory_may_build_plain_values_too() -> None:
     """What a factory builds besides shards is handed to its merge_fn as it was built."""
     factory = ShardedTensorFactory(
@@ -149,6 +155,7 @@ def test_a_missing_value_leaves_its_place_out() -> None:
         ({"a": _tensor("a")}, {"a": 1}),
         ({"a": {"b": _tensor("b")}}, {"a": 1}),
         ({"a": [_tensor("b"), 1]}, {"a": [1, 2, 3]}),
+        ({"a": [{"b": _tensor("b"), "n": 0}]}, {"a": [{"n": 1}, {"n": 2}]}),
         ({"a": [_tensor("b")]}, {"a": {"b": 1}}),
     ],
 )

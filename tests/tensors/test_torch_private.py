@@ -61,3 +61,41 @@ def test_one_thread_leaves_other_threads_as_they_are() -> None:
     finally:
         torch.set_num_threads(before)
     assert found == {"inside": 1, "new": 3, "after": 3, "caller": 3}
+
+
+class _Gate:
+    """Stands for the lock: another thread, which changes torch's number of threads, has it until ``opened``."""
+
+    def __init__(self) -> None:
+        self.asked, self.opened = threading.Event(), threading.Event()
+
+    def __enter__(self) -> None:
+        self.asked.set()
+        self.opened.wait(60)
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_a_new_thread_does_not_keep_the_number_of_another_that_computes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread asks for its own number only when no other one has set torch's to 1 for itself."""
+    gate, found = _Gate(), []
+    monkeypatch.setattr("shardckpt.tensors.torch_private._THREAD_COUNT_LOCK", gate)
+
+    def work() -> None:
+        with one_thread():
+            pass
+        found.append(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        working = threading.Thread(target=work)
+        working.start()
+        assert gate.asked.wait(60)
+        torch.set_num_threads(3)
+        gate.opened.set()
+        working.join()
+    finally:
+        torch.set_num_threads(before)
+    assert found == [3]
