@@ -14,7 +14,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardckpt.adapters.versions import METADATA, VERSION, has_version, walk_modules
 from shardckpt.errors import ShardingError
-from shardckpt.tensors.torch_private import find_wrapped_child, lengthens_names, reshards, shortens_names
+from shardckpt.tensors.torch_private import (
+    find_wrapped_child,
+    is_fsdp2_hook,
+    is_wrapper_load_hook,
+    is_wrapper_save_hook,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping
@@ -62,7 +67,7 @@ class _Tree:
         self.hooks: set[Callable[..., Any]] = set()
         self._only_parameters = only_parameters
         self._walk(root)
-        if not only_parameters and not all(map(reshards, self.hooks)):
+        if not only_parameters and not all(map(is_fsdp2_hook, self.hooks)):
             raise _UnusualError
 
     def read(self) -> list[Any]:
@@ -242,7 +247,9 @@ def has_load_hook(module: Module, *, but_torchs: tuple[str, ...] = ()) -> bool:
         return False
     hooks = [getattr(hook, "hook", hook) for hook in found.values()]
     return not all(
-        reshards(hook) or lengthens_names(hook) or f"{getattr(hook, '__module__', '')}.".startswith(but_torchs)
+        is_fsdp2_hook(hook)
+        or is_wrapper_load_hook(hook)
+        or f"{getattr(hook, '__module__', '')}.".startswith(but_torchs)
         for hook in hooks
     )
 
@@ -276,6 +283,6 @@ def _check_module(values: dict[str, Any], *, only_parameters: bool) -> None:
     if only_parameters:
         is_usual = _MODIFIERS not in values
     else:
-        is_usual = _DECIDING.isdisjoint(values) and all(map(shortens_names, values["_state_dict_hooks"].values()))
+        is_usual = _DECIDING.isdisjoint(values) and all(map(is_wrapper_save_hook, values["_state_dict_hooks"].values()))
     if not is_usual:
         raise _UnusualError

@@ -17,7 +17,7 @@ from shardckpt.adapters.leaves import describe_leaf, describe_object
 from shardckpt.adapters.module_tree import has_load_hook
 from shardckpt.adapters.versions import walk_modules
 from shardckpt.tensors.memory import ORDINARY
-from shardckpt.tensors.torch_private import shortens_names
+from shardckpt.tensors.torch_private import is_wrapper_save_hook
 from shardckpt.validation.keys import is_version_key
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def find_own_values(parts: Sequence[Module]) -> OwnValues | None:
                 if _decides(module, _RESIZING) or has_load_hook(module, but_torchs=_TORCH):
                     resizers.add(prefix)
                 hooks = values["_state_dict_hooks"].values()
-                saves = _decides(module, _SAVING) or not all(map(shortens_names, hooks))
+                saves = _decides(module, _SAVING) or not all(map(is_wrapper_save_hook, hooks))
                 if saves and not values["_modules"]:
                     growing[prefix] = f"{path}." if path else ""
             params += [prefix + each for each in values["_parameters"]]

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.tensors.torch_private import find_wrapped_child, shortens_names
+from shardckpt.tensors.torch_private import find_wrapped_child, is_wrapper_save_hook
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -116,7 +116,7 @@ def walk_modules(root: Module) -> Iterator[NamedModule]:
         if kind not in wrapped:
             wrapped[kind] = find_wrapped_child(kind)
         # hooks of activation checkpoints leave out their own names
-        is_hidden = any(map(shortens_names, module._state_dict_hooks.values()))  # noqa: SLF001
+        is_hidden = any(map(is_wrapper_save_hook, module._state_dict_hooks.values()))  # noqa: SLF001
         for child, each in module._modules.items():  # noqa: SLF001
             if each is not None:
                 own = name if child == wrapped[kind] else _join(name, child)

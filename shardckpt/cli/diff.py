@@ -1,8 +1,9 @@
 """Compare two checkpoints, folders of the Hub, or files: keys, shapes, dtypes, then values, objects and common state.
 
 Tensors with stored fingerprints in both checkpoints are compared by fingerprint. Where fingerprints are missing or
-differ, or with --read, the values are read, in bounded memory. Exit code: 1 if a tensor differs in shape or dtype, or by
-more than the tolerances, an object, the common state or a file that is not read differs, or only one of the two has it.
+differ, or with --read, the values are read, in bounded memory. Exit code: 1 if a tensor differs in shape or dtype, or
+by more than the tolerances, an object, the common state or a file that is not read differs, or only one of the two has
+it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Statistics:
         count: The number of elements.
         nans: The number that are NaN.
         infs: The number that are infinite.
-        minimum: The least finite value, exact for int8 to int64 and uint8, else as a float64; None if no value is finite.
+        minimum: The least finite value, exact for int8 to int64 and uint8, else a float64; None if no value is finite.
         maximum: The greatest finite value, of the same type.
         mean: The mean of the finite values, computed in float64; None if no value is finite.
         norm: The Euclidean norm of the finite values, computed in float64: infinite if their squares are beyond it.

@@ -1,4 +1,4 @@
-"""Translate torchtitan's checkpoint options and data loaders' states; shared by the managers for all its releases."""
+"""Translate torchtitan's checkpoint options and data loaders' states: for the managers of each of its releases."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ def make_titan_config(options: dict[str, Any], base_folder: str) -> CheckpointCo
 
     The option ``folder`` is relative to ``base_folder``, a folder or URL, unless it is a URL or an absolute path.
     """
-    # torchtitan's behaviour: from step 0 it loads only the model, and its last save writes keys without "model.". With
-    # steps_in_hf the keys are the Hub's names, so CheckpointConfig refuses last_save_bare_keys
-    defaults = {"step_0_model_only": True, "last_save_bare_keys": not options.get("steps_in_hf")}
+    defaults = {
+        "step_0_model_only": True,  # as torchtitan: of step 0 only the model is loaded
+        # as torchtitan: keys without "model."; with steps_in_hf they are the Hub's names, and the option is refused
+        "last_save_bare_keys": not options.get("steps_in_hf"),
+    }
     folder = expand_home(options.get("folder", "checkpoint"))
     if base_folder and "://" not in folder:
         folder = os.path.join(base_folder, folder)  # noqa: PTH118 - as torchtitan does; a Path would join no URL
@@ -27,5 +29,8 @@ def make_titan_config(options: dict[str, Any], base_folder: str) -> CheckpointCo
 
 
 def merge_loader_states(states: list[dict[str, Any]], _rank: int, _world_size: int) -> dict[str, Any]:
-    """Return one state with the entries of all data loaders, each under its ``dp_rank_<n>``; ``PerRank`` calls it."""
+    """Return one state with the entries of all ranks' data loaders, for a load on another number of ranks.
+
+    torchtitan's loader looks for its entry under ``dp_rank_<n>``.
+    """
     return {name: value for state in states for name, value in state.items()}

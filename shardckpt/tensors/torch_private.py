@@ -168,23 +168,23 @@ def find_wrapped_child(kind: type[Any]) -> str:
     return "_orig_mod" if any((base.__module__, base.__qualname__) == compiled for base in kind.__mro__) else ""
 
 
-def shortens_names(hook: object) -> bool:
+def is_wrapper_save_hook(hook: object) -> bool:
     """Return whether a state dict hook is that of activation checkpoints, which removes their names from the keys."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
     return hook is ActivationWrapper._post_state_dict_hook  # noqa: SLF001
 
 
-def lengthens_names(hook: object) -> bool:
+def is_wrapper_load_hook(hook: object) -> bool:
     """Return whether a load hook is that of activation checkpoints, which adds their names to the keys."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
     return hook == ActivationWrapper._pre_load_state_dict_hook  # noqa: SLF001
 
 
-def reshards(hook: object) -> bool:
+def is_fsdp2_hook(hook: object) -> bool:
     """Return whether a state dict pre-hook is FSDP2's, which puts the sharded parameters into the modules."""
-    return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp._fully_shard.")
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp._fully_shard.")
 
 
 def read_local_tensor(dtensor: Any) -> torch.Tensor:
