@@ -166,7 +166,9 @@ class LoadPlan:
         tensors = [shard for shard in wanted if isinstance(shard, ShardedTensor)]
         self._tensors = RequestedTensors(tensors, items.index, items.reader)
         self._objects: list[ObjectRead] = []
-        for shard in wanted if len(tensors) < len(wanted) else ():  # most have none
+        for shard in wanted if len(tensors) < len(wanted) else ():
+            if type(shard) is ShardedTensor:  # most are, and to ask whether one is an object is slow
+                continue
             if isinstance(shard, ShardedObject):
                 self._objects.append(find_object(shard))
             elif not isinstance(shard, ShardedTensor):

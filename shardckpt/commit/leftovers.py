@@ -79,7 +79,7 @@ def walk_folders(top: Path) -> FoundFolders:
     A folder that cannot be listed is left out, with a warning.
     """
     folders = FoundFolders([], [], [])
-    for path, names, files in os.walk(top, onerror=lambda error: logger.warning("not looked into: %s", error)):
+    for path, names, files in os.walk(top, onerror=_warn_of_unlisted):
         folder = Path(path)
         if any("shardckpt-" in name for name in names) and find_leftovers(folder, lambda _: True):
             folders.with_leftovers.append(folder)
@@ -92,6 +92,11 @@ def walk_folders(top: Path) -> FoundFolders:
         # not Path.exists, which raises for a target in a folder that this user may not enter
         folders.broken.extend(link for link in file_links if not os.path.exists(link))  # noqa: PTH110
     return folders
+
+
+def _warn_of_unlisted(error: OSError) -> None:
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):  # removed meanwhile
+        logger.warning("not looked into: %s", error)
 
 
 def belongs_to(target: Path) -> Callable[[str], bool]:

@@ -33,11 +33,11 @@ class OutlinedCheckpoint(NamedTuple):
 
 
 def open_by_outline(path: str, own_functions: Mapping[tuple[str, int], str]) -> OutlinedCheckpoint | None:
-    """Open a checkpoint of this library in a local directory; None if it has no outline, or a file has another size.
+    """Open a checkpoint by its outline, with ``own_functions`` for :func:`read_outline`.
 
-    A file that is missing or cannot be read is an OSError or a CheckpointingException.
-
-    The caller then opens it by its strategy, whose errors say more. :func:`read_outline` takes ``own_functions``.
+    None if it is at a URL or of another library, has no outline, or has a file of another size than recorded; an
+    OSError or a CheckpointingException if a file is missing or cannot be read. In each case the caller opens it by its
+    strategy, whose errors say more.
     """
     location = find_local(path)
     opened = None if location is None else open_with_record(location)

@@ -132,13 +132,22 @@ def load_from_huggingface(
                 manifest = Manifest(backend=strategy.backend, version=strategy.version)
                 check_policy(path, manifest)
                 missing = strategy.missing
+                has_place = True
                 if isinstance(names, AdapterNames):
                     keys = [shard.key.removeprefix(prefix) for shard in wanted]
+                    has_place = any(names.find_name(key) in names.stored for key in keys)
                     missing = _choose_missing(names, keys, missing, comm, strict=strict)
                 if strict and missing:
                     raise KeyMismatchError(
                         f"{path} lacks {listed([*map(repr, missing)])}, which the requested tensors need; "
                         f"huggingface_index(folder) lists what it has. {_advise(missing, mapping, found)}"
+                    )
+            (has_any_place,) = comm.largest(has_place)  # a stage of a pipeline may have none
+            with operation.local_phase("comparing names"):
+                if strict and not has_any_place:
+                    raise KeyMismatchError(
+                        f"{path} is an adapter of PEFT, and the model has no place for any of its tensors: make the "
+                        "model by peft.get_peft_model first, or give the folder of the base model"
                     )
             at = Path(found.directory) if found.directory else place
             with CheckpointReader(at, manifest, memory_budget=reading) as reader:
@@ -186,7 +195,8 @@ def _choose_missing(
     unused = sorted({*names.stored} - {*map(names.find_name, keys)})
     if unused and comm.is_main:
         logger.warning("unused tensors of the adapter, for which the model has no place: %s", listed(unused, limit=5))
-    lacked = [name for name in missing if not names.is_of_base(name)]
+    own = {names.find_name(key) for key in keys if not names.is_of_base(key)}
+    lacked = [name for name in missing if name in own]
     if lacked and not strict and comm.is_main:
         logger.warning("not in the adapter's folder, and so as they were: %s", listed(lacked, limit=5))
     return lacked

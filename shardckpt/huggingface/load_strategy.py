@@ -74,7 +74,10 @@ class HuggingFaceLoadStrategy(ChunkLoadStrategy):
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """Collective: do what the base does, once for shards of the same memory; absent ones are as they were."""
         with context.comm.local_phase("planning the load"):
-            filled = [with_memory(shard) for shard in wanted if isinstance(shard, ShardedTensor)]
+            tensors = [shard for shard in wanted if isinstance(shard, ShardedTensor)]
+            for shard in {shard.key: shard for shard in tensors if shard.key not in self.absent}.values():
+                self._links_at_stored_shape(shard)  # before memory is taken
+            filled = [with_memory(shard) for shard in tensors]
             # of tied ones the first that the folder has
             once = {_memory_key(s): s for s in reversed(filled) if s.key not in self.absent}
         super().load([*once.values()], context)

@@ -87,7 +87,7 @@ def keeps_meaning(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Return whether a cast loses no more than precision, by the table in :func:`shardckpt.dist_checkpointing.load`.
 
     Only the dtypes are compared: single values may still change, such as those that overflow, which a load refuses.
-    So does it the casts of packed dtypes, which the reads of each format do not make.
+    Casts of packed dtypes are not judged here: the reads of each format refuse them.
     """
     if wanted.is_complex or stored == torch.bool:
         return True

@@ -11,7 +11,7 @@ from shardckpt.archive import decode_object
 from shardckpt.chunks import ObjectRead, describe_columns
 from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, listed
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME
-from shardckpt.mapping import PlainObject, ShardedObject
+from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.state_dict import nest_values
 from shardckpt.strategy import LoadStrategy
 from shardckpt_torch_dist.check import check_files, list_files
@@ -84,7 +84,8 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
 
         index = read_index(context.reader)
         with context.comm.local_phase("planning the load"):
-            objects = {n: shard for n, shard in enumerate(wanted) if isinstance(shard, ShardedObject)}
+            others = ((n, shard) for n, shard in enumerate(wanted) if type(shard) is not ShardedTensor)
+            objects = {n: shard for n, shard in others if isinstance(shard, ShardedObject)}
             absent = {n: shard for n, shard in objects.items() if shard.unique_key not in index.objects}
             nested = _read_nested_state(index, context) if absent else NestedState((), {}, str)
             built = {n: shard for n, shard in absent.items() if nested.has(shard.key)}

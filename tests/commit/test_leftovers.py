@@ -238,17 +238,20 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_listed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The others are looked into, and a warning says which was not."""
+    """The others are looked into, and a warning says which was not; one that was removed meanwhile is no news."""
     kept = tmp_path / "open" / temporary_name("run", STAGING, new_save_id())
     kept.mkdir(parents=True)
     (tmp_path / "closed").mkdir()
+    (tmp_path / "removed").mkdir()
     scandir = os.scandir
+    errors = {"closed": PermissionError(errno.EACCES, "Permission denied"), "removed": FileNotFoundError()}
 
     def refuse(path: Any) -> Any:
-        if str(path).endswith("closed"):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        if error := errors.get(pathlib.Path(path).name):
+            raise type(error)(*error.args, str(path))
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
     assert walk_folders(tmp_path).with_leftovers == [tmp_path / "open"]
-    assert f"Permission denied: '{tmp_path / 'closed'}'" in caplog.text
+    (warning,) = caplog.messages
+    assert warning.endswith(f"Permission denied: '{tmp_path / 'closed'}'")

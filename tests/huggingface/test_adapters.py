@@ -163,8 +163,23 @@ def test_what_an_adapter_lacks_is_an_error(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "adapter")
     with pytest.raises(KeyMismatchError, match=r"lacks 'base_model\.model\.embed\.lora_embedding_A'"):
         load_from_huggingface(_shards(_state()), folder)
+    lacking = {name: tensor for name, tensor in STORED.items() if "score" not in name}
+    with pytest.raises(KeyMismatchError, match=r"lacks 'base_model\.model\.score\.weight'"):  # trained whole
+        load_from_huggingface(_shards(_state()), _folder(tmp_path / "lacking", lacking))
+    two = _state() | _state("other")
     with pytest.raises(KeyMismatchError, match=r"several adapters, default, other: .* mapping='peft:default'"):
-        load_from_huggingface(_shards(_state() | _state("other")), _folder(tmp_path / "full", STORED))
+        load_from_huggingface(_shards(two), _folder(tmp_path / "full", STORED))
+    load_from_huggingface(_shards(two), tmp_path / "full", mapping="peft:default")
+    assert all(tensor.any() == ("other" not in name) for name, tensor in two.items())
+
+
+def test_an_adapter_without_a_place_in_the_model_is_an_error(tmp_path: Path) -> None:
+    """A model that was not made by PEFT would go on with its initial values; strict=False says so in the log."""
+    model = {"model.layers.0.self_attn.q_proj.weight": torch.ones(6, 8)}
+    folder = _folder(tmp_path / "adapter")
+    with pytest.raises(KeyMismatchError, match=r"adapter of PEFT, and the model has no place .* peft\.get_peft_model"):
+        load_from_huggingface(_shards(model), folder)
+    load_from_huggingface(_shards(model), folder, strict=False)
 
 
 def _checkpoint(path: Path, *states: dict[str, torch.Tensor]) -> Path:
