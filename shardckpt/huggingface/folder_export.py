@@ -18,7 +18,7 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
 from shardckpt.huggingface.architecture import try_class
 from shardckpt.huggingface.blocks import open_writer, write_blocks
 from shardckpt.huggingface.config import adapt_config, find_config, find_tied
-from shardckpt.huggingface.folder import CONFIG, read_folder
+from shardckpt.huggingface.folder import CONFIG, CONFIG_LIMIT, read_folder, read_json
 from shardckpt.huggingface.header import lay_out
 from shardckpt.huggingface.hub_tensor import have_equal_values, read_hub_boxes
 from shardckpt.huggingface.names import (
@@ -162,10 +162,17 @@ class FolderExport:
         It is an error if it has another vocabulary, or ties tensors that differ; so is an adapter without its own.
         """
         if ADAPTER_WEIGHTS in dict(self.plan.files):
-            if ADAPTER not in {path.name for path in self.options.assets}:
+            config_path = next((path for path in self.options.assets if path.name == ADAPTER), None)
+            if config_path is None:
                 raise CheckpointingException(
                     f"PEFT loads no adapter without {ADAPTER}: give the folder that has it (assets=, --assets); "
                     "peft_config['default'].save_pretrained(FOLDER) of the model writes it"
+                )
+            if (bias := read_json(config_path.resolve(), CONFIG_LIMIT).get("bias", "none")) != "none":
+                logger.warning(
+                    "%s gets no biases of the base model, which were trained, too (bias: %s): the checkpoint alone has them",
+                    self.target,
+                    bias,
                 )
             return None
         config = find_config(self.options.assets, None if self.options.assets else self.target)

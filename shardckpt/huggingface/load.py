@@ -35,7 +35,7 @@ from shardckpt.validation.keys import StrictHandling
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable
 
     import torch
     from torch.distributed import ProcessGroup
@@ -54,6 +54,7 @@ def load_from_huggingface(
     mapping: str | KeyMapping | None = None,
     prefix: str = "",
     strict: bool = True,
+    optional: Collection[str] = (),
     validate_access_integrity: bool = True,
     process_group: ProcessGroup | None = None,
     fully_parallel: bool = False,
@@ -82,6 +83,8 @@ def load_from_huggingface(
         strict: Whether the folder must have every requested tensor. If False, tensors that it lacks keep their values,
             are left out of the result, and are logged. A weight that shares its memory with one that the folder has
             (a tied weight) never counts as missing.
+        optional: Names of tensors that the folder may lack, for which ``strict`` is False: keys, or their ends after a
+            dot.
         validate_access_integrity: Check that the shards of all ranks cover every tensor exactly once.
         process_group: The ranks that load; by default all, or this process alone without torch.distributed.
         fully_parallel: Read what several ranks want once; as for :func:`shardckpt.dist_checkpointing.load`.
@@ -106,6 +109,7 @@ def load_from_huggingface(
         find_mapping(mapping)
         budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
         resized = parse_resize(resize)
+        ends = tuple(f".{name}" for name in optional)
 
     def attempt() -> Any:
         with comm.local_phase("reading the arguments"):
@@ -131,24 +135,24 @@ def load_from_huggingface(
                 # without digests: the folder stores none
                 manifest = Manifest(backend=strategy.backend, version=strategy.version)
                 check_policy(path, manifest)
-                missing = strategy.missing
-                has_place = True
-                if isinstance(names, AdapterNames):
-                    keys = [shard.key.removeprefix(prefix) for shard in wanted]
-                    has_place = any(names.find_name(key) in names.stored for key in keys)
-                    missing = _choose_missing(names, keys, missing, comm, strict=strict)
-                if strict and missing:
+                keys = [shard.key.removeprefix(prefix) for shard in wanted]
+                lacking = strategy.missing
+                if isinstance(names, AdapterNames):  # its folder has nothing of the base model, which stays
+                    names.check_keys(keys)
+                    lacking = {key: lacked for key, lacked in lacking.items() if names.find_name(key[len(prefix) :])}
+                left = {key for key in lacking if not strict or f".{key}".endswith(ends)}
+                if left and isinstance(names, AdapterNames):  # of another folder the load says so
+                    logger.warning(
+                        "not in the adapter's folder, and so as they were: %s", listed(sorted(left), limit=5)
+                    )
+                missing = sorted({name for key, lacked in lacking.items() if key not in left for name in lacked})
+                if missing:
                     raise KeyMismatchError(
                         f"{path} lacks {listed([*map(repr, missing)])}, which the requested tensors need; "
                         f"huggingface_index(folder) lists what it has. {_advise(missing, mapping, found)}"
                     )
-            (has_any_place,) = comm.largest(has_place)  # a stage of a pipeline may have none
-            with operation.local_phase("comparing names"):
-                if strict and not has_any_place:
-                    raise KeyMismatchError(
-                        f"{path} is an adapter of PEFT, and the model has no place for any of its tensors: make the "
-                        "model by peft.get_peft_model first, or give the folder of the base model"
-                    )
+            if isinstance(names, AdapterNames):
+                _refuse_unplaced(names, keys, path, operation, strict=strict, is_adapter=found.adapter is not None)
             at = Path(found.directory) if found.directory else place
             with CheckpointReader(at, manifest, memory_budget=reading) as reader:
                 checkpoint = OpenCheckpoint(strategy, LoadContext(reader, comm), operation)
@@ -184,22 +188,25 @@ def _list_shards(requested: ShardedStateDict) -> list[ShardedBase]:
     return LoadTemplate(requested, lambda: StoredNames(tensors, ())).shards if tensors else shards
 
 
-def _choose_missing(
-    names: AdapterNames, keys: Sequence[str], missing: Iterable[str], comm: Comm, *, strict: bool
-) -> list[str]:
-    """Return which missing names are the adapter's; the main rank warns of what the adapter has and the model has not.
-
-    If the keys are of several adapters, and none is named, that is a KeyMismatchError.
-    """
-    names.check_keys(keys)
-    unused = sorted({*names.stored} - {*map(names.find_name, keys)})
-    if unused and comm.is_main:
+def _refuse_unplaced(
+    names: AdapterNames, keys: Iterable[str], path: Path, operation: Operation, *, strict: bool, is_adapter: bool
+) -> None:
+    """Collective: warn of tensors of a folder for which no rank's model has a place; KeyMismatchError if all are."""
+    stored, own = sorted(names.stored), {*map(names.find_name, keys)}
+    # a stage of a pipeline has a place for some alone
+    is_used = operation.comm.largest(*(name in own for name in stored)) if stored else []
+    unused = [name for name, used in zip(stored, is_used, strict=True) if not used]
+    with operation.local_phase("comparing names"):
+        if strict and len(unused) == len(stored):
+            what = (
+                "is an adapter of PEFT, and the model has no place for any of its tensors: make the model by "
+                "peft.get_peft_model first, or give the folder of the base model"
+                if is_adapter
+                else "has no tensor by the names that mapping='peft' gives to those of the model: leave the mapping out"
+            )
+            raise KeyMismatchError(f"{path} {what}")
+    if unused and operation.comm.is_main:
         logger.warning("unused tensors of the adapter, for which the model has no place: %s", listed(unused, limit=5))
-    own = {names.find_name(key) for key in keys if not names.is_of_base(key)}
-    lacked = [name for name in missing if name in own]
-    if lacked and not strict and comm.is_main:
-        logger.warning("not in the adapter's folder, and so as they were: %s", listed(lacked, limit=5))
-    return lacked
 
 
 def _refuse_objects(shards: Iterable[ShardedBase], path: Path) -> None:

@@ -67,8 +67,8 @@ class HuggingFaceLoadStrategy(ChunkLoadStrategy):
         self._missing = {
             s.key for s in shards if s.key in lacking and _memory_key(s) not in filled and 0 not in s.data_shape
         }
-        #: The names of the tensors that these need.
-        self.missing = sorted({name for key in self._missing for name in lacking[key]})
+        #: The names of the tensors that these need, by key.
+        self.missing = {key: lacking[key] for key in self._missing}
         self._block = block_size(folder.config)
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:

@@ -12,7 +12,6 @@ from shardckpt.engine.locations import locate
 from shardckpt.errors import IncompleteCheckpointError, NotACheckpointError
 from shardckpt.huggingface.load import load_from_huggingface
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
-from shardckpt.manager.exclusion import leave_out
 from shardckpt.manager.reader import ACCEPT_OF
 from shardckpt.manager.states import MODEL
 from shardckpt.manager.steps import MODEL_PREFIX
@@ -42,12 +41,13 @@ def load_initial(
         with comm.local_phase("describing the model"):
             hub = Manifest(backend=HuggingFaceLoadStrategy.backend, version=HuggingFaceLoadStrategy.version)
             check_policy(Path(path), hub, config.accept, ACCEPT_OF)
-            requested, _ = leave_out(states.describe([MODEL], comm)[MODEL], config.exclude_from_last_save)
+            requested = states.describe([MODEL], comm)[MODEL]
         loaded = load_from_huggingface(
             requested,
             path,
             mapping=config.hf_mapping,
             prefix=MODEL_PREFIX,
+            optional=config.exclude_from_last_save,
             process_group=process_group,
             fully_parallel=config.fully_parallel_load,
             memory_budget=config.memory_budget,

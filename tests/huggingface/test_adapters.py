@@ -23,6 +23,8 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.ranks import Ranks
+
 LAYER = "base_model.model.model.layers.0.self_attn"
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
 
@@ -173,13 +175,42 @@ def test_what_an_adapter_lacks_is_an_error(tmp_path: Path) -> None:
     assert all(tensor.any() == ("other" not in name) for name, tensor in two.items())
 
 
-def test_an_adapter_without_a_place_in_the_model_is_an_error(tmp_path: Path) -> None:
+def test_an_adapter_without_a_place_in_the_model_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A model that was not made by PEFT would go on with its initial values; strict=False says so in the log."""
     model = {"model.layers.0.self_attn.q_proj.weight": torch.ones(6, 8)}
     folder = _folder(tmp_path / "adapter")
     with pytest.raises(KeyMismatchError, match=r"adapter of PEFT, and the model has no place .* peft\.get_peft_model"):
         load_from_huggingface(_shards(model), folder)
     load_from_huggingface(_shards(model), folder, strict=False)
+    assert all(tensor.eq(1).all() for tensor in model.values())
+    assert "unused tensors of the adapter, for which the model has no place" in caplog.text
+    save_file(model, folder / "model.safetensors")
+    (folder / "adapter_model.safetensors").unlink()
+    (folder / "adapter_config.json").unlink()
+    with pytest.raises(KeyMismatchError, match=r"has no tensor by the names that mapping='peft' gives .* leave"):
+        load_from_huggingface(_shards({f"base.{name}": t for name, t in model.items()}), folder, mapping="peft")
+
+
+def _load_stage(folder: str) -> list[bool]:
+    """Load the adapter of a stage, the last of which has none; return whether its tensors were filled."""
+    rank = torch.distributed.get_rank()
+    state = _state()
+    part = "lora_A" if rank == 0 else "base_layer"
+    stage = {name: tensor for name, tensor in state.items() if part in name}
+    load_from_huggingface(_shards(stage), folder, validate_access_integrity=False)
+    return [bool(tensor.any()) for name, tensor in stage.items() if "lora" in name]
+
+
+def test_a_stage_without_the_adapter_loads_with_the_others(tmp_path: Path, ranks: Ranks) -> None:
+    """What one rank's model has no place for is another's."""
+    assert ranks.run(2, _load_stage, str(_folder(tmp_path / "adapter"))) == [[True, True], []]
+
+
+def test_biases_that_an_export_lacks_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """PEFT trains those of the base with bias="all", and has them in its folder; an export has not."""
+    source, assets = _checkpoint(tmp_path / "c", _state()), _folder(tmp_path / "assets", bias="all")
+    export_to_huggingface(source, tmp_path / "hf", mapping="peft", assets=assets)
+    assert "gets no biases of the base model, which were trained, too (bias: all)" in caplog.text
 
 
 def _checkpoint(path: Path, *states: dict[str, torch.Tensor]) -> Path:

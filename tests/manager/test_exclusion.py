@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardckpt.huggingface import export_to_huggingface
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.manager.exclusion import leave_out
 from shardckpt.mapping import ShardedTensor
@@ -43,6 +44,13 @@ def _last_save_and_start(folder: Path, in_hf: bool) -> None:
     assert torch.equal(model.layer.weight, saved.layer.weight.bfloat16().float())
     assert model.my_freqs_cis.eq(1.0).all()
     assert model.layer.freqs_cis.eq(2.0).all()
+    if in_hf:  # a folder that has it, too
+        export_to_huggingface(folder / "step-500", folder / "all", prefix="model.")
+        start["initial_load_path"] = str(folder / "all")
+        with CheckpointManager(CheckpointConfig(folder=str(folder / "other"), **start), {"model": model}) as manager:
+            assert manager.load()
+        assert model.layer.freqs_cis.eq(1.0).all()
+        model = Model(2.0)
     with CheckpointManager(CheckpointConfig(folder=str(folder), load_step=500), {"model": model}) as manager:
         assert manager.load()
     assert model.layer.freqs_cis.eq(1.0).all()
