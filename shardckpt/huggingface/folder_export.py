@@ -170,7 +170,7 @@ class FolderExport:
                 )
             if (bias := read_json(config_path.resolve(), CONFIG_LIMIT).get("bias", "none")) != "none":
                 logger.warning(
-                    "%s gets no biases of the base model, which were trained, too (bias: %s): the checkpoint alone has them",
+                    "%s gets no biases of the base model, which were trained, too (bias: %s): the checkpoint has them",
                     self.target,
                     bias,
                 )
