@@ -12,6 +12,7 @@ import functools
 import io
 import itertools
 import math
+import operator
 import pickle
 import struct
 import sys
@@ -35,6 +36,8 @@ _MAX16 = 0xFFFF
 _DATE = 0x21  # 1 January 1980, the zip epoch
 _PADDING_ID = 0x4246  # "FB", as torch marks its own padding
 _ZIP64_ID = 1
+#: A number as no tensor has: pickles are cut where it and the next ones are.
+_NO_SIZE = 1 << 40
 
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
@@ -65,11 +68,11 @@ def make_frame(dtype: torch.dtype, shape: tuple[int, ...], position: int, addres
     more gets the same offset in its page of the file as its ``address`` has in its page of memory, so that direct I/O
     can write the pages without copying them.
     """
-    head, nbytes, _ = _part_sizes(dtype, shape)
+    parts = _make_parts(dtype, shape)
     align, start = ARCHIVE_ALIGN, 0
-    if nbytes >= LARGE:
+    if parts.payload.size >= LARGE:
         align, start = PAGE, address if address % ARCHIVE_ALIGN == 0 else 0
-    return _make_frame(dtype, shape, (start - position - head) % align)
+    return parts.pad((start - position - parts.head_size) % align)
 
 
 def make_frame_of_length(dtype: torch.dtype, shape: tuple[int, ...], length: int) -> ArchiveFrame | None:
@@ -77,33 +80,42 @@ def make_frame_of_length(dtype: torch.dtype, shape: tuple[int, ...], length: int
 
     It does without the position. None if :func:`make_frame` never makes an archive of that length.
     """
-    gap = length - sum(_part_sizes(dtype, shape))
-    return _make_frame(dtype, shape, gap) if 0 <= gap < PAGE else None
+    parts = _make_parts(dtype, shape)
+    gap = length - parts.head_size - parts.payload.size - parts.tail_size
+    return parts.pad(gap) if 0 <= gap < PAGE else None
+
+
+class _FrameParts(NamedTuple):
+    """A frame but for its padding: what dtype and shape alone say.
+
+    Attributes:
+        leading: The bytes of the members before the payload.
+        payload: The payload, the last member.
+        directory: The central directory.
+        head_size: Bytes of the head without padding.
+        tail_size: Bytes of the tail.
+    """
+
+    leading: bytes
+    payload: _Member
+    directory: bytes
+    head_size: int
+    tail_size: int
+
+    def pad(self, gap: int) -> ArchiveFrame:
+        """Return the frame with so many bytes of padding before the payload."""
+        padding = struct.pack("<HH", _PADDING_ID, gap) + bytes(gap)
+        head = self.leading + _local_header(self.payload, _zip64_sizes(self.payload.size) + padding)
+        return ArchiveFrame(head, self.directory + _end_records(3, len(self.directory), len(head) + self.payload.size))
 
 
 @functools.lru_cache(4096)
-def _part_sizes(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return the sizes in bytes of the head without padding, the payload, and the tail."""
-    head, tail = _new_frame(dtype, shape, 0)
-    return len(head), math.prod(shape) * dtype.itemsize, len(tail)
-
-
-def _make_frame(dtype: torch.dtype, shape: tuple[int, ...], gap: int) -> ArchiveFrame:
-    # Only small gaps are cached: 4096 frames with gaps of up to a page would hold 16 MiB.
-    return (_cached_frame if gap < ARCHIVE_ALIGN else _new_frame)(dtype, shape, gap)
-
-
-def _new_frame(dtype: torch.dtype, shape: tuple[int, ...], gap: int) -> ArchiveFrame:
-    nbytes = math.prod(shape) * dtype.itemsize
-    leading, members = _leading_members(dtype, shape)
-    # The payload is the last member: those before it depend only on dtype and shape, and are cached.
-    payload = _Member(b"a/data/0", 0, nbytes, len(leading))
-    extra = struct.pack("<HHQQ", _ZIP64_ID, 16, nbytes, nbytes) if nbytes >= _MAX32 else b""
-    head = leading + _local_header(payload, extra + struct.pack("<HH", _PADDING_ID, gap) + bytes(gap))
-    return ArchiveFrame(head, _tail((*members, payload), len(head) + nbytes))
-
-
-_cached_frame = functools.lru_cache(4096)(_new_frame)
+def _make_parts(dtype: torch.dtype, shape: tuple[int, ...]) -> _FrameParts:
+    leading, members = _join_members((("data.pkl", _pickle_tensor(dtype, shape)), ("version", b"3\n")))
+    payload = _Member(b"a/data/0", 0, math.prod(shape) * dtype.itemsize, len(leading))
+    directory = b"".join(map(_directory_entry, (*members, payload)))
+    without = _FrameParts(leading, payload, directory, 0, 0).pad(0)
+    return _FrameParts(leading, payload, directory, *map(len, without))
 
 
 def make_plain_archive(value: Any) -> bytes:
@@ -133,7 +145,10 @@ def make_state_dict_frame(value: Any, tensors: Sequence[DeclaredTensor]) -> Stat
     The value has plain values, and tensors that are of ``tensors``: all of them, in the order in which their bytes are
     to be in the file. The bytes of each are aligned to 64 bytes of the file.
     """
-    stubs = {id(tensor): _TensorStub(tensor.dtype, tensor.shape, str(n)) for n, tensor in enumerate(tensors)}
+    stubs = {
+        id(tensor): _TensorStub(tensor.dtype, _list_numbers(tensor.dtype, tensor.shape), str(n))
+        for n, tensor in enumerate(tensors)
+    }
     pickled = io.BytesIO()
     _StatePickler(pickled, stubs).dump(value)
     parts: list[tuple[int, bytes]] = []
@@ -146,7 +161,7 @@ def make_state_dict_frame(value: Any, tensors: Sequence[DeclaredTensor]) -> Stat
         nbytes = tensor.nbytes
         member = _Member(f"a/data/{number}".encode(), 0, nbytes, end + len(head))
         members.append(member)
-        extra = struct.pack("<HHQQ", _ZIP64_ID, 16, nbytes, nbytes) if nbytes >= _MAX32 else b""
+        extra = _zip64_sizes(nbytes)
         header = len(_local_header(member, extra)) + 4
         gap = -(end + len(head) + header) % ARCHIVE_ALIGN
         head += _local_header(member, extra + struct.pack("<HH", _PADDING_ID, gap) + bytes(gap))
@@ -165,16 +180,39 @@ def make_state_dict_frame(value: Any, tensors: Sequence[DeclaredTensor]) -> Stat
 
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor of this shape, in elements."""
-    return tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
+    if not shape:
+        return ()
+    return tuple(itertools.accumulate((max(size, 1) for size in shape[:0:-1]), operator.mul, initial=1))[::-1]
 
 
-@functools.lru_cache(4096)
-def _leading_members(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, tuple[_Member, ...]]:
-    """Return the bytes of the members before the payload, and their directory entries."""
+def _pickle_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """Pickle a tensor: the pickle of any other of its dtype and number of dimensions, with its own numbers."""
+    first, *others = _cut_pickle(dtype, len(shape))
+    numbers = map(_pickle_int, _list_numbers(dtype, shape))
+    return first + b"".join(itertools.chain.from_iterable(zip(numbers, others, strict=True)))
+
+
+@functools.lru_cache(256)
+def _cut_pickle(dtype: torch.dtype, ndim: int) -> tuple[bytes, ...]:
+    """Return the pickle of a tensor, cut where its numbers are."""
+    numbers = tuple(range(_NO_SIZE, _NO_SIZE + 1 + 2 * ndim))
     pickled = io.BytesIO()
-    _TensorPickler(pickled, protocol=2).dump(_TensorStub(dtype, shape))
-    data, members = _join_members((("data.pkl", pickled.getvalue()), ("version", b"3\n")))
-    return data, tuple(members)
+    _TensorPickler(pickled, protocol=2).dump(_TensorStub(dtype, numbers))
+    rest, pieces = pickled.getvalue(), []
+    for number in numbers:
+        piece, _, rest = rest.partition(_pickle_int(number))
+        pieces.append(piece)
+    return (*pieces, rest)
+
+
+def _pickle_int(number: int) -> bytes:
+    return pickle.dumps(number, protocol=2)[2:-1]  # without the protocol and the end
+
+
+def _list_numbers(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the numbers in a tensor's pickle: the elements of its storage, its shape, its strides."""
+    numel = math.prod(shape)
+    return (numel if dtype in STORAGE_NAMES else numel * dtype.itemsize, *shape, *row_major_strides(shape))
 
 
 def _join_members(contents: Iterable[tuple[str, bytes]]) -> tuple[bytes, list[_Member]]:
@@ -185,6 +223,11 @@ def _join_members(contents: Iterable[tuple[str, bytes]]) -> tuple[bytes, list[_M
         members.append(member)
         data += _local_header(member, b"") + content
     return data, members
+
+
+def _zip64_sizes(nbytes: int) -> bytes:
+    """Return the extra field of a local header whose sizes do not fit it."""
+    return struct.pack("<HHQQ", _ZIP64_ID, 16, nbytes, nbytes) if nbytes >= _MAX32 else b""
 
 
 def _local_header(member: _Member, extra: bytes) -> bytes:
@@ -201,13 +244,17 @@ def _common_fields(member: _Member, extra: bytes) -> tuple[int, ...]:
 def _tail(members: Sequence[_Member], start: int) -> bytes:
     """Return the central directory and the end records; the directory begins at ``start`` in the archive."""
     directory = b"".join(map(_directory_entry, members))
-    count, size = len(members), len(directory)
+    return directory + _end_records(len(members), len(directory), start)
+
+
+def _end_records(count: int, size: int, start: int) -> bytes:
+    """Return the records behind a central directory of so many members and bytes."""
     if start + size < _MAX32 and count < _MAX16:  # else the numbers do not fit the end record
-        return directory + _END.pack(b"PK\x05\x06", 0, 0, count, count, size, start, 0)
+        return _END.pack(b"PK\x05\x06", 0, 0, count, count, size, start, 0)
     end64 = _END64.pack(b"PK\x06\x06", _END64.size - 12, 45, 45, 0, 0, count, count, size, start)
     locator = _LOCATOR.pack(b"PK\x06\x07", 0, start + size, 1)
     short = min(count, _MAX16)
-    return directory + end64 + locator + _END.pack(b"PK\x05\x06", 0, 0, short, short, min(size, _MAX32), _MAX32, 0)
+    return end64 + locator + _END.pack(b"PK\x05\x06", 0, 0, short, short, min(size, _MAX32), _MAX32, 0)
 
 
 def _directory_entry(member: _Member) -> bytes:
@@ -228,21 +275,21 @@ class _StorageStub(NamedTuple):
 
 
 class _TensorStub(NamedTuple):
-    """Pickles to the same bytes as a tensor of this dtype and shape, without any memory for it."""
+    """Pickles to the same bytes as a tensor of this dtype, without any memory for it; numbers: `_list_numbers`."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    numbers: tuple[int, ...]
     storage: str = "0"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        numel = math.prod(self.shape)
+        numel, *numbers = self.numbers
+        shape, strides = tuple(numbers[: len(numbers) // 2]), tuple(numbers[len(numbers) // 2 :])
         # Storage offset, shape, strides, requires_grad, hooks: the arguments of torch's function behind the storage.
-        rest: tuple[Any, ...] = (0, self.shape, row_major_strides(self.shape), False, OrderedDict())
+        rest: tuple[Any, ...] = (0, shape, strides, False, OrderedDict())
         name = STORAGE_NAMES.get(self.dtype)
         if name is not None:
             return rebuild_tensor_v2, (_StorageStub(getattr(torch, name), numel, self.storage), *rest)
-        storage = _StorageStub(torch.UntypedStorage, numel * self.dtype.itemsize, self.storage)
-        return rebuild_tensor_v3, (storage, *rest, self.dtype)
+        return rebuild_tensor_v3, (_StorageStub(torch.UntypedStorage, numel, self.storage), *rest, self.dtype)
 
 
 class DeclaredTensor(NamedTuple):

@@ -22,7 +22,19 @@ DTYPES = [
     torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64,
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e8m0fnu,
 ]  # fmt: skip
-SHAPES = [(), (0,), (1,), (5,), (2, 0, 3), (3, 4), (2, 3, 4), (700, 500)]
+SHAPES = [
+    (),
+    (0,),
+    (1,),
+    (5,),
+    (2, 0, 3),
+    (3, 4),
+    (2, 3, 4),
+    (700, 500),
+    (0, 256, 65536),
+    (1 << 33, 0),
+    (1, 2, 1, 2, 1, 2, 1),
+]
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
