@@ -23,6 +23,7 @@ from shardckpt.chunks.parts import make_finder as make_finder
 from shardckpt.chunks.parts import match_parts as match_parts
 from shardckpt.chunks.read_ahead import SMALL_ITEM as SMALL_ITEM
 from shardckpt.chunks.read_ahead import ReadAhead as ReadAhead
+from shardckpt.chunks.regions import LateRegion as LateRegion
 from shardckpt.chunks.regions import ObjectRead as ObjectRead
 from shardckpt.chunks.regions import Region as Region
 from shardckpt.chunks.save import ChunkSaveStrategy as ChunkSaveStrategy

@@ -143,9 +143,9 @@ class ItemReader:
         elif isinstance(each, ObjectRead):
             each.load(source.read_range(*each.item, each.what))
         else:
-            region = each.resolve()
-            self._fill(region, source)
-            each.commit(region.target)
+            target = each.get_target()
+            self._fill(each.fill(target), source)
+            each.commit(target)
 
     def _fill(self, region: Region, source: CheckpointReader | ReadAhead) -> None:
         self.read_region(region, self.index.dtypes[region.number], self.index.keys[region.number], source)

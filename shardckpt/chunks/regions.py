@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.storage.range_reads import RangeRead
 from shardckpt.storage.scatter import StoredArray, find_range
@@ -13,9 +13,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.chunks.staged import StagedDestination
     from shardckpt.chunks.stored import Chunk, Item
-    from shardckpt.planning.boxes import FlatPart, Ints
+    from shardckpt.planning.boxes import Ints
 
 
 class Region(NamedTuple):
@@ -59,22 +58,34 @@ class Region(NamedTuple):
         return RangeRead(chunk.item.file, offset, view_tensor(self.target), key)
 
 
-class LateRegion(Protocol):
-    """A region whose target is asked for when it is read; a thread that gets it says when it is filled."""
+class LateRegion(NamedTuple):
+    """A region whose target is asked for when it is read. The fields that are not listed are as of :class:`Region`.
+
+    Attributes:
+        get_target: Returns the target; the thread that reads the region calls it.
+        commit: Takes the target when it is filled.
+    """
+
+    number: int
+    chunk: Chunk
+    start: Ints
+    is_entire: bool
+    get_target: Callable[[], torch.Tensor]
+    commit: Callable[[torch.Tensor], None]
 
     @property
     def item(self) -> Item:
         """Where it is stored."""
+        return self.chunk.item
 
     @property
     def nbytes(self) -> int:
-        """About as many bytes as are read."""
+        """Bytes of the item."""
+        return self.chunk.item.length
 
-    def resolve(self) -> Region:
-        """Return the region with its target."""
-
-    def commit(self, target: torch.Tensor) -> None:
-        """Note that the target is filled."""
+    def fill(self, target: torch.Tensor) -> Region:
+        """Return the region with a target."""
+        return Region(self.number, self.chunk, self.start, target, self.is_entire)
 
 
 class ObjectRead(NamedTuple):
@@ -94,42 +105,3 @@ class ObjectRead(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the item."""
         return self.item.length
-
-
-class StagedRegion(NamedTuple):
-    """A late region of a destination that is filled from a plain tensor, which exists from first to last region.
-
-    The fields that are not listed are as of :class:`Region`.
-
-    Attributes:
-        staged: The destination.
-        part: The part of it that the region belongs to.
-        slices: Where the region lies in the part.
-    """
-
-    number: int
-    chunk: Chunk
-    start: Ints
-    staged: StagedDestination
-    part: FlatPart
-    slices: tuple[slice, ...]
-    is_entire: bool
-
-    @property
-    def item(self) -> Item:
-        """Where it is stored."""
-        return self.chunk.item
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the item."""
-        return self.chunk.item.length
-
-    def resolve(self) -> Region:
-        """Return the region with a view of the plain tensor."""
-        target = self.staged.view(self.part)[self.slices]
-        return Region(self.number, self.chunk, self.start, target, self.is_entire)
-
-    def commit(self, _target: torch.Tensor) -> None:
-        """Note that the region is read: the last one fills the destination."""
-        self.staged.commit()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import compress, repeat
 from operator import add, gt, lt, sub
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import torch
 from shardckpt.chunks.casts import check_cast
 from shardckpt.chunks.entire import EntireChunks
 from shardckpt.chunks.parts import make_finder, match_parts
-from shardckpt.chunks.regions import Region, StagedRegion
+from shardckpt.chunks.regions import LateRegion, Region
 from shardckpt.chunks.staged import StagedDestination, check_no_partial_overlap, needs_staging
 from shardckpt.chunks.stored import Chunk, Item
 from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, listed
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from shardckpt.storage.reader import CheckpointReader
 
     #: Regions that one thread reads, one after the other.
-    Unit: TypeAlias = Sequence[Region | StagedRegion]
+    Unit: TypeAlias = Sequence[Region | LateRegion]
 
 
 class RequestedTensors:
@@ -284,10 +285,10 @@ class _OtherShard:
 
     def units(self) -> list[Unit]:
         """Return its regions; see :meth:`RequestedTensors.units`."""
-        if self._staged is not None:
-            self._staged.zero_if_empty()
+        if staged := self._staged:
+            staged.zero_if_empty()
             regions = [
-                StagedRegion(self._number, chunk, start, self._staged, part, slices, entire)
+                LateRegion(self._number, chunk, start, entire, partial(staged.view, part, slices), staged.commit)
                 for part, chunk, start, slices, entire in self._cut()
             ]
             regions.sort(key=lambda region: region.chunk.item)

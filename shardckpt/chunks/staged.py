@@ -38,14 +38,14 @@ class StagedDestination:
         self._plain: torch.Tensor | None = None
         self._lock = threading.Lock()
 
-    def view(self, part: FlatPart) -> torch.Tensor:
-        """Return the view of the plain tensor that the items of a part are read into."""
+    def view(self, part: FlatPart, place: tuple[slice, ...] = ()) -> torch.Tensor:
+        """Return the view of the plain tensor that the items of a part, or one of them at its place, are read into."""
         with self._lock:
             if self._plain is None:
                 self._plain = self._allocate()
-            return part_view(dataclasses.replace(self._shard, data=self._plain), part)
+            return part_view(dataclasses.replace(self._shard, data=self._plain), part)[place]
 
-    def commit(self) -> None:
+    def commit(self, _view: torch.Tensor | None = None) -> None:
         """Note that an item is read; after the last one, fill the destination."""
         with self._lock:
             self._missing -= 1

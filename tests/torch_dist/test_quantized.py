@@ -222,8 +222,8 @@ def test_few_plain_tensors_live_at_a_time(
     seen: dict[int, StagedDestination] = {}
     original = StagedDestination.view
 
-    def counting(self: StagedDestination, part: FlatPart) -> torch.Tensor:
-        view = original(self, part)
+    def counting(self: StagedDestination, *place: Any) -> torch.Tensor:
+        view = original(self, *place)
         seen[id(self)] = self
         counts.append(sum(staged._plain is not None for staged in list(seen.values())))
         return view

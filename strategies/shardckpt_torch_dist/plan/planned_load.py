@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from operator import attrgetter
+from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 
 from shardckpt.adapters import get_local_tensor
 from shardckpt.archive import decode_object
-from shardckpt.chunks import ObjectRead, Region, check_cast
+from shardckpt.chunks import LateRegion, ObjectRead, check_cast
 from shardckpt.errors import CorruptCheckpointError, ShardingError, UnsafePickleError, listed
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.planning import refuse_cast, refuse_changed_values
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-    from shardckpt.chunks import Chunk, Item
     from shardckpt.mapping import ShardedBase
     from shardckpt.storage import CheckpointReader
     from shardckpt.strategy import LoadContext
@@ -138,17 +137,17 @@ def read_items(
     """
     archives = ArchiveReader(reader, index)
     # before anything is read: a chunk that is not stored is an error
-    reads = sorted((_plan_read(item, destinations, index) for item in items), key=attrgetter("item"))
+    planned = sorted(((_plan_read(item, destinations, index), item) for item in items), key=lambda each: each[0].item)
     if _keeps_no_part(destinations.planner):
-        tensors = [each for each in reads if isinstance(each, _PlannedRegion)]
-        regions = [each.fill(destinations.destination(each.read)) for each in tensors]
-        archives.read_in_order([each for each in reads if not isinstance(each, _PlannedRegion)])
+        tensors = [(read, item) for read, item in planned if not isinstance(read, ObjectRead)]
+        regions = [read.fill(destinations.destination(item)) for read, item in tensors]
+        archives.read_in_order(read for read, _ in planned if isinstance(read, ObjectRead))
         synchronize_devices(region.target for region in regions)
         archives.read_units([(region,) for region in regions])
-        for each, region in zip(tensors, regions, strict=True):
-            destinations.note_cast(each.read, region.target)
+        for (_, item), region in zip(tensors, regions, strict=True):
+            destinations.note_cast(item, region.target)
     else:
-        archives.read_in_order(reads)
+        archives.read_in_order(read for read, _ in planned)
     for item, wanted in destinations.suspects:  # one after the other: a tensor of the stored dtype each
         key = item.storage_index.fqn
         source = torch.empty(tuple(item.lengths), dtype=index.dtypes[index.numbers[key]], device="cpu")
@@ -156,53 +155,14 @@ def read_items(
         refuse_changed_values(key, source, wanted)
 
 
-class _PlannedRegion(NamedTuple):
-    """A late region: the planner has its target.
-
-    Attributes:
-        read: DCP's item.
-        number: Number of the stored tensor.
-        chunk: The chunk.
-        destinations: The planner.
-    """
-
-    read: ReadItem
-    number: int
-    chunk: Chunk
-    destinations: CheckedPlanner
-
-    @property
-    def item(self) -> Item:
-        """Where it is stored."""
-        return self.chunk.item
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the item."""
-        return self.chunk.item.length
-
-    def fill(self, target: torch.Tensor) -> Region:
-        """Return the region with a target."""
-        is_entire = tuple(self.read.lengths) == tuple(self.chunk.box.shape)
-        return Region(self.number, self.chunk, tuple(self.read.storage_offsets), target, is_entire)
-
-    def resolve(self) -> Region:
-        """Return the region with the planner's tensor."""
-        return self.fill(self.destinations.resolve_tensor(self.read))
-
-    def commit(self, target: torch.Tensor) -> None:
-        """Tell the planner that its tensor is filled."""
-        self.destinations.commit_tensor(self.read, target)
-
-
-def _plan_read(item: ReadItem, destinations: CheckedPlanner, index: StoredIndex) -> _PlannedRegion | ObjectRead:
+def _plan_read(item: ReadItem, destinations: CheckedPlanner, index: StoredIndex) -> LateRegion | ObjectRead:
     if item.type != LoadItemType.BYTE_IO:
         return _plan_region(item, destinations, index)
     key = item.storage_index.fqn
     return ObjectRead(index.archive(key), key, lambda data: destinations.load_bytes(item, io.BytesIO(data)))
 
 
-def _plan_region(item: ReadItem, destinations: CheckedPlanner, index: StoredIndex) -> _PlannedRegion:
+def _plan_region(item: ReadItem, destinations: CheckedPlanner, index: StoredIndex) -> LateRegion:
     """Return how a tensor item is read; if it is not stored, that is a CorruptCheckpointError."""
     key, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
     number = index.numbers[key]
@@ -211,7 +171,14 @@ def _plan_region(item: ReadItem, destinations: CheckedPlanner, index: StoredInde
         raise CorruptCheckpointError(
             f"tensor {key!r}: its chunk at {offset} is listed but not stored: the save lost it"
         )
-    return _PlannedRegion(item, number, chunk, destinations)
+    return LateRegion(
+        number,
+        chunk,
+        tuple(item.storage_offsets),
+        tuple(item.lengths) == tuple(chunk.box.shape),
+        partial(destinations.resolve_tensor, item),
+        partial(destinations.commit_tensor, item),
+    )
 
 
 def _keeps_no_part(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
