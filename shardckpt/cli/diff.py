@@ -133,7 +133,7 @@ def _describe(report: DiffReport, options: Any) -> list[str]:
     """Return the tables of differences, the summary, and notes about what was left out."""
     lines = [*_list_tensors(report, verbose=options.verbose), *_list_objects(report, verbose=options.verbose)]
     lines.append(paint(_summarize(report, options), "good" if report.are_same else "bad"))
-    notes = (_describe_left_out, _describe_unread, advise_names, _advise_rows, _advise_objects)
+    notes = (_describe_left_out, _describe_unpaired, _describe_unread, advise_names, _advise_rows, _advise_objects)
     return [*lines, *filter(None, (describe(report, options) for describe in notes))]
 
 
@@ -216,6 +216,15 @@ def _describe_left_out(report: DiffReport, _: Any) -> str:
     """Say how many tensors of the optimizer's state were skipped: a folder of the Hub has none."""
     count = len(report.left_out)
     return f"not compared: {format_many(count, 'tensor')} of the optimizer's state" if count else ""
+
+
+def _describe_unpaired(report: DiffReport, _: Any) -> str:
+    """Name the objects that only readers of other libraries look up, where one checkpoint alone has them."""
+    names = report.objects.unpaired if report.objects else ()
+    many = format_many(len(names), "object")
+    return (
+        f"not compared: {many} for readers of other libraries, in one alone: {listed(names, limit=6)}" if names else ""
+    )
 
 
 def _describe_unread(report: DiffReport, _: Any) -> str:

@@ -38,7 +38,14 @@ from shardckpt.planning.shapes import check_shapes
 from shardckpt.plugins.resolver import CALLER, Accept, choose_reader, hold_checkpoint, hold_same
 from shardckpt.storage.directory import is_read_again, retry_if_replaced
 from shardckpt.storage.reader import CheckpointReader
-from shardckpt.strategy import BuildsObjects, LoadContext, LoadStrategy, StoredColumns, lists_columns
+from shardckpt.strategy import (
+    BuildsObjects,
+    LoadContext,
+    LoadStrategy,
+    ReadsPlainObjects,
+    StoredColumns,
+    lists_columns,
+)
 from shardckpt.tensors.casts import can_change_values
 from shardckpt.tensors.memory import overlaps_itself
 from shardckpt.tensors.wrappers import fill
@@ -56,6 +63,7 @@ if TYPE_CHECKING:
     from shardckpt.distributed.comm import Comm
     from shardckpt.manifest.models import Manifest
     from shardckpt.mapping.base import ShardedBase, ShardedStateDict, StateDict
+    from shardckpt.mapping.sharded_object import PlainObject
     from shardckpt.plugins.manager import PluginManager
     from shardckpt.storage.reader import Crcs
     from shardckpt.validation.keys import OnUnused
@@ -169,6 +177,20 @@ class OpenCheckpoint:
             [shard for shard in index if isinstance(shard, ShardedTensor)],
             [shard for shard in index if isinstance(shard, ShardedObject)],
         )
+
+    def list_plain_objects(self) -> list[str]:
+        """Collective: return the keys of the PlainObjects; none if the common state has their values as well."""
+        if not isinstance(self.strategy, ReadsPlainObjects):
+            return []
+        with self.operation.local_phase("reading plain objects"):
+            return self.strategy.list_plain_objects(self.context)
+
+    def read_plain_objects(self) -> list[PlainObject]:
+        """Collective: return the PlainObjects with their values."""
+        if not isinstance(self.strategy, ReadsPlainObjects):
+            return []
+        with self.operation.local_phase("reading plain objects"):
+            return self.strategy.read_plain_objects(self.context)
 
     def find_buildable(self, absent: Sequence[ShardedObject]) -> set[str]:
         """Return the unique keys of those objects that are not stored, but that the strategy can build."""

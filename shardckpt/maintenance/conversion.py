@@ -45,7 +45,7 @@ from shardckpt.plugins.key_mapping import Identity
 from shardckpt.storage.abilities import has_local_files
 from shardckpt.storage.digest import digest_vote
 from shardckpt.storage.journal import Journal, can_resume
-from shardckpt.strategy import ReadsPlainObjects, SaveContext, SaveStrategy
+from shardckpt.strategy import SaveContext, SaveStrategy
 from shardckpt.validation.completeness import GivenShards
 from shardckpt.validation.keys import stored_key
 from shardckpt.validation.sharding import describe_shards
@@ -341,27 +341,21 @@ class Conversion:
         if self._is_changed or stored.names or stored.damaged:
             common = forget_structure(common)
         if self._writes_plain_objects:
-            if isinstance(stored.strategy, ReadsPlainObjects):
-                plain = self._read_plain_objects(stored.strategy, stored)
-                objects += [shard for shard in plain or () if not is_below(shard.key, leave_out)]
-            else:
-                plain = []
+            plain = self._read_plain_objects(stored)
+            objects += [shard for shard in plain or () if not is_below(shard.key, leave_out)]
             if self.kind == DCP or plain is None:
                 objects += self._describe_common(stored, objects, common)
         return objects, common
 
-    def _read_plain_objects(self, strategy: ReadsPlainObjects, stored: OpenCheckpoint) -> list[PlainObject] | None:
+    def _read_plain_objects(self, stored: OpenCheckpoint) -> list[PlainObject] | None:
         """Return the objects for stock DCP with their values; None if some are damaged, and damage is to be skipped."""
-        with stored.operation.local_phase("reading plain objects"):
-            try:
-                return strategy.read_plain_objects(stored.context)
-            except CheckpointingException as exc:
-                if not (self.skip_damaged and is_damage(exc)):
-                    raise
-                logger.warning(
-                    "of objects for other libraries alone, only what the common state has is written: %s", exc
-                )
-                return None
+        try:
+            return stored.read_plain_objects()
+        except CheckpointingException as exc:
+            if not (self.skip_damaged and is_damage(exc)):
+                raise
+            logger.warning("of objects for other libraries alone, only what the common state has is written: %s", exc)
+            return None
 
     def _describe_common(
         self, stored: OpenCheckpoint, objects: Sequence[ShardedObject], common: StateDict
@@ -488,13 +482,9 @@ class Conversion:
 
     def _list_plain_objects(self, stored: OpenCheckpoint, written: Sequence[ShardedObject]) -> list[str]:
         """Return the keys of the PlainObjects that are not written, but for those that are left out by name."""
-        if not isinstance(stored.strategy, ReadsPlainObjects):
-            return []
         kept = {key for shard in written if isinstance(shard, PlainObject) for key in (shard.key, *(shard.keys or ()))}
-        with stored.operation.local_phase("reading plain objects"):
-            keys = stored.strategy.list_plain_objects(stored.context)
         asked = self.options.leave_out if self._writes_plain_objects else ()
-        return [key for key in keys if key not in kept and not is_below(key, asked)]
+        return [key for key in stored.list_plain_objects() if key not in kept and not is_below(key, asked)]
 
     def _warn_of_plain_objects(self, keys: Sequence[str]) -> None:
         if keys:

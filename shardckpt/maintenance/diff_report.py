@@ -66,14 +66,17 @@ class ObjectReport(NamedTuple):
     """The differences of the objects and the common state of two checkpoints.
 
     Attributes:
-        equal: Number of objects, and of entries of the common state, that are equal in both.
+        equal: Number of objects, PlainObjects among them, and of entries of the common state, that are equal in both.
         differences: What differs, sorted by key.
         containers: How many places each list, tuple or dict has that differences are in, by its key.
+        unpaired: Keys of PlainObjects, which only readers of other libraries look up, that one checkpoint alone has, as
+            after a conversion to a format without them; they are no difference.
     """
 
     equal: int = 0
     differences: tuple[ObjectDifference, ...] = ()
     containers: Mapping[str, int] = types.MappingProxyType({})
+    unpaired: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ What needs a look at values is left to :func:`shardckpt.maintenance.diff_checkpo
 
 from __future__ import annotations
 
+from itertools import chain
 from operator import eq
 from typing import TYPE_CHECKING
 
@@ -85,11 +86,12 @@ def _compare_objects(*checkpoints: OutlinedCheckpoint) -> ObjectReport | None:
     # the structure of what was a file of torch.save is no value
     if not one.plain_common or one.plain_common != other.plain_common or CONTENT in one.common:
         return None
-    if sorted(one.objects) != sorted(other.objects):
+    names, others = ({*each.objects, *each.plain_objects} for each in (one, other))
+    if names != others:
         return None
     first, second = (_read_objects(each) for each in checkpoints)
-    is_known = len(first) == len(one.objects) and first == second
-    return ObjectReport(len(one.common) + len(one.objects)) if is_known else None
+    is_known = len(first) == len(names) and first == second
+    return ObjectReport(len(one.common) + len(names)) if is_known else None
 
 
 def _read_objects(checkpoint: OutlinedCheckpoint) -> dict[str, tuple[str, bytes]]:
@@ -97,7 +99,9 @@ def _read_objects(checkpoint: OutlinedCheckpoint) -> dict[str, tuple[str, bytes]
     place, record, outline = checkpoint.place, checkpoint.record, checkpoint.outline
     return {
         key: (encoding, read_recorded_file(place, record, file, offset, nbytes))
-        for key, (encoding, file, offset, nbytes) in zip(outline.objects, outline.object_places, strict=False)
+        for key, (encoding, file, offset, nbytes) in zip(
+            chain(outline.objects, outline.plain_objects), outline.object_places, strict=False
+        )
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -21,7 +21,7 @@ from shardckpt.maintenance.suggested_renames import suggest_renames
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.batches import batch_by_bytes
 from shardckpt.planning.boxes import Box, cut_box, part_view, shard_parts
-from shardckpt.strategy import LoadStrategy, ReadsPlainObjects
+from shardckpt.strategy import LoadStrategy
 from shardckpt.validation.keys import stored_key
 
 if TYPE_CHECKING:
@@ -228,6 +228,14 @@ class MergedLoadStrategy(LoadStrategy):
                 self._merge(batch)
         return [next(values) if shard is None else shard.data for shard in filled]
 
+    def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:  # noqa: ARG002 - the base has its own
+        """Return the base's."""
+        return self.base.read_plain_objects()
+
+    def list_plain_objects(self, context: LoadContext) -> list[str]:  # noqa: ARG002 - the base has its own
+        """Return the keys of the base's."""
+        return self.base.list_plain_objects()
+
     def _with_memory(self, shard: ShardedTensor) -> ShardedTensor:
         if shard.data is not None:
             return shard
@@ -309,18 +317,6 @@ class MergedLoadStrategy(LoadStrategy):
                 )
 
 
-class PlainObjectsMergedLoadStrategy(MergedLoadStrategy):
-    """A merge whose base has objects for readers of other libraries: they are copied."""
-
-    def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:  # noqa: ARG002 - the base has its own
-        """Return the base's."""
-        return cast("ReadsPlainObjects", self.base.strategy).read_plain_objects(self.base.context)
-
-    def list_plain_objects(self, context: LoadContext) -> list[str]:  # noqa: ARG002 - the base has its own
-        """Return the keys of the base's."""
-        return cast("ReadsPlainObjects", self.base.strategy).list_plain_objects(self.base.context)
-
-
 def merge_opened(
     checkpoints: Sequence[OpenCheckpoint], names: Sequence[str], rules: MergeRules
 ) -> tuple[OpenCheckpoint, MergedLoadStrategy]:
@@ -329,8 +325,7 @@ def merge_opened(
     The sources must stay open as long as the merge is read.
     """
     base = checkpoints[rules.base]
-    kind = PlainObjectsMergedLoadStrategy if isinstance(base.strategy, ReadsPlainObjects) else MergedLoadStrategy
-    strategy = kind(checkpoints, names, rules)
+    strategy = MergedLoadStrategy(checkpoints, names, rules)
     # an operation of its own: what is read of the base is not what is merged
     operation = Operation("load", base.operation.directory, base.operation.comm, base.operation.plugins)
     return OpenCheckpoint(strategy, base.context, operation, names=base.names), strategy

@@ -46,6 +46,7 @@ def diff_objects(
     ones, others = _read(first), _read(second)
     ones, others = _rename_objects(ones, others), _rename_objects(others, ones)
     known = _separate_tensors(ones, second, only_second, others) | _separate_tensors(others, first, only_first, ones)
+    unpaired = _add_plain_objects(first, second, ones, others)
     equal, found = 0, []
     containers: dict[str, int] = {}
     # a pickle of a few bytes may have containers that hold one twice, which hold one twice, and so on
@@ -55,7 +56,7 @@ def diff_objects(
         differences = list(_compare(name, one, other, visited, containers))
         equal += not differences
         found += differences
-    return ObjectReport(equal, tuple(found), containers), known
+    return ObjectReport(equal, tuple(found), containers, unpaired), known
 
 
 def _rename_objects(ones: Mapping[str, _Entry], others: Mapping[str, _Entry]) -> dict[str, _Entry]:
@@ -122,6 +123,18 @@ def _read(checkpoint: OpenCheckpoint) -> dict[str, _Entry]:
     return found | {
         shard.unique_key: _Entry(plain_name(shard), value) for shard, value in zip(shards, values, strict=True)
     }
+
+
+def _add_plain_objects(
+    first: OpenCheckpoint, second: OpenCheckpoint, ones: dict[str, _Entry], others: dict[str, _Entry]
+) -> tuple[str, ...]:
+    """Enter the PlainObjects that both have, which no load returns; return the keys of those that one alone has."""
+    keys, its_keys = {*first.list_plain_objects()}, {*second.list_plain_objects()}
+    both = keys & its_keys
+    for checkpoint, entries in ((first, ones), (second, others)) if both else ():
+        for shard in checkpoint.read_plain_objects():
+            entries |= {key: _Entry(key, shard.data) for key in shard.keys or (shard.key,) if key in both}
+    return tuple(sorted(keys ^ its_keys))
 
 
 def _compare(

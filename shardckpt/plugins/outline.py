@@ -34,8 +34,10 @@ class Outline(NamedTuple):
         common: The names in the common state.
         plain_common: Bytes that say all values of the common state, without anything that a load may refuse; where
             two checkpoints have the same bytes, the values are equal. ``b""`` where only the strategy knows.
-        object_places: Where bytes are that say the value of an object, in the order of ``objects``: their encoding, the
-            file, the first byte and their number. Empty where only the strategy knows.
+        object_places: Where bytes are that say the value of an object, in the order of ``objects`` and then of
+            ``plain_objects``: their encoding, the file, the first byte and their number. Empty where only the strategy
+            knows.
+        plain_objects: The keys of the PlainObjects.
     """
 
     keys: list[str]
@@ -46,6 +48,7 @@ class Outline(NamedTuple):
     common: list[str]
     plain_common: bytes = b""
     object_places: Sequence[tuple[str, str, int, int]] = ()
+    plain_objects: Sequence[str] = ()
 
 
 def is_object_key(name: str) -> bool:

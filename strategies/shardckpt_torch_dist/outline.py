@@ -49,11 +49,12 @@ def _outline(index: ColumnFile) -> Outline:
     keys, dtypes, axes = index.texts("keys"), index.texts("dtypes"), index.integers("axes")
     objects, files, places = index.texts("objects"), index.texts("files"), index.integers("object_places")
     plain = index.texts("plain_objects") if "plain_objects" in index.entries else []
+    places += index.integers("plain_object_places") if plain else []
     shapes = cut_shapes(index.integers("shapes"), axes, _LARGEST)
     _require(len(keys) == len(dtypes) == len(shapes))
     _require(len({*keys, *objects, *plain}) == len(keys) + len(objects) + len(plain))
     _require(all(map(is_object_key, objects)))
-    _require(len(places) == 3 * len(objects))
+    _require(len(places) == 3 * (len(objects) + len(plain)))
     return Outline(
         keys,
         dtypes,
@@ -62,6 +63,7 @@ def _outline(index: ColumnFile) -> Outline:
         objects,
         [],
         object_places=[("", files[number], *where) for number, *where in zip(*[iter(places)] * 3, strict=True)],
+        plain_objects=plain,
     )
 
 

@@ -17,7 +17,7 @@ from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface import export_to_huggingface, find_mapping
 from shardckpt.maintenance import convert_checkpoint, diff_checkpoints
-from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.planning import Box
 from tests.maintenance.diff import save_values
 from tests.tables import table
@@ -229,6 +229,26 @@ def test_objects_and_common_state_are_compared(tmp_path: Path, capsys: pytest.Ca
     assert "rng/shard_0_1['seed']" in capsys.readouterr().out
     assert main(["diff", str(one), str(two), "--tensors-only"]) == 0
     assert main(["diff", str(one), str(two), "--json"]) == 1
+
+
+def test_objects_for_other_libraries_are_compared_where_both_have_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Values of PlainObjects differ, with equal tensors; one that one alone has is no difference, and said."""
+    for name, lr in (("one", 0.1), ("same", 0.1), ("two", 0.2)):
+        weight = ShardedTensor.from_rank_offsets("w", torch.ones(3))
+        optimizer = PlainObject("group", {"lr": lr}, keys=("optim.0.lr", "optim.lr"))
+        dist_checkpointing.save({"w": weight, "o": optimizer}, tmp_path / name, fingerprints=True)
+    convert_checkpoint(tmp_path / "one", tmp_path / "three", "safetensors")
+    one, two, three = (str(tmp_path / name) for name in ("one", "two", "three"))
+    assert main(["diff", one, str(tmp_path / "same")]) == 0
+    assert "2 entries are equal" in capsys.readouterr().out
+    found = diff_checkpoints(one, two).objects
+    assert found is not None
+    assert [each.key for each in found.differences] == ["optim.0.lr['lr']"]  # of one value, which stands at two keys
+    assert main(["diff", one, two]) == 1
+    assert main(["diff", one, three]) == 0
+    assert "not compared: 2 objects for readers of other libraries" in capsys.readouterr().out
 
 
 def test_an_option_without_its_other_is_an_error_with_fingerprints_too(
