@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+import shardckpt.tensors.torch_private  # noqa: F401 - what DCP imports then keeps no process group
 from shardckpt.archive.objects import decode_object
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
 from shardckpt.mapping.sharded_tensor import ShardedTensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import shardckpt.tensors  # noqa: F401 - first, so that what torch imports keeps no process group: see its torch_private
+import shardckpt.tensors.torch_private  # noqa: F401 - what DCP imports then keeps no process group
 
 # isort: split
 import torch

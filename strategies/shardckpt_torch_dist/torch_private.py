@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import shardckpt.planning  # noqa: F401 - first, so that what DCP imports keeps no process group: see shardckpt.tensors.torch_private
+from shardckpt.distributed import Comm  # noqa: F401 - then what DCP imports keeps no process group: see tensors.torch_private
 
 # isort: split
 # Every ``.metadata`` names this class by its path: readers need exactly this one.

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-import shardckpt.distributed  # noqa: F401 - so that what DCP imports keeps no process group: see shardckpt.tensors.torch_private
 from shardckpt.archive import decode_object
 from shardckpt.chunks import (
     StagedDestination,
@@ -22,6 +21,7 @@ from shardckpt.chunks import (
     match_parts,
     needs_staging,
 )
+from shardckpt.distributed import Comm  # noqa: F401 - then what DCP imports keeps no process group: see tensors.torch_private
 from shardckpt.errors import KeyMismatchError, listed
 from shardckpt.mapping import PlainObject, ShardedTensor
 from shardckpt.planning import Box, FlatPart, check_dtypes, check_shapes, part_view

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from shardckpt.archive import check_loadable
 from shardckpt.chunks import LocalItems
+from shardckpt.distributed import Comm
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedObject
 from shardckpt_torch_dist.plan.custom_planner import list_leaves, scatter_plans
