@@ -13,7 +13,7 @@ from shardckpt.engine.loading import OpenCheckpoint, load_checkpoint
 from shardckpt.engine.locations import locate
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.resizing import allow_resizing, parse_resize
-from shardckpt.errors import CheckpointingException, KeyMismatchError, NotACheckpointError, listed
+from shardckpt.errors import CheckpointingException, KeyMismatchError, NotACheckpointError, listed, parse_texts
 from shardckpt.huggingface.adapters import AdapterNames
 from shardckpt.huggingface.config import ModelConfig
 from shardckpt.huggingface.folder import CONFIG, check_same_folder, read_folder
@@ -109,7 +109,7 @@ def load_from_huggingface(
         find_mapping(mapping)
         budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
         resized = parse_resize(resize)
-        ends = tuple(f".{name}" for name in optional)
+        ends = tuple(f".{name}" for name in parse_texts("optional", optional, "names"))
 
     def attempt() -> Any:
         with comm.local_phase("reading the arguments"):
