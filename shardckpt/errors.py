@@ -363,7 +363,7 @@ def parse_texts(argument: str, given: object, what: str) -> tuple[str, ...]:
     if not all(isinstance(each, str) for each in found):
         example = f", such as [{given!r}]" if isinstance(given, str) else ""
         raise CheckpointingException(f"{argument}={given!r:.200}: give a list of {what}{example}")
-    return found  # type: ignore[return-value]
+    return found
 
 
 #: The last number of a name's last part, if it has not more digits than one that is compared with others.
