@@ -132,7 +132,7 @@ def load_from_huggingface(
                 wanted = allow_resizing(_list_shards(sharded_state_dict), {}, resized)
                 if strict:
                     _refuse_objects(wanted, path)
-                chosen = _choose_mapping(mapping, found, [shard.key.removeprefix(prefix) for shard in wanted])
+                chosen = _choose_mapping(mapping, found, [shard.key.removeprefix(prefix) for shard in wanted], comm)
                 strategy = HuggingFaceLoadStrategy(found, chosen, prefix, wanted)
                 _refuse_missing(strategy, path, mapping, ends)
             if strategy.is_partial:
@@ -176,12 +176,16 @@ def _is_quantized(factory: ShardedTensorFactory) -> bool:
     return any(get_outer_key(shard.key) == factory.key for shard in shards)
 
 
-def _choose_mapping(mapping: str | KeyMapping | None, folder: Folder, keys: Iterable[str]) -> KeyMapping:
-    """Return the mapping of a folder, by default an adapter's where it has one."""
+def _choose_mapping(mapping: str | KeyMapping | None, folder: Folder, keys: Iterable[str], comm: Comm) -> KeyMapping:
+    """Collective: return the mapping of a folder, by default an adapter's where it has one."""
     # rows that pad the vocabulary are the trainer's: they are as allow_shape_mismatch says
     default = PEFT if folder.adapter is not None else None
     found = find_mapping(default if mapping is None else mapping, lambda: folder.config, "keep")
-    return found.for_folder(folder.tensors, found.find_parts(keys)) if isinstance(found, MapsPart) else found
+    comm.agree(mapping=type(found).__name__)  # it decides which collectives a rank calls
+    if not isinstance(found, MapsPart):
+        return found
+    everyone = comm.all_gather(found.find_parts(keys))  # a stage of a pipeline may have none
+    return found.for_folder(folder.tensors, {part for parts in everyone for part in parts})
 
 
 def _refuse_missing(
