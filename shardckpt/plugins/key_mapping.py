@@ -113,18 +113,18 @@ class UsesConfig(Protocol):
 class MapsPart(Protocol):
     """A key mapping of folders that have a part of a model, as an adapter is: a load leaves what has no entry as it is.
 
-    The parts of a model have names, of which a folder has none.
+    A model may have several such parts, by names that their folders do not have.
     """
 
     def find_parts(self, keys: Iterable[str]) -> Collection[str]:
-        """Return the names of the parts that these stored tensors, by their names without the prefix, are of."""
+        """Return the names of the parts that these tensors of a model, by their names without the prefix, are of."""
 
     def for_folder(self, stored: Collection[str], parts: Collection[str]) -> KeyMapping:
         """Return the mapping for a load.
 
         Args:
             stored: The names of the folder's tensors.
-            parts: The names of the model's parts, on all ranks.
+            parts: What :meth:`find_parts` returns, of all ranks.
 
         Raises:
             KeyMismatchError: they do not say which of them the folder has.
