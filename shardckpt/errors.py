@@ -348,6 +348,24 @@ def parse_globals(allow_globals: object) -> tuple[Any, ...]:
     return found
 
 
+def parse_texts(argument: str, given: object, what: str) -> tuple[str, ...]:
+    """Return a caller's list of texts.
+
+    Args:
+        argument: Its name, for the error.
+        given: The list.
+        what: What the texts are, in the plural: ``"names"``.
+
+    Raises:
+        CheckpointingException: it is one text, whose letters would be meant, or no list of texts.
+    """
+    found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (None,)
+    if not all(isinstance(each, str) for each in found):
+        example = f", such as [{given!r}]" if isinstance(given, str) else ""
+        raise CheckpointingException(f"{argument}={given!r:.200}: give a list of {what}{example}")
+    return found
+
+
 #: The last number of a name's last part, if it has not more digits than one that is compared with others.
 _LAST_NUMBER = re.compile(r"(|.*\D)(\d{1,18})([^\d.]*)", re.DOTALL | re.ASCII)
 

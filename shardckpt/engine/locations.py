@@ -158,7 +158,7 @@ def measure(directory: Path, count: Callable[[Path], int] = used_bytes) -> int:
 
 
 def measure_freed(directory: Path) -> int:
-    """Return the bytes that a removal of a checkpoint's directory or URL frees: of files without a second hard link."""
+    """Return the bytes that a removal of a checkpoint or folder frees: of files without a hard link elsewhere."""
     return measure(directory, freed_bytes)
 
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import CheckpointingException, name_known
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
+
+    from shardckpt.distributed.comm import Comm
 
 
 def matches_any(name: str, patterns: Collection[str]) -> bool:
@@ -28,3 +30,11 @@ def check_patterns(argument: str, patterns: Collection[str], names: Collection[s
             raise CheckpointingException(
                 f"{argument}: the pattern {pattern!r} matches no tensor {name_known(pattern, names, 'names')}"
             )
+
+
+def find_unmatched(patterns: Sequence[str], names: Collection[str], comm: Comm) -> list[str]:
+    """Collective: return the patterns, the same on all ranks, that match no name of any rank: stages have their own."""
+    if not patterns:
+        return []
+    matched = comm.largest(*(any(fnmatchcase(name, pattern) for name in names) for pattern in patterns))
+    return [pattern for pattern, is_matched in zip(patterns, matched, strict=True) if not is_matched]

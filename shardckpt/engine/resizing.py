@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from shardckpt.engine.optimizer_keys import is_optimizer_key
 from shardckpt.engine.patterns import matches_any
-from shardckpt.errors import CheckpointingException, listed
+from shardckpt.errors import CheckpointingException, listed, parse_texts
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
@@ -38,11 +37,7 @@ class _Kept(NamedTuple):
 
 def parse_resize(resize: object) -> tuple[str, ...]:
     """Return the patterns of a caller's ``resize``; raise CheckpointingException if it is no list of texts."""
-    if isinstance(resize, str):
-        raise CheckpointingException(f"resize={resize!r}: give a list of patterns of keys, such as [{resize!r}]")
-    if not isinstance(resize, Iterable) or not all(isinstance(pattern, str) for pattern in resize):
-        raise CheckpointingException(f"resize={resize!r:.200}: give a list of patterns of keys")
-    return tuple(resize)
+    return parse_texts("resize", resize, "patterns of keys")
 
 
 def allow_resizing(

@@ -56,10 +56,15 @@ class AdapterNames(Identity):
 
     def __init__(self, adapter: str = "", stored: Collection[str] = ()) -> None:
         self._adapter = adapter
-        self.stored = stored
+        self._stored = stored
 
-    def of_folder(self, stored: Collection[str]) -> AdapterNames:
-        """Return the mapping for a load from a folder with these names."""
+    def find_parts(self, keys: Iterable[str]) -> set[str]:
+        """Return the names of the adapters that keys are of."""
+        return {adapter for key in keys if (adapter := _split_name(key)[0])}
+
+    def for_folder(self, stored: Collection[str], parts: Collection[str]) -> AdapterNames:
+        """Return the mapping for a load from a folder with these names, into a model with these adapters."""
+        self.check_parts(parts)
         return AdapterNames(self._adapter, stored)
 
     def links(self, key: str, shape: Ints) -> Sequence[KeyMapEntry]:
@@ -71,12 +76,12 @@ class AdapterNames(Identity):
         """Return the name that a folder has for a key; ``""`` if it has none."""
         adapter, name = _split_name(key)
         if not name:
-            return key if key in self.stored else ""
+            return key if key in self._stored else ""
         return name if not adapter or adapter == (self._adapter or adapter) else ""
 
-    def check_keys(self, keys: Iterable[str]) -> None:
-        """Raise KeyMismatchError if keys are of several adapters, and none was named, or of none of that name."""
-        found = sorted({adapter for key in keys if (adapter := _split_name(key)[0])})
+    def check_parts(self, parts: Collection[str]) -> None:
+        """Raise KeyMismatchError if a model has several adapters, and none was named, or none of that name."""
+        found = sorted(parts)
         if len(found) > 1 and not self._adapter:
             raise KeyMismatchError(f"there are several adapters, {listed(found)}: name one, mapping='peft:{found[0]}'")
         if found and self._adapter and self._adapter not in found:

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.engine.patterns import check_patterns, matches_any
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, parse_texts
 from shardckpt.huggingface.dtypes import is_castable, parse_dtype
 
 if TYPE_CHECKING:
@@ -68,18 +68,17 @@ def parse_casts(dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | Non
     the others: ``{"*": "bfloat16", "*.A_log": "bfloat16"}``. It is an error if one is no floating-point dtype of 16
     bits or more, or if ``keep`` is one text, or is given without a dtype.
     """
-    if isinstance(keep, str):
-        raise CheckpointingException(f"keep={keep!r}: give a list of patterns, such as [{keep!r}]")
-    if keep and not dtype:
+    kept = parse_texts("keep", keep, "patterns")
+    if kept and not dtype:
         raise CheckpointingException("keep (--keep) says what is not cast: give a dtype (--dtype), too")
     if dtype is None or not hasattr(dtype, "items"):
-        return Casts(parse_dtype(dtype), keep=tuple(keep))
+        return Casts(parse_dtype(dtype), keep=kept)
     parsed = {
         pattern: parse_dtype(found, "dtype" if pattern == "*" else f"dtype of {pattern!r}")
         for pattern, found in dtype.items()
     }
     named = tuple((pattern, found) for pattern, found in parsed.items() if found is not None and pattern != "*")
-    return Casts(parsed.get("*"), named, tuple(keep))
+    return Casts(parsed.get("*"), named, kept)
 
 
 def find_model_dtype(tensors: Iterable[tuple[torch.dtype, int]]) -> torch.dtype | None:

@@ -13,20 +13,23 @@ from shardckpt.engine.loading import OpenCheckpoint, load_checkpoint
 from shardckpt.engine.locations import locate
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.resizing import allow_resizing, parse_resize
-from shardckpt.errors import CheckpointingException, KeyMismatchError, NotACheckpointError, listed
-from shardckpt.huggingface.adapters import AdapterNames
+from shardckpt.errors import CheckpointingException, KeyMismatchError, NotACheckpointError, listed, parse_texts
+from shardckpt.huggingface.adapters import PEFT
 from shardckpt.huggingface.config import ModelConfig
 from shardckpt.huggingface.folder import CONFIG, check_same_folder, read_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.megatron import MEGATRON_NAME
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.manifest.models import Manifest
+from shardckpt.mapping.factory import ShardedTensorFactory
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.mapping.unstored import StoredNames
 from shardckpt.parallel.load import share_reading, split_budget
+from shardckpt.plugins.key_mapping import MapsPart
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import check_policy, read_manifest
+from shardckpt.state_dict import nested_values
 from shardckpt.storage.directory import open_directory, real_path, retry_if_replaced
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import LoadContext
@@ -109,7 +112,10 @@ def load_from_huggingface(
         find_mapping(mapping)
         budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
         resized = parse_resize(resize)
-        ends = tuple(f".{name}" for name in optional)
+        names = parse_texts("optional", optional, "names")
+        ends = tuple(f".{name}" for name in names) if strict else ("",)  # what ends so may be missing
+        # without digests: the folder stores none
+        manifest = Manifest(backend=HuggingFaceLoadStrategy.backend, version=HuggingFaceLoadStrategy.version)
 
     def attempt() -> Any:
         with comm.local_phase("reading the arguments"):
@@ -122,37 +128,15 @@ def load_from_huggingface(
                 found = comm.main_runs("reading the headers", lambda: _read(place))
             with operation.local_phase("preparing the state dict"):
                 check_same_folder(place, found)
-                # rows that pad the vocabulary are the trainer's: they are as allow_shape_mismatch says
-                names = find_mapping(mapping, lambda: found.config, "keep")
+                check_policy(path, manifest)
                 wanted = allow_resizing(_list_shards(sharded_state_dict), {}, resized)
-                if found.adapter is not None and mapping is None:
-                    names = AdapterNames()
-                if isinstance(names, AdapterNames):
-                    names = names.of_folder(found.tensors)
                 if strict:
                     _refuse_objects(wanted, path)
-                strategy = HuggingFaceLoadStrategy(found, names, prefix, wanted)
-                # without digests: the folder stores none
-                manifest = Manifest(backend=strategy.backend, version=strategy.version)
-                check_policy(path, manifest)
-                keys = [shard.key.removeprefix(prefix) for shard in wanted]
-                lacking = strategy.missing
-                if isinstance(names, AdapterNames):  # its folder has nothing of the base model, which stays
-                    names.check_keys(keys)
-                    lacking = {key: lacked for key, lacked in lacking.items() if names.find_name(key[len(prefix) :])}
-                left = {key for key in lacking if not strict or f".{key}".endswith(ends)}
-                if left and isinstance(names, AdapterNames):  # of another folder the load says so
-                    logger.warning(
-                        "not in the adapter's folder, and so as they were: %s", listed(sorted(left), limit=5)
-                    )
-                missing = sorted({name for key, lacked in lacking.items() if key not in left for name in lacked})
-                if missing:
-                    raise KeyMismatchError(
-                        f"{path} lacks {listed([*map(repr, missing)])}, which the requested tensors need; "
-                        f"huggingface_index(folder) lists what it has. {_advise(missing, mapping, found)}"
-                    )
-            if isinstance(names, AdapterNames):
-                _refuse_unplaced(names, keys, path, operation, strict=strict, is_adapter=found.adapter is not None)
+                chosen = _choose_mapping(mapping, found, [shard.key.removeprefix(prefix) for shard in wanted], comm)
+                strategy = HuggingFaceLoadStrategy(found, chosen, prefix, wanted)
+                _refuse_missing(strategy, path, mapping, ends)
+            if strategy.is_partial:
+                _refuse_unplaced(strategy, path, operation, strict=strict)
             at = Path(found.directory) if found.directory else place
             with CheckpointReader(at, manifest, memory_budget=reading) as reader:
                 checkpoint = OpenCheckpoint(strategy, LoadContext(reader, comm), operation)
@@ -162,10 +146,8 @@ def load_from_huggingface(
                     sharded_state_dict,
                     checkpoint,
                     validate=validate_access_integrity,
-                    # what must be there has been looked for; an adapter has nothing of the base model, which stays
-                    strict=StrictHandling.IGNORE_ALL
-                    if isinstance(names, AdapterNames)
-                    else StrictHandling.LOG_UNEXPECTED,
+                    # what must be there has been looked for; beside a part of a model all else is absent
+                    strict=StrictHandling.IGNORE_ALL if strategy.is_partial else StrictHandling.LOG_UNEXPECTED,
                     allow_dtype_cast=allow_dtype_cast,
                     filled_by_twins=strategy.absent,
                     resize=resized,
@@ -179,20 +161,51 @@ def load_from_huggingface(
 
 def _list_shards(requested: ShardedStateDict) -> list[ShardedBase]:
     """Return the requested shards; those of quantized parameters ask for values, since no folder has their codes."""
-    shards = LoadTemplate(requested).shards
-    tensors = {
-        outer: (shard.dtype, tuple(shard.global_shape))
-        for shard in shards
-        if isinstance(shard, ShardedTensor) and (outer := get_outer_key(shard.key))
-    }
-    return LoadTemplate(requested, lambda: StoredNames(tensors, ())).shards if tensors else shards
+
+    def name_quantized() -> StoredNames:
+        factories = (leaf for leaf in nested_values(requested) if isinstance(leaf, ShardedTensorFactory))
+        found = {each.key: (each.data.dtype, tuple(each.data.shape)) for each in factories if _is_quantized(each)}
+        return StoredNames(found, ())
+
+    return LoadTemplate(requested, name_quantized).shards
 
 
-def _refuse_unplaced(
-    names: AdapterNames, keys: Iterable[str], path: Path, operation: Operation, *, strict: bool, is_adapter: bool
+def _is_quantized(factory: ShardedTensorFactory) -> bool:
+    """Return whether a tensor is stored by those inside it."""
+    shards = (each for each in nested_values(factory.build()) if isinstance(each, ShardedTensor))
+    return any(get_outer_key(shard.key) == factory.key for shard in shards)
+
+
+def _choose_mapping(mapping: str | KeyMapping | None, folder: Folder, keys: Iterable[str], comm: Comm) -> KeyMapping:
+    """Collective: return the mapping of a folder, by default an adapter's where it has one."""
+    # rows that pad the vocabulary are the trainer's: they are as allow_shape_mismatch says
+    default = PEFT if folder.adapter is not None else None
+    found = find_mapping(default if mapping is None else mapping, lambda: folder.config, "keep")
+    comm.agree(mapping=type(found).__name__)  # it decides which collectives a rank calls
+    if not isinstance(found, MapsPart):
+        return found
+    everyone = comm.all_gather(found.find_parts(keys))  # a stage of a pipeline may have none
+    return found.for_folder(folder.tensors, {part for parts in everyone for part in parts})
+
+
+def _refuse_missing(
+    strategy: HuggingFaceLoadStrategy, path: Path, mapping: str | KeyMapping | None, optional: tuple[str, ...]
 ) -> None:
+    """Raise KeyMismatchError if the folder lacks what requested tensors need, but for those with ``optional`` ends."""
+    left = {key for key in strategy.missing if f".{key}".endswith(optional)}
+    if left and strategy.is_partial:  # of another folder the load says so
+        logger.warning("not in the adapter's folder, and so as they were: %s", listed(sorted(left), limit=5))
+    missing = sorted({name for key, names in strategy.missing.items() if key not in left for name in names})
+    if missing:
+        raise KeyMismatchError(
+            f"{path} lacks {listed([*map(repr, missing)])}, which the requested tensors need; "
+            f"huggingface_index(folder) lists what it has. {_advise(missing, mapping, strategy.folder)}"
+        )
+
+
+def _refuse_unplaced(strategy: HuggingFaceLoadStrategy, path: Path, operation: Operation, *, strict: bool) -> None:
     """Collective: warn of tensors of a folder for which no rank's model has a place; KeyMismatchError if all are."""
-    stored, own = sorted(names.stored), {*map(names.find_name, keys)}
+    stored, own = sorted(strategy.folder.tensors), strategy.used
     # a stage of a pipeline has a place for some alone
     is_used = operation.comm.largest(*(name in own for name in stored)) if stored else []
     unused = [name for name, used in zip(stored, is_used, strict=True) if not used]
@@ -201,7 +214,7 @@ def _refuse_unplaced(
             what = (
                 "is an adapter of PEFT, and the model has no place for any of its tensors: make the model by "
                 "peft.get_peft_model first, or give the folder of the base model"
-                if is_adapter
+                if strategy.folder.adapter is not None
                 else "has no tensor by the names that mapping='peft' gives to those of the model: leave the mapping out"
             )
             raise KeyMismatchError(f"{path} {what}")

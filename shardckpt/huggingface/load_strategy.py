@@ -12,7 +12,7 @@ from shardckpt.huggingface.dtypes import is_castable, is_unpacked_float
 from shardckpt.huggingface.scaled import SCALE_ENDING, Scaled, block_size, refuse_other_schemes
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.boxes import Box, intersect, shard_parts, with_memory
-from shardckpt.plugins.key_mapping import KeyMapEntry, get_key_map_entries
+from shardckpt.plugins.key_mapping import KeyMapEntry, MapsPart, get_key_map_entries
 from shardckpt.storage.scatter import StoredArray, read_box
 from shardckpt.strategy import LoadContext, StoredBox, StoredColumns, StoredFile, find_error
 from shardckpt.tensors.wrappers import is_quantized
@@ -36,7 +36,7 @@ class HuggingFaceLoadStrategy(ChunkLoadStrategy):
     """Reads requested shards from a folder.
 
     ``mapping`` maps keys, without the prefix, to the folder's names. ``absent`` are the keys of shards that the folder
-    lacks; a tied one is filled by the other that the folder has.
+    lacks; a tied one is filled by the other that the folder has. A mapping of a part of the model leaves all else.
     """
 
     backend = "huggingface"
@@ -50,16 +50,18 @@ class HuggingFaceLoadStrategy(ChunkLoadStrategy):
         self._requested = {shard.key: shard for shard in shards}
         #: Key map entries by key; none of keys that the folder lacks.
         self._links: dict[str, Sequence[KeyMapEntry]] = {}
+        #: Whether the folder has a part of the model, and the rest stays as it is.
+        self.is_partial = isinstance(mapping, MapsPart)
         lacking: dict[str, list[str]] = {}
         # by key: a tensor of hundreds of experts that is read box by box has as many shards, and many entries
         for key, shard in self._requested.items():
             if not key.startswith(prefix):
                 raise KeyMismatchError(f"the requested key {key!r} does not begin with the prefix {prefix!r}")
             links = get_key_map_entries(mapping, key[len(prefix) :], tuple(shard.global_shape))
-            names = [link.name for link in links if link.name not in folder.tensors] if links else [key]
+            names = [link.name for link in links if link.name not in folder.tensors]
             self._links[key] = () if names else links
-            if names:
-                lacking[key] = names
+            if not self._links[key]:
+                lacking[key] = names if links or self.is_partial else [key]
         self.absent = set(lacking)
         # a tied weight may be stored under the other name only: it is filled if that one is
         filled = {_memory_key(shard) for shard in shards if shard.key not in lacking}
@@ -67,9 +69,14 @@ class HuggingFaceLoadStrategy(ChunkLoadStrategy):
         self._missing = {
             s.key for s in shards if s.key in lacking and _memory_key(s) not in filled and 0 not in s.data_shape
         }
-        #: The names of the tensors that these need, by key.
-        self.missing = {key: lacking[key] for key in self._missing}
+        #: The names of the tensors that these need, by key; without those that need none.
+        self.missing = {key: lacking[key] for key in self._missing if lacking[key]}
         self._block = block_size(folder.config)
+
+    @property
+    def used(self) -> set[str]:
+        """The names of the folder's tensors that fill requested ones."""
+        return {link.name for links in self._links.values() for link in links}
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """Collective: do what the base does, once for shards of the same memory; absent ones are as they were."""

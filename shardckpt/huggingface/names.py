@@ -6,7 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import parse_texts
 from shardckpt.manifest.hub import HUB_ADAPTER, HUB_ADAPTER_CONFIG, HUB_FILES, HUB_WEIGHTS, TRAINER_STATE, lacks_weights
 
 if TYPE_CHECKING:
@@ -106,9 +106,7 @@ def parse_leave_out(names: Collection[str]) -> frozenset[str]:
 
     One text, whose letters would be the names, is an error.
     """
-    if isinstance(names, str):
-        raise CheckpointingException(f"leave_out={names!r}: give a list of names, such as [{names!r}]")
-    return frozenset(name.removesuffix(".") for name in names)
+    return frozenset(name.removesuffix(".") for name in parse_texts("leave_out", names, "names"))
 
 
 def is_weights(name: str) -> bool:

@@ -123,7 +123,7 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
     stored = sorted(index, key=lambda shard: natural_order(stored_key(shard)))
     prefix, chosen, left_out = choose_model(stored, options)
     if isinstance(options.mapping, AdapterNames):
-        options.mapping.check_keys(stored_key(shard)[len(prefix) :] for shard in chosen)
+        options.mapping.check_parts(options.mapping.find_parts(stored_key(shard)[len(prefix) :] for shard in chosen))
     planned = plan_tensors(chosen, options._replace(prefix=prefix))
     tensors, kept = planned.tensors, planned.kept
     if kept:

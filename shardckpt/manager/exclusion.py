@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.mapping.base import ShardedBase
 from shardckpt.mapping.unstored import OptionalEntries
-from shardckpt.state_dict import extract_matching_values, nested_values
-from shardckpt.validation.keys import VERSIONS
+from shardckpt.state_dict import build_copy, extract_matching_values, nested_values
+from shardckpt.validation.keys import VERSIONS, stored_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -20,15 +20,15 @@ def leave_out(
 ) -> tuple[ShardedStateDict, bool]:
     """Return the state dict without the shards with these names, and whether there were any.
 
-    ``names`` are keys, or their ends after a dot; the keys in ``stored`` are kept nevertheless. The given dict does not
-    change.
+    ``names`` are keys, or their ends after a dot; what is under a name in ``stored`` is kept nevertheless. The given
+    dict does not change.
     """
     if not names:
         return described, False
     ends = tuple(f".{name}" for name in names)
 
     def is_left_out(leaf: Any) -> bool:
-        return isinstance(leaf, ShardedBase) and f".{leaf.key}".endswith(ends) and leaf.key not in stored
+        return isinstance(leaf, ShardedBase) and f".{leaf.key}".endswith(ends) and not _is_stored(leaf, stored)
 
     # a load asks for what the checkpoint has of them
     if isinstance(described, OptionalEntries):
@@ -37,3 +37,9 @@ def leave_out(
     kept = {name: described[name] for name in (VERSIONS,) if name in described}
     found, rest = extract_matching_values(described, is_left_out)
     return rest | kept, bool(found)
+
+
+def _is_stored(leaf: ShardedBase, stored: Collection[str]) -> bool:
+    """Return whether a shard has a stored name, or one that it is built of: a quantized one is stored by its codes."""
+    shards = [leaf, *nested_values(build_copy(leaf))] if stored else []
+    return any(isinstance(shard, ShardedBase) and stored_key(shard) in stored for shard in shards)

@@ -8,7 +8,7 @@ from shardckpt.errors import PluginError
 from shardckpt.planning.boxes import Box, Ints
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 _MATRIX = 2  # axes that can be swapped
 #: What becomes of rows of the embedding that the model's ``vocab_size`` does not count, with which trainers pad it:
@@ -107,6 +107,28 @@ class UsesConfig(Protocol):
 
     def with_config(self, config: Mapping[str, Any], padding: Padding) -> KeyMapping:
         """Return the mapping for a model with this content of ``config.json``."""
+
+
+@runtime_checkable
+class MapsPart(Protocol):
+    """A key mapping of folders that have a part of a model, as an adapter is: a load leaves what has no entry as it is.
+
+    A model may have several such parts, by names that their folders do not have.
+    """
+
+    def find_parts(self, keys: Iterable[str]) -> Collection[str]:
+        """Return the names of the parts that these tensors of a model, by their names without the prefix, are of."""
+
+    def for_folder(self, stored: Collection[str], parts: Collection[str]) -> KeyMapping:
+        """Return the mapping for a load.
+
+        Args:
+            stored: The names of the folder's tensors.
+            parts: What :meth:`find_parts` returns, of all ranks.
+
+        Raises:
+            KeyMismatchError: they do not say which of them the folder has.
+        """
 
 
 class Identity:

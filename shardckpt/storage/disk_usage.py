@@ -18,13 +18,12 @@ _GONE = (FileNotFoundError, NotADirectoryError)
 
 def used_bytes(path: Path) -> int:
     """Return the bytes of a file, or of all files in a directory; several hard links to one file count once."""
-    sizes = {(info.st_dev, info.st_ino): info.st_size for info in _walk(path, OSError) if stat.S_ISREG(info.st_mode)}
-    return sum(sizes.values())
+    return sum(info.st_size for info, _ in _list_files(path))
 
 
 def freed_bytes(path: Path) -> int:
     """Return the bytes that a removal would free: those of files without a hard link elsewhere."""
-    return sum(info.st_size for info in _walk(path, OSError) if stat.S_ISREG(info.st_mode) and info.st_nlink == 1)
+    return sum(info.st_size for info, links in _list_files(path) if links >= info.st_nlink)
 
 
 def find_last_write(path: Path) -> float | None:
@@ -50,11 +49,20 @@ def read_last_write(path: Path, *, count_renames: bool) -> float:
     return max(times, default=0.0)
 
 
+def _list_files(path: Path) -> list[tuple[os.stat_result, int]]:
+    """Return the status of each file, once, and how many hard links to it are there."""
+    files: dict[tuple[int, int], list[os.stat_result]] = {}
+    for info in _walk(path, OSError):
+        if stat.S_ISREG(info.st_mode):
+            files.setdefault((info.st_dev, info.st_ino), []).append(info)
+    return [(links[0], len(links)) for links in files.values()]
+
+
 def _walk(path: Path, skipped: type[OSError] | tuple[type[OSError], ...]) -> Iterator[os.stat_result]:
     """Yield the status of a file or directory and of everything in it, but of what raises a ``skipped`` error."""
     try:
-        yield path.lstat()
-        entries = [] if path.is_symlink() or not path.is_dir() else list(path.iterdir())
+        yield (info := path.lstat())
+        entries = list(path.iterdir()) if stat.S_ISDIR(info.st_mode) else []
     except skipped:
         return
     for entry in entries:

@@ -315,3 +315,26 @@ def test_what_a_manager_leaves_out_leaves_the_rest_of_a_load_as_it_is(tmp_path: 
     wanted: Any = _make(2)
     wanted.weight.quantize_(dense.weight.detach())
     assert _read(model) == _read(wanted)
+
+
+@table("kind", ["blocks", "nf4"])
+def test_an_excluded_quantized_parameter_is_left_out_whole(tmp_path: Path, kind: str) -> None:
+    """exclude_from_last_save by its name leaves out all that is inside; a step that has it all is loaded with it."""
+    saved, model = ((_make_nf4(n)[0][0] if kind == "nf4" else _make(n)) for n in (1, 2))
+    config = {"folder": str(tmp_path / "c"), "interval": 1, "exclude_from_last_save": ("weight",)}
+    for each in (saved, model):
+        each.register_buffer("count", torch.full((2,), float(each is saved)))
+    with CheckpointManager(CheckpointConfig(**config), {"model": saved}) as manager:
+        manager.save(1)
+        manager.save(2, last_step=True)
+    assert list(dist_checkpointing.load_tensors_metadata(tmp_path / "c" / "step-2")) == ["model.count"]
+    before = _list_inner(model)
+    for step, wanted in ((2, before), (1, _list_inner(saved))):
+        with CheckpointManager(CheckpointConfig(**config, load_step=step), {"model": model}) as manager:
+            assert manager.load()
+        assert _list_inner(model) == wanted
+        assert model.count.eq(1).all()
+
+
+def _list_inner(model: Any) -> list[Any]:
+    return [getattr(model.weight, name).tolist() for name in model.weight.__tensor_flatten__()[0]]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.adapters import load_into, to_sharded_state_dict
@@ -18,6 +19,8 @@ from tests.engine import resizing
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.ranks import Ranks
 
 
 def test_a_grown_vocabulary_keeps_its_new_rows(tmp_path: Path) -> None:
@@ -57,6 +60,28 @@ def test_a_model_of_the_hub_grows_too(tmp_path: Path) -> None:
     load_from_huggingface(to_sharded_state_dict(model), tmp_path / "hf", resize=resizing.RESIZED)
     assert torch.equal(model.embed_tokens.weight[:10], saved.weights["embed_tokens.weight"])
     assert torch.equal(model.embed_tokens.weight[10:], start[10:])
+
+
+def _load_stage(folder: str) -> tuple[list[float], str]:
+    """Load a stage of a pipeline, with patterns of all stages, and then with one that is no stage's."""
+    name = ("embed_tokens.weight", "lm_head.weight")[torch.distributed.get_rank()]
+    rows = torch.zeros(13, 4)
+    state = {name: ShardedTensor.from_rank_offsets(name, rows)}
+    load_from_huggingface(state, folder, resize=resizing.RESIZED)
+    with pytest.raises(CheckpointingException, match="resize: the pattern") as caught:
+        load_from_huggingface(state, folder, resize=[*resizing.RESIZED, "*embed_token"])
+    return rows[9:11, 0].tolist(), str(caught.value)
+
+
+def test_a_pattern_of_another_stage_matches(tmp_path: Path, ranks: Ranks) -> None:
+    """A stage without a tensor of a pattern loads its own; a pattern that no stage has is one error on all."""
+    (tmp_path / "hf").mkdir()
+    weights = {f"{name}.weight": torch.ones(10, 4) for name in ("embed_tokens", "lm_head")}
+    save_file(weights, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    (first, said), (second, also_said) = ranks.run(2, _load_stage, str(tmp_path / "hf"))
+    assert first == second == [1, 0]
+    assert said == also_said
+    assert "'*embed_token' matches no tensor (did you mean embed_tokens.weight?" in said
 
 
 def test_only_what_is_named_may_have_another_size(tmp_path: Path) -> None:

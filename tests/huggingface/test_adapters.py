@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +19,7 @@ from shardckpt.maintenance import convert_checkpoint, verify_checkpoint
 from shardckpt.maintenance.verify import DAMAGED, INTACT, get_exit_code
 from shardckpt.manager import list_checkpoints
 from shardckpt.mapping import ShardedTensor
+from tests.states import error_of
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -204,6 +206,31 @@ def _load_stage(folder: str) -> list[bool]:
 def test_a_stage_without_the_adapter_loads_with_the_others(tmp_path: Path, ranks: Ranks) -> None:
     """What one rank's model has no place for is another's."""
     assert ranks.run(2, _load_stage, str(_folder(tmp_path / "adapter"))) == [[True, True], []]
+
+
+def _load_stages_of_two(folder: str, lacking: str) -> list[Any]:
+    """Load into two stages with an adapter each; return the errors, and which tensors one that is named fills."""
+    rank = torch.distributed.get_rank()
+    state = _state(("default", "other")[rank])
+    load = partial(load_from_huggingface, _shards(state), validate_access_integrity=False)
+    refused = [error_of(load, folder), error_of(load, folder, mapping="peft:third")]
+    refused += [error_of(load, lacking, mapping="peft:other"), error_of(load, folder, mapping=("llama", "peft")[rank])]
+    load(folder, mapping="peft:other")
+    return [refused, [bool(tensor.any()) for name, tensor in state.items() if "base_layer" not in name]]
+
+
+def test_stages_with_other_adapters_are_one_model(tmp_path: Path, ranks: Ranks) -> None:
+    """Names of all stages count: one of several must be named, and what it lacks on one is the error of all."""
+    folder = _folder(tmp_path / "adapter", STORED)
+    lacking = _folder(tmp_path / "lacking", {name: tensor for name, tensor in STORED.items() if "score" not in name})
+    (first, filled), (second, also_filled) = ranks.run(2, _load_stages_of_two, str(folder), str(lacking))
+    assert first == second
+    assert "there are several adapters, default, other: name one, mapping='peft:default'" in first[0][1]
+    assert "there is no adapter 'third', but default, other" in first[1][1]
+    assert "lacks 'base_model.model.score.weight'" in first[2][1]
+    assert "ranks disagree on mapping" in first[3][1]
+    assert not any(filled)
+    assert all(also_filled)
 
 
 def test_biases_that_an_export_lacks_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -315,16 +315,21 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_what_a_folder_lacks_can_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Without strict the rest is loaded, the log names what is not, and the caller's tensor stays as it is."""
+    """Without strict, or by name, the rest is loaded, the log has what is not, and the caller's tensor stays."""
     write(tmp_path / "hf", {"w": torch.ones(3)})
     mine = {"w": torch.zeros(3), "head": torch.full((2,), 7.0)}
     wanted = entire(mine)
-    with caplog.at_level(0, "shardckpt"):
-        loaded = load_from_huggingface(wanted, tmp_path / "hf", strict=False)
-    assert loaded.keys() == {"w"}
-    assert mine["w"].sum() == 3
-    assert mine["head"].sum() == 14
-    assert "head" in caplog.text
+    options: dict[str, Any]
+    for options in ({"strict": False}, {"optional": ["head"]}):
+        with caplog.at_level(0, "shardckpt"):
+            loaded = load_from_huggingface(wanted, tmp_path / "hf", **options)
+        assert loaded.keys() == {"w"}
+        assert mine["w"].sum() == 3
+        assert mine["head"].sum() == 14
+        assert "head" in caplog.text
+        caplog.clear()
+    with pytest.raises(CheckpointingException, match=r"^optional='d': give a list of names, such as \['d'\]"):
+        load_from_huggingface(wanted, tmp_path / "hf", optional="d")
 
 
 def test_tied_weights_are_filled_through_each_other(tmp_path: Path) -> None:
