@@ -302,7 +302,7 @@ class CheckpointConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _seed_names(cls, given: Any) -> Any:
+    def _rename_model_weights_only(cls, given: Any) -> Any:
         if isinstance(given, dict) and "model_weights_only" in given and "last_save_model_only" not in given:
             given = dict(given)
             given["last_save_model_only"] = given.pop("model_weights_only")
@@ -310,12 +310,12 @@ class CheckpointConfig(BaseModel):
 
     @field_validator("folder", "initial_load_path", "hf_assets_path", mode="before")
     @classmethod
-    def _as_text(cls, path: Any) -> Any:
+    def _expand_paths(cls, path: Any) -> Any:
         return expand_home(path) if isinstance(path, (str, os.PathLike)) else path
 
     @field_validator("exclude_from_last_save", "exclude_from_loading", "keep_options", mode="before")
     @classmethod
-    def _as_names(cls, names: Any) -> Any:
+    def _parse_names(cls, names: Any) -> Any:
         return (names,) if isinstance(names, str) else names
 
     @field_validator("*", mode="before")
@@ -329,7 +329,7 @@ class CheckpointConfig(BaseModel):
 
     @field_validator("accept", mode="before")
     @classmethod
-    def _as_keys(cls, given: Any) -> Any:
+    def _parse_accept(cls, given: Any) -> Any:
         if given is None:
             return None
         try:
@@ -340,7 +340,7 @@ class CheckpointConfig(BaseModel):
 
     @field_validator("save_on_signals", mode="before")
     @classmethod
-    def _as_signal_names(cls, given: Any) -> Any:
+    def _parse_signals(cls, given: Any) -> Any:
         listed = given if isinstance(given, (list, tuple, set, frozenset)) else [given]
         names = [] if given is None else [*map(_find_signal, listed)]
         faults = [
@@ -360,43 +360,43 @@ class CheckpointConfig(BaseModel):
 
     @field_validator("retention", mode="before")
     @classmethod
-    def _as_policies(cls, given: Any) -> Any:
+    def _parse_retention(cls, given: Any) -> Any:
         return RETENTION.parse_all(given)
 
     @field_validator("save_when", mode="before")
     @classmethod
-    def _as_save_policies(cls, given: Any) -> Any:
+    def _parse_save_when(cls, given: Any) -> Any:
         return SAVING.parse_all(given)
 
     @field_validator("export_dtype", mode="before")
     @classmethod
-    def _dtype_name(cls, dtype: Any) -> Any:
+    def _parse_export_dtype(cls, dtype: Any) -> Any:
         found = parse_dtype(dtype, "export_dtype")
         return None if found is None else str(found).removeprefix("torch.")
 
     @field_validator("quota", "memory_budget")
     @classmethod
-    def _check_size(cls, size: int | str | None, info: ValidationInfo) -> int | str | None:
+    def _check_sizes(cls, size: int | str | None, info: ValidationInfo) -> int | str | None:
         if size is not None:
             parse_size(size, str(info.field_name))
         return size
 
     @field_validator("async_mode", mode="before")
     @classmethod
-    def _in_lower_case(cls, mode: Any) -> Any:
+    def _lower_mode(cls, mode: Any) -> Any:
         return mode.lower() if isinstance(mode, str) else mode
 
     @field_validator("async_mode")
     @classmethod
-    def _as_mode(cls, mode: str) -> AsyncMode:
+    def _parse_mode(cls, mode: str) -> AsyncMode:
         return AsyncMode(mode)
 
     @field_serializer("retention")
-    def _policy_descriptions(self, policies: Sequence[RetentionPolicy]) -> list[Any]:
+    def _describe_retention(self, policies: Sequence[RetentionPolicy]) -> list[Any]:
         return [RETENTION.describe(policy) for policy in policies]
 
     @field_serializer("save_when")
-    def _save_policy_descriptions(self, policies: Sequence[SavePolicy]) -> list[Any]:
+    def _describe_save_when(self, policies: Sequence[SavePolicy]) -> list[Any]:
         return [SAVING.describe(policy) for policy in policies]
 
     @property
@@ -496,59 +496,75 @@ class CheckpointConfig(BaseModel):
         return self.model_dump(mode="json") | {name: path and mask_password(path) for name, path in paths.items()}
 
     @model_validator(mode="after")
-    def _check(self) -> CheckpointConfig:
+    def _refuse_contradictions(self) -> CheckpointConfig:
         is_async = self.async_mode is not AsyncMode.DISABLED
         excluded = set(self.exclude_from_loading)
         kept = next((policy for policy in self.retention if isinstance(policy, KeepBest)), None)
-        contradictions = {  # each says what to do after its last colon
-            # Checked, though the newest complete checkpoint always stays: with one more, a damaged newest is no loss.
-            "keep_latest_k=1 with an async_mode leaves none to fall back on: keep 2 or more, or 0 for all": (
-                is_async and self.keep_latest_k == 1
+        contradictions: list[tuple[Any, str]] = [  # each text says what to do after its last colon
+            # Refused, though the newest complete checkpoint always stays: with one more, a damaged newest is no loss.
+            (
+                is_async and self.keep_latest_k == 1,
+                "keep_latest_k=1 with an async_mode leaves none to fall back on: keep 2 or more, or 0 for all",
             ),
-            "retention: KeepLatest(1) with an async_mode leaves none to fall back on: keep 2 or more": (
-                is_async and KeepLatest(1) in self.retention
+            (
+                is_async and KeepLatest(1) in self.retention,
+                "retention: KeepLatest(1) with an async_mode leaves none to fall back on: keep 2 or more",
             ),
-            f"latest_pointer: {self.latest_pointer!r} is the name of a step's directory: choose another": (
-                self.latest_pointer and parse_step(self.latest_pointer) is not None
+            (
+                self.latest_pointer and parse_step(self.latest_pointer) is not None,
+                f"latest_pointer: {self.latest_pointer!r} is the name of a step's directory: choose another",
             ),
-            f"links: the file of latest_pointer has the name of a link, {self.latest_pointer!r}: choose another": (
-                self.links and self.latest_pointer in LINKS
+            (
+                self.links and self.latest_pointer in LINKS,
+                f"links: the file of latest_pointer has the name of a link, {self.latest_pointer!r}: choose another",
             ),
-            "best_metric and best_mode differ from the first KeepBest of retention, which says which step is the best: "
-            "leave both out, or put their KeepBest first": (
-                kept and (self.best_metric not in ("", kept.metric) or self.best_mode not in ("min", kept.mode))
+            (
+                kept and (self.best_metric not in ("", kept.metric) or self.best_mode not in ("min", kept.mode)),
+                (
+                    "best_metric and best_mode differ from the first KeepBest of retention, which says which step is the "
+                    "best: leave both out, or put their KeepBest first"
+                ),
             ),
-            "hf_cut_vocabulary needs the vocab_size: give hf_mapping, and hf_assets_path with a config.json": (
-                self.hf_cut_vocabulary and not (self.hf_mapping and self.hf_assets_path)
+            (
+                self.hf_cut_vocabulary and not (self.hf_mapping and self.hf_assets_path),
+                "hf_cut_vocabulary needs the vocab_size: give hf_mapping, and hf_assets_path with a config.json",
             ),
-            "keep_best_k needs a best_metric: name one, as 'loss'": self.keep_best_k and not self.best_metric,
-            "exclude_from_last_save: an export has what the last save has: leave last_save_model_only True": (
-                self.exclude_from_last_save and self.last_save_in_hf and not self.last_save_model_only
+            (self.keep_best_k and not self.best_metric, "keep_best_k needs a best_metric: name one, as 'loss'"),
+            (
+                self.exclude_from_last_save and self.last_save_in_hf and not self.last_save_model_only,
+                "exclude_from_last_save: an export has what the last save has: leave last_save_model_only True",
             ),
-            "last_save_bare_keys: with steps_in_hf, tensors have their names of the Hub: leave it False": (
-                self.last_save_bare_keys and self.steps_in_hf
+            (
+                self.last_save_bare_keys and self.steps_in_hf,
+                "last_save_bare_keys: with steps_in_hf, tensors have their names of the Hub: leave it False",
             ),
-            "exclude_from_loading: a load without the model would train a fresh one: leave 'model' out": (
-                "model" in excluded
+            (
+                "model" in excluded,
+                "exclude_from_loading: a load without the model would train a fresh one: leave 'model' out",
             ),
-            "rename: '' names no state. To read a model whose keys have nothing before them: rename={'': 'model'}": (
-                any(not new.partition(".")[0] for new in self.rename.values())
+            (
+                any(not new.partition(".")[0] for new in self.rename.values()),
+                "rename: '' names no state. To read a model whose keys have nothing before them: rename={'': 'model'}",
             ),
-            "rename: a name is given as its own new name: leave it out, or give another": (
-                any(old == new for old, new in self.rename.items())
+            (
+                any(old == new for old, new in self.rename.items()),
+                "rename: a name is given as its own new name: leave it out, or give another",
             ),
-            "initial_load_in_hf needs an initial_load_path: give that of a Hugging Face folder": (
-                self.initial_load_in_hf and not self.initial_load_path
+            (
+                self.initial_load_in_hf and not self.initial_load_path,
+                "initial_load_in_hf needs an initial_load_path: give that of a Hugging Face folder",
             ),
-            "initial_load_in_hf: a Hugging Face folder has the model only: leave initial_load_model_only True": (
-                self.initial_load_in_hf and not self.initial_load_model_only
+            (
+                self.initial_load_in_hf and not self.initial_load_model_only,
+                "initial_load_in_hf: a Hugging Face folder has the model only: leave initial_load_model_only True",
             ),
-            "load_only saves nothing, no seed checkpoint either: leave create_seed_checkpoint False": (
-                self.load_only and self.create_seed_checkpoint
+            (
+                self.load_only and self.create_seed_checkpoint,
+                "load_only saves nothing, no seed checkpoint either: leave create_seed_checkpoint False",
             ),
-        }
+        ]
         given = dict(self)
-        texts = [*_find_superseded(given), *(text for text, is_wrong in contradictions.items() if is_wrong)]
+        texts = [*_find_superseded(given), *(text for is_wrong, text in contradictions if is_wrong)]
         texts += filter(None, [self._explain_small_budget()])
         if texts:
             raise ConfigurationError.list_all("", [_make_contradiction(given, text) for text in texts])
