@@ -93,9 +93,10 @@ class ItemReader:
     def read_units(self, units: Iterable[Sequence[ReadRequest]], entire: EntireChunks | None = None) -> None:
         """Serve units of requests, and read the chunks that are wanted entirely, with several threads.
 
-        A unit is a list of requests that one thread must serve in order; units of one request are sorted by their
-        items. Most bytes are those of large items that go into their targets as they are: threads read these, and the
-        calling thread serves all other requests meanwhile. The error of a damaged item names it.
+        A unit is a list of requests that one thread must serve in order. Units of one small request are joined where
+        they follow each other as in the file: sort them by their items. Most bytes are those of large items that go
+        into their targets as they are: threads read these, while the calling thread sees to the other requests. The
+        error of a damaged item names it.
         """
         ranges, neighbours = ([], []) if entire is None else entire.plan_reads()
         large: list[tuple[_Group, Region]] = []

@@ -521,8 +521,8 @@ class CheckpointConfig(BaseModel):
             (
                 kept and (self.best_metric not in ("", kept.metric) or self.best_mode not in ("min", kept.mode)),
                 (
-                    "best_metric and best_mode differ from the first KeepBest of retention, which says which step is the "
-                    "best: leave both out, or put their KeepBest first"
+                    "best_metric and best_mode differ from the first KeepBest of retention, which says which step is "
+                    "the best: leave both out, or put their KeepBest first"
                 ),
             ),
             (
