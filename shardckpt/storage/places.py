@@ -54,7 +54,7 @@ def list_names(place: Path) -> list[str]:
     There are none if it does not exist.
     """
     if (remote := on_store(place)) is not None:
-        return [*attempt("list", remote, remote.folder.files)]
+        return skip_impossible(remote.url, attempt("list", remote, remote.folder.files))
     return _scan(place, lambda _: True)
 
 
