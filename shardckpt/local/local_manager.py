@@ -109,7 +109,7 @@ class LocalCheckpointManager:
             if type(step) is not int or not 0 <= step < 10**18:
                 raise CheckpointingException(f"step={step!r}: expected an integer from 0 to 10**18 - 1")
             comm.agree(step=step)
-            listing, inventory = self._take_inventory(comm)
+            listing, inventory = self._list_all_parts(comm)
             self._folder.clear(listing.leftovers)
             if inventory.complete:  # if none is, an incomplete one may be all there is: its missing disk may come back
                 self._remove(listing, set(inventory.saves) - set(inventory.complete))
@@ -118,7 +118,7 @@ class LocalCheckpointManager:
             # the main rank's clock gives the stamp: parts of one save must have equal names on all ranks
             save = SaveId(step, comm.broadcast(max([time.time_ns(), *least_stamps])), comm.world_size)
             self._write(state, save, comm)
-            self._remove(listing, inventory.superseded(save, self._keep))
+            self._remove(listing, inventory.list_superseded(save, self._keep))
 
     def find_latest(self) -> int | None:
         """Collective: find the newest step with every rank's part on some rank's disk.
@@ -129,9 +129,9 @@ class LocalCheckpointManager:
             The step, or None if there is none; the same on every rank.
         """
         comm = Comm(self._group)
-        _, inventory = self._take_inventory(comm)
+        _, inventory = self._list_all_parts(comm)
         self._warn(inventory, comm)
-        latest = inventory.latest()
+        latest = inventory.find_latest()
         return None if latest is None else latest.step
 
     def load(self, step: int | None = None) -> TensorAwareStateDict:
@@ -153,10 +153,10 @@ class LocalCheckpointManager:
         comm = Comm(self._group)
         with comm.local_phase("loading a local checkpoint"):
             comm.agree(step=step)
-            _, inventory = self._take_inventory(comm)
+            _, inventory = self._list_all_parts(comm)
             self._warn(inventory, comm)
             with comm.collective_phase("choosing a step"):
-                saves = inventory.loadable(step)
+                saves = inventory.list_loadable(step)
             reasons = []
             for save in saves:
                 state, why = self._load(save, inventory, comm)
@@ -169,7 +169,7 @@ class LocalCheckpointManager:
                 "; ".join(reasons) + "; load the last global checkpoint with dist_checkpointing.load()"
             )
 
-    def _take_inventory(self, comm: Comm) -> tuple[Listing, Inventory]:
+    def _list_all_parts(self, comm: Comm) -> tuple[Listing, Inventory]:
         """Collective: list what is on this rank's disk, and on all."""
         with comm.local_phase("listing local checkpoints"):
             listing = self._folder.list_parts()
@@ -230,7 +230,7 @@ class LocalCheckpointManager:
 
         Return the part, or None and the reason why some rank's part cannot be loaded, the same on every rank.
         """
-        sources = {rank: inventory.other_holders(PartId(save, rank)) for rank in range(comm.world_size)}
+        sources = {rank: inventory.find_other_holders(PartId(save, rank)) for rank in range(comm.world_size)}
         state, fault = self._read(PartId(save, comm.rank))
         while True:  # each round tries one more copy of each part that a rank lacks
             faults = {rank: why for rank, why in enumerate(comm.all_gather(fault)) if why}
