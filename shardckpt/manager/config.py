@@ -99,8 +99,8 @@ class CheckpointConfig(BaseModel):
         keep_every_n_steps: Also keep the steps that are multiples of this; 0 for none.
         keep_best_k: Also keep this many checkpoints with the best ``best_metric``; 0 for none.
         best_metric: A name among the ``metrics`` that ``save`` is given, for ``keep_best_k``, ``load("best")`` and
-            ``best_step``. A checkpoint without it is never a best one. Beside ``retention``, it is that of the first
-            :class:`KeepBest`, if any.
+            ``best_step``. A checkpoint without it is never the best one. With ``retention``, leave it out: it is the
+            metric of the first :class:`KeepBest`, if any.
         best_mode: Whether the smallest (``min``) or the largest (``max``) value is the best.
         retention: Policies instead of the three ``keep_`` options above: :class:`KeepLatest`, :class:`KeepEvery`,
             :class:`KeepNear`, :class:`KeepRecent`, :class:`KeepBest`, :class:`KeepPinned`, or a function that takes the
@@ -109,9 +109,9 @@ class CheckpointConfig(BaseModel):
         latest_pointer: Name of a file in ``folder``, such as ``latest``, that always has the name of the newest step's
             directory, for tools that want one; None for no such file. A load does not read it.
         links: Whether ``folder`` has the symbolic links ``latest`` and, where a metric is named as for ``best_step``,
-            ``best``, which lead to these steps after each save and removal, and hold none. On a store there are no
-            links, and a warning says so; the commands of ``shardckpt`` that read a checkpoint take ``FOLDER/latest``
-            and ``FOLDER/best`` there, and without links, too.
+            ``best``. After each save and removal they lead to these steps; they do not keep a step from being removed.
+            On a store there are no links, and a warning says so. The commands of ``shardckpt`` that read a checkpoint
+            take ``FOLDER/latest`` and ``FOLDER/best`` everywhere, also without links.
         async_mode: Who writes a checkpoint. ``disabled``: the training process, in ``save``. ``async``: a thread of
             it. ``async_with_pinned_mem``: another process, which reads from pinned, shared memory. Upper and lower
             case are the same.
@@ -121,8 +121,8 @@ class CheckpointConfig(BaseModel):
             removes the steps that the policies will not keep once it is complete, but never the newest that is there.
             If a write finds no space after all, steps are removed, too, and the step is written once more; one that
             was written in the background is not, and the next save has the space.
-        on_other_job: What ``save`` does where another job that is alive saves to ``folder``, too: ``warn`` once, or
-            ``error``: it saves nothing there, and a manager is not made.
+        on_other_job: What happens where another job that is alive saves to ``folder``, too: ``save`` warns once
+            (``warn``); or ``save``, and making a manager, raise an error (``error``).
         max_failed_saves: How many saves in a row may fail for the file system or the store (:class:`StorageError`)
             before one is an error. Up to so many, each is a warning, ``save`` returns False, and the next step that is
             due is tried. 0: the first is an error. Always errors, since no later save makes up for them: failures of
@@ -150,10 +150,10 @@ class CheckpointConfig(BaseModel):
             its export: ``("freqs_cis",)``. A name is a tensor's full name or its end after a dot. A load into the model
             leaves these tensors as they are where the checkpoint lacks them.
         exclude_from_loading: Names of states that ``load`` does not change.
-        rename: What checkpoints that no manager has saved call the states, and the names of these:
-            ``{"net": "model", "opt": "optimizer"}``; parts of a state have dotted names. Any name of the one optimizer,
-            ``state_dict`` and ``model_state_dict``, all of these inside one entry (``app``), and a model at the top
-            level (``{"": "model"}``), are known.
+        rename: The names of states, by the names that they have in checkpoints which no manager has saved:
+            ``{"net": "model", "opt": "optimizer"}``; parts of a state have dotted names. These need no entry: any name
+            of the one optimizer, ``state_dict`` and ``model_state_dict``, all of these inside one entry (``app``), and
+            a model at the top level (``{"": "model"}``).
         keep_options: Names of options in the optimizers' ``param_groups`` whose live values stay while all else is
             loaded, such as ``("lr", "weight_decay")``; ``"all"`` for all that the groups have. A scheduler whose state
             is loaded sets ``lr`` again at its next step: exclude it from loading, too. See
@@ -194,9 +194,9 @@ class CheckpointConfig(BaseModel):
         accept: The strategies whose checkpoints may be loaded, ``initial_load_path`` included: ``"safetensors"``,
             ``("safetensors", "ep@1")``, ``"huggingface"``; None for all. A checkpoint of another is an error,
             and so is one that ``SHARDCKPT_ACCEPT`` leaves out. See ``shardckpt/plugins/README.md``.
-        on_unused: What a load does about stored tensors and objects of the states that it sets, or of states that the
-            manager does not have, which nothing asks for: ``"warn"`` once, ``"error"``, or ``"ignore"``. States that
-            are excluded, and all but the model where that alone is loaded, do not count.
+        on_unused: What a load does about stored tensors and objects that nothing asks for, of the states that it sets
+            or of states that the manager does not have: ``"warn"`` once, ``"error"``, or ``"ignore"``. Excluded states
+            do not count; where the model alone is loaded, no other state does.
         show_progress: Whether the main rank shows on standard error how far each of its saves is: a bar on a terminal,
             with the extra ``cli``, else a line every ten seconds.
         save_on_sigterm: Whether a SIGTERM makes the next call of ``save`` save its step. A further SIGTERM, as torchrun
