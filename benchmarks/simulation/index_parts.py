@@ -162,7 +162,7 @@ def move_plan(first: LocalPlan, rank: int) -> LocalPlan:
     """Return the plan of a rank, made from that of rank 0."""
     if not rank:
         return first
-    table, _ = first.stored.rows()
+    table, _ = first.stored.unpack_boxes()
     offset = table.offset + torch.tensor([rank * ROWS, 0])
     boxes = pack_columns({"whole": table.spec, "offset": offset, "extent": table.extent, "objects": []})
     columns = Columns(first.locations, "the plan of rank 0")

@@ -1,8 +1,8 @@
-"""The shards of leaves that a job saves again and again: described once, as long as the leaves stay the same."""
+"""The shards of leaves that a job saves again and again: described anew when a leaf has another shape or sharding."""
 
 from __future__ import annotations
 
-from itertools import repeat
+from itertools import compress
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,32 +23,36 @@ if TYPE_CHECKING:
 
     from shardckpt.mapping.base import Replicated
 
-#: Classes of leaves whose shards follow from what :class:`_Form` has; others are described in each save.
+#: Classes of leaves whose shards follow from a :class:`_Signature`; leaves of others are described in each save.
 _KNOWN = frozenset((*ORDINARY, DTensor))
 
 
-class _Form(NamedTuple):
+class _Signature(NamedTuple):
     """All that the shards of leaves depend on, but for their values.
 
     Attributes:
-        specs: The mesh, the placements, the shape and the dtype of each DTensor, as DTensors have them: an object that
-            torch replaces, and does not change. It has no values. The shape and dtype of the local tensor follow from
-            it: where they do not, the save refuses the shard, whose data is not what it says. None for other leaves.
+        names: The names of the leaves.
+        is_dtensor: Whether each leaf is a DTensor.
+        specs: The mesh, the placements, the shape and the dtype of each DTensor: an object that torch replaces, and
+            does not change. The shape and dtype of the local tensor follow from it: where they do not, the save refuses
+            the shard, whose data is not what it says.
         shapes: The shape of each leaf that is no DTensor.
         dtypes: Its dtype.
-        options: What else they depend on.
+        options: The arguments of the description, this rank and the number of ranks.
     """
 
     names: list[str]
+    is_dtensor: list[bool]
     specs: list[Any]
     shapes: list[torch.Size]
     dtypes: list[torch.dtype]
     options: tuple[Any, ...]
 
-    def is_like(self, other: _Form) -> bool:
-        """Return whether leaves of the other form have the same shards."""
+    def equals(self, other: _Signature) -> bool:
+        """Return whether leaves of the other signature have the same shards."""
         return (
             self.names == other.names  # the same list, where the caller has compared them
+            and self.is_dtensor == other.is_dtensor
             and all(map(is_, self.specs, other.specs))
             and self.shapes == other.shapes
             and self.dtypes == other.dtypes
@@ -57,7 +61,7 @@ class _Form(NamedTuple):
 
 
 class LeafShards:
-    """Describes the leaves of a state in each save; those of the last save again where the leaves are like its leaves.
+    """Describes the leaves of a state in each save, and uses the last save's shards again where nothing has changed.
 
     To describe 20,000 tensors takes several times as long as to copy them. What is kept between two saves has no
     tensors: they would stay in memory when the model is gone.
@@ -66,11 +70,9 @@ class LeafShards:
     """
 
     def __init__(self) -> None:
-        self._form: _Form | None = None
-        #: The description of each leaf by name; None for leaves that are described in each save.
+        self._signature: _Signature | None = None
+        #: The shard of each leaf by name; None for leaves that are described in each save.
         self._described: dict[str, ShardedTensor | None] = {}
-        #: Whether there are no such leaves.
-        self._has_all = False
 
     def describe(
         self, leaves: Mapping[str, Any], prefix: str, replicated: Replicated, unchecked: AbstractSet[str] = frozenset()
@@ -80,17 +82,17 @@ class LeafShards:
         They have the memory of the leaves, and are this object's until :meth:`release`. A leaf that is several boxes
         has a list.
         """
-        options = (prefix, replicated, unchecked)
-        found = self.find(list(leaves), list(leaves.values()), *options)
-        if found is None:
-            form, locals_ = _read_form(list(leaves), list(leaves.values()), options)
-            self._form, self._described = None, {}  # until none of them is refused
-            found = _describe_each(leaves, *options)
-            if form is not None:
-                self._keep(form, locals_, found)
-        return found
+        names, values, options = list(leaves), list(leaves.values()), (prefix, replicated, unchecked)
+        shards = self.reuse(names, values, *options)
+        if shards is None:
+            signature, local_tensors = _read_signature(names, values, options)
+            self._signature, self._described = None, {}  # kept only if no leaf is refused
+            shards = _describe_each(leaves, *options)
+            if signature is not None:
+                self._keep(signature, local_tensors, shards)
+        return shards
 
-    def find(
+    def reuse(
         self,
         names: list[str],
         leaves: list[Any],
@@ -98,28 +100,23 @@ class LeafShards:
         replicated: Replicated,
         unchecked: AbstractSet[str] = frozenset(),
     ) -> dict[str, Any] | None:
-        """Return what :meth:`describe` returns for leaves that are like those of the last save; None for others.
+        """Return what :meth:`describe` returns, by the shards of the last save; None if leaves have changed since.
 
         The arguments are those of that method, but for the names and leaves in two lists.
         """
-        if self._form is None or names != self._form.names:
+        if self._signature is None or names != self._signature.names:
             return None
         options = (prefix, replicated, unchecked)
-        form, locals_ = _read_form(names, leaves, options)
-        if form is None or not form.is_like(self._form):
+        signature, local_tensors = _read_signature(names, leaves, options)
+        if signature is None or not signature.equals(self._signature):
             return None
-        found = dict(self._described)
-        shards, rest = list(found.values()), {}
-        if not self._has_all:
-            rest = {name: leaf for name, leaf, shard in zip(names, leaves, shards, strict=True) if shard is None}
-            kept = [pair for pair in zip(shards, locals_, strict=True) if pair[0] is not None]
-            shards, locals_ = [shard for shard, _ in kept], [local for _, local in kept]
-        # to detach a tensor takes longer than to ask; DTensors have theirs detached
-        if form.shapes and any(map(attrgetter("requires_grad"), locals_)):
-            locals_ = [local.detach() if local.requires_grad else local for local in locals_]
-        for shard, local in zip(shards, locals_, strict=True):
-            shard.data = local  # type: ignore[union-attr] # those that are kept
-        return found | _describe_each(rest, *options) if rest else found
+        others: dict[str, Any] = {}
+        for name, leaf, shard, local in zip(names, leaves, self._described.values(), local_tensors, strict=True):
+            if shard is None:
+                others[name] = leaf
+            else:
+                shard.data = local.detach() if local.requires_grad else local  # to detach takes longer than to ask
+        return self._described | _describe_each(others, *options)
 
     def release(self) -> None:
         """Let go of the tensors; what :meth:`describe` has returned must not be used any more."""
@@ -127,46 +124,42 @@ class LeafShards:
             if shard is not None:
                 shard.data = None
 
-    def _keep(self, form: _Form, locals_: list[torch.Tensor], described: dict[str, Any]) -> None:
-        """Keep the descriptions for the next save, but those of leaves that are not one box."""
-        self._form = form
+    def _keep(self, signature: _Signature, local_tensors: list[torch.Tensor], described: dict[str, Any]) -> None:
+        """Keep the shards for the next save, but those of leaves that are not one box."""
+        self._signature = signature
         self._described = {
-            name: shard if type(shard) is ShardedTensor and _is_all(shard, local) else None
-            for (name, shard), local in zip(described.items(), locals_, strict=True)
+            name: shard if type(shard) is ShardedTensor and _has_all(shard, local) else None
+            for (name, shard), local in zip(described.items(), local_tensors, strict=True)
         }
-        kept = [shard for shard in self._described.values() if shard is not None]
-        self._has_all = len(kept) == len(self._described)
-        for shard in kept:
+        for shard in filter(None, self._described.values()):
             shard.fix_fields()
 
 
-def _read_form(
-    names: list[str], values: list[Any], options: tuple[Any, ...]
-) -> tuple[_Form | None, list[torch.Tensor]]:
-    """Return the form of leaves, or None if one is of another class; and their local tensors."""
-    kinds = list(map(type, values))
+def _read_signature(
+    names: list[str], leaves: list[Any], options: tuple[Any, ...]
+) -> tuple[_Signature | None, list[torch.Tensor]]:
+    """Return the signature of leaves and their local tensors; None if the shards of one follow from no signature."""
+    kinds = list(map(type, leaves))
     if not set(kinds) <= _KNOWN:
         return None, []
-    specs, locals_ = list[Any](repeat(None, len(values))), values
-    plain = values
-    if DTensor in kinds:
-        is_sharded = [kind is DTensor for kind in kinds]
-        plain = [] if all(is_sharded) else [v for v, sharded in zip(values, is_sharded, strict=True) if not sharded]
-        dtensors = values if not plain else [v for v, sharded in zip(values, is_sharded, strict=True) if sharded]
-        found = read_local_tensors(dtensors)
-        if not set(map(type, found)) <= set(ORDINARY):  # an AsyncCollectiveTensor is to be waited for
-            return None, []
-        specs, locals_ = read_specs(dtensors), found
-        if plain:
-            from_each = iter(zip(specs, found, strict=True))
-            pairs = [next(from_each) if sharded else (None, v) for v, sharded in zip(values, is_sharded, strict=True)]
-            specs, locals_ = [spec for spec, _ in pairs], [local for _, local in pairs]
+    is_dtensor = [kind is DTensor for kind in kinds]
+    dtensors = list(compress(leaves, is_dtensor))
+    parts = read_local_tensors(dtensors)
+    if not set(map(type, parts)) <= set(ORDINARY):  # an AsyncCollectiveTensor is to be waited for
+        return None, []
+    plain = [leaf for leaf, is_part in zip(leaves, is_dtensor, strict=True) if not is_part] if dtensors else leaves
     try:
         shapes = list(map(torch.Tensor.size, plain))
     except RuntimeError:  # nested tensors have none
         return None, []
     dtypes = list(map(attrgetter("dtype"), plain))
-    return _Form(names, specs, shapes, dtypes, (*options, *_find_ranks())), locals_
+    options = (*options, *_find_ranks())
+    signature = _Signature(names, is_dtensor, read_specs(dtensors), shapes, dtypes, options)
+    if not dtensors:
+        return signature, leaves
+    next_part = iter(parts).__next__
+    local_tensors = [next_part() if is_part else leaf for leaf, is_part in zip(leaves, is_dtensor, strict=True)]
+    return signature, local_tensors
 
 
 def _find_ranks() -> tuple[int, int]:
@@ -174,8 +167,8 @@ def _find_ranks() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
-def _is_all(shard: ShardedTensor, local: torch.Tensor) -> bool:
-    """Return whether the data of a shard is a local tensor, as it is."""
+def _has_all(shard: ShardedTensor, local: torch.Tensor) -> bool:
+    """Return whether the data of a shard is all of a local tensor, in its shape."""
     return shard.data is not None and shard.data.shape == local.shape and shard.flattened_range is None
 
 
@@ -183,13 +176,12 @@ def _describe_each(
     leaves: Mapping[str, Any], prefix: str, replicated: Replicated, unchecked: AbstractSet[str]
 ) -> dict[str, Any]:
     alike = AlikeTensors()
-    found = {}
+    described = {}
     for name, leaf in leaves.items():
-        shard = describe_leaf(
-            leaf, f"{prefix}{name}", "unchecked" if name in unchecked else replicated, alike=alike, detached=True
-        )
+        replication = "unchecked" if name in unchecked else replicated
+        shard = describe_leaf(leaf, f"{prefix}{name}", replication, alike=alike, detached=True)
         if isinstance(shard, ShardedTensorFactory):
             shards = shard.build()
             shard = shards[0] if isinstance(shards, list) and len(shards) == 1 else shards
-        found[name] = shard
-    return found
+        described[name] = shard
+    return described

@@ -52,7 +52,7 @@ class SavedStates:
             columns.names.extend(map(tuple, states))
             if columns == self._columns:
                 leaves = list(chain.from_iterable(map(dict.values, states)))
-                found = self._tensors.find(self._slots, leaves, f"{key}.", replicated)
+                found = self._tensors.reuse(self._slots, leaves, f"{key}.", replicated)
                 if found is not None:
                     return found
         tensors, others = _flatten(columns, states, key, replicated)

@@ -157,7 +157,7 @@ class SavedModules:
         if len(parts) == 1 and not optimizers and self._replicated is True:
             # nearly always all is as it was in the last save: then the names need not be the keys of a dict first
             columns = list_state_columns(parts[0])
-            found = None if columns is None else self._tensors.find(columns.names, columns.tensors, prefix, True)
+            found = None if columns is None else self._tensors.reuse(columns.names, columns.tensors, prefix, True)
             if columns is not None and found is not None:
                 found.update(describe_versions([columns.versions], prefix, self._replicated))
                 return found

@@ -1,4 +1,4 @@
-"""The background part of a request runs in a thread of this process, or in a separate process."""
+"""Callers: each runs the background part of requests, in threads of this process or in another process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class AsyncCaller(ABC):
 
     @abstractmethod
     def close(self, abort: bool = False) -> None:
-        """Wait for what is running, and end; with ``abort`` do not wait where that is possible."""
+        """Wait until all requests have run; with ``abort``, end what is running where that is possible."""
 
 
 class TemporalAsyncCaller(AsyncCaller):
-    """Runs every request in a new thread: nothing is sent to another process, and no process has to start.
+    """Runs each request in a thread of its own: nothing is sent to another process, and no process has to start.
 
-    The thread competes with the training for Python's interpreter lock (GIL). The interpreter waits for the threads at
-    its exit.
+    The thread competes with the training for Python's interpreter lock (GIL). At its exit the interpreter waits for the
+    threads.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class TemporalAsyncCaller(AsyncCaller):
     def schedule_async_call(self, request: AsyncRequest) -> Future[Any]:
         """Start a thread that runs ``async_fn``, and return the Future of its result or error."""
         future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()  # so it cannot be cancelled: the thread sets its result in any case
+        future.set_running_or_notify_cancel()  # a cancelled Future would refuse the result that the thread sets
         thread = threading.Thread(target=_run, args=(request, future), name="shardckpt-background")
         thread.start()
         self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
@@ -61,6 +61,7 @@ class PersistentAsyncCaller(AsyncCaller):
         CheckpointingException: staged tensors cannot be mapped on this machine: there is no ``/proc``.
     """
 
+    #: The process that :meth:`warmup` started, until a caller takes it.
     _warm: ClassVar[WorkerProcess | None] = None
 
     def __init__(self) -> None:
@@ -92,7 +93,7 @@ class PersistentAsyncCaller(AsyncCaller):
 def _run(request: AsyncRequest, future: Future[Any]) -> None:
     try:
         result = request.run()
-    except BaseException as exc:  # noqa: BLE001 - the training process raises it
+    except BaseException as exc:  # noqa: BLE001 - the training's thread raises it, from the Future
         future.set_exception(exc)
     else:
         future.set_result(result)

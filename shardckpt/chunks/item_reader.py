@@ -1,9 +1,9 @@
-"""Schedule the reads of a load: large ranges by threads that only read, small neighbours at once, all else in units."""
+"""Schedule the reads of a load on threads: large ranges straight into their targets, small neighbours at once."""
 
 from __future__ import annotations
 
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -27,32 +27,42 @@ if TYPE_CHECKING:
     from shardckpt.storage.range_reads import RangeRead
     from shardckpt.storage.reader import CheckpointReader
 
-#: What is read; each has an ``item``, where it is stored, and ``nbytes``.
-Read: TypeAlias = Region | LateRegion | ObjectRead
+#: Each has an ``item``, where it is stored, and ``nbytes``.
+ReadRequest: TypeAlias = Region | LateRegion | ObjectRead
 
 
 class _Group(NamedTuple):
-    """Reads that one thread does one after the other; small ones from a block that is read first."""
+    """Requests that one thread serves in order; if they are small, from the bytes ``start`` to ``stop``, read at once.
 
-    reads: Sequence[Read]
+    Several are small requests next to each other in ``file``, or one unit that a caller put together.
+    """
+
+    requests: Sequence[ReadRequest]
     file: str
     start: int
     stop: int
     is_small: bool
 
 
-class ItemReader:
-    """Reads regions of stored tensors, and objects. What fills a destination must be thread-safe.
+class _Job(NamedTuple):
+    """A call that reads about ``nbytes`` bytes."""
 
-    An item is the values of its chunk, as bytes. Of a format where it is more, :meth:`find_payloads` and
-    :meth:`read_region` are overridden.
+    nbytes: int
+    read: Callable[[], None]
+
+
+class ItemReader:
+    """Reads regions of stored tensors, and objects, with several threads: what fills a target must be thread-safe.
+
+    The bytes of an item are taken for the values of its chunk. The reader of a format that wraps them, as
+    ``torch.save`` does, overrides :meth:`find_payloads` and :meth:`read_region`.
 
     Attributes:
         reader: Reads the files.
         index: What is stored.
     """
 
-    #: Whether an item is the values alone: entire chunks are then planned and read in columns.
+    #: Whether the bytes of an item are its values alone, so that entire chunks can be planned and read in columns.
     has_plain_items = True
 
     def __init__(self, reader: CheckpointReader, index: ChunkIndex) -> None:
@@ -60,16 +70,16 @@ class ItemReader:
         self.index = index
 
     def find_payloads(self, chunks: Sequence[tuple[Chunk, torch.dtype, str]]) -> Iterable[int | None]:
-        """Return where the payload of each chunk begins in its file; None if :meth:`read_region` must find it.
+        """Return the offset in its file of each chunk's payload; None if only :meth:`read_region` can find it.
 
-        Each comes with its stored dtype and its tensor's key.
+        Each chunk comes with its stored dtype and its tensor's key.
         """
         return [chunk.item.offset for chunk, _, _ in chunks]
 
     def read_region(self, region: Region, dtype: torch.dtype, key: str, source: CheckpointReader | ReadAhead) -> None:
-        """Fill the target of a region, which may have another dtype than the stored one.
+        """Fill the target of a region, with a cast if its dtype is not the stored one.
 
-        ``source`` reads the file; it has the item in memory if that is small.
+        ``source`` is a :class:`ReadAhead`, with the item in memory, if the item is small and has neighbours.
         """
         chunk, target = region.chunk, region.target
         if not isinstance(source, ReadAhead):
@@ -80,46 +90,45 @@ class ItemReader:
             values = torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(chunk.box.shape)
             copy_box(values, region.start, target)
 
-    def read_units(self, units: Iterable[Sequence[Read]], entire: EntireChunks | None = None) -> None:
-        """Read units, and chunks that are read entirely, with several threads.
+    def read_units(self, units: Iterable[Sequence[ReadRequest]], entire: EntireChunks | None = None) -> None:
+        """Serve units of requests, and read the chunks that are wanted entirely, with several threads.
 
-        A unit is a list of reads that one thread must do, in order; units of one read are sorted by their items. Most
-        bytes are those of large items whose targets take them as they are: these are found first, and read by threads
-        that do nothing else, while the calling thread reads the others. The error of a damaged item names it.
+        A unit is a list of requests that one thread must serve in order. Units of one small request are joined where
+        they follow each other as in the file: sort them by their items. Most bytes are those of large items that go
+        into their targets as they are: threads read these, while the calling thread sees to the other requests. The
+        error of a damaged item names it.
         """
         ranges, neighbours = ([], []) if entire is None else entire.plan_reads()
-        alone: list[_Group] = []
-        regions: list[Region] = []
+        large: list[tuple[_Group, Region]] = []
         others: list[_Group] = []
-        for group in _coalesce(units):
-            first = group.reads[0]
-            if len(group.reads) == 1 and not group.is_small and isinstance(first, Region):
-                alone.append(group)
-                regions.append(first)
+        for group in _group(units):
+            first = group.requests[0]
+            if len(group.requests) == 1 and not group.is_small and isinstance(first, Region):
+                large.append((group, first))
             else:
                 others.append(group)
-        found = self._find_ranges(regions)
-        others += [group for group, one in zip(alone, found, strict=True) if one is None]
+        in_place = self._find_ranges([region for _, region in large])
+        others += [group for (group, _), found in zip(large, in_place, strict=True) if found is None]
         # small items count as 0: they cost Python's time, not the disk's
-        jobs: list[tuple[int, Callable[[], None]]] = [(0, partial(each.read, self.reader)) for each in neighbours]
+        jobs = [_Job(0, partial(neighbour.read, self.reader)) for neighbour in neighbours]
         for group in others:
-            nbytes = 0 if group.is_small else sum(each.nbytes for each in group.reads)
-            jobs.append((nbytes, partial(self._read_group, group)))
-        read_others = partial(self.reader.map, _run_job, jobs, itemgetter(0)) if jobs else None
+            nbytes = 0 if group.is_small else sum(request.nbytes for request in group.requests)
+            jobs.append(_Job(nbytes, partial(self._read_group, group)))
+        read_others = partial(self.reader.map, lambda job: job.read(), jobs, attrgetter("nbytes")) if jobs else None
         try:
-            self.reader.read_ranges([*ranges, *filter(None, found)], read_others)
+            self.reader.read_ranges([*ranges, *filter(None, in_place)], read_others)
         except CorruptCheckpointError:
-            if entire is not None:  # a range of many chunks has the key of the first
+            if entire is not None:  # a range may join many chunks, and its error names the first: find the damaged one
                 entire.read_each(self.reader)
             raise
 
-    def read_in_order(self, reads: Iterable[Read]) -> None:
-        """Do one read after the other, all in this thread."""
-        for group in _coalesce((each,) for each in reads):
+    def read_in_order(self, requests: Iterable[ReadRequest]) -> None:
+        """Serve one request after the other, all in this thread."""
+        for group in _group((request,) for request in requests):
             self._read_group(group)
 
     def _find_ranges(self, regions: Sequence[Region]) -> list[RangeRead | None]:
-        """Return the range of a file that fills each region as it is; None for those that are read another way."""
+        """Return for each region the range of a file whose bytes fill the target as they are; None if there is none."""
         keys, dtypes = self.index.keys, self.index.dtypes
         chunks = [(region.chunk, dtypes[region.number], keys[region.number]) for region in regions]
         return [
@@ -128,24 +137,23 @@ class ItemReader:
         ]
 
     def _read_group(self, group: _Group) -> None:
-        if not group.is_small or len(group.reads) == 1:
-            for each in group.reads:
-                self._read(each, self.reader)
+        if not group.is_small or len(group.requests) == 1:
+            for request in group.requests:
+                self._serve(request, self.reader)
             return
         with ReadAhead(self.reader, group.file, group.start, group.stop) as ahead:
-            for each in group.reads:
-                self._read(each, ahead)
+            for request in group.requests:
+                self._serve(request, ahead)
 
-    def _read(self, each: Read, source: CheckpointReader | ReadAhead) -> None:
-        """Do one read, from memory if its item was read ahead."""
-        if isinstance(each, Region):
-            self._fill(each, source)
-        elif isinstance(each, ObjectRead):
-            each.load(source.read_range(*each.item, each.what))
+    def _serve(self, request: ReadRequest, source: CheckpointReader | ReadAhead) -> None:
+        if isinstance(request, Region):
+            self._fill(request, source)
+        elif isinstance(request, ObjectRead):
+            request.load(source.read_range(*request.item, request.what))
         else:
-            target = each.get_target()
-            self._fill(each.fill(target), source)
-            each.commit(target)
+            target = request.get_target()
+            self._fill(request.fill(target), source)
+            request.commit(target)
 
     def _fill(self, region: Region, source: CheckpointReader | ReadAhead) -> None:
         self.read_region(region, self.index.dtypes[region.number], self.index.keys[region.number], source)
@@ -154,9 +162,15 @@ class ItemReader:
 
 
 class LoadPlan:
-    """The reads of one rank's shards, checked before anything is read; errors are those of :class:`RequestedTensors`.
+    """What is read for one rank's shards, checked before anything is read.
 
-    ``find_object`` returns how an object is read, and raises if it is not stored.
+    Args:
+        wanted: The shards: tensors with their destinations, and objects.
+        items: Reads the checkpoint.
+        find_object: Returns how an object is read, and raises if it is not stored.
+
+    Raises:
+        CheckpointingException: as for :class:`RequestedTensors`; ShardingError if a shard is of another class.
     """
 
     def __init__(
@@ -167,7 +181,7 @@ class LoadPlan:
         self._tensors = RequestedTensors(tensors, items.index, items.reader)
         self._objects: list[ObjectRead] = []
         for shard in wanted if len(tensors) < len(wanted) else ():
-            if type(shard) is ShardedTensor:  # most are, and to ask whether one is an object is slow
+            if type(shard) is ShardedTensor:  # most are, and isinstance of an ABC is slow
                 continue
             if isinstance(shard, ShardedObject):
                 self._objects.append(find_object(shard))
@@ -179,24 +193,20 @@ class LoadPlan:
     def read(self) -> None:
         """Read everything into the destinations."""
         entire = self._tensors.split_entire() if self._items.has_plain_items else None
-        units: list[Sequence[Read]] = [*self._tensors.units()]
+        units: list[Sequence[ReadRequest]] = [*self._tensors.units()]
         if self._objects:
-            units += ((each,) for each in self._objects)
+            units += ((request,) for request in self._objects)
             units.sort(key=lambda unit: unit[0].item)
         self._items.read_units(units, entire)
 
 
-def _coalesce(units: Iterable[Sequence[Read]]) -> Iterator[_Group]:
-    """Yield units as groups, with small units next to each other joined."""
-    found = [*units]
-    items = [unit[0].item for unit in found]
+def _group(units: Iterable[Sequence[ReadRequest]]) -> Iterator[_Group]:
+    """Yield a group for each unit, and one for small units next to each other."""
+    listed = [*units]
+    items = [unit[0].item for unit in listed]
     files, starts = [item.file for item in items], [item.offset for item in items]
     stops = [item.offset + item.length for item in items]
-    small = [len(unit) == 1 and item.length <= SMALL_ITEM for unit, item in zip(found, items, strict=True)]
+    small = [len(unit) == 1 and item.length <= SMALL_ITEM for unit, item in zip(listed, items, strict=True)]
     for low, high in group_neighbours(files, starts, stops, small):
-        reads = [each for unit in found[low:high] for each in unit]
-        yield _Group(reads, files[low], starts[low], stops[high - 1], small[low])
-
-
-def _run_job(job: tuple[int, Callable[[], None]]) -> None:
-    job[1]()
+        requests = [request for unit in listed[low:high] for request in unit]
+        yield _Group(requests, files[low], starts[low], stops[high - 1], small[low])

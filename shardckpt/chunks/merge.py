@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 
 
 class LocalPlan(NamedTuple):
-    """A rank's boxes and objects, and their positions, as the rank sends them to the main rank.
+    """A rank's boxes and objects, and their locations, as the rank sends them to the main rank.
 
-    ``locations`` is packed columns: ``files``, their names; ``boxes`` and ``objects``, the location of each item:
-    number of the file, then what else the format needs, such as start and length in bytes; ``listed``, keys of objects
-    that are not listed by their unique key, and ``listed_objects``, the number of the object for each; ``scaled``, keys
-    of tensors, and for each ``scaled_by``, the key of its scales, and ``scaled_block``.
+    Attributes:
+        stored: The boxes and objects.
+        locations: Packed columns. ``files`` has the names of the rank's files; ``boxes`` and ``objects`` have the
+            location of each item: the number of its file, then what else the format needs, such as start and length in
+            bytes. Optional: ``listed``, keys of objects that are not listed by their unique key, and
+            ``listed_objects``, the number of the object for each; ``scaled``, keys of tensors with block scales,
+            ``scaled_by``, the key of the scales of each, and ``scaled_block``, the size of its blocks.
     """
 
     stored: PackedShards
@@ -35,7 +38,7 @@ class LocalPlan(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size, as it is sent."""
+        """Bytes that the rank sends."""
         return len(self.stored.specs) + len(self.stored.boxes) + len(self.locations)
 
 
@@ -47,12 +50,12 @@ class MergedPlan(NamedTuple):
         dtypes: Their dtypes.
         shapes: Their global shapes.
         bounds: int64 of shape (tensors + 1,): the boxes of tensor ``n`` are rows ``bounds[n]`` to ``bounds[n + 1]``.
-        boxes: The boxes of all tensors, those of a tensor one after the other.
+        boxes: The boxes of all tensors, ordered by tensor.
         locations: The location of each box, int64 of shape (boxes, columns); the first is the number of the file.
         files: The names of all files.
-        objects: The location of each object, by the key that it is listed by.
+        objects: The location of each object, by the key under which it is listed.
         aliases: The number of a tensor by each of its further keys.
-        scales: By the number of a tensor, that of its scales, and a block's size along each axis.
+        scales: The number of a tensor's scales, and a block's size along each axis, by the number of the tensor.
     """
 
     keys: list[str]
@@ -79,7 +82,7 @@ class ScaledTensor(NamedTuple):
         number: Its number in a plan.
         key: Its key.
         shape: Its global shape.
-        elements: The same in elements, which blocks count; shapes of torch's float4 count pairs along the last axis.
+        elements: The shape in elements, as blocks count them: a dtype such as float4 packs two in the last axis.
         by: The key of its scales.
         block: A block's size along each axis.
     """
@@ -91,14 +94,19 @@ class ScaledTensor(NamedTuple):
     by: str
     block: Ints
 
-    def find_scales(self, names: Mapping[str, int], shapes: Sequence[Ints]) -> int:
-        """Return the number of the scales, after a check that they are there and fit."""
-        if self.by not in names:
+    def find_scales(self, numbers: Mapping[str, int], shapes: Sequence[Ints]) -> int:
+        """Return the number of the scales, after a check that they are saved, one for each block.
+
+        Args:
+            numbers: The number of each tensor that the scales may be, by its keys.
+            shapes: The global shape of each tensor, by its number.
+        """
+        if self.by not in numbers:
             raise ShardingError(
                 f"tensor {self.key!r} has block_scales in {self.by!r}, which no rank saves: save it, too, or leave out "
                 "block_scales"
             )
-        number = names[self.by]
+        number = numbers[self.by]
         blocks = tuple(-(-size // length) for size, length in zip(self.elements, self.block, strict=True))
         if tuple(shapes[number]) != blocks:
             counted = "" if self.elements == self.shape else f", {self.elements} in elements,"
@@ -110,7 +118,7 @@ class ScaledTensor(NamedTuple):
 
 
 class _GlobalTensor(NamedTuple):
-    """A tensor of the checkpoint: its number; dtype and shape, as the first rank that stores a part of it has them."""
+    """A tensor of the checkpoint: its number, and what the first rank that stores a part of it says of it."""
 
     number: int
     dtype: torch.dtype
@@ -124,7 +132,7 @@ class RankRows(NamedTuple):
     Attributes:
         rank: The rank, for errors.
         specs: Packed specs of the tensors, as in :class:`shardckpt.storage.PackedShards`; often equal on many ranks.
-        table: The boxes, whose tensor numbers count in the specs.
+        table: The boxes; a tensor's number is its position in the specs.
         locations: The location of each box, with the number of its file among those of all ranks.
     """
 
@@ -135,66 +143,71 @@ class RankRows(NamedTuple):
 
 
 def merge_plans(plans: Iterable[LocalPlan], aliases: Mapping[str, str] = MappingProxyType({})) -> MergedPlan:
-    """Merge the plans of all ranks, in their order; if several store the same item, the lowest rank's counts.
+    """Merge the plans of all ranks, given in the order of the ranks; of an item that several store, the first is kept.
 
-    ``aliases`` has further keys of tensors, and the key by which each is stored. If ranks disagree on a tensor, its
-    boxes do not fill it exactly, or an object has its key, it is a ShardingError.
+    Args:
+        plans: A plan of each rank.
+        aliases: The key by which a tensor is stored, by each of its further keys.
+
+    Raises:
+        ShardingError: Ranks disagree on a tensor or its scales, its boxes do not fill it exactly, its scales do not
+            fit, or an object has its key.
     """
     files: list[str] = []
     objects: dict[str, list[int]] = {}
-    parts: list[RankRows] = []
-    scaled: list[tuple[int, Columns]] = []
+    rows: list[RankRows] = []
+    columns_of_ranks: list[tuple[int, Columns]] = []
     for rank, plan in enumerate(plans):
-        table, object_keys = plan.stored.rows()
+        table, object_keys = plan.stored.unpack_boxes()
         columns = Columns(plan.locations, f"the plan of rank {rank}")
-        places = columns.integers("objects")
-        boxes = columns.integers("boxes")
-        for found in (places, boxes):
-            found[:, 0] += len(files)  # ranks number their own files from 0
-        rows = places.tolist()
+        object_locations, box_locations = columns.integers("objects"), columns.integers("boxes")
+        for locations in (object_locations, box_locations):
+            locations[:, 0] += len(files)  # ranks number their own files from 0
+        listed_locations = object_locations.tolist()
         for key, number in list_object_keys(object_keys, columns):
-            objects.setdefault(key, rows[number])
+            objects.setdefault(key, listed_locations[number])
         files += columns.texts("files")
-        parts.append(RankRows(rank, plan.stored.specs, table, boxes))
-        scaled.append((rank, columns))
-    merged = merge_rows(parts, objects, aliases)._replace(files=files, objects=objects)
-    with_scales = list_scaled(merged, scaled)
-    names = {**merged.numbers, **merged.aliases} if with_scales else {}
-    return merged._replace(scales={t.number: (t.find_scales(names, merged.shapes), t.block) for t in with_scales})
+        rows.append(RankRows(rank, plan.stored.specs, table, box_locations))
+        columns_of_ranks.append((rank, columns))
+    merged = merge_rows(rows, objects, aliases)._replace(files=files, objects=objects)
+    scaled = list_scaled(merged, columns_of_ranks)
+    numbers = {**merged.numbers, **merged.aliases} if scaled else {}
+    scales = {tensor.number: (tensor.find_scales(numbers, merged.shapes), tensor.block) for tensor in scaled}
+    return merged._replace(scales=scales)
 
 
 def merge_rows(parts: Sequence[RankRows], object_keys: Collection[str], aliases: Mapping[str, str]) -> MergedPlan:
-    """Merge the boxes of at least one rank, in the order of the ranks; of each tensor there are those of all ranks.
+    """Merge the boxes of at least one rank, as :func:`merge_plans` does; return a plan of tensors and boxes alone.
 
-    Returns the tensors and boxes, without files, objects and scales. No tensor may have one of ``object_keys``. The
-    rest is as for :func:`merge_plans`.
+    ``parts`` are in the order of the ranks, and have all boxes of their tensors. No tensor may have one of
+    ``object_keys``.
     """
     tensors: dict[str, _GlobalTensor] = {}
     numbers_by_specs: dict[bytes, torch.Tensor] = {}
     tables: list[Table] = []
     for rank, specs, table, _ in parts:
-        # Many ranks store parts of the same tensors, and send the same bytes: each of these is unpacked once.
+        # many ranks store parts of the same tensors, and send the same bytes: these are parsed once
         if specs not in numbers_by_specs:
             numbers_by_specs[specs] = _number_tensors(tensors, rank, Columns(specs, f"the plan of rank {rank}"))
         tables.append(table._replace(spec=numbers_by_specs[specs][table.spec]))
 
     refuse_object_keys(object_keys, tensors, aliases)
-    table, location = concat_tables(tables), torch.cat([part.locations for part in parts])
+    table, location = concat_tables(tables), torch.cat([rank_rows.locations for rank_rows in parts])
     order = _sort_distinct(table)
     table = table.rows(order)
     keys, shapes = list(tensors), [tensor.shape for tensor in tensors.values()]
-    wrong = find_untiled(table, shapes)
-    if wrong:
-        shown = listed([repr(keys[number]) for number in wrong])
+    untiled = find_untiled(table, shapes)
+    if untiled:
+        shown = listed([repr(keys[number]) for number in untiled])
         raise ShardingError(
-            f"the shards of all ranks do not fill {format_many(len(wrong), 'tensor')} exactly: {shown}; save with "
+            f"the shards of all ranks do not fill {format_many(len(untiled), 'tensor')} exactly: {shown}; save with "
             "validate_access_integrity=True to see which regions"
         )
     counts = torch.bincount(table.spec, minlength=len(keys))
     bounds = make_bounds(counts)
     dtypes = [tensor.dtype for tensor in tensors.values()]
-    numbers = {alias: tensors[key].number for alias, key in aliases.items()}
-    return MergedPlan(keys, dtypes, shapes, bounds, table, location[order], [], {}, numbers)
+    numbers_by_alias = {alias: tensors[key].number for alias, key in aliases.items()}
+    return MergedPlan(keys, dtypes, shapes, bounds, table, location[order], [], {}, numbers_by_alias)
 
 
 def refuse_object_keys(object_keys: Collection[str], *tensors: Collection[str]) -> None:
@@ -207,19 +220,19 @@ def refuse_object_keys(object_keys: Collection[str], *tensors: Collection[str]) 
 
 
 def make_scale_columns(scales: Mapping[str, BlockScales]) -> dict[str, Column]:
-    """Return the columns of a plan that say what scales tensors, by their keys; none if there are no scales."""
+    """Return the columns of :class:`LocalPlan` for tensors with block scales, given by key; none if there are none."""
     if not scales:
         return {}
-    blocks = [each.block for each in scales.values()]
+    blocks = [tensor_scales.block for tensor_scales in scales.values()]
     return {
         "scaled": list(scales),
-        "scaled_by": [each.key for each in scales.values()],
+        "scaled_by": [tensor_scales.key for tensor_scales in scales.values()],
         "scaled_block": make_matrix(blocks, max(map(len, blocks)), 1),
     }
 
 
 def has_scales(plan: LocalPlan) -> bool:
-    """Return whether a rank's plan says what scales a tensor."""
+    """Return whether a rank's plan has a tensor with block scales."""
     return Columns(plan.locations, "a plan").has("scaled")
 
 
@@ -227,27 +240,32 @@ def list_object_keys(unique_keys: list[str], columns: Columns) -> Iterable[tuple
     """Return the keys under which the objects of a rank are listed, each with the number of the object."""
     if not columns.has("listed"):
         return zip(unique_keys, count(), strict=False)
-    listed = list(zip(columns.texts("listed"), columns.integers("listed_objects").tolist(), strict=True))
-    others = {number for _, number in listed}
-    return [*((key, number) for number, key in enumerate(unique_keys) if number not in others), *listed]
+    renamed = list(zip(columns.texts("listed"), columns.integers("listed_objects").tolist(), strict=True))
+    numbers = {number for _, number in renamed}
+    return [*((key, number) for number, key in enumerate(unique_keys) if number not in numbers), *renamed]
 
 
-def list_scaled(plan: MergedPlan, scaled: Iterable[tuple[int, Columns]]) -> list[ScaledTensor]:
-    """Return the tensors of a plan that have block scales, as columns of ranks say, each with its rank."""
-    found: dict[str, BlockScales] = {}
+def list_scaled(plan: MergedPlan, columns_of_ranks: Iterable[tuple[int, Columns]]) -> list[ScaledTensor]:
+    """Return the tensors of a plan that have block scales, by the columns of the ranks; it is an error if they differ.
+
+    Each rank's columns of :func:`make_scale_columns` come with its number.
+    """
+    scales_by_key: dict[str, BlockScales] = {}
     numbers: dict[str, int] = {}
-    for rank, columns in scaled:
+    for rank, columns in columns_of_ranks:
         if not columns.has("scaled"):
             continue
-        numbers = numbers or plan.numbers
+        numbers = numbers or plan.numbers  # made once, and only for a plan with scales
         blocks = columns.integers("scaled_block").tolist()
         for key, by, block in zip(columns.texts("scaled"), columns.texts("scaled_by"), blocks, strict=True):
-            mine = BlockScales(by, tuple(block[: len(plan.shapes[numbers[key]])]))  # without what pads a rank's rows
-            if found.setdefault(key, mine) != mine:
+            axes = len(plan.shapes[numbers[key]])
+            scales = BlockScales(by, tuple(block[:axes]))  # make_matrix has padded it to the rank's most axes
+            first = scales_by_key.setdefault(key, scales)
+            if first != scales:
                 raise ShardingError(
-                    f"tensor {key!r}: ranks disagree on its block_scales: {found[key]} before, {mine} on rank {rank}"
+                    f"tensor {key!r}: ranks disagree on its block_scales: {first} before, {scales} on rank {rank}"
                 )
-    return [_describe_scaled(plan, numbers[key], scales) for key, scales in found.items()]
+    return [_describe_scaled(plan, numbers[key], scales) for key, scales in scales_by_key.items()]
 
 
 def _describe_scaled(plan: MergedPlan, number: int, scales: BlockScales) -> ScaledTensor:
@@ -258,7 +276,7 @@ def _describe_scaled(plan: MergedPlan, number: int, scales: BlockScales) -> Scal
 
 
 def _number_tensors(tensors: dict[str, _GlobalTensor], rank: int, specs: Columns) -> torch.Tensor:
-    """Return the numbers of a rank's tensors in the index; new tensors are added."""
+    """Return the numbers of a rank's tensors among those of all ranks; add new ones to ``tensors``."""
     numbers = []
     for key, name, axes, padded in zip(
         specs.texts("keys"),
@@ -267,12 +285,12 @@ def _number_tensors(tensors: dict[str, _GlobalTensor], rank: int, specs: Columns
         specs.integers("shapes").tolist(),
         strict=True,
     ):
-        mine = _GlobalTensor(len(tensors), getattr(torch, name), tuple(padded[:axes]), rank)
-        first = tensors.setdefault(key, mine)
-        if first is not mine and (mine.dtype, mine.shape) != (first.dtype, first.shape):
+        tensor = _GlobalTensor(len(tensors), getattr(torch, name), tuple(padded[:axes]), rank)
+        first = tensors.setdefault(key, tensor)
+        if first is not tensor and (tensor.dtype, tensor.shape) != (first.dtype, first.shape):
             raise ShardingError(
                 f"tensor {key!r}: ranks disagree on it: {first.dtype} {first.shape} on rank {first.rank}, "
-                f"{mine.dtype} {mine.shape} on rank {rank}"
+                f"{tensor.dtype} {tensor.shape} on rank {rank}"
             )
         numbers.append(first.number)
     return make_column(numbers)
@@ -290,7 +308,7 @@ def _sort_distinct(table: Table) -> torch.Tensor:
     hashes, by_hash = corners.hashes().sort(stable=True)
     equal = (hashes[1:] == hashes[:-1]).nonzero().view(-1)
     first, second = by_hash[equal], by_hash[equal + 1]
-    # Equal hashes are only candidates: the offsets decide.
+    # equal hashes are only candidates: the offsets decide
     same = (table.spec[first] == table.spec[second]) & (table.offset[first] == table.offset[second]).all(1)
     keep = torch.ones_like(table.spec, dtype=torch.bool)
     keep[second[same]] = False

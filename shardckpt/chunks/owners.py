@@ -107,7 +107,7 @@ def merge_by_owners(
 
 def drop_boxes(plan: LocalPlan) -> LocalPlan:
     """Return a plan with its files and objects alone."""
-    table, objects = plan.stored.rows()
+    table, objects = plan.stored.unpack_boxes()
     columns = Columns(plan.locations, _SOURCE)
     kept = {name: columns.integers(name) for name in ("boxes", "objects", "listed_objects") if columns.has(name)}
     kept["boxes"] = kept["boxes"][:0]
@@ -178,7 +178,7 @@ def route_rows(plan: LocalPlan, first_file: int, specs: SpecsByPart) -> dict[int
     number of its first file among those of all ranks.
     """
     columns = Columns(plan.locations, _SOURCE)
-    table, objects = plan.stored.rows()
+    table, objects = plan.stored.unpack_boxes()
     locations = columns.integers("boxes")
     locations[:, 0] += first_file
     names: dict[int, list[str]] = defaultdict(list)

@@ -158,7 +158,7 @@ class ChunkWork(ABC, Generic[IndexT, ObjectT]):
         if self.stored is None:
             return
         is_all = len(positions) + len(objects) == self.stored.size
-        written = self.stored if is_all else self.stored.only(positions, objects)
+        written = self.stored if is_all else self.stored.select(positions, objects)
         writer.record_shards(written)
         rounds: list[dict[str, str]] = []  # each has one further key of a tensor
         taken: Counter[str] = Counter()

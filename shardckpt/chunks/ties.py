@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardckpt.distributed.comm import Comm
     from shardckpt.mapping.base import ShardedBase
 
-#: The number of a key without a shard on this rank.
+#: The id of a key without a shard on this rank.
 _ABSENT = -1
 
 
@@ -27,24 +27,23 @@ class TieFinder:
     """Finds a rank's tied tensors, save after save: the next tensors nearly always have the addresses of the last."""
 
     def __init__(self) -> None:
-        #: The addresses of the last save without ties: where they are the same again, there are none again.
+        #: The addresses of the last save without ties: no two were equal, so the same addresses have no ties either.
         self._untied_addresses: list[int] = []
 
     def find(self, shards: Sequence[ShardedBase]) -> list[tuple[str, ...]]:
         """Return groups of two or more keys, sorted, whose shards have the same boxes and the same memory.
 
-        The shards are all of the rank's, copies of replicas among them.
+        ``shards`` are all that the rank has, also those that another replica stores.
         """
         tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
         addresses = _list_addresses([shard.data for shard in tensors])
         if addresses == self._untied_addresses:
             return []
-        known = list(filter(None, addresses))  # 0: a tensor without an address is tied to none
-        if len(set(known)) == len(known):
+        counts = Counter(filter(None, addresses))  # 0: a tensor without an address is tied to none
+        shared = {shard.key for shard, address in zip(tensors, addresses, strict=True) if counts[address] > 1}
+        if not shared:
             self._untied_addresses = addresses
             return []
-        counts = Counter(known)
-        shared = {shard.key for shard, address in zip(tensors, addresses, strict=True) if counts[address] > 1}
         return [tuple(keys) for keys in _group_equal(_list_views(tensors, shared)) if len(keys) > 1]
 
 
@@ -55,7 +54,7 @@ def agree_on_aliases(ties: list[tuple[str, ...]], shards: Sequence[ShardedBase],
     shard of one of them has the same boxes of the others, in the same memory. The first of a group in alphabetical
     order is stored.
     """
-    if comm.all_alike(repr(ties).encode()):  # as with FSDP: no rank needs to receive the ties of others
+    if comm.all_alike(repr(ties).encode()):  # as with FSDP, where every rank has a shard of every tensor
         if not ties:
             return {}
         all_ties = [ties]
@@ -64,15 +63,12 @@ def agree_on_aliases(ties: list[tuple[str, ...]], shards: Sequence[ShardedBase],
     candidates = sorted({key for rank_ties in all_ties for keys in rank_ties for key in keys})
     with comm.local_phase("comparing tied tensors"):
         views = _list_views(shards, frozenset(candidates))
-        first: dict[Hashable, int] = {}
-        # two keys have the same number if this rank has the same views of both
-        numbers = [
-            first.setdefault(views[key], number) if key in views else _ABSENT for number, key in enumerate(candidates)
-        ]
-    are_alike = comm.all_alike(array("q", numbers).tobytes())
-    numbers_by_key = zip(*([numbers] if are_alike else comm.all_gather(numbers)), strict=True)
-    # two keys are tied if they have the same number on every rank
-    groups = _group_equal(dict(zip(candidates, numbers_by_key, strict=True)))
+        # addresses mean nothing on other ranks: compared are small ids, equal where this rank has the same views
+        id_of_views: dict[Hashable, int] = {}
+        ids = [id_of_views.setdefault(views[key], n) if key in views else _ABSENT for n, key in enumerate(candidates)]
+    ids_of_ranks = [ids] if comm.all_alike(array("q", ids).tobytes()) else comm.all_gather(ids)
+    # two keys are tied if their ids are equal on every rank
+    groups = _group_equal(dict(zip(candidates, zip(*ids_of_ranks, strict=True), strict=True)))
     return {alias: stored for stored, *aliases in groups for alias in aliases}
 
 
@@ -85,7 +81,7 @@ def _group_equal(values: Mapping[str, Hashable]) -> list[list[str]]:
 
 
 def _list_views(shards: Iterable[ShardedBase], keys: AbstractSet[str]) -> dict[str, Hashable]:
-    """Return for each of the keys the boxes of its shards, each with the identity of its memory."""
+    """Return the views of each of the keys: the boxes of its shards, each with what identifies its memory."""
     views: dict[str, list[Hashable]] = {}
     for shard in shards:
         if isinstance(shard, ShardedTensor) and shard.key in keys:
@@ -103,11 +99,15 @@ def _list_views(shards: Iterable[ShardedBase], keys: AbstractSet[str]) -> dict[s
 
 
 def _identify_memory(shard: ShardedTensor) -> Hashable:
-    """Return a value that is equal for tensors that are the same view of the same memory, or empty; else the key."""
+    """Return a value that two shards share if they are the same view of the same memory; the key if none can share it.
+
+    Empty tensors have no address. Those of one dtype and shape share it: an uneven sharding gives some ranks empty
+    shards of tied tensors, and these must not untie what the other ranks have.
+    """
     data = shard.data
-    if data is None or type(data) not in ORDINARY or data.is_quantized:  # others hold values elsewhere, too
+    if data is None or type(data) not in ORDINARY or data.is_quantized:  # these hold values elsewhere, too
         return shard.key
-    if not data.numel():  # no address: they count as equal, else an empty part would break the ties of other ranks
+    if not data.numel():
         return data.dtype, tuple(data.shape)
     address = _find_address(data)
     if not address:
@@ -116,7 +116,7 @@ def _identify_memory(shard: ShardedTensor) -> Hashable:
 
 
 def _list_addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
-    """Return the address of each tensor, or 0; in one loop in C if all are ordinary, since every save asks."""
+    """Return the address of each tensor, or 0. Every save asks: a loop in C, where all tensors are ordinary."""
     if set(map(type, tensors)) <= set(ORDINARY):
         with suppress(RuntimeError):
             return list(map(torch.Tensor.data_ptr, cast("Sequence[torch.Tensor]", tensors)))

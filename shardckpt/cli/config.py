@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from shardckpt.manager.config import Setting
+    from shardckpt.manager.setting_list import Setting
     from shardckpt.settings import Variable
 
 
@@ -53,7 +53,7 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> Output:
     """Return a row per setting and per variable, or the texts of some."""
-    from shardckpt.manager.config import list_settings
+    from shardckpt.manager.setting_list import list_settings
     from shardckpt.settings import list_variables
 
     if options.section and not options.check:
@@ -137,7 +137,7 @@ def _check(files: Sequence[str], section: str) -> Output:
 
 def _check_file(file: str, section: str) -> _Checked:
     """Return what a file has, where its settings are right; else the error says each that is wrong."""
-    from shardckpt.manager.config import find_faults
+    from shardckpt.manager.config_check import find_faults
     from shardckpt.manager.faults import make_fault
 
     given = _read(file)
@@ -183,7 +183,7 @@ def _describe_checked(checked: _Checked) -> list[str]:
 
 def _find_section(given: Any) -> str:
     """Return the name of the table that has most settings; ``""`` where none in it has more than the whole."""
-    from shardckpt.manager.config import list_settings
+    from shardckpt.manager.setting_list import list_settings
 
     known = {each.name for each in list_settings()}
 

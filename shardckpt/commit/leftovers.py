@@ -40,7 +40,7 @@ _SPOOL_NAME = re.compile(rf"{_SPOOL}(?:([0-9a-f]{{32}})-)?[a-z0-9_]{{8}}")
 def find_leftovers(folder: Path, is_wanted: Callable[[str], bool]) -> list[Leftover]:
     """Return the temporary directories in a folder, sorted; none at a URL, or if the folder does not exist.
 
-    ``is_wanted`` selects them by the stem of the target that each was made for.
+    ``is_wanted`` selects them by the stem of their target's name.
     """
     if takes_requests(folder):
         return []
@@ -104,28 +104,28 @@ def belongs_to(target: Path) -> Callable[[str], bool]:
     return {stem(target.name), target.name}.__contains__
 
 
-def why_kept(leftover: Leftover, hours: float | None = None) -> str:
+def explain_kept(leftover: Leftover, hours: float | None = None) -> str:
     """Return why a leftover must stay; ``""`` if it may be removed, since no living process uses it.
 
-    ``hours`` after the last write an owner that cannot be seen from here counts as dead; by default
+    Where the owner is unknown or cannot be seen from here, it counts as dead ``hours`` after the last write; by default
     ``SHARDCKPT_LEFTOVER_HOURS``.
     """
     if leftover.is_garbage:
         return ""
     owner = leftover.owner
     is_alive = None if owner is None else owner.is_alive()
-    if owner is None or is_alive is None:  # unknown: the time of the last write decides
-        return _why_too_recent(leftover, settings.leftover_hours() if hours is None else hours)
+    if owner is None or is_alive is None:
+        return _explain_recent(leftover, settings.leftover_hours() if hours is None else hours)
     if not is_alive:
         return ""
-    # this process claims the directories that it fills: an unclaimed one of its own was left by a failed call. Spools,
-    # which have no stem, are never claimed
+    # this process claims the directories that it fills: an unclaimed one of its own was left by a failed call. A spool,
+    # which has no stem, is never claimed, so that nothing tells whether it is in use
     if owner == Owner.current() and leftover.stem and not is_claimed(leftover.path.name):
         return ""
     return f"process {owner.pid} of this host is alive"
 
 
-def _why_too_recent(leftover: Leftover, limit: float) -> str:
+def _explain_recent(leftover: Leftover, limit: float) -> str:
     """Return why a leftover may still be written to; ``""`` once its last write is ``limit`` hours old."""
     if limit <= 0:  # whatever the time of the write: another host's clock may be ahead
         return ""
@@ -142,12 +142,12 @@ def _why_too_recent(leftover: Leftover, limit: float) -> str:
 
 
 def remove_leftover(leftover: Leftover) -> None:
-    """Remove a leftover; several processes may do so at once. StorageError if a part of it still exists."""
+    """Remove a leftover; several processes may do so at a time. StorageError if a part of it still exists."""
     path = leftover.path
     with wrap_os_errors("remove", path):
         try:
             if leftover.stem and not leftover.is_garbage:
-                # one rename first: a half-removed directory must not look like a checkpoint that was moved aside
+                # renamed first: after a crash, a half-removed directory must not look like a checkpoint moved aside
                 path = path.with_name(discarded_name(path.name))
                 os.rename(leftover.path, path)
         except FileNotFoundError:
@@ -158,7 +158,7 @@ def remove_leftover(leftover: Leftover) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory or file, if it exists; as much as possible before a StorageError for the part that stays."""
+    """Remove a directory or file, if it exists. What cannot be removed is a StorageError, after all else is gone."""
     try:
         if path.is_dir():
             shutil.rmtree(path)
@@ -170,9 +170,9 @@ def remove_tree(path: Path) -> None:
             raise StorageError(f"cannot remove {path}, which is no longer needed: {exc}") from exc
 
 
-def remove_free(
+def remove_unused(
     leftovers: Iterable[Leftover],
-    explain: Callable[[Leftover], str] = why_kept,
+    explain: Callable[[Leftover], str] = explain_kept,
     report: Callable[[Leftover, Exception], None] = lambda _, error: logger.warning("%s", error),
 ) -> list[tuple[Leftover, str]]:
     """Remove the leftovers that may be removed; return those that must stay, each with the reason.
@@ -190,7 +190,7 @@ def remove_free(
                 kept.append((leftover, reason))
                 continue
             remove_leftover(leftover)
-            if leftover.owner == Owner.current():  # of a removal, or a failed save, of this process: no news
+            if leftover.owner == Owner.current():  # a removal or a failed save of this process: no news to its user
                 logger.debug("removed %s", leftover.path)
             else:
                 logger.info("removed %s, which an interrupted save or removal had left", leftover.path)
@@ -200,17 +200,17 @@ def remove_free(
 
 
 def create_spool() -> Path:
-    """Create a directory for files to be uploaded, and return its path; remove the spools of killed processes first."""
-    folder = spool_folder()
+    """Create a directory for files to be uploaded, after those of killed processes are removed; return its path."""
+    folder = find_spool_folder()
     try:
-        remove_free(find_spools(folder))
+        remove_unused(find_spools(folder))
     except (StorageError, OSError) as exc:
         logger.warning("%s", exc)
     with wrap_os_errors("make a spool directory in", folder):
         return Path(tempfile.mkdtemp(prefix=f"{_SPOOL}{Owner.current().text}-", dir=folder))
 
 
-def spool_folder() -> Path:
+def find_spool_folder() -> Path:
     """Return the directory in which spool directories are created: ``SHARDCKPT_SPOOL_DIR`` or the temporary one."""
     return Path(settings.spool_directory() or tempfile.gettempdir())
 

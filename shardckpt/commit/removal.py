@@ -1,7 +1,7 @@
-"""Remove checkpoints: one step makes each invisible to loads, and then its files are deleted; a crash leaves no half.
+"""Remove checkpoints: one step hides each from loads, before its first file is deleted; a crash leaves no half.
 
-A directory is renamed to ``.<name>.shardckpt-removed-<id>`` (a tombstone), which is durable before the first file is
-deleted. A store has no rename: there an in-progress object is uploaded, and ``metadata.json`` is deleted first.
+A directory is renamed to ``.<name>.shardckpt-removed-<id>`` (a tombstone), and the rename is durable before a file is
+deleted. A store has no rename: a mark that a removal is in progress is uploaded, then ``metadata.json`` is deleted.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit.claim import REMOVAL_IN_PROGRESS, list_marks, without_others
 from shardckpt.commit.generations import list_recorded
-from shardckpt.commit.leftovers import belongs_to, find_leftovers, remove_free
+from shardckpt.commit.leftovers import belongs_to, find_leftovers, remove_unused
 from shardckpt.commit.staging_names import REMOVED, new_save_id, temporary_name
+from shardckpt.errors import StorageError
 from shardckpt.manifest.names import MARKER_NAME, RECORD_NAME, find_generation
 from shardckpt.storage.abilities import on_store
 from shardckpt.storage.filesystem import wrap_os_errors
@@ -24,11 +25,15 @@ if TYPE_CHECKING:
 
     from shardckpt.storage.remote import RemotePath
 
+_IN_PROGRESS = b"The checkpoint in this place is being removed.\n"
+#: What it says of a checkpoint that never had a record: a call that continues finds none in either case.
+_IN_PROGRESS_WITHOUT_RECORD = _IN_PROGRESS + b"It has no record: its files in folders are removed, too.\n"
+
 
 def remove_checkpoint(path: Path) -> None:
-    """Make a checkpoint absent in one step: a directory becomes a tombstone; of a store its objects are deleted, too.
+    """Make a checkpoint absent: rename a directory to a tombstone, or delete the objects from a store.
 
-    It is a StorageError, too, if some objects could not be deleted.
+    It is a StorageError if the rename fails, or some objects could not be deleted.
     """
     if (remote := on_store(path)) is None:
         make_tombstone(path)
@@ -45,12 +50,12 @@ def make_tombstone(directory: Path) -> None:
         os.rename(directory, directory.with_name(temporary_name(directory.name, REMOVED, new_save_id())))
 
 
-def clear_tombstones(folder: Path, owned: Callable[[str], bool]) -> None:
+def clear_tombstones(folder: Path, is_wanted: Callable[[str], bool]) -> None:
     """Remove the tombstones in a folder, also those that a crash left; log a warning for each whose removal fails.
 
-    ``owned`` returns whether to remove one, given the :func:`stem` of the checkpoint's name.
+    ``is_wanted`` selects them by the stem of the checkpoint's name.
     """
-    remove_free(leftover for leftover in find_leftovers(folder, owned) if leftover.kind == REMOVED)
+    remove_unused(leftover for leftover in find_leftovers(folder, is_wanted) if leftover.kind == REMOVED)
 
 
 def clear_tombstones_of(path: Path) -> None:
@@ -62,27 +67,40 @@ def clear_tombstones_of(path: Path) -> None:
 def delete_checkpoint(target: RemotePath) -> None:
     """Delete a checkpoint's objects from a store; after a crash no load finds it, and another call continues.
 
-    These are all objects at its URL, its generations, and what its record names in other folders, where the rest may be
-    anybody's. Without a record, as of another library, they are all but those of checkpoints in folders below. If some
-    could not be deleted, it is a StorageError.
+    Its objects are all directly at its URL, its generations, and those in folders that its record names: others there
+    may be anybody's. Without a record, as of another library, they are all objects below the URL but those of
+    checkpoints in folders. If some could not be deleted, it is a StorageError.
     """
-    is_continued = REMOVAL_IN_PROGRESS in list_marks(target)
-    # before the marker goes: what a crash leaves without a marker must be known as a removal, not as a save
-    (target / REMOVAL_IN_PROGRESS).write(b"The checkpoint in this place is being removed.\n")
-    (target / MARKER_NAME).delete()  # before all other objects: without it no load begins
-    rest = _find_own(target, is_continued=is_continued) - {MARKER_NAME, REMOVAL_IN_PROGRESS, RECORD_NAME}
-    target.delete_all(rest)
-    # after what it names, which a call that continues finds by it
-    (target / RECORD_NAME).delete()
-    # last: it marks what a crash leaves as a removal that another call continues
+    had_record = _had_record(target)
+    # first: what a crash leaves without a marker must be known as a removal, not as a save
+    (target / REMOVAL_IN_PROGRESS).write(_IN_PROGRESS if had_record else _IN_PROGRESS_WITHOUT_RECORD)
+    (target / MARKER_NAME).delete()  # before its files: without it no load begins
+    files = _find_own(target, had_record=had_record) - {MARKER_NAME, REMOVAL_IN_PROGRESS, RECORD_NAME}
+    target.delete_all(files)
+    (target / RECORD_NAME).delete()  # after the files: a call that continues finds those in folders by it
     (target / REMOVAL_IN_PROGRESS).delete()
 
 
-def _find_own(target: RemotePath, *, is_continued: bool) -> set[str]:
-    """Return the objects at a checkpoint's URL that are the checkpoint's; a removal may have deleted its record."""
+def _had_record(target: RemotePath) -> bool:
+    """Return whether a checkpoint has a record, or had one when the removal began that this call continues."""
+    names = {path.name for path in target.iterdir()}
+    if RECORD_NAME in names or REMOVAL_IN_PROGRESS not in names:
+        return RECORD_NAME in names
+    try:
+        text = (target / REMOVAL_IN_PROGRESS).read_range(0, 2 * len(_IN_PROGRESS_WITHOUT_RECORD))
+    except StorageError as exc:
+        if isinstance(exc.__cause__, FileNotFoundError):  # another process has ended the removal
+            return True
+        raise
+    return text != _IN_PROGRESS_WITHOUT_RECORD
+
+
+def _find_own(target: RemotePath, *, had_record: bool) -> set[str]:
+    """Return the objects below a checkpoint's URL that are its own, by the rule of :func:`delete_checkpoint`."""
     found = set(list_objects(target.folder))
-    if RECORD_NAME not in found and not is_continued:
+    if RECORD_NAME not in found and not had_record:
         return without_others(found)
+    # where the record is gone, so are the files that it named: what is left in folders is not the checkpoint's
     in_folders = {name for name in found if "/" in name and not find_generation(name)}
     if not in_folders:
         return found

@@ -517,7 +517,7 @@ def name_stored(columns: StoredColumns, common: CommonObjects | None = None, res
 
 def _log_left_out(template: LoadTemplate) -> None:
     """Log one line per load: a warning only if all optional entries that the caller has are dropped."""
-    level = logging.WARNING if template.drops_all else logging.INFO
+    level = logging.WARNING if template.lacks_all_optional else logging.INFO
     names = listed(sorted(template.left_out))
     logger.log(level, "left out of the result, since it did not exist when the checkpoint was saved: %s", names)
 

@@ -16,7 +16,7 @@ from shardckpt.plugins.stores import open_folder
 from shardckpt.storage.abilities import has_links, takes_requests
 from shardckpt.storage.disk_usage import freed_bytes, used_bytes
 from shardckpt.storage.filesystem import is_there, wrap_os_errors
-from shardckpt.storage.places import find_real_name, list_below
+from shardckpt.storage.places import find_real_name, read_listing
 from shardckpt.storage.remote import RemotePath
 from shardckpt.storage.store_errors import mask_password
 
@@ -153,7 +153,7 @@ def name_library(place: Path, backend: str) -> str:
 
 def measure(directory: Path, count: Callable[[Path], int] = used_bytes) -> int:
     """Return the bytes that a checkpoint's directory or URL takes, other files in it and hard links included."""
-    found = list_below(directory)
+    found = read_listing(directory)
     return count(directory) if found is None else sum(found.values())
 
 

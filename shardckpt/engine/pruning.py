@@ -15,13 +15,13 @@ from shardckpt import settings
 from shardckpt.commit.commit import create_staging, find_foreign, is_free
 from shardckpt.commit.leftovers import (
     belongs_to,
+    explain_kept,
     find_leftovers,
     find_leftovers_of,
+    find_spool_folder,
     find_spools,
-    remove_free,
     remove_leftover,
-    spool_folder,
-    why_kept,
+    remove_unused,
 )
 from shardckpt.commit.resume import adopt_staging
 from shardckpt.commit.staging_names import get_save_id, new_save_id, stem
@@ -117,7 +117,7 @@ def prune_spools(
     They are in ``folder``, by default ``SHARDCKPT_SPOOL_DIR``, or the system's temporary directory. Returns every such
     directory, sorted by name. It is a StorageError if the folder does not exist.
     """
-    place = spool_folder() if folder is None else locate_local(folder, "prune")
+    place = find_spool_folder() if folder is None else locate_local(folder, "prune")
     if not place.is_dir():
         raise StorageError(f"{place} is no directory: give the one that SHARDCKPT_SPOOL_DIR named for the save")
     return _prune_all(find_spools(place), place, older_than, dry_run=dry_run)
@@ -218,7 +218,7 @@ def clear_leftovers(target: Path, is_superseded: IsSuperseded, *, restore: bool,
     except (CheckpointingException, OSError) as exc:  # OSError: another process has moved one meanwhile
         logger.warning("leftovers of earlier saves to %s are not removed: %s", target, exc)
         return
-    kept = remove_free(
+    kept = remove_unused(
         (leftover for leftover in found if leftover.path != keep),
         lambda leftover: explain_kept_leftover(leftover, target, is_superseded),
     )
@@ -238,7 +238,7 @@ def explain_kept_leftover(
 
     ``is_superseded`` tells whether a checkpoint that an overwrite has moved aside is not needed.
     """
-    reason = why_kept(leftover, older_than)
+    reason = explain_kept(leftover, older_than)
     if reason or not leftover.is_replaced or is_superseded(leftover.path, target):
         return reason
     return (
@@ -297,7 +297,7 @@ def owned_files(directory: Path, plugins: PluginManager, new: Path, *, moved: bo
 
 def _restore_target(target: Path, found: list[Leftover]) -> list[Leftover]:
     """Rename back what an overwrite moved aside before it died between its two renames; return the other leftovers."""
-    aside = [leftover for leftover in found if leftover.is_replaced and not why_kept(leftover)]
+    aside = [leftover for leftover in found if leftover.is_replaced and not explain_kept(leftover)]
     if not aside or not is_free(target):  # no place to rename one to
         return found
     # of several that died, the one whose files were written last

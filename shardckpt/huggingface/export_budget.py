@@ -1,4 +1,4 @@
-"""Split an export's memory budget into reading, its blocks, and parts on their way to a store."""
+"""Split an export's memory budget between reading the checkpoint and writing the files."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 #: The least budget of an export from a directory to a directory, in bytes.
 LEAST_EXPORTING = LEAST_READING + WRITER_BYTES
-#: The least budget where either is on a store, whose clients have buffers of their own; more for objects of 10 GiB.
+#: The least budget where either is on a store; a file of 10 GiB needs larger parts, and so more.
 LEAST_EXPORTING_ON_STORES = 2 * LEAST_EXPORTING
-#: Of a budget on a store: reading has a quarter, writing a half, the clients the rest.
-_HALF, _QUARTER = 2, 4
+#: On a store, a half of the budget is for writing and a quarter for reading; the rest is for the clients' own buffers.
+_WRITING_DIVISOR, _READING_DIVISOR = 2, 4
 
 
 class ExportBudget(NamedTuple):
-    """The shares of a budget; None in the place of a share where there is no budget.
+    """The shares of a budget, in bytes; all None if there is no budget.
 
     Attributes:
-        whole: All bytes that a rank may hold, not counting the index.
+        whole: What a rank may hold, not counting the index.
         reading: What the checkpoint's reader may hold.
-        writing: What a block, and the parts of an object on its way to a store, may take; None for a directory.
+        writing: What blocks and the parts of an upload may hold; None for a directory, whose blocks have a fixed size.
         takes_requests: Whether a store is read or written.
     """
 
@@ -38,18 +38,18 @@ class ExportBudget(NamedTuple):
     takes_requests: bool = False
 
     def check_plan(self, plan: ExportPlan, file_format: str, target: Path) -> None:
-        """Refuse a budget that a file of the plan does not fit in; the error says the smallest that works."""
+        """Refuse a budget that is too small for a file of the plan; the error says the smallest that works."""
         largest = max((sum(tensor.nbytes for tensor in tensors) for _, tensors in plan.files), default=0)
         least = 0
-        if file_format != SAFETENSORS:  # the tensors of a file of torch.save are in memory as a whole
-            least = _HALF * largest if self.takes_requests else LEAST_READING + largest
+        if file_format != SAFETENSORS:  # all tensors of a file of torch.save are in memory at a time
+            least = _WRITING_DIVISOR * largest if self.takes_requests else LEAST_READING + largest
         if self.writing is not None:
-            least = max(least, _HALF * find_least_upload(largest))
+            least = max(least, _WRITING_DIVISOR * find_least_upload(largest))
         check_memory_budget(self.whole, least, f"an export to {target} takes")
 
 
 def split_export_budget(memory_budget: int | str | None, source: Path, target: Path, file_format: str) -> ExportBudget:
-    """Return the shares of what the caller of an export gave: bytes, text, or None.
+    """Split the budget that a caller gave: bytes, text such as ``"64MiB"``, or None.
 
     If it is too small, the error says the smallest that works.
     """
@@ -61,8 +61,8 @@ def split_export_budget(memory_budget: int | str | None, source: Path, target: P
     check_memory_budget(budget, least, f"an export from {source} to {target} takes")
     if not has_requests:
         return ExportBudget(budget, budget - WRITER_BYTES if file_format == SAFETENSORS else LEAST_READING)
-    writing = budget // _HALF if takes_requests(target) else None
-    return ExportBudget(budget, budget // _QUARTER, writing, takes_requests=True)
+    writing = budget // _WRITING_DIVISOR if takes_requests(target) else None
+    return ExportBudget(budget, budget // _READING_DIVISOR, writing, takes_requests=True)
 
 
 __all__ = ["LEAST_EXPORTING", "LEAST_EXPORTING_ON_STORES", "ExportBudget", "split_export_budget"]

@@ -52,13 +52,13 @@ class CliqueReplication:
 
     def clique_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that keep this rank's part, including itself, ascending."""
-        span = self.jump * self.factor
-        first = rank // span * span + rank % self.jump
-        return tuple(range(first, first + span, self.jump))
+        size = self.jump * self.factor  # so many consecutive ranks are divided into ``jump`` cliques
+        first = rank // size * size + rank % self.jump
+        return tuple(range(first, first + size, self.jump))
 
 
 def _describe_fitting(jump: int, factor: int, world_size: int) -> str:
-    """Return which values are possible, as text."""
+    """Return the factors that fit the jump, and the jumps that fit the factor, as advice in an error."""
     if world_size == 1:
         return "a single rank has no other to keep copies: pass no replication"
     factors = [str(n) for n in range(2, world_size // jump + 1) if world_size % (jump * n) == 0]

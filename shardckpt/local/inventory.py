@@ -15,41 +15,42 @@ if TYPE_CHECKING:
 class Inventory:
     """The parts on all disks; the same on every rank.
 
-    ``everyone`` has for each rank the parts on its disk, with what is wrong with each; ``""`` for nothing.
+    ``parts_of_ranks`` has for each rank the parts on its disk, with what is wrong with each; ``""`` for nothing.
     """
 
-    def __init__(self, everyone: Sequence[Mapping[PartId, str]]) -> None:
-        self.world_size = len(everyone)
+    def __init__(self, parts_of_ranks: Sequence[Mapping[PartId, str]]) -> None:
+        self.world_size = len(parts_of_ranks)
         #: The ranks on whose disks each part is undamaged, ascending.
-        self.holders = find_holders([part for part, fault in parts.items() if not fault] for parts in everyone)
+        self.holders = find_holders([part for part, fault in parts.items() if not fault] for parts in parts_of_ranks)
         #: The ranks with damaged parts, and what is wrong with each.
-        self.faults = [(rank, why) for rank, parts in enumerate(everyone) for why in parts.values() if why]
-        found = {part.save for parts in everyone for part in parts}
+        self.faults = [(rank, why) for rank, parts in enumerate(parts_of_ranks) for why in parts.values() if why]
+        found = {part.save for parts in parts_of_ranks for part in parts}
         #: The saves of as many ranks as there are now, the newest last; then those of another number of ranks.
         self.saves = sorted(save for save in found if save.world_size == self.world_size)
         self.foreign = sorted(found - set(self.saves))
         #: The saves with every part on some disk, the newest last.
-        self.complete = [save for save in self.saves if not self.missing(save)]
+        self.complete = [save for save in self.saves if not self.find_missing(save)]
 
-    def missing(self, save: SaveId) -> list[int]:
+    def find_missing(self, save: SaveId) -> list[int]:
         """Return the ranks whose part of a save is on no disk."""
         return [rank for rank in range(save.world_size) if PartId(save, rank) not in self.holders]
 
-    def latest(self) -> SaveId | None:
+    def find_latest(self) -> SaveId | None:
         """Return the newest complete save, or None if there is none."""
         return self.complete[-1] if self.complete else None
 
-    def other_holders(self, part: PartId) -> list[int]:
+    def find_other_holders(self, part: PartId) -> list[int]:
         """Return the ranks that have an undamaged copy of a part of another rank."""
         return [rank for rank in self.holders.get(part, ()) if rank != part.rank]
 
-    def superseded(self, save: SaveId, keep: int) -> set[SaveId]:
+    def list_superseded(self, save: SaveId, keep: int) -> set[SaveId]:
         """Return the saves to remove when ``save`` is complete: all older ones but ``keep - 1`` complete steps."""
-        older = [other for other in self.complete if other.step < save.step]
+        # by step: a crash may have left two complete saves of one, and the newer one is kept
+        older = list({other.step: other for other in self.complete if other.step < save.step}.values())
         kept = older[max(len(older) - keep + 1, 0) :]
         return {other for other in (*self.saves, *self.foreign) if other < save} - set(kept)
 
-    def loadable(self, step: int | None) -> list[SaveId]:
+    def list_loadable(self, step: int | None) -> list[SaveId]:
         """Return the complete saves of a step, or of all steps for None, the newest first.
 
         If there is none, that is a CannotLoadError: the subclass and the text say why.
@@ -75,7 +76,7 @@ class Inventory:
     def list_faults(self) -> list[str]:
         """Return warnings: of damaged parts, and of saves newer than the latest complete one that cannot be loaded."""
         texts = [f"rank {rank} has a damaged part, which is ignored: {fault}" for rank, fault in self.faults]
-        latest = self.latest()
+        latest = self.find_latest()
         newer = [save for save in self.saves if latest is None or save > latest]
         texts += [f"{self._describe_lost(save)}; it is ignored" for save in newer]
         if self.foreign and (latest is None or self.foreign[-1].step > latest.step):
@@ -83,7 +84,7 @@ class Inventory:
         return texts
 
     def _describe_lost(self, save: SaveId) -> str:
-        ranks = ", ".join(map(str, self.missing(save)))
+        ranks = ", ".join(map(str, self.find_missing(save)))
         return f"step {save.step} is incomplete: no disk has an undamaged part of ranks {ranks}"
 
     def _describe_foreign(self, save: SaveId) -> str:

@@ -77,7 +77,7 @@ class LocalCheckpointManager:
     ) -> None:
         comm = Comm(process_group)
         with comm.collective_phase("opening local checkpoints"):
-            _check(replication, keep, comm)
+            _check_arguments(replication, keep, comm)
             self._folder = PartFolder(locate_local(root, "keep local checkpoints on"))
         self._replication = replication
         self._group = process_group
@@ -109,16 +109,16 @@ class LocalCheckpointManager:
             if type(step) is not int or not 0 <= step < 10**18:
                 raise CheckpointingException(f"step={step!r}: expected an integer from 0 to 10**18 - 1")
             comm.agree(step=step)
-            listing, inventory = self._take_inventory(comm)
+            listing, inventory = self._list_all_parts(comm)
             self._folder.clear(listing.leftovers)
-            if inventory.complete:  # if none is, a disk may be missing that comes back, and completes one
+            if inventory.complete:  # if none is, an incomplete one may be all there is: its missing disk may come back
                 self._remove(listing, set(inventory.saves) - set(inventory.complete))
             # the save must be the newest of its step, even if the clock went back
-            others = [save.stamp + 1 for save in (*inventory.saves, *inventory.foreign) if save.step == step]
-            # the main rank's clock gives the id: parts of one save must have equal names on all ranks
-            save = SaveId(step, comm.broadcast(max([time.time_ns(), *others])), comm.world_size)
+            least_stamps = [save.stamp + 1 for save in (*inventory.saves, *inventory.foreign) if save.step == step]
+            # the main rank's clock gives the stamp: parts of one save must have equal names on all ranks
+            save = SaveId(step, comm.broadcast(max([time.time_ns(), *least_stamps])), comm.world_size)
             self._write(state, save, comm)
-            self._remove(listing, inventory.superseded(save, self._keep))
+            self._remove(listing, inventory.list_superseded(save, self._keep))
 
     def find_latest(self) -> int | None:
         """Collective: find the newest step with every rank's part on some rank's disk.
@@ -129,9 +129,9 @@ class LocalCheckpointManager:
             The step, or None if there is none; the same on every rank.
         """
         comm = Comm(self._group)
-        _, inventory = self._take_inventory(comm)
+        _, inventory = self._list_all_parts(comm)
         self._warn(inventory, comm)
-        latest = inventory.latest()
+        latest = inventory.find_latest()
         return None if latest is None else latest.step
 
     def load(self, step: int | None = None) -> TensorAwareStateDict:
@@ -153,10 +153,10 @@ class LocalCheckpointManager:
         comm = Comm(self._group)
         with comm.local_phase("loading a local checkpoint"):
             comm.agree(step=step)
-            _, inventory = self._take_inventory(comm)
+            _, inventory = self._list_all_parts(comm)
             self._warn(inventory, comm)
             with comm.collective_phase("choosing a step"):
-                saves = inventory.loadable(step)
+                saves = inventory.list_loadable(step)
             reasons = []
             for save in saves:
                 state, why = self._load(save, inventory, comm)
@@ -169,7 +169,7 @@ class LocalCheckpointManager:
                 "; ".join(reasons) + "; load the last global checkpoint with dist_checkpointing.load()"
             )
 
-    def _take_inventory(self, comm: Comm) -> tuple[Listing, Inventory]:
+    def _list_all_parts(self, comm: Comm) -> tuple[Listing, Inventory]:
         """Collective: list what is on this rank's disk, and on all."""
         with comm.local_phase("listing local checkpoints"):
             listing = self._folder.list_parts()
@@ -184,7 +184,7 @@ class LocalCheckpointManager:
         self._folder.remove(part for part in listing.parts if part.save in saves)
 
     def _write(self, state: TensorAwareStateDict, save: SaveId, comm: Comm) -> None:
-        """Collective: save the parts and their copies; if that fails, remove them."""
+        """Collective: save this rank's part, and copy parts to other disks; if that fails, remove all of these."""
         mine, routes = PartId(save, comm.rank), self._plan_copies(save)
         try:
             with comm.collective_phase("saving this rank's part"):
@@ -202,7 +202,7 @@ class LocalCheckpointManager:
         """Collective: copy the parts to the disks of their cliques."""
         with comm.collective_phase("checking the disks of cliques"):
             for route in routes:
-                # its sender has just written it: where it exists on the target's disk, too, both have the same disk
+                # the source has just written the part: if the target has it before the copy, both have the same disk
                 if route.target == comm.rank and self._folder.path(route.part).exists():
                     raise CheckpointingException(
                         f"ranks {route.source} and {route.target} are in one clique and have the same disk, "
@@ -230,16 +230,16 @@ class LocalCheckpointManager:
 
         Return the part, or None and the reason why some rank's part cannot be loaded, the same on every rank.
         """
-        sources = {rank: inventory.other_holders(PartId(save, rank)) for rank in range(comm.world_size)}
+        sources = {rank: inventory.find_other_holders(PartId(save, rank)) for rank in range(comm.world_size)}
         state, fault = self._read(PartId(save, comm.rank))
         while True:  # each round tries one more copy of each part that a rank lacks
-            lacking = {rank: why for rank, why in enumerate(comm.all_gather(fault)) if why}
-            lost = [f"rank {rank}: {why}" for rank, why in lacking.items() if not sources[rank]]
+            faults = {rank: why for rank, why in enumerate(comm.all_gather(fault)) if why}
+            lost = [f"rank {rank}: {why}" for rank, why in faults.items() if not sources[rank]]
             if lost:
                 return None, "; ".join(lost)
-            if not lacking:
+            if not faults:
                 return state, ""
-            routes = [Route(PartId(save, rank), sources[rank].pop(0), rank) for rank in lacking]
+            routes = [Route(PartId(save, rank), sources[rank].pop(0), rank) for rank in faults]
             failed = transfer_parts(routes, self._folder, comm)
             for route in routes:
                 if route.target != comm.rank:
@@ -258,7 +258,7 @@ class LocalCheckpointManager:
             return None, str(exc)
 
 
-def _check(replication: CliqueReplication | None, keep: int, comm: Comm) -> None:
+def _check_arguments(replication: CliqueReplication | None, keep: int, comm: Comm) -> None:
     cliques = None if replication is None else (replication.jump, replication.factor)
     comm.agree(keep=keep, replication=cliques)
     if type(keep) is not int or keep < 1:

@@ -6,7 +6,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.commit.leftovers import remove_free, why_kept
+from shardckpt.commit.leftovers import explain_kept, remove_unused
 from shardckpt.commit.removal import clear_tombstones, make_tombstone
 from shardckpt.commit.staging_names import STAGING, Leftover, parse_temporary
 from shardckpt.errors import CheckpointingException, StorageError
@@ -89,7 +89,7 @@ class PartFolder:
                 fault = _find_fault(path)
                 if not fault or path.is_dir():  # else another rank of this node has just removed it
                     listing.parts[part] = fault
-            elif leftover and leftover.kind == STAGING and _is_part(leftover.stem) and not _why_kept(leftover):
+            elif leftover and leftover.kind == STAGING and _is_part(leftover.stem) and not _explain_kept(leftover):
                 listing.leftovers.append(leftover)
         return listing
 
@@ -107,7 +107,7 @@ class PartFolder:
 
     def clear(self, leftovers: Iterable[Leftover] = ()) -> None:
         """Remove the given leftovers, and what interrupted removals have left; log what cannot be removed."""
-        remove_free(leftovers, _why_kept)
+        remove_unused(leftovers, _explain_kept)
         try:
             if self.root.exists():
                 clear_tombstones(self.root, _is_part)
@@ -119,10 +119,10 @@ def _is_part(name: str) -> bool:
     return PartId.parse(name) is not None
 
 
-def _why_kept(leftover: Leftover) -> str:
+def _explain_kept(leftover: Leftover) -> str:
     """Return why a leftover must stay, or ``""``."""
     # no grace period: the folder belongs to one job and one host, so no process of another host can use it
-    return why_kept(leftover, hours=0)
+    return explain_kept(leftover, hours=0)
 
 
 def _find_fault(path: Path) -> str:

@@ -1,9 +1,7 @@
 from shardckpt.manager.cleanup import cleanup_old_checkpoints as cleanup_old_checkpoints
 from shardckpt.manager.config import AsyncMode as AsyncMode
 from shardckpt.manager.config import CheckpointConfig as CheckpointConfig
-from shardckpt.manager.config import Setting as Setting
-from shardckpt.manager.config import find_faults as find_faults
-from shardckpt.manager.config import list_settings as list_settings
+from shardckpt.manager.config_check import find_faults as find_faults
 from shardckpt.manager.holds import Hold as Hold
 from shardckpt.manager.holds import Lease as Lease
 from shardckpt.manager.holds import find_holds as find_holds
@@ -38,6 +36,8 @@ from shardckpt.manager.save_policies import SaveAfter as SaveAfter
 from shardckpt.manager.save_policies import SaveAt as SaveAt
 from shardckpt.manager.save_policies import SaveEvery as SaveEvery
 from shardckpt.manager.save_policies import SavePolicy as SavePolicy
+from shardckpt.manager.setting_list import Setting as Setting
+from shardckpt.manager.setting_list import list_settings as list_settings
 from shardckpt.manager.states import DATALOADER as DATALOADER
 from shardckpt.manager.states import LR_SCHEDULER as LR_SCHEDULER
 from shardckpt.manager.states import MODEL as MODEL

@@ -1,15 +1,14 @@
-"""The options of a CheckpointManager, with torchtitan's names and meanings, validated when it is made."""
+"""The settings of a CheckpointManager, with torchtitan's names and meanings, validated when they are given."""
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -22,26 +21,20 @@ from pydantic import (
     model_validator,
 )
 
-from shardckpt import settings
-from shardckpt.distributed.error_report import replace_text
-from shardckpt.engine.locations import expand_home, find_local
-from shardckpt.engine.saving import find_saver
+from shardckpt.engine.locations import expand_home
 from shardckpt.errors import (
     CheckpointingException,
     ConfigurationError,
     SettingFault,
     ask_nearest,
-    name_known,
     show_given,
 )
 from shardckpt.huggingface.adapters import find_adapter_mapping
-from shardckpt.huggingface.assets import list_assets
-from shardckpt.huggingface.config import read_config
 from shardckpt.huggingface.dtypes import parse_dtype
 from shardckpt.huggingface.export_budget import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES
-from shardckpt.huggingface.mapping_file import find_code
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.manager.faults import describe_unknown, list_faults, make_fault
+from shardckpt.manager.other_names import find_hint
 from shardckpt.manager.retention import (
     RETENTION,
     KeepBest,
@@ -51,105 +44,21 @@ from shardckpt.manager.retention import (
     RetentionPolicy,
 )
 from shardckpt.manager.save_policies import SAVING, SavePolicy
+from shardckpt.manager.setting_checks import check_assets, find_step_saver, list_accepts
 from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import parse_step
 from shardckpt.manager.steps import MODEL_PREFIX
-from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.registry import parse_keys
-from shardckpt.plugins.resolver import is_accepted, list_unknown_accepted
-from shardckpt.plugins.stores import check_served
 from shardckpt.storage.memory_budget import LEAST_READING, explain_small_budget, parse_memory_budget, parse_size
 from shardckpt.storage.store_errors import mask_password
-from shardckpt.strategy import AsyncSaveStrategy, StoresHubFolders
+from shardckpt.strategy import StoresHubFolders
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-    from pathlib import Path
 
-    from shardckpt.plugins.resolver import Accept
     from shardckpt.strategy import SaveStrategy
 
 _Count = Annotated[int, Field(ge=0)]
-
-#: What other libraries call settings: Orbax, torchtitan, Lightning, transformers, Megatron. A value may have several of
-#: ours, with " or " between them, and after "=" the value to give.
-_OTHERS_NAMES = {
-    "max_to_keep": "keep_latest_k",
-    "save_total_limit": "keep_latest_k",
-    "keep_period": "keep_every_n_steps",
-    "save_retain_interval": "keep_every_n_steps",
-    "save_interval_steps": "interval",
-    "save_steps": "interval",
-    "every_n_train_steps": "interval",
-    "save_interval": "interval",
-    "save_strategy": "interval or save_when",
-    "train_time_interval": "save_when=SaveAfter(seconds)",
-    "save_interval_policy": "save_when",
-    "save_decision_policy": "save_when",
-    "save_on_steps": "save_when=SaveAt([...])",
-    "preservation_policy": "retention",
-    "save_top_k": "keep_best_k",
-    "monitor": "best_metric",
-    "metric_for_best_model": "best_metric",
-    "best_fn": "best_metric",
-    "mode": "best_mode",
-    "greater_is_better": "best_mode",
-    "enable": "enable_checkpoint",
-    "read_only": "load_only",
-    "enable_async_checkpointing": "async_mode",
-    "async_save": "async_mode",
-    "directory": "folder",
-    "dirpath": "folder",
-    "output_dir": "folder",
-    "default_root_dir": "folder",
-    "save": "folder",
-    "checkpoint_folder": "folder",
-    "load": "initial_load_path",
-    "pretrained_checkpoint": "initial_load_path",
-    "save_weights_only": "last_save_model_only",
-    "save_only_model": "last_save_model_only",
-    "model_weights_only": "last_save_model_only",
-    "resume_from_checkpoint": "load_step",
-    "ckpt_step": "load_step",
-    "ckpt_path": "load_step or initial_load_path",
-    "save_last": "links or latest_pointer",
-    "enable_jit_checkpoint": "save_on_sigterm",
-    "exit_signal_handler": "save_on_sigterm",
-    "ckpt_format": "strategy",
-    "strict": "on_unused",
-}
-
-
-#: What to say of any setting of other libraries with this word in its name: Orbax, torchtitan, Megatron, torch.
-_TIMEOUT = (
-    "a rank waits for the others as long as the process group's timeout says, "
-    "torch.distributed.init_process_group(timeout=timedelta(...)); for an answer of a store, "
-    f"{settings.REMOTE_TIMEOUT} seconds"
-)
-
-
-def _find_hint(given: Collection[str], name: str) -> tuple[str, str | None]:
-    """Return what to say of a setting that other libraries have under this name, and our name to give, if it is one.
-
-    Args:
-        given: The names of all settings that are given: two may be names of one.
-    """
-    if "timeout" in name:
-        return _TIMEOUT, None
-    if name not in _OTHERS_NAMES:
-        return "", None
-    ours = _OTHERS_NAMES[name]
-    others = [each for each in given if each != name and _OTHERS_NAMES.get(each, each) == ours]
-    if not others:
-        names = _list_ours(name)
-        return f"it is {ours} here", names[0] if len(names) == 1 and names[0] not in given else None
-    more = "" if others == [ours] else f", and so is {', '.join(others)}"
-    return f"it is {ours} here{more}, which is given, too: give {ours} once", None if ours in given else ours
-
-
-def _list_ours(name: str) -> list[str]:
-    """Return our names for a setting that is given by ours or another library's."""
-    return [each.partition("=")[0] for each in _OTHERS_NAMES.get(name, name).split(" or ")]
 
 
 class AsyncMode(str, Enum):
@@ -190,8 +99,8 @@ class CheckpointConfig(BaseModel):
         keep_every_n_steps: Also keep the steps that are multiples of this; 0 for none.
         keep_best_k: Also keep this many checkpoints with the best ``best_metric``; 0 for none.
         best_metric: A name among the ``metrics`` that ``save`` is given, for ``keep_best_k``, ``load("best")`` and
-            ``best_step``. A checkpoint without it is never a best one. Beside ``retention``, it is that of the first
-            :class:`KeepBest`, if any.
+            ``best_step``. A checkpoint without it is never the best one. With ``retention``, leave it out: it is the
+            metric of the first :class:`KeepBest`, if any.
         best_mode: Whether the smallest (``min``) or the largest (``max``) value is the best.
         retention: Policies instead of the three ``keep_`` options above: :class:`KeepLatest`, :class:`KeepEvery`,
             :class:`KeepNear`, :class:`KeepRecent`, :class:`KeepBest`, :class:`KeepPinned`, or a function that takes the
@@ -200,26 +109,27 @@ class CheckpointConfig(BaseModel):
         latest_pointer: Name of a file in ``folder``, such as ``latest``, that always has the name of the newest step's
             directory, for tools that want one; None for no such file. A load does not read it.
         links: Whether ``folder`` has the symbolic links ``latest`` and, where a metric is named as for ``best_step``,
-            ``best``, which lead to these steps after each save and removal, and hold none. On a store there are no
-            links, and a warning says so; the commands of ``shardckpt`` that read a checkpoint take ``FOLDER/latest``
-            and ``FOLDER/best`` there, and without links, too.
+            ``best``. After each save and removal they lead to these steps; they do not keep a step from being removed.
+            On a store there are no links, and a warning says so. The commands of ``shardckpt`` that read a checkpoint
+            take ``FOLDER/latest`` and ``FOLDER/best`` everywhere, also without links.
         async_mode: Who writes a checkpoint. ``disabled``: the training process, in ``save``. ``async``: a thread of
-            it. ``async_with_pinned_mem``: another process, which reads from pinned, shared memory. In any case.
+            it. ``async_with_pinned_mem``: another process, which reads from pinned, shared memory. Upper and lower
+            case are the same.
         on_busy: What ``save`` does while the previous checkpoint is still being written: ``wait`` for it, or ``skip``
             the step.
         on_full: What ``save`` does where the file system has no space for the step: ``error``, or ``prune``: it first
             removes the steps that the policies will not keep once it is complete, but never the newest that is there.
-            Where a write finds no space, too: then the step is written anew, once. One that fails in the background is
-            not: there the next save has the space.
-        on_other_job: What ``save`` does where another job that is alive saves to ``folder``, too: ``warn`` once, or
-            ``error``: it saves nothing there, and a manager is not made.
+            If a write finds no space after all, steps are removed, too, and the step is written once more; one that
+            was written in the background is not, and the next save has the space.
+        on_other_job: What happens where another job that is alive saves to ``folder``, too: ``save`` warns once
+            (``warn``); or ``save``, and making a manager, raise an error (``error``).
         max_failed_saves: How many saves in a row may fail for the file system or the store (:class:`StorageError`)
-            before one is an error: so many are a warning, ``save`` returns False, and the next step that is due is
-            tried. 0: the first is an error. What a later save cannot make up for always is one: other errors, the last
-            step, a step that is saved because of a signal, and what ``close`` finds.
-        quota: Bytes, or text such as ``"500GB"``, that ``folder`` may hold, on a store, too: a step that would be
-            more is refused before a byte is written, or makes room, as ``on_full`` says. Before each save, what is
-            there is counted; the step is forecast by its tensors, and by what an earlier step has in addition.
+            before one is an error. Up to so many, each is a warning, ``save`` returns False, and the next step that is
+            due is tried. 0: the first is an error. Always errors, since no later save makes up for them: failures of
+            other kinds, of the last step, of a step that is saved because of a signal, and those that ``close`` finds.
+        quota: Bytes, or text such as ``"500GB"``, that ``folder`` may hold, a directory or on a store. A step that
+            would go beyond is refused before a byte is written, or makes room, as ``on_full`` says. Before each save,
+            what is there is counted; the step is forecast by its tensors, and by what an earlier step has in addition.
         last_save_model_only: Whether the last step saves the model alone. torchtitan's older name
             ``model_weights_only`` is accepted.
         last_save_bare_keys: Whether the keys of the model's tensors lack ``model.`` where the last step saves the model
@@ -240,10 +150,10 @@ class CheckpointConfig(BaseModel):
             its export: ``("freqs_cis",)``. A name is a tensor's full name or its end after a dot. A load into the model
             leaves these tensors as they are where the checkpoint lacks them.
         exclude_from_loading: Names of states that ``load`` does not change.
-        rename: What checkpoints that no manager has saved call the states, and the names of these:
-            ``{"net": "model", "opt": "optimizer"}``; parts of a state have dotted names. Any name of the one optimizer,
-            ``state_dict`` and ``model_state_dict``, all of these inside one entry (``app``), and a model at the top
-            level (``{"": "model"}``), are known.
+        rename: The names of states, by the names that they have in checkpoints which no manager has saved:
+            ``{"net": "model", "opt": "optimizer"}``; parts of a state have dotted names. These need no entry: any name
+            of the one optimizer, ``state_dict`` and ``model_state_dict``, all of these inside one entry (``app``), and
+            a model at the top level (``{"": "model"}``).
         keep_options: Names of options in the optimizers' ``param_groups`` whose live values stay while all else is
             loaded, such as ``("lr", "weight_decay")``; ``"all"`` for all that the groups have. A scheduler whose state
             is loaded sets ``lr`` again at its next step: exclude it from loading, too. See
@@ -284,9 +194,9 @@ class CheckpointConfig(BaseModel):
         accept: The strategies whose checkpoints may be loaded, ``initial_load_path`` included: ``"safetensors"``,
             ``("safetensors", "ep@1")``, ``"huggingface"``; None for all. A checkpoint of another is an error,
             and so is one that ``SHARDCKPT_ACCEPT`` leaves out. See ``shardckpt/plugins/README.md``.
-        on_unused: What a load does about stored tensors and objects of the states that it sets, or of states that the
-            manager does not have, which nothing asks for: ``"warn"`` once, ``"error"``, or ``"ignore"``. States that
-            are excluded, and all but the model where that alone is loaded, do not count.
+        on_unused: What a load does about stored tensors and objects that nothing asks for, of the states that it sets
+            or of states that the manager does not have: ``"warn"`` once, ``"error"``, or ``"ignore"``. Excluded states
+            do not count; where the model alone is loaded, no other state does.
         show_progress: Whether the main rank shows on standard error how far each of its saves is: a bar on a terminal,
             with the extra ``cli``, else a line every ten seconds.
         save_on_sigterm: Whether a SIGTERM makes the next call of ``save`` save its step. A further SIGTERM, as torchrun
@@ -327,7 +237,7 @@ class CheckpointConfig(BaseModel):
             raise ConfigurationError(
                 f"{type(self).__name__}: settings do not change, since a manager may use them: make another one, {new}"
                 if known
-                else describe_unknown(name, [*type(self).model_fields], partial(_find_hint, ())).message
+                else describe_unknown(name, [*type(self).model_fields], partial(find_hint, ())).message
             )
 
     def __hash__(self) -> int:
@@ -392,7 +302,7 @@ class CheckpointConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _seed_names(cls, given: Any) -> Any:
+    def _rename_model_weights_only(cls, given: Any) -> Any:
         if isinstance(given, dict) and "model_weights_only" in given and "last_save_model_only" not in given:
             given = dict(given)
             given["last_save_model_only"] = given.pop("model_weights_only")
@@ -400,28 +310,26 @@ class CheckpointConfig(BaseModel):
 
     @field_validator("folder", "initial_load_path", "hf_assets_path", mode="before")
     @classmethod
-    def _as_text(cls, path: Any) -> Any:
+    def _expand_paths(cls, path: Any) -> Any:
         return expand_home(path) if isinstance(path, (str, os.PathLike)) else path
 
     @field_validator("exclude_from_last_save", "exclude_from_loading", "keep_options", mode="before")
     @classmethod
-    def _as_names(cls, names: Any) -> Any:
+    def _parse_names(cls, names: Any) -> Any:
         return (names,) if isinstance(names, str) else names
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_truth(cls, given: Any, info: ValidationInfo) -> Any:
-        kinds = {
-            *get_args(cls.model_fields[str(info.field_name)].annotation),
-            cls.model_fields[str(info.field_name)].annotation,
-        }
+    def _refuse_truth_for_number(cls, given: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        kinds = {annotation, *get_args(annotation)}
         if isinstance(given, bool) and kinds & {int, float} and bool not in kinds:
-            raise ValueError(f"expected a number, not {given}")  # YAML has yes, on and true for it
+            raise ValueError(f"expected a number, not {given}")  # YAML reads yes, on and true as True, which is 1
         return given
 
     @field_validator("accept", mode="before")
     @classmethod
-    def _as_keys(cls, given: Any) -> Any:
+    def _parse_accept(cls, given: Any) -> Any:
         if given is None:
             return None
         try:
@@ -432,13 +340,13 @@ class CheckpointConfig(BaseModel):
 
     @field_validator("save_on_signals", mode="before")
     @classmethod
-    def _as_signal_names(cls, given: Any) -> Any:
+    def _parse_signals(cls, given: Any) -> Any:
         listed = given if isinstance(given, (list, tuple, set, frozenset)) else [given]
         names = [] if given is None else [*map(_find_signal, listed)]
         faults = [
-            f"save_on_signals: {each!r} is no signal of this system; "
-            f"{ask_nearest(each, signal.Signals.__members__)}SIGUSR1 and SIGTERM are"
-            for each, name in zip(listed, names, strict=False)
+            f"save_on_signals: {unknown!r} is no signal of this system; "
+            f"{ask_nearest(unknown, signal.Signals.__members__)}SIGUSR1 and SIGTERM are"
+            for unknown, name in zip(listed, names, strict=False)
             if not name
         ]
         faults += [
@@ -452,43 +360,43 @@ class CheckpointConfig(BaseModel):
 
     @field_validator("retention", mode="before")
     @classmethod
-    def _as_policies(cls, given: Any) -> Any:
+    def _parse_retention(cls, given: Any) -> Any:
         return RETENTION.parse_all(given)
 
     @field_validator("save_when", mode="before")
     @classmethod
-    def _as_save_policies(cls, given: Any) -> Any:
+    def _parse_save_when(cls, given: Any) -> Any:
         return SAVING.parse_all(given)
 
     @field_validator("export_dtype", mode="before")
     @classmethod
-    def _dtype_name(cls, dtype: Any) -> Any:
+    def _parse_export_dtype(cls, dtype: Any) -> Any:
         found = parse_dtype(dtype, "export_dtype")
         return None if found is None else str(found).removeprefix("torch.")
 
     @field_validator("quota", "memory_budget")
     @classmethod
-    def _check_size(cls, size: int | str | None, info: ValidationInfo) -> int | str | None:
+    def _check_sizes(cls, size: int | str | None, info: ValidationInfo) -> int | str | None:
         if size is not None:
             parse_size(size, str(info.field_name))
         return size
 
     @field_validator("async_mode", mode="before")
     @classmethod
-    def _in_lower_case(cls, mode: Any) -> Any:
+    def _lower_mode(cls, mode: Any) -> Any:
         return mode.lower() if isinstance(mode, str) else mode
 
     @field_validator("async_mode")
     @classmethod
-    def _as_mode(cls, mode: str) -> AsyncMode:
+    def _parse_mode(cls, mode: str) -> AsyncMode:
         return AsyncMode(mode)
 
     @field_serializer("retention")
-    def _policy_descriptions(self, policies: Sequence[RetentionPolicy]) -> list[Any]:
+    def _describe_retention(self, policies: Sequence[RetentionPolicy]) -> list[Any]:
         return [RETENTION.describe(policy) for policy in policies]
 
     @field_serializer("save_when")
-    def _save_policy_descriptions(self, policies: Sequence[SavePolicy]) -> list[Any]:
+    def _describe_save_when(self, policies: Sequence[SavePolicy]) -> list[Any]:
         return [SAVING.describe(policy) for policy in policies]
 
     @property
@@ -564,7 +472,7 @@ class CheckpointConfig(BaseModel):
                 where ``hf_cut_vocabulary`` takes one.
         """
         if self.last_save_in_hf and self.hf_assets_path and not self.load_only:
-            _check_assets(self.hf_assets_path, self.hf_mapping, cut_vocabulary=self.hf_cut_vocabulary)
+            check_assets(self.hf_assets_path, self.hf_mapping, cut_vocabulary=self.hf_cut_vocabulary)
 
     def make_saver(self, prefix: str | None) -> SaveStrategy:
         """Return the strategy that saves the steps.
@@ -576,8 +484,8 @@ class CheckpointConfig(BaseModel):
             CheckpointingException: there is none, or its checkpoints cannot be Hugging Face folders.
         """
         is_async = self.async_mode is not AsyncMode.DISABLED
-        accepts = _list_accepts(self.accept)
-        saver = _find_step_saver(self.strategy, accepts, in_hf=self.steps_in_hf, is_async=is_async)
+        accepts = list_accepts(self.accept)
+        saver = find_step_saver(self.strategy, accepts, in_hf=self.steps_in_hf, is_async=is_async)
         if self.steps_in_hf and isinstance(saver, StoresHubFolders):
             return saver.store_hub_folders(prefix, self.hf_mapping, self.hf_assets_path)
         return saver
@@ -588,59 +496,75 @@ class CheckpointConfig(BaseModel):
         return self.model_dump(mode="json") | {name: path and mask_password(path) for name, path in paths.items()}
 
     @model_validator(mode="after")
-    def _check(self) -> CheckpointConfig:
+    def _refuse_contradictions(self) -> CheckpointConfig:
         is_async = self.async_mode is not AsyncMode.DISABLED
         excluded = set(self.exclude_from_loading)
         kept = next((policy for policy in self.retention if isinstance(policy, KeepBest)), None)
-        contradictions = {  # each says what to do after its last colon
-            # Checked, though the newest complete checkpoint always stays: with one more, a damaged newest is no loss.
-            "keep_latest_k=1 with an async_mode leaves none to fall back on: keep 2 or more, or 0 for all": (
-                is_async and self.keep_latest_k == 1
+        contradictions: list[tuple[Any, str]] = [  # each text says what to do after its last colon
+            # Refused, though the newest complete checkpoint always stays: with one more, a damaged newest is no loss.
+            (
+                is_async and self.keep_latest_k == 1,
+                "keep_latest_k=1 with an async_mode leaves none to fall back on: keep 2 or more, or 0 for all",
             ),
-            "retention: KeepLatest(1) with an async_mode leaves none to fall back on: keep 2 or more": (
-                is_async and KeepLatest(1) in self.retention
+            (
+                is_async and KeepLatest(1) in self.retention,
+                "retention: KeepLatest(1) with an async_mode leaves none to fall back on: keep 2 or more",
             ),
-            f"latest_pointer: {self.latest_pointer!r} is the name of a step's directory: choose another": (
-                self.latest_pointer and parse_step(self.latest_pointer) is not None
+            (
+                self.latest_pointer and parse_step(self.latest_pointer) is not None,
+                f"latest_pointer: {self.latest_pointer!r} is the name of a step's directory: choose another",
             ),
-            f"links: the file of latest_pointer has the name of a link, {self.latest_pointer!r}: choose another": (
-                self.links and self.latest_pointer in LINKS
+            (
+                self.links and self.latest_pointer in LINKS,
+                f"links: the file of latest_pointer has the name of a link, {self.latest_pointer!r}: choose another",
             ),
-            "best_metric and best_mode differ from the first KeepBest of retention, which says which step is the best: "
-            "leave both out, or put their KeepBest first": (
-                kept and (self.best_metric not in ("", kept.metric) or self.best_mode not in ("min", kept.mode))
+            (
+                kept and (self.best_metric not in ("", kept.metric) or self.best_mode not in ("min", kept.mode)),
+                (
+                    "best_metric and best_mode differ from the first KeepBest of retention, which says which step is "
+                    "the best: leave both out, or put their KeepBest first"
+                ),
             ),
-            "hf_cut_vocabulary needs the vocab_size: give hf_mapping, and hf_assets_path with a config.json": (
-                self.hf_cut_vocabulary and not (self.hf_mapping and self.hf_assets_path)
+            (
+                self.hf_cut_vocabulary and not (self.hf_mapping and self.hf_assets_path),
+                "hf_cut_vocabulary needs the vocab_size: give hf_mapping, and hf_assets_path with a config.json",
             ),
-            "keep_best_k needs a best_metric: name one, as 'loss'": self.keep_best_k and not self.best_metric,
-            "exclude_from_last_save: an export has what the last save has: leave last_save_model_only True": (
-                self.exclude_from_last_save and self.last_save_in_hf and not self.last_save_model_only
+            (self.keep_best_k and not self.best_metric, "keep_best_k needs a best_metric: name one, as 'loss'"),
+            (
+                self.exclude_from_last_save and self.last_save_in_hf and not self.last_save_model_only,
+                "exclude_from_last_save: an export has what the last save has: leave last_save_model_only True",
             ),
-            "last_save_bare_keys: with steps_in_hf, tensors have their names of the Hub: leave it False": (
-                self.last_save_bare_keys and self.steps_in_hf
+            (
+                self.last_save_bare_keys and self.steps_in_hf,
+                "last_save_bare_keys: with steps_in_hf, tensors have their names of the Hub: leave it False",
             ),
-            "exclude_from_loading: a load without the model would train a fresh one: leave 'model' out": (
-                "model" in excluded
+            (
+                "model" in excluded,
+                "exclude_from_loading: a load without the model would train a fresh one: leave 'model' out",
             ),
-            "rename: '' names no state. To read a model whose keys have nothing before them: rename={'': 'model'}": (
-                any(not new.partition(".")[0] for new in self.rename.values())
+            (
+                any(not new.partition(".")[0] for new in self.rename.values()),
+                "rename: '' names no state. To read a model whose keys have nothing before them: rename={'': 'model'}",
             ),
-            "rename: a name is given as its own new name: leave it out, or give another": (
-                any(old == new for old, new in self.rename.items())
+            (
+                any(old == new for old, new in self.rename.items()),
+                "rename: a name is given as its own new name: leave it out, or give another",
             ),
-            "initial_load_in_hf needs an initial_load_path: give that of a Hugging Face folder": (
-                self.initial_load_in_hf and not self.initial_load_path
+            (
+                self.initial_load_in_hf and not self.initial_load_path,
+                "initial_load_in_hf needs an initial_load_path: give that of a Hugging Face folder",
             ),
-            "initial_load_in_hf: a Hugging Face folder has the model only: leave initial_load_model_only True": (
-                self.initial_load_in_hf and not self.initial_load_model_only
+            (
+                self.initial_load_in_hf and not self.initial_load_model_only,
+                "initial_load_in_hf: a Hugging Face folder has the model only: leave initial_load_model_only True",
             ),
-            "load_only saves nothing, no seed checkpoint either: leave create_seed_checkpoint False": (
-                self.load_only and self.create_seed_checkpoint
+            (
+                self.load_only and self.create_seed_checkpoint,
+                "load_only saves nothing, no seed checkpoint either: leave create_seed_checkpoint False",
             ),
-        }
+        ]
         given = dict(self)
-        texts = [*_find_replaced(given), *(why for why, is_wrong in contradictions.items() if is_wrong)]
+        texts = [*_find_superseded(given), *(text for is_wrong, text in contradictions if is_wrong)]
         texts += filter(None, [self._explain_small_budget()])
         if texts:
             raise ConfigurationError.list_all("", [_make_contradiction(given, text) for text in texts])
@@ -648,7 +572,8 @@ class CheckpointConfig(BaseModel):
 
     def _explain_small_budget(self) -> str:
         if self.last_save_in_hf:
-            least = LEAST_EXPORTING_ON_STORES if "://" in self.folder else LEAST_EXPORTING
+            is_url = "://" in self.folder and not self.folder.lower().startswith("file://")
+            least = LEAST_EXPORTING_ON_STORES if is_url else LEAST_EXPORTING
             action, advice = "the export of last_save_in_hf takes", ""
         else:
             least, action = LEAST_READING, "a save or a load takes"
@@ -661,8 +586,8 @@ def _make_contradiction(given: Mapping[str, Any], text: str) -> SettingFault:
     return make_fault(given, re.split(r"\W", text)[0], text)
 
 
-def _find_replaced(given: Mapping[str, Any]) -> list[str]:
-    """Return what policies take the place of that is given, too, be these settings right or wrong."""
+def _find_superseded(given: Mapping[str, Any]) -> list[str]:
+    """Return errors of settings that are given beside the policies that take their place; their values may be wrong."""
     fields = CheckpointConfig.model_fields
     limits = ("keep_latest_k", "keep_every_n_steps", "keep_best_k")
     texts = []
@@ -679,81 +604,31 @@ def _find_replaced(given: Mapping[str, Any]) -> list[str]:
 def _list_all_faults(
     kind: type[CheckpointConfig], given: Mapping[str, Any], error: ValidationError
 ) -> list[SettingFault]:
-    """Return what pydantic found wrong, and what it then has not looked for: how the other settings contradict."""
-    faults = list_faults(error, given, [*kind.model_fields], partial(_find_hint, given))
-    wrong = _name_wrong(error)
+    """Return what pydantic found wrong, and contradictions of the other settings, for which it has not looked then."""
+    faults = list_faults(error, given, [*kind.model_fields], partial(find_hint, given))
+    wrong = find_wrong_settings(error)
     others: list[SettingFault] = []
     if wrong:
         try:
             kind(**{name: value for name, value in given.items() if name not in wrong})
         except ConfigurationError as exc:
-            # one that names a setting which is wrong, or was meant by a wrong name, may be gone with it
+            # a contradiction with a wrong setting, or one that a wrong name stands for, may go once that is mended
             unsure = {*wrong, *(fault.suggestion for fault in faults)}
-            others += [each for each in exc.faults if unsure.isdisjoint(re.findall(r"\w+", each.message))]
-        others += [_make_contradiction(given, text) for text in _find_replaced(given)]
-    return [*{each.message: each for each in (*faults, *others)}.values()]
+            others += [fault for fault in exc.faults if unsure.isdisjoint(re.findall(r"\w+", fault.message))]
+        others += [_make_contradiction(given, text) for text in _find_superseded(given)]
+    return [*{fault.message: fault for fault in (*faults, *others)}.values()]
 
 
-def _name_wrong(error: ValidationError) -> set[str]:
-    """Return the names of the settings that are wrong by themselves."""
+def find_wrong_settings(error: ValidationError) -> set[str]:
+    """Return the names of the settings that are wrong by themselves, not beside others."""
     return {str(fault["loc"][0]) for fault in error.errors() if fault["loc"]}
 
 
-def _check_assets(folder: str, mapping: Any, *, cut_vocabulary: bool) -> None:
-    try:
-        files = list_assets(folder, mapping)
-        if cut_vocabulary:
-            find_mapping(mapping, partial(read_config, files), "cut")
-    except CheckpointingException as exc:
-        raise replace_text(exc, f"hf_assets_path: {exc}") from exc.__cause__
-
-
-def _list_accepts(accept: Accept | None) -> list[tuple[str, Accept | None]]:
-    """Return what says which strategies' checkpoints may be loaded, with its name: the setting and the variable."""
-    return [("accept", accept), (settings.ACCEPT, settings.accept())]
-
-
-def _find_step_saver(
-    strategy: Any, accepts: Sequence[tuple[str, Accept | None]], *, in_hf: bool, is_async: bool
-) -> SaveStrategy:
-    """Return the strategy that a setting names; ``accepts`` is empty where nothing is saved.
-
-    Raises:
-        CheckpointingException: there is none, its checkpoints cannot be Hugging Face folders, and ``in_hf`` says so, it
-            saves in the foreground alone, and ``is_async`` says otherwise, or no load would accept them.
-    """
-    saver = find_saver(strategy, get_plugin_manager())
-    named = f"the default strategy {saver.backend!r}" if strategy is None else f"the strategy {strategy!r}"
-    kind = f"{type(saver).__name__}, {named},"
-    faults = []
-    for source, given in accepts:
-        if not is_accepted(saver.backend, saver.version, given):
-            unknown = "; ".join(list_unknown_accepted(given, get_plugin_manager()))
-            why = f" ({unknown})" if unknown else ""
-            text = (
-                f"steps would be saved as {saver.backend}@{saver.version}, which {source} does not allow{why}: the job "
-                "could not go on from them; add it, or choose another strategy"
-            )
-            faults.append(SettingFault(source, given, text))
-    if is_async and not isinstance(saver, AsyncSaveStrategy):
-        text = f"async_mode: {kind} saves in the foreground only: choose async_mode='disabled', or another strategy"
-        faults.append(SettingFault("async_mode", None, text))
-    if in_hf and not isinstance(saver, StoresHubFolders):
-        text = (
-            f"steps_in_hf: {kind} does not store Hugging Face folders: choose strategy='safetensors', or "
-            "last_save_in_hf, which exports the last step"
-        )
-        faults.append(SettingFault("steps_in_hf", True, text))
-    if faults:
-        raise ConfigurationError.list_all("", faults)
-    return saver
-
-
 def parse_config(given: Any) -> CheckpointConfig:
-    """Return what a manager is given as its configuration: that, or its settings by name.
+    """Return the configuration that a manager is given, or that of the settings that it is given by name.
 
     Raises:
-        ConfigurationError: It is something else, or has a wrong setting.
+        ConfigurationError: It is given something else, or a wrong setting.
     """
     if isinstance(given, CheckpointConfig):
         return given
@@ -764,135 +639,3 @@ def parse_config(given: Any) -> CheckpointConfig:
         f"CheckpointManager: config is {show_given(given)}: expected a CheckpointConfig, as in "
         f"CheckpointManager(CheckpointConfig(folder={folder!r}), {{'model': model, 'optimizer': optimizer}})"
     )
-
-
-def find_faults(given: Any) -> list[SettingFault]:
-    """Return what is wrong in settings of a file, each fault with what is expected; empty if nothing is.
-
-    Strategy, key mapping and what serves URLs must be installed here. Folders are not looked at, since a training may
-    run elsewhere, but for one of steps that is a file here, and a folder of assets that is here and whose
-    ``config.json`` says which rows are to be cut. Nothing that the settings name is run: a mapping's Python file must
-    be there.
-    """
-    if not isinstance(given, Mapping):
-        return [SettingFault("", None, f"{show_given(given)} is no table of settings by name")]
-    faults: list[SettingFault] = []
-    wrong: set[str] = set()
-    try:
-        parse_config(given)
-    except ConfigurationError as exc:
-        faults += exc.faults or [SettingFault("", None, str(exc))]
-        wrong = _name_wrong(exc.__cause__) if isinstance(exc.__cause__, ValidationError) else wrong
-    right = {name: value for name, value in given.items() if name not in wrong}
-    saves = not right.get("load_only")
-    in_hf = right.get("steps_in_hf") is True and saves
-    is_async = right.get("async_mode", "disabled") != "disabled" and saves
-    accepts = _list_accepts(right.get("accept")) if saves else []
-    for name, find in (
-        ("hf_mapping", lambda given: (given and find_code(given)) or find_mapping(given)),
-        ("strategy", lambda given: _find_step_saver(given, accepts, in_hf=in_hf, is_async=is_async)),
-        ("folder", check_folder),
-        ("initial_load_path", _check_place),
-        ("hf_assets_path", _check_place),
-    ):
-        try:
-            if name not in wrong:
-                find(right.get(name, CheckpointConfig.model_fields[name].default))
-        except CheckpointingException as exc:  # noqa: PERF203 - there are few
-            found = exc.faults if isinstance(exc, ConfigurationError) else ()
-            wrong.add(name)
-            faults += found or [make_fault(given, name, f"{name}: {exc}")]
-    if "accept" not in {*wrong, *(fault.setting for fault in faults)}:
-        unknown = list_unknown_accepted(right.get("accept"), get_plugin_manager())
-        faults += [make_fault(given, "accept", f"accept: {text}") for text in unknown]
-    lacking = "" if wrong & {"hf_mapping", "hf_assets_path"} else _find_lacking_assets(right)
-    if lacking:
-        faults.append(make_fault(given, "hf_assets_path", lacking))
-    # with what the file has, where a validator has made a policy of it
-    return [
-        make_fault(given, each.setting, each.message, each.suggestion) if each.setting in given else each
-        for each in faults
-    ]
-
-
-def _find_lacking_assets(given: Mapping[str, Any]) -> str:
-    """Return what a folder of assets that is here lacks for ``hf_cut_vocabulary``; no mapping's code is run."""
-    cut, folder, mapping = (given.get(name) for name in ("hf_cut_vocabulary", "hf_assets_path", "hf_mapping"))
-    place = find_local(str(folder)) if cut and mapping else None
-    if place is None or not place.is_dir() or find_code(str(mapping)):
-        return ""
-    try:
-        _check_assets(str(folder), mapping, cut_vocabulary=True)
-    except CheckpointingException as exc:
-        return str(exc)
-    return ""
-
-
-def check_folder(place: str | os.PathLike[str] | None) -> None:
-    """Check what can be known of the folder of the steps without opening it.
-
-    Raises:
-        ConfigurationError: It is a file, or a URL that names no bucket.
-    """
-    if (local := _check_place(place)) is not None and local.is_file():
-        raise ConfigurationError(f"{place} is a file: give the directory that the steps are to be in")
-    if place is not None and str(place).rstrip("/").endswith(":"):
-        raise ConfigurationError(f"{str(place)!r} names no bucket or directory: s3://bucket/run")
-
-
-def _check_place(place: str | os.PathLike[str] | None) -> Path | None:
-    """Return a local path; of a URL check that a plugin may serve it, and return None. Nothing is opened."""
-    local = None if place is None else find_local(str(place))
-    if place is not None and local is None:
-        check_served(str(place), get_plugin_manager())
-    return local
-
-
-class Setting(NamedTuple):
-    """A setting of :class:`CheckpointConfig`.
-
-    Attributes:
-        name: Its name.
-        default: Its default, as Python writes it.
-        text: What it does.
-    """
-
-    name: str
-    default: str
-    text: str
-
-
-def list_settings(names: Sequence[str] = ()) -> list[Setting]:
-    """Return the settings of :class:`CheckpointConfig`, in its order.
-
-    Args:
-        names: Those that are wanted, by our names or another library's; by default all.
-
-    Raises:
-        ConfigurationError: There is no such setting.
-    """
-    fields, texts = CheckpointConfig.model_fields, _read_texts(inspect.getdoc(CheckpointConfig) or "")
-    wanted = [ours for name in names for ours in _list_ours(name)] or [*fields]
-    for name in wanted:
-        if name not in fields:
-            hint, _ = _find_hint((), name)
-            known = f": {hint}" if hint else f" {name_known(name, fields, 'settings', also=_OTHERS_NAMES)}"
-            raise ConfigurationError(f"there is no setting {name!r}{known}")
-    defaults = CheckpointConfig().model_dump(mode="json")
-    plain = {name: re.sub(r":\w+:`[~\w.]*?(\w+)`|``", r"\1", text) for name, text in texts.items()}
-    return [Setting(name, repr(defaults[name]), plain[name]) for name in wanted]
-
-
-def _read_texts(doc: str) -> dict[str, str]:
-    """Return what a docstring says of each attribute, in one line."""
-    found: dict[str, str] = {}
-    lines = doc.partition("Attributes:\n")[2].splitlines()
-    for line in lines:
-        name, colon, text = line.strip().partition(": ")
-        if line.startswith("    ") and not line.startswith("     ") and colon:
-            found[name] = text
-        elif line.startswith("     ") and found:
-            found[[*found][-1]] += f" {line.strip()}"
-        elif line.strip():
-            break
-    return found

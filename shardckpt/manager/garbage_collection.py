@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.commit.leftovers import find_leftovers, remove_free
+from shardckpt.commit.leftovers import find_leftovers, remove_unused
 from shardckpt.commit.removal import is_half_deleted, remove_checkpoint
 from shardckpt.commit.staging_names import REMOVED, stem
 from shardckpt.commit.unfinished import find_unfinished, why_unfinished_kept
@@ -376,7 +376,7 @@ def _remove_local(folder: StepFolder, leftovers: Iterable[Leftover]) -> set[str]
             left.add(leftover.stem)
         _report_kept(folder.place, error, "removing leftovers", str(error))
 
-    remove_free(
+    remove_unused(
         leftovers,
         lambda leftover: explain_kept_leftover(leftover, folder.place / leftover.stem, is_superseded),
         report,

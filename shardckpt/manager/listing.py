@@ -66,10 +66,10 @@ from shardckpt.storage.places import (
     attach_listing,
     find_parent,
     find_url,
-    get_listing,
-    list_below,
-    list_each_below,
+    get_attached_listing,
+    list_by_folder,
     list_entries,
+    read_listing,
 )
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import LoadContext, find_error
@@ -99,7 +99,7 @@ def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False)
             f"{place} is no directory: give a folder of checkpoints, or a checkpoint {name_siblings(place)}".rstrip()
         )
     found = _list(folder, place, plugins, recursive=recursive, above=())
-    if not found and list_below(place) == {}:
+    if not found and read_listing(place) == {}:
         raise StorageError(f"{place} {ABSENT}")
     return found
 
@@ -109,7 +109,7 @@ def _list(
 ) -> list[CheckpointSummary]:
     """Return the summaries of a folder that is there; ``above`` are the real paths of those that led to it."""
     # of a store, one listing for all: 1,000 folders would take thousands of requests
-    listings = list_each_below(place)
+    listings = list_by_folder(place)
     own = _summarize(attach_listing(place, listings), plugins)
     # what looks like another library's format may have checkpoints next to the files that it is known by
     is_foreign = own.state == "unreadable" and not own.strategy and not is_there(place / MARKER_NAME)
@@ -383,7 +383,7 @@ def _describe_rest(
 def _count_inside(directory: Path) -> int:
     """Return how many checkpoints there may be below a directory, as names say; of a store, by its listing, if any."""
     if takes_requests(directory):
-        return count_inside(list_stored_names(get_listing(directory)))
+        return count_inside(list_stored_names(get_attached_listing(directory)))
     return count_inside(list_local_names(directory, find_parent(directory)))
 
 

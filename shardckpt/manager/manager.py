@@ -28,7 +28,7 @@ from shardckpt.errors import (
     show_given,
 )
 from shardckpt.manager.casting import cast_shards
-from shardckpt.manager.config import AsyncMode, CheckpointConfig, check_folder, parse_config
+from shardckpt.manager.config import AsyncMode, CheckpointConfig, parse_config
 from shardckpt.manager.exclusion import leave_out
 from shardckpt.manager.garbage_collection import discard_steps_after
 from shardckpt.manager.initial import load_initial
@@ -40,6 +40,7 @@ from shardckpt.manager.reader import StepReader
 from shardckpt.manager.retention import KeepBest
 from shardckpt.manager.rng import add_random_state
 from shardckpt.manager.save_policies import SaveClock
+from shardckpt.manager.setting_checks import check_folder
 from shardckpt.manager.states import MODEL, TrainingStates, check_named
 from shardckpt.manager.step_names import parse_number
 from shardckpt.manager.step_resolution import NEWEST, check_step, find_best, read_step, resolve_step, warn_of_others

@@ -32,7 +32,7 @@ from shardckpt.plugins.resolver import choose_reader, hold_checkpoint
 from shardckpt.storage.abilities import has_links, takes_requests
 from shardckpt.storage.directory import detect_replacement, retry_if_replaced
 from shardckpt.storage.filesystem import file_size, wrap_os_errors
-from shardckpt.storage.places import attach_listing, find_url, list_each_below, list_folders
+from shardckpt.storage.places import attach_listing, find_url, list_by_folder, list_folders
 from shardckpt.storage.reader import CheckpointReader
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class StepFolder:
         known = {step for step in steps if step in self._known and name_mark(self.names.name(step)) not in marks}
         fresh = [step for step in steps if step not in known]
         # where most are new, one listing of the whole folder takes no more requests than one of each
-        listings = list_each_below(self.place) if len(fresh) > max(1, len(known)) else None
+        listings = list_by_folder(self.place) if len(fresh) > max(1, len(known)) else None
 
         def inspect(step: int) -> StepCheckpoint:
             if listings is not None:  # it may have been replaced or removed since: what is no whole step is listed anew

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import settings
 from shardckpt.commit.commit import list_replaced_checkpoints, list_staging_directories
-from shardckpt.commit.leftovers import why_kept
+from shardckpt.commit.leftovers import explain_kept
 from shardckpt.commit.staging_names import is_temporary, parse_temporary
 from shardckpt.commit.upload import is_under_way
 from shardckpt.errors import (
@@ -426,7 +426,7 @@ def _absent_error(directory: Path) -> CannotLoadError:
         )
     staging = list_staging_directories(directory)
     found = [leftover for path in staging if (leftover := parse_temporary(path)) is not None]
-    if running := list(filter(None, map(why_kept, found))):
+    if running := list(filter(None, map(explain_kept, found))):
         return IncompleteCheckpointError(
             f"{directory}: a save to it is running ({'; '.join(running)}), or was interrupted: it has written to "
             f"{', '.join(map(str, staging))}, which is not a checkpoint: wait for its end, else save again"

@@ -1,4 +1,4 @@
-"""Descriptions of shards, without data, as bytes: cheap to send to another process, to cache and to compare."""
+"""Descriptions of shards, without data, packed into bytes: cheap to send to another process, cache and compare."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class PackedShards(NamedTuple):
     """Packed boxes of tensors and keys of objects.
 
     Attributes:
-        specs: Packed tensor specs: keys, dtypes and global shapes; often the same bytes on many ranks.
-        boxes: Packed boxes, and the objects' unique keys.
+        specs: Packed keys, dtypes and global shapes of tensors; often the same bytes on many ranks.
+        boxes: Packed boxes of these tensors, and the unique keys of objects.
         size: Number of boxes and objects.
     """
 
@@ -44,17 +44,17 @@ class PackedShards(NamedTuple):
         """Pack descriptions of shards.
 
         Args:
-            keys: Of the tensors.
-            dtypes: Of the tensors, in the same order.
-            shapes: Their global shapes.
-            table: The boxes; its column of tensor numbers counts in ``keys``.
+            keys: The keys of the tensors.
+            dtypes: The dtype of each tensor.
+            shapes: The global shape of each tensor.
+            table: The boxes; a tensor's number is its position in ``keys``.
             objects: Unique keys of the objects.
 
         Returns:
             The packed shards.
         """
         axes = [len(shape) for shape in shapes]
-        # apart from the boxes: equal bytes on many ranks are sent and parsed once
+        # apart from the boxes, which differ between ranks: these bytes are equal, and so parsed once
         specs: dict[str, Column] = {
             "keys": keys,
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
@@ -64,45 +64,49 @@ class PackedShards(NamedTuple):
         boxes = _pack_boxes(table, list(objects))
         return cls(pack_columns(specs), boxes, len(table.spec) + len(objects))
 
-    def rows(self) -> tuple[Table, list[str]]:
+    def unpack_boxes(self) -> tuple[Table, list[str]]:
         """Return the table of the tensors' boxes, and the objects' unique keys."""
-        rows = Columns(self.boxes, _SOURCE)
-        table = Table(rows.integers("whole"), rows.integers("offset"), rows.integers("extent"))
-        return table, rows.texts("objects")
+        columns = Columns(self.boxes, _SOURCE)
+        table = Table(columns.integers("whole"), columns.integers("offset"), columns.integers("extent"))
+        return table, columns.texts("objects")
 
-    def only(self, rows: Sequence[int], objects: Collection[str]) -> PackedShards:
-        """Return a selection of the shards.
+    def select(self, rows: Sequence[int], objects: Collection[str]) -> PackedShards:
+        """Return some of the boxes and objects.
 
         Args:
-            rows: Indices of the boxes to keep, in the table that :meth:`rows` returns.
+            rows: Indices of the boxes to keep, in the table that :meth:`unpack_boxes` returns.
             objects: Unique keys of the objects to keep.
 
         Returns:
             New packed shards, with the specs of all tensors.
         """
-        table, keys = self.rows()
+        table, keys = self.unpack_boxes()
         kept = [key for key in keys if key in objects]
         return PackedShards(self.specs, _pack_boxes(table.rows(make_column([*rows])), kept), len(rows) + len(kept))
 
     def rename(self, names: Mapping[str, str]) -> PackedShards:
-        """Return the boxes of some tensors under other keys.
+        """Return the boxes of the tensors that get other keys, under these.
 
         Args:
-            names: The other key by the key of each of these tensors.
+            names: The new key of a tensor, by its key.
 
         Returns:
             New packed shards, without objects and without the boxes of other tensors.
         """
-        specs, (table, _) = Columns(self.specs, _SOURCE), self.rows()
-        keys = specs.texts("keys")
-        chosen = make_column([number for number, key in enumerate(keys) if key in names])
-        rows = table.rows(torch.isin(table.spec, chosen).nonzero().view(-1))
-        others = {name: specs.integers(name) for name in ("axes", "shapes")}
-        texts = {"keys": [names.get(key, key) for key in keys], "dtypes": specs.texts("dtypes")}
-        return PackedShards(pack_columns({**texts, **others}), _pack_boxes(rows, []), len(rows.spec))
+        columns, (table, _) = Columns(self.specs, _SOURCE), self.unpack_boxes()
+        keys = columns.texts("keys")
+        renamed = make_column([number for number, key in enumerate(keys) if key in names])
+        boxes = table.rows(torch.isin(table.spec, renamed).nonzero().view(-1))
+        specs: dict[str, Column] = {
+            "keys": [names.get(key, key) for key in keys],
+            "dtypes": columns.texts("dtypes"),
+            "axes": columns.integers("axes"),
+            "shapes": columns.integers("shapes"),
+        }
+        return PackedShards(pack_columns(specs), _pack_boxes(boxes, []), len(boxes.spec))
 
     def unpack(self) -> tuple[list[TensorSpec], Table]:
-        """Return all tensor specs, and the table of all boxes, with one spec and one box for each object.
+        """Return the specs and boxes of tensors and objects alike, an object as one box.
 
         Returns:
             The specs, of tensors and then objects; and the boxes, whose tensor numbers are indices of the specs.
@@ -112,7 +116,7 @@ class PackedShards(NamedTuple):
         padded = zip(columns.integers("axes").tolist(), columns.integers("shapes").tolist(), strict=True)
         shapes = [tuple(shape[:axes]) for axes, shape in padded]
         specs = list(map(TensorSpec, repeat("tensor"), columns.texts("keys"), dtypes, shapes))
-        table, objects = self.rows()
+        table, objects = self.unpack_boxes()
         boxes = Boxes()
         for key in objects:
             shard = PlainObject.empty_from_unique_key(key)

@@ -1,4 +1,8 @@
-"""Operations on a place of checkpoints, a directory or a folder on a store, by one call for both."""
+"""Operations on a place of checkpoints, a directory or a folder on a store, by one call for both.
+
+A listing of a folder on a store has the size in bytes of each object below it, by path. One listing of a folder of
+checkpoints serves all of them: it is split by folder, and attached to each, instead of thousands of requests.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ def find_parent(place: Path) -> str:
 
 
 def find_real_name(place: Path) -> PurePosixPath:
-    """Return the one name of a place: a path without links, or that of a URL, the same for all schemes of a store."""
+    """Return the name that all paths and URLs of a place share: links are resolved, schemes of one store are one."""
     if (remote := on_store(place)) is None:
         return PurePosixPath(os.path.realpath(place))
     scheme, _, rest = remote.url.rpartition("::")[2].partition("://")
@@ -45,19 +49,22 @@ def find_bucket(url: str) -> str:
 
 
 def list_names(place: Path) -> list[str]:
-    """Return the names of what is directly in a directory, or of a folder's objects, as they are now.
+    """Return the names of the entries of a directory, or of a URL's own objects, as they are now.
 
     There are none if it does not exist.
     """
     if (remote := on_store(place)) is not None:
-        return [*attempt("list", remote, remote.folder.files)]
+        return skip_impossible(remote.url, attempt("list", remote, remote.folder.files))
     return _scan(place, lambda _: True)
 
 
 def list_entries(place: Path) -> list[str]:
-    """Return the names of the files and folders directly in a directory, or below a URL."""
-    if on_store(place) is not None:
-        return [*dict.fromkeys(path.partition("/")[0] for path in list_below(place) or ())]
+    """Return the names of the files and folders directly in a directory, or in a URL's listing.
+
+    It is a StorageError if a directory does not exist.
+    """
+    if (listing := read_listing(place)) is not None:
+        return [*dict.fromkeys(path.partition("/")[0] for path in listing)]
     with wrap_os_errors("list", place):
         return [path.name for path in place.iterdir()]
 
@@ -85,15 +92,15 @@ def can_list_folders(place: Path) -> bool:
     return remote is None or isinstance(remote.folder, ListsFolders)
 
 
-def list_below(place: Path) -> Mapping[str, int] | None:
-    """Return the size of each object below a URL by its path, as listed with others or anew; None of a directory."""
+def read_listing(place: Path) -> Mapping[str, int] | None:
+    """Return the listing that is attached to a URL, or else request one; None for a directory."""
     if (remote := on_store(place)) is None:
         return None
     return list_objects(remote.folder) if remote.listing is None else remote.listing
 
 
 def list_tree(place: Path) -> Mapping[str, int] | None:
-    """Return the size of each object below a URL by its path, as first listed for the path; None of a directory.
+    """Return the listing that a URL's path requests once, at the first call; None for a directory.
 
     It is a StorageError if the plugin of a store cannot list inner folders.
     """
@@ -101,23 +108,23 @@ def list_tree(place: Path) -> Mapping[str, int] | None:
     return None if remote is None else remote.list_tree()
 
 
-def list_each_below(place: Path) -> dict[str, dict[str, int]] | None:
-    """Return the sizes of objects by path, of each folder directly below a URL, and, as ``""``, of the URL itself.
+def list_by_folder(place: Path) -> dict[str, dict[str, int]] | None:
+    """Return the listing of each folder directly below a URL, by name, and that of the URL itself as ``""``.
 
-    None for a local directory, and where a plugin cannot list a tree.
+    None for a directory, and where a plugin cannot list inner folders.
     """
     if find_ability(place, HasFolders) is None:
         return None
-    found = {"": dict(list_below(place) or {})}
-    for path, size in found[""].items():
+    listings = {"": dict(read_listing(place) or {})}
+    for path, size in listings[""].items():
         name, separator, inner = path.partition("/")
         if separator:
-            found.setdefault(name, {})[inner] = size
-    return found
+            listings.setdefault(name, {})[inner] = size
+    return listings
 
 
 def attach_listing(place: Path, listings: Mapping[str, dict[str, int]] | None, name: str = "") -> Path:
-    """Return a folder of a store with its listing, so that looking at it takes no request for one."""
+    """Return a folder of a store with its listing of :func:`list_by_folder`: what reads it requests none."""
     if listings is None or (remote := on_store(place)) is None:
         return place
     path = remote.use_listing(listings.get(name, {}))
@@ -125,8 +132,8 @@ def attach_listing(place: Path, listings: Mapping[str, dict[str, int]] | None, n
     return path
 
 
-def get_listing(place: Path) -> Mapping[str, int]:
-    """Return the listing that came with a folder of a store; nothing if there is none, and of a directory."""
+def get_attached_listing(place: Path) -> Mapping[str, int]:
+    """Return the listing that is attached to a folder of a store; empty if there is none, and for a directory."""
     remote = on_store(place)
     return {} if remote is None else remote.listing or {}
 

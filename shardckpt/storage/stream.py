@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 PIECE_BYTES = 4 << 20
 
 
-class _SharedTask:
-    """A task that the first caller runs; other callers wait until it has ended."""
+class _OnceTask:
+    """A task that the first call runs; other calls wait until it has ended."""
 
     def __init__(self, task: Callable[[], None]) -> None:
         self._task: Callable[[], None] | None = task
@@ -45,10 +45,10 @@ class _SharedTask:
 
 def start(pool: ThreadPoolExecutor, task: Callable[[], None]) -> Future[None] | None:
     """Submit a task; if the pool cannot start a thread, run the task now and return None."""
-    once = _SharedTask(task)
+    once = _OnceTask(task)
     try:
         return pool.submit(once)
-    except (RuntimeError, MemoryError):  # the task stays in the pool's queue, and a thread may still take it: so once
+    except (RuntimeError, MemoryError):  # the task stays in the pool's queue, where a thread may take it: it runs once
         once()
     return None
 
@@ -64,8 +64,9 @@ class WriterPool:
     def __init__(self, threads: int, count: Callable[[int], None] | None = None) -> None:
         self.count = count
         self._pool = ThreadPoolExecutor(threads, "shardckpt-write") if threads > 1 else None
-        #: One thread each: file n's cached writes are all done by thread n.
-        self._own = [ThreadPoolExecutor(1, "shardckpt-write") for _ in range(threads)]
+        #: Each has one thread, which does all cached writes of the files that are assigned to it.
+        self._single_threads = [ThreadPoolExecutor(1, "shardckpt-write") for _ in range(threads)]
+        #: Open files by the number of their thread.
         self._files = [0] * threads
         #: Limits the large records that are produced and not yet written.
         self.records = threading.Semaphore(threads + 1)
@@ -82,22 +83,22 @@ class WriterPool:
         """Note that a file of that thread has ended."""
         self._files[number] -= 1
 
-    def start(self, task: Callable[[], None], own: int | None = None) -> Future[None] | None:
+    def start(self, task: Callable[[], None], thread: int | None = None) -> Future[None] | None:
         """Run a task in a thread, or now if there is none; return its Future, or None if it has run.
 
-        A file that is written through the page cache passes ``own``, which :meth:`add_file` returned: the kernel allows
-        one such write to a file at a time. If several files are open, one thread then does all its tasks, and the other
-        threads write other files instead of waiting.
+        A file that is written through the page cache passes the ``thread`` that :meth:`add_file` returned: the kernel
+        allows one such write to a file at a time. If several files are open, one thread then does all its tasks, and
+        the other threads write other files instead of waiting.
         """
         if self._pool is None:
             task()
             return None
-        return start(self._pool if own is None or sum(self._files) == 1 else self._own[own], task)
+        return start(self._pool if thread is None or sum(self._files) == 1 else self._single_threads[thread], task)
 
     def close(self) -> None:
         """End the threads."""
-        pools = [pool for pool in (self._pool, *self._own) if pool is not None]
-        for pool in pools:  # all first: an interrupt may end the wait for one
+        pools = [pool for pool in (self._pool, *self._single_threads) if pool is not None]
+        for pool in pools:  # before any wait, which an interrupt may end: no thread is left running
             pool.shutdown(wait=False)
         for pool in pools:
             pool.shutdown()
@@ -143,7 +144,7 @@ class FileStream:
         self._algorithm = algorithm
         table = Segments(algorithm=self._algorithm)
         self._lengths, self._digests = table.lengths, table.digests
-        #: Offset of the current block in the file, a multiple of the page size. All bytes before it are handed over.
+        #: Offset of the current block in the file, a multiple of the page size. All bytes before it are with the pool.
         self._start = 0
         self._block: Buffer | None = None
         self._filled = 0
@@ -151,15 +152,15 @@ class FileStream:
         self._what = ""
         self._tasks: list[Future[None]] = []
         self._stopped = False
-        #: What `add_file` returned; None until the file is known to be large enough for threads.
-        self._number = pool.add_file() if file.expected >= LARGE else None
+        #: The thread that the pool has assigned; None until the file is known to be large enough for threads.
+        self._thread = pool.add_file() if file.expected >= LARGE else None
         #: The first error of any write.
         self.error: BaseException | None = None
         #: Seconds that :meth:`finish` waited for fsync.
         self.sync_seconds = 0.0
 
     def resume(self, lengths: Iterable[int], digests: Iterable[int], tail: bytes) -> None:
-        """Go on behind what another process has written: its segments, and the last bytes from a page boundary on."""
+        """Continue after what another process has written: its segments, and the last bytes from a page boundary on."""
         self._lengths.extend(lengths)
         self._digests.extend(digests)
         self._start = sum(self._lengths) - len(tail)
@@ -169,8 +170,8 @@ class FileStream:
         """Wait until all that was appended is in the file, or raise the first error of any write."""
         self._wait()
         if self.error is None and self._block is not None and self._filled:
-            # the block stays: it is written once more when it is full
-            self._file.write(self._block.view[: self._filled], self._start, self._named())
+            # the block stays, and is written once more when it is full: it must begin and end on page boundaries
+            self._file.write(self._block.view[: self._filled], self._start, self._describe_block())
         if self.error is not None:
             raise self.error
 
@@ -235,15 +236,15 @@ class FileStream:
         """Skip the tasks that have not begun, and wait for those that have; may be called twice."""
         self._stopped = True
         self._wait()
-        number, self._number = self._number, None
-        if number is not None:
-            self._pool.remove_file(number)
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._pool.remove_file(thread)
         block, self._block, self._filled = self._block, None, 0
         if block is not None:  # dropped from self first: released twice, two files would get the same buffer
             block_pool.release(block)
 
     def _put_large(self, part: memoryview, what: str) -> list[_Piece]:
-        """Cut a large part into pieces; its first and last partial pages are shared with other parts: into blocks."""
+        """Cut a large part into pieces; copy its first and last partial pages, which other parts share, into blocks."""
         offset, nbytes, segment = self._start + self._filled, part.nbytes, len(self._lengths)
         for start in range(0, nbytes, SEGMENT_BYTES):
             self._lengths.append(min(SEGMENT_BYTES, nbytes - start))
@@ -287,17 +288,17 @@ class FileStream:
         self._file.reserve(begin + filled)
         self._pool.blocks.acquire()
         self._block, self._start, self._filled = None, begin + filled, 0
-        write = partial(self._file.write, block.view[:filled], begin, self._named())
+        write = partial(self._file.write, block.view[:filled], begin, self._describe_block())
         self._hand_over(write, partial(self._free, block))
 
     def _flush_small(self) -> None:
         """Write the block in this thread, and keep its buffer: to hand few bytes over costs more."""
         if self._block is not None and self._filled:
-            self._file.write(self._block.view[: self._filled], self._start, self._named())
+            self._file.write(self._block.view[: self._filled], self._start, self._describe_block())
             self._start, self._filled = self._start + self._filled, 0
 
-    def _named(self) -> str:
-        """The name of the block's content, for errors."""
+    def _describe_block(self) -> str:
+        """Return what the block contains, for errors."""
         return self._what and f"{self._what} and what precedes it"
 
     def _free(self, block: Buffer) -> None:
@@ -305,11 +306,11 @@ class FileStream:
         self._pool.blocks.release()
 
     def _hand_over(self, task: Callable[[], None], ended: Callable[[], None]) -> None:
-        if self._number is None:
-            self._number = self._pool.add_file()
-        found = self._pool.start(partial(self._run, task, ended), self._number if self._file.is_cached else None)
-        if found is not None:
-            self._tasks.append(found)
+        if self._thread is None:
+            self._thread = self._pool.add_file()
+        future = self._pool.start(partial(self._run, task, ended), self._thread if self._file.is_cached else None)
+        if future is not None:
+            self._tasks.append(future)
 
     def _run(self, task: Callable[[], None], ended: Callable[[], None]) -> None:
         """Run a task unless the file has failed or is stopped."""
@@ -326,16 +327,16 @@ class FileStream:
         for task in tasks:
             task.exception()
 
-    def _write_piece(self, box: list[_Piece]) -> None:
-        """Digest and write the piece in a list: at once, or in steps for the processor's cache if it is copied."""
+    def _write_piece(self, holder: list[_Piece]) -> None:
+        """Digest and write the one piece in a list: at once, or in steps for the processor's cache if it is copied."""
         # popped from the list, which the pool still refers to: when this returns nothing refers to the caller's memory
-        part, offset, begin, end, segment, what = box.pop()
+        part, offset, begin, end, segment, what = holder.pop()
         low, high = full_pages(offset, part.nbytes)
         step = SEGMENT_BYTES if self._file.copies(part, offset) else PIECE_BYTES
         for start in range(begin, end, step):
             stop = min(start + step, end)
-            for at in range(start, stop, SEGMENT_BYTES):
-                number = segment + (at - begin) // SEGMENT_BYTES
-                self._digests[number] = self._digest(part[at : min(at + SEGMENT_BYTES, stop)])
+            for position in range(start, stop, SEGMENT_BYTES):
+                number = segment + (position - begin) // SEGMENT_BYTES
+                self._digests[number] = self._digest(part[position : min(position + SEGMENT_BYTES, stop)])
             first, last = low + start, min(low + stop, high)
             self._file.write(part[first:last], offset + first, what)

@@ -50,7 +50,7 @@ def sum_shards(stored: PackedShards, tensors: Sequence[torch.Tensor], aliases: M
     keys, dtypes = specs.texts("keys"), specs.texts("dtypes")
     padded = zip(specs.integers("axes").tolist(), specs.integers("shapes").tolist(), strict=True)
     shapes = [tuple(shape[:axes]) for axes, shape in padded]
-    table, _ = stored.rows()
+    table, _ = stored.unpack_boxes()
     numbers = table.spec.tolist()
     boxes: list[_Box] = [
         (tensor, tuple(offset[: len(shapes[number])]), shapes[number])

@@ -1,4 +1,7 @@
-"""The dtypes that are stored, without torch: a new one is a row, and in ``wrappers``, too, if torch cannot copy it."""
+"""The dtypes that every format stores, as a table that is read without torch.
+
+A new dtype is a row here. One that torch cannot copy stands in ``_BARE`` of :mod:`shardckpt.tensors.wrappers`, too.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ class KnownDtype(NamedTuple):
     """A dtype of torch, which the installed release may lack.
 
     Attributes:
-        torch_name: torch's name of it: ``"bfloat16"``.
+        torch_name: Its name in torch: ``"bfloat16"``.
         safetensors_name: Its name in the headers of safetensors files: ``"BF16"``; ``""`` if safetensors has none.
-        itemsize: Bytes of an element; one of a packed dtype is a byte with several values.
+        itemsize: Bytes of an element, as torch counts elements: of ``float4_e2m1fn_x2`` a byte with two values.
     """
 
     torch_name: str
@@ -19,7 +22,7 @@ class KnownDtype(NamedTuple):
     itemsize: int
 
 
-#: safetensors counts the values of a packed dtype, not its elements.
+#: safetensors counts the values of a packed dtype, and torch the bytes that they are packed into.
 #: https://github.com/huggingface/safetensors/blob/main/safetensors/src/tensor.rs
 KNOWN_DTYPES = (
     KnownDtype("bool", "BOOL", 1),

@@ -16,8 +16,7 @@ from shardckpt.cli import main
 from shardckpt.deepspeed.load import DeepSpeedLoadStrategy
 from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface import HuggingFaceLoadStrategy, TorchFileLoadStrategy
-from shardckpt.manager import CheckpointConfig, CheckpointManager
-from shardckpt.manager import config as manager_config
+from shardckpt.manager import CheckpointConfig, CheckpointManager, setting_checks
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.plugins.resolver import FOREIGN_BACKENDS
 from tests.tables import table
@@ -484,7 +483,7 @@ def test_check_looks_at_what_a_training_meets_later(
     """Wrong variables, and a strategy that saves in the foreground alone; what only loads needs none of a policy."""
     file = tmp_path / "a.json"
     with monkeypatch.context() as patched:
-        patched.setattr(manager_config, "AsyncSaveStrategy", str)
+        patched.setattr(setting_checks, "AsyncSaveStrategy", str)
         file.write_text(json.dumps({"strategy": "torch_dist", "async_mode": "async"}))
         assert main(["config", "--check", str(file)]) == 2
     assert "the strategy 'torch_dist', saves in the foreground only" in capsys.readouterr().err

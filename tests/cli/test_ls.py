@@ -412,8 +412,8 @@ def test_ls_of_a_url_looks_again_at_what_has_changed(
 ) -> None:
     """A checkpoint that another save replaces after the listing is not taken for a damaged one."""
     _save(f"{counted}/step-1")
-    list_below = listing.list_each_below
-    monkeypatch.setattr(listing, "list_each_below", lambda place: _replace_after(list_below(place), counted))
+    list_by_folder = listing.list_by_folder
+    monkeypatch.setattr(listing, "list_by_folder", lambda place: _replace_after(list_by_folder(place), counted))
     (found,) = list_checkpoints(counted)
     assert (found.name, found.state) == ("step-1", "whole")
 

@@ -13,13 +13,13 @@ from shardckpt import settings
 from shardckpt.commit import commit
 from shardckpt.commit.leftovers import (
     create_spool,
+    explain_kept,
     find_leftovers,
     find_spools,
-    remove_free,
     remove_leftover,
     remove_tree,
+    remove_unused,
     walk_folders,
-    why_kept,
 )
 from shardckpt.commit.owner import Owner
 from shardckpt.commit.staging_names import (
@@ -51,7 +51,7 @@ def test_a_save_that_begins_while_others_are_cleared_away_keeps_its_directory(
 
     def make_and_collect(path: Path, *args: Any, **kwargs: Any) -> None:
         make(path, *args, **kwargs)
-        remove_free(_all(tmp_path))
+        remove_unused(_all(tmp_path))
 
     monkeypatch.setattr(pathlib.Path, "mkdir", make_and_collect)
     staging = commit.create_staging(tmp_path / "step-1", new_save_id())
@@ -77,8 +77,8 @@ def test_what_a_living_process_has_stays(tmp_path: Path) -> None:
         staging = owners.leave(tmp_path / "ckpt", owner)
         (leftover,) = _all(tmp_path)
         assert leftover.path == staging
-        assert why_kept(leftover, hours=0) == f"process {owner.pid} of this host is alive"
-    assert why_kept(leftover) == ""
+        assert explain_kept(leftover, hours=0) == f"process {owner.pid} of this host is alive"
+    assert explain_kept(leftover) == ""
     remove_leftover(leftover)
     assert list(tmp_path.iterdir()) == []
 
@@ -91,17 +91,17 @@ def test_what_another_host_has_stays_until_it_is_old(
         path = owners.leave(tmp_path / "ckpt", owner)
         os.utime(path, (1, 1))
         (leftover,) = _all(tmp_path)
-        kept = why_kept(leftover)
+        kept = explain_kept(leftover)
         assert whose in kept
         assert "written to 0.0 hours ago: it goes after 24" in kept
-        assert why_kept(leftover, hours=0) == ""
+        assert explain_kept(leftover, hours=0) == ""
         clock.advance(hours=25)
-        assert why_kept(leftover) == ""
+        assert explain_kept(leftover) == ""
         with monkeypatch.context() as patched:
             patched.setenv(settings.LEFTOVER_HOURS, "26")
-            assert "it goes after 26" in why_kept(leftover)
+            assert "it goes after 26" in explain_kept(leftover)
         clock.advance(hours=-25)
-        remove_free([leftover])
+        remove_unused([leftover])
         assert path.exists()
         remove_leftover(leftover)
 
@@ -117,9 +117,9 @@ def test_what_cannot_be_read_is_not_old(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(pathlib.Path, "iterdir", fail)
-    assert "its last write is not known" in why_kept(leftover)
+    assert "its last write is not known" in explain_kept(leftover)
     assert find_last_write(path) is None
-    assert why_kept(leftover, hours=0) == ""
+    assert explain_kept(leftover, hours=0) == ""
 
 
 def test_a_removal_that_cannot_look_again_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_what_was_moved_lately_is_not_old(tmp_path: Path) -> None:
     for path in (aside / "data", aside):
         os.utime(path, (1, 1))
     (leftover,) = _all(tmp_path)
-    assert "written to 0.0 hours ago" in why_kept(leftover)
+    assert "written to 0.0 hours ago" in explain_kept(leftover)
 
 
 def test_garbage_is_nobodys(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_garbage_is_nobodys(tmp_path: Path) -> None:
     for owner in (Owner.current(), owners.elsewhere(), None):
         owners.leave(tmp_path / "ckpt", owner, discarded=True)
         owners.leave(tmp_path / "ckpt", owner, REMOVED)
-    assert remove_free(_all(tmp_path)) == []
+    assert remove_unused(_all(tmp_path)) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -158,7 +158,7 @@ def test_what_this_process_fills_stays_and_what_it_could_not_remove_goes(tmp_pat
     """A save under way in this process keeps its directory; one that has failed, and left it, does not."""
     staging = commit.create_staging(tmp_path / "ckpt", new_save_id())
     left = owners.leave(tmp_path / "ckpt", Owner.current())
-    kept = remove_free(_all(tmp_path))
+    kept = remove_unused(_all(tmp_path))
     assert [leftover.path for leftover, _ in kept] == [staging]
     assert not left.exists()
     commit.publish_staging(staging, tmp_path / "ckpt")
@@ -168,7 +168,7 @@ def test_files_are_left_too(tmp_path: Path) -> None:
     """What a conversion to one file has left goes as well."""
     path = tmp_path / temporary_name("model.bin", STAGING, new_save_id(), owners.dead())
     path.write_bytes(b"so far")
-    assert remove_free(_all(tmp_path)) == []
+    assert remove_unused(_all(tmp_path)) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -185,7 +185,7 @@ def test_what_cannot_be_removed_is_a_warning(
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", refuse)
-    remove_free(_all(tmp_path))
+    remove_unused(_all(tmp_path))
     assert f"cannot remove {bad}: Permission denied (EACCES)" in caplog.text
     assert bad.exists()
     assert not good.exists()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 from obstore.store import MemoryStore
 
 from shardckpt.commit import Owner
+from shardckpt.commit.removal import remove_checkpoint
 from shardckpt.commit.unfinished import find_unfinished, remove_unfinished, why_unfinished_kept
 from shardckpt.commit.upload import Upload
 from shardckpt.integrations.fsspec.folder import open_folder
@@ -140,3 +141,21 @@ def test_a_killed_removal_is_continued(place: RemotePath) -> None:
     assert why_unfinished_kept(found) == ""
     remove_unfinished(found)
     assert not list_objects(place.folder)
+
+
+def test_a_removal_of_another_librarys_checkpoint_is_continued_in_its_folders(
+    place: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a record nothing but the mark says that the files in folders were to go; checkpoints in these stay."""
+    for name in (MARKER_NAME, "data", "folder/data", "other/metadata.json", "other/data"):
+        (place / name).write(b"12345")
+
+    def fail(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RemotePath, "delete_all", fail)
+        with pytest.raises(KeyboardInterrupt):
+            remove_checkpoint(RemotePath(place.folder))
+    remove_unfinished(_find(place))
+    assert list_objects(place.folder).keys() == {"other/metadata.json", "other/data"}

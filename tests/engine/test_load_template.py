@@ -10,6 +10,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.engine.load_template import MISSING, LoadTemplate
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardckpt.mapping.unstored import OptionalEntries
 from shardckpt.state_dict import split_for_save
 from tests.tables import table
 
@@ -86,25 +87,30 @@ def test_values_beside_what_is_built_stay(wanted: list[Any], common: list[Any], 
     [
         ([_object("a"), 5, 6], ["old", 7], r"has a list of 2 values at \['l'\]"),
         ([{"a": _object("a"), "n": 0}, 5], ["old", 7], r"has a str at \['l'\]\[0\]"),
+        ({"a": _object("a"), "n": 0}, "old", r"has a str at \['l'\]"),
     ],
 )
-def test_a_list_that_does_not_fit_what_is_built_is_an_error(wanted: list[Any], common: list[Any], reason: str) -> None:
+def test_a_container_that_does_not_fit_what_is_built_is_an_error(wanted: Any, common: Any, reason: str) -> None:
     """Values that have no place are not dropped."""
     template = LoadTemplate({"l": wanted})
     with pytest.raises(CheckpointingException, match=reason):
         template.fill([shard.key for shard in template.shards], {"l": common}, built={0})
 
 
-@table("place", ["dict", "list"])
-def test_a_value_where_a_shard_was_not_built_is_an_error(place: str) -> None:
-    """With ``only_built`` no value of the checkpoint is dropped in silence, in a dict or in an item of a list."""
-    item = {"a": _object("a"), "t": _tensor("t"), "n": 0}
-    template = LoadTemplate({"x": item if place == "dict" else [item, 5]})
-    stored = {"a": "old", "t": 9, "n": 1}
-    common = {"x": stored if place == "dict" else [stored, 7]}
+@table(
+    ("wanted", "common", "place"),
+    [
+        ({"a": _object("a"), "t": _tensor("t"), "n": 0}, {"a": "old", "t": 9, "n": 1}, r"\['x'\]\['t'\]"),
+        ([{"a": _object("a"), "t": _tensor("t")}, 5], [{"a": "old", "t": 9}, 7], r"\['x'\]\[0\]\['t'\]"),
+        ([_object("a"), _tensor("t"), 5], ["old", 9, 7], r"\['x'\]\[1\]"),
+    ],
+)
+def test_a_value_where_a_shard_was_not_built_is_an_error(wanted: Any, common: Any, place: str) -> None:
+    """With ``only_built`` no value of the checkpoint is dropped in silence, in a dict or in a list."""
+    template = LoadTemplate({"x": wanted})
     (built,) = (number for number, shard in enumerate(template.shards) if isinstance(shard, ShardedObject))
-    with pytest.raises(CheckpointingException, match=r"has a value at \['x'\].*\['t'\]"):
-        template.fill([shard.key for shard in template.shards], common, built={built}, only_built=True)
+    with pytest.raises(CheckpointingException, match=f"has a value at {place}"):
+        template.fill([shard.key for shard in template.shards], {"x": common}, built={built}, only_built=True)
 
 
 def test_a_list_of_plain_dcp_keeps_what_is_not_asked_for_as_an_object(tmp_path: Path) -> None:
@@ -141,6 +147,14 @@ def test_a_factory_may_build_plain_values_too() -> None:
         "f", torch.zeros(2), lambda *_: {"p": _tensor("p"), "n": 3}, lambda x: (x["p"], x["n"])
     )  # type: ignore[arg-type,return-value]
     assert LoadTemplate({"f": factory}).fill(["p"], {}) == {"f": ("p", 3)}
+
+
+def test_a_plain_value_among_optional_entries_stays() -> None:
+    """A caller may put any value in the place of an entry: a zero and a tensor are values as others are."""
+    wanted = OptionalEntries({"a": _tensor("p.a"), "n": 0, "t": torch.zeros(2), "empty": {}}, "p.")
+    template = LoadTemplate({"o": wanted})
+    assert template.left_out == ["p.a", "p.empty"]
+    assert template.find_ignored_tensors({}) == ["['o']['t']"]
 
 
 def test_a_missing_value_leaves_its_place_out() -> None:

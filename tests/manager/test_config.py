@@ -21,9 +21,10 @@ from shardckpt.manager import (
     SaveAfter,
     SaveAt,
     SaveEvery,
-    config,
     find_faults,
+    setting_checks,
 )
+from shardckpt.manager.other_names import OTHER_NAMES, TIMEOUT_HINT, list_our_names
 from tests.manager.training import Progress
 from tests.tables import table
 
@@ -135,7 +136,7 @@ def test_wrong_names_are_refused_before_the_training(tmp_path: Path, wrong: dict
             {"exclude_from_loading": (1,)},
             "an item of exclude_from_loading is 1: expected names of states, as ('lr_scheduler',)",
         ),
-        *(({name: 600}, f"there is no setting {name!r}: {config._TIMEOUT}") for name in ("timeout", "timeout_secs")),
+        *(({name: 600}, f"there is no setting {name!r}: {TIMEOUT_HINT}") for name in ("timeout", "timeout_secs")),
         (
             {"keep_best_k": 2, "metric_for_best_model": "loss"},
             "there is no setting 'metric_for_best_model': it is best_metric here",
@@ -224,9 +225,9 @@ def test_a_wrong_step_is_refused_before_anything_is_done(tmp_path: Path, call: C
 
 def test_every_name_of_another_library_is_one_of_ours() -> None:
     """What an error advises exists."""
-    ours = {ours for name in config._OTHERS_NAMES for ours in config._list_ours(name)}
+    ours = {ours for name in OTHER_NAMES for ours in list_our_names(name)}
     assert ours <= CheckpointConfig.model_fields.keys()
-    assert not config._OTHERS_NAMES.keys() & CheckpointConfig.model_fields.keys()
+    assert not OTHER_NAMES.keys() & CheckpointConfig.model_fields.keys()
 
 
 @table(
@@ -268,6 +269,21 @@ def test_two_names_of_one_setting_are_refused(given: dict[str, Any], ours: str) 
 def test_a_fault_names_what_is_given(settings: dict[str, Any], said: str) -> None:
     """Not the setting that it stands for, nor None for the default."""
     assert [fault.message for fault in find_faults(settings)] == [said]
+
+
+def test_settings_are_checked_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever form a file has a switch, a strategy is asked for what the job will ask of it."""
+    monkeypatch.setattr(setting_checks, "AsyncSaveStrategy", str)
+    monkeypatch.setattr(setting_checks, "StoresHubFolders", str)
+    assert [fault.setting for fault in find_faults({"async_mode": "Disabled", "steps_in_hf": "no"})] == []
+    assert [fault.setting for fault in find_faults({"async_mode": "Async"})] == ["async_mode"]
+    assert [fault.setting for fault in find_faults({"steps_in_hf": "yes"})] == ["steps_in_hf"]
+    assert [fault.setting for fault in find_faults({"steps_in_hf": "yes", "load_only": "false"})] == ["steps_in_hf"]
+
+
+def test_a_file_url_is_no_store() -> None:
+    """An export to it needs the budget of an export to a directory."""
+    CheckpointConfig(last_save_in_hf=True, memory_budget="32MiB", folder="file:///checkpoints")
 
 
 def test_equal_configurations_have_one_hash() -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardckpt.commit.leftovers import spool_folder
+from shardckpt.commit.leftovers import find_spool_folder
 from tests.faults.forks import fork, wait
 from tests.remote import jobs
 from tests.remote.store import Store
@@ -86,7 +86,7 @@ def _one(place: Path, world: int, number: int, how: str, files: str) -> dict[str
 
 def _spools() -> list[str]:
     """The spool directories of all processes."""
-    return sorted(path.name for path in spool_folder().glob("shardckpt-spool-*"))
+    return sorted(path.name for path in find_spool_folder().glob("shardckpt-spool-*"))
 
 
 def _save(place: Path, store: Store, rank: int, world: int, save: Callable[..., None]) -> None:

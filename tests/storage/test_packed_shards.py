@@ -43,10 +43,10 @@ def test_what_is_unpacked_is_what_was_packed() -> None:
 def test_some_rows() -> None:
     """Of the rows those that are asked for remain, by their numbers, and of the objects those by name."""
     keys = [ShardedObject(key, None, (1,), (0,)).unique_key for key in "pq"]
-    some = _packed(keys).only([1, 4], keys[1:])
-    table, objects = some.rows()
+    some = _packed(keys).select([1, 4], keys[1:])
+    table, objects = some.unpack_boxes()
     assert (some.size, objects) == (3, keys[1:])
     assert table.spec.tolist() == [1, 0]
     assert table.offset.tolist() == [[0, 0], [2, 0]]
     assert _packed(keys) == _packed(keys) != some
-    assert _packed([]).only([], []).unpack()[1].spec.tolist() == []
+    assert _packed([]).select([], []).unpack()[1].spec.tolist() == []

@@ -15,7 +15,7 @@ from shardckpt.errors import PluginError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Names have a dot, so that they never meet a name of the format's own.
+#: Names have a dot, so that they never collide with a name of the format's own.
 _NAME = re.compile(r"(?=.{1,255}\Z)[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)+")
 #: Classes that the format stores itself: a codec of one would never be asked.
 FORMAT_CLASSES = frozenset(
@@ -30,7 +30,7 @@ FORMAT_CLASSES = frozenset(
 
 
 class Codec(NamedTuple):
-    """A codec that somebody has registered: its name, the class, and the functions to and from plain values."""
+    """A registered codec: its name, its class, and the functions to and from plain values."""
 
     name: str
     cls: type
@@ -56,17 +56,18 @@ def register_codec(
             register_codec("acme.Phase", Phase, lambda member: member.name, lambda name: Phase[name])  # an enum
 
     Args:
-        name: Stored with each value: letters, digits, ``_`` and ``-``, with at least one dot. Best begins with a
-            name that is yours, and never changes. Those that begin with ``shardckpt.`` are the format's.
+        name: Stored with each value: letters, digits, ``_`` and ``-``, with at least one dot. Begin it with a name
+            that is yours, and never change it: stored values need it. ``shardckpt.`` begins the format's own.
         cls: The class. Instances of its subclasses need codecs of their own.
         encode: Called with an instance; returns what represents it: plain values, tensors, arrays, containers of them,
             and instances of other registered classes.
-        decode: Called with what ``encode`` returned, equal and not the same; returns the instance. A checkpoint may be
-            from a stranger: it must do nothing with the value but check it and build the instance.
+        decode: Called with a copy of what ``encode`` returned; returns the instance. A checkpoint may come from a
+            stranger: do nothing with the value but check it and build the instance.
         override: Whether to replace codecs of the same name or class.
 
     Raises:
-        PluginError: The name is malformed, the format stores the class itself, or the name or the class has a codec.
+        PluginError: The name is malformed or the format's, the format stores the class itself, or the name or the class
+            has a codec.
     """
     if not _NAME.fullmatch(name):
         raise PluginError(
@@ -78,25 +79,26 @@ def register_codec(
     if cls in FORMAT_CLASSES:
         raise PluginError(f"codec {name!r}: the format stores {class_name(cls)} itself; register a class of your own")
     codec = Codec(name, cls, encode, decode)
-    taken = [found for found in (_BY_NAME.get(name), _BY_CLASS.get(cls)) if found is not None]
-    if taken and not override:
+    existing = [other for other in (_BY_NAME.get(name), _BY_CLASS.get(cls)) if other is not None]
+    if existing and not override:
+        first = existing[0]
         raise PluginError(
-            f"codec {name!r} of {class_name(cls)}: {class_name(taken[0].cls)} has the codec {taken[0].name!r} already; "
+            f"codec {name!r} of {class_name(cls)}: {class_name(first.cls)} has the codec {first.name!r} already; "
             "pass override=True to replace it"
         )
-    for found in taken:
-        _BY_NAME.pop(found.name, None)
-        _BY_CLASS.pop(found.cls, None)
+    for other in existing:
+        _BY_NAME.pop(other.name, None)
+        _BY_CLASS.pop(other.cls, None)
     _BY_NAME[name] = codec
     _BY_CLASS[cls] = codec
 
 
-def codec_of_class(cls: type) -> Codec | None:
-    """Return the codec of exactly this class, if one is registered."""
+def find_codec_by_class(cls: type) -> Codec | None:
+    """Return the codec of exactly this class, not of a base class, if one is registered."""
     return _BY_CLASS.get(cls)
 
 
-def codec_of_name(name: str) -> Codec | None:
+def find_codec_by_name(name: str) -> Codec | None:
     """Return the codec of this name, if one is registered."""
     return _BY_NAME.get(name)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt_safetensors.objects.by_name import BY_NAME, decode_by_name
-from shardckpt_safetensors.objects.codecs import codec_of_name
+from shardckpt_safetensors.objects.codecs import find_codec_by_name
 from shardckpt_safetensors.objects.factories import FACTORIES
 from shardckpt_safetensors.objects.json_text import show
 from shardckpt_safetensors.objects.numpy_arrays import decode_array, decode_scalar
@@ -143,7 +143,7 @@ def _make(kind: str, reference: dict[str, Any], stored: FileTensor) -> Any:
 
 
 def _registered(name: str, inner: Any) -> Walk:
-    codec = codec_of_name(name)
+    codec = find_codec_by_name(name)
     if codec is None:
         raise CheckpointingException(
             f"its codec {name!r:.300} is not registered in this process: import the module that registers it, or call "

@@ -15,7 +15,7 @@ import torch
 from shardckpt.errors import ShardingError
 from shardckpt.storage import MOST_LEVELS
 from shardckpt_safetensors.objects.by_name import encode_by_name
-from shardckpt_safetensors.objects.codecs import Codec, class_name, codec_of_class
+from shardckpt_safetensors.objects.codecs import Codec, class_name, find_codec_by_class
 from shardckpt_safetensors.objects.factories import FACTORY_NAMES
 from shardckpt_safetensors.objects.json_text import check_levels, dump_json
 from shardckpt_safetensors.objects.numpy_arrays import encode_array, encode_scalar, is_numpy, is_scalar
@@ -129,7 +129,7 @@ class _Encoder:
         leaf = LEAVES.get(cls)
         if leaf is not None:
             return leaf(value)
-        codec = codec_of_class(cls)
+        codec = find_codec_by_class(cls)
         if codec is not None:
             return self._registered(value, codec)
         container = _CONTAINERS.get(cls)

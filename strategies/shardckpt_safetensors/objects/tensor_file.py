@@ -1,4 +1,4 @@
-"""A safetensors file in memory: a tree, and the tensors that it refers to."""
+"""A safetensors file in memory: a tree of JSON values in its metadata, and the tensors that the tree refers to."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 #: Most axes of a tensor.
 MOST_AXES = 64
 _TREE = "tree"
-#: Most commas in a header: those of a million tensors.
-_MOST_PARTS = 1 << 23
-#: The heads of small files, by their bytes.
+#: Most commas outside of strings in a header, as a million tensors have: what a hostile header may become is bounded.
+_MOST_COMMAS = 1 << 23
+#: Parsed headers of small files: many objects of a checkpoint, and of its next load, have equal ones.
 _heads = ParseCache[tuple[Any, "dict[str, FileEntry]"]]()
 
 
@@ -41,7 +41,7 @@ class FileTensor(NamedTuple):
 
 def pack_file(tree: Any, tensors: dict[str, FileTensor], what: str) -> bytes:
     """Return the bytes of a file with a tree and tensors by name; ShardingError if its header would be too long."""
-    # wide dtypes first: then every tensor begins at a multiple of its element size without padding
+    # wide dtypes first: every tensor then begins at a multiple of its element size, without padding
     ordered = sorted(tensors.items(), key=lambda item: -HEADER_BYTES[item[1].kind])
     entries = [HeaderEntry(name, tensor.kind, tensor.shape, len(tensor.data)) for name, tensor in ordered]
     head = encode_header(entries, {_TREE: dump_padded(tree)})
@@ -54,9 +54,9 @@ def pack_file(tree: Any, tensors: dict[str, FileTensor], what: str) -> bytes:
 
 
 def parse_file(data: memoryview, what: str) -> tuple[Any, dict[str, FileTensor]]:
-    """Return the tree and the tensors of a file, which are views of its bytes.
+    """Return the tree and the tensors of a file; the tensors are views of its bytes.
 
-    Callers share the tree of equal files, and must not change it.
+    Files with equal headers share one tree: do not change it.
     """
     length = header_length(bytes(data[:LENGTH_BYTES]), len(data), what)
     text = bytes(data[LENGTH_BYTES : LENGTH_BYTES + length])
@@ -66,11 +66,8 @@ def parse_file(data: memoryview, what: str) -> tuple[Any, dict[str, FileTensor]]
 
 
 def parse_tree_head(text: bytes | memoryview, size: int, what: str) -> tuple[Any, dict[str, FileEntry]]:
-    """Return the tree in a header, and the tensors, whose bytes fill the rest of the file.
-
-    Of each tensor, by name, it is the dtype, the shape, and where the bytes begin and end in the file.
-    """
-    metadata, entries = parse_head(text, size, f"{what} is damaged", _MOST_PARTS)
+    """Return the tree in a header, and the entry of each tensor, by name: their bytes fill the rest of the file."""
+    metadata, entries = parse_head(text, size, f"{what} is damaged", _MOST_COMMAS)
     for name, entry in entries.items():
         if entry.kind not in HEADER_BYTES:
             raise CorruptCheckpointError(
@@ -85,6 +82,6 @@ def parse_tree_head(text: bytes | memoryview, size: int, what: str) -> tuple[Any
 
 
 def is_shape(value: Any) -> bool:
-    """Return whether a value from JSON is a shape: a list of few integers, none negative."""
-    # type, not isinstance: JSON's true is an int too
+    """Return whether a value from JSON is a shape: a list of at most ``MOST_AXES`` integers, none negative."""
+    # type, not isinstance: JSON's true is a bool, which is an int, too
     return type(value) is list and len(value) <= MOST_AXES and all(type(n) is int and n >= 0 for n in value)
