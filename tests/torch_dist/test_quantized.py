@@ -33,7 +33,6 @@ from tests.torch_dist.te_stand_in import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardckpt.planning import FlatPart
     from tests.ranks import Ranks
 
 KINDS = [Float8StandIn, MXFP8StandIn, FirstFloat8StandIn]
