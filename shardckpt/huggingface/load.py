@@ -263,7 +263,8 @@ def _advise(missing: Collection[str], mapping: str | KeyMapping | None, folder: 
         return "Names that the mapping leaves as they are match no rule of it"
     return (
         "If names differ, give a mapping: load_from_huggingface(mapping=..., prefix=...) or "
-        "CheckpointConfig(hf_mapping=...)"
+        "CheckpointConfig(hf_mapping=...); if the model computes them: "
+        "load_from_huggingface(optional=...) or CheckpointConfig(exclude_from_last_save=...)"
     )
 
 

@@ -87,8 +87,12 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
         return {**rest, CONTENT: make_structure(state_dict)}
 
     def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
-        """Return the values that are no tensors as stock ``dcp.load`` asks for them: by their paths."""
-        return [PlainObject(key, value) for key, value in list_values(self._state_dict(context))]
+        """Return the values that are no tensors as stock ``dcp.load`` asks for them: by their paths.
+
+        What describes a tensor in a state, in a file that was converted, has the path of that tensor.
+        """
+        taken = {key for file in self._files for key in self._content(context, file).tensors}
+        return [PlainObject(k, value) for k, value in list_values(self._state_dict(context)) if k not in taken]
 
     def list_plain_objects(self, context: LoadContext) -> list[str]:  # noqa: ARG002 - they are the common state
         """Return an empty list: the common state has the values of all."""

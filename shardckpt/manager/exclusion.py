@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.errors import ask_nearest, listed
 from shardckpt.mapping.base import ShardedBase
 from shardckpt.mapping.unstored import OptionalEntries
 from shardckpt.state_dict import build_copy, extract_matching_values, nested_values
@@ -12,7 +14,10 @@ from shardckpt.validation.keys import VERSIONS, stored_key
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from shardckpt.distributed.comm import Comm
     from shardckpt.mapping.base import ShardedStateDict
+
+logger = logging.getLogger(__name__)
 
 
 def leave_out(
@@ -37,6 +42,19 @@ def leave_out(
     kept = {name: described[name] for name in (VERSIONS,) if name in described}
     found, rest = extract_matching_values(described, is_left_out)
     return rest | kept, bool(found)
+
+
+def warn_of_absent(described: ShardedStateDict, names: Collection[str], comm: Comm) -> None:
+    """Collective: warn on the main rank of names that no rank has a tensor for: nothing is left out by them."""
+    are_found = comm.largest(*(leave_out(described, [name])[1] for name in names))
+    absent = [name for name, is_found in zip(names, are_found, strict=True) if not is_found]
+    if absent and comm.is_main:
+        keys = [leaf.key for leaf in nested_values(described) if isinstance(leaf, ShardedBase)]
+        ends = {*keys, *(key.rpartition(".")[2] for key in keys)}
+        logger.warning(
+            "exclude_from_last_save: the model has no tensor of this name, or whose name ends so after a dot: %s",
+            listed([f"{name!r} {ask_nearest(name, ends)}".rstrip() for name in absent]),
+        )
 
 
 def _is_stored(leaf: ShardedBase, stored: Collection[str]) -> bool:

@@ -29,7 +29,7 @@ from shardckpt.errors import (
 )
 from shardckpt.manager.casting import cast_shards
 from shardckpt.manager.config import AsyncMode, CheckpointConfig, parse_config
-from shardckpt.manager.exclusion import leave_out
+from shardckpt.manager.exclusion import leave_out, warn_of_absent
 from shardckpt.manager.garbage_collection import discard_steps_after
 from shardckpt.manager.initial import load_initial
 from shardckpt.manager.metrics import parse_metrics
@@ -577,11 +577,11 @@ class CheckpointManager:
         prefix = config.last_model_prefix if model_only and last_step else MODEL_PREFIX
         dequantize = config.stores_values(last_step=last_step, model_only=model_only)
         comm = Comm(self._group)
-        with comm.local_phase("describing the states"):
-            with pause_gc():
-                state = self._states.describe_for_save(names, comm, model_prefix=prefix, dequantize=dequantize)
-            if model_only and last_step:
-                state, _ = leave_out(state, config.exclude_from_last_save)
+        with comm.local_phase("describing the states"), pause_gc():
+            state = self._states.describe_for_save(names, comm, model_prefix=prefix, dequantize=dequantize)
+        if model_only and last_step and config.exclude_from_last_save:
+            warn_of_absent(state, config.exclude_from_last_save, comm)
+            state, _ = leave_out(state, config.exclude_from_last_save)
         if model_only:
             state = cast_shards(state, config.export_dtype, comm)
         with comm.local_phase("describing the states"):

@@ -26,7 +26,7 @@ from shardckpt.manager.states import LR_SCHEDULER, MODEL, OPTIMIZER, Ranks
 from shardckpt.manager.steps import MODEL_PREFIX, PER_RANK_KEY, PREFIX_KEY, MissingStatesError
 from shardckpt.manifest.names import CONTENT_KEY
 from shardckpt.mapping.base import ShardedBase
-from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.mapping.sharded_object import PlainObject, ShardedObject
 from shardckpt.parallel.load import share_reading, split_budget
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.state_dict import nested_values
@@ -134,8 +134,9 @@ class StepReader:
             keys = list_names(opened) if is_foreign else []
             renamed = self._rename(opened, keys, model_only=model_only) if is_foreign else opened
             checkpoint = share_reading(renamed, self._budget) if self._fully_parallel else renamed
-            ranks = Ranks(comm.rank, comm.world_size, comm.world_size if record is None else record.world_size)
             stored = frozenset(map(stored_key, checkpoint.index()))
+            saved_by = self._count_saved_ranks(stored) or (comm.world_size if record is None else record.world_size)
+            ranks = Ranks(comm.rank, comm.world_size, saved_by)
             common = checkpoint.common() if is_foreign else {}
             # Two loads: the objects say which tensors a plain state had. Only then is each tensor requested.
             with comm.local_phase("choosing states"):
@@ -176,6 +177,14 @@ class StepReader:
                 ),
             )
         return Fetched(names, objects, tensors, ranks, is_partial, None if record is None else record.save_id)
+
+    def _count_saved_ranks(self, stored: Iterable[str]) -> int | None:
+        """Return how many ranks saved the states of each rank; None if there are none.
+
+        The record does not say it of what one process has converted or merged.
+        """
+        grids = _find_grids(self._states.per_rank, stored).values()
+        return next((grid[0] for grid in grids if len(grid) == 1), None)
 
     def _rename(self, checkpoint: OpenCheckpoint, keys: list[str], *, model_only: bool) -> OpenCheckpoint:
         """Collective: return another library's checkpoint under the names of the states."""
@@ -300,11 +309,7 @@ class StepReader:
         single = [name for name in names if name in self._states.plain or name in self._states.per_rank]
         wanted = [ShardedObject(name, None, (1,), (0,)) for name in single]
         built = checkpoint.find_buildable([shard for shard in wanted if shard.unique_key not in stored])
-        absent = {
-            shard.key
-            for shard in wanted
-            if shard.unique_key not in built and not any(key.startswith(f"{shard.key}/shard_") for key in stored)
-        }
+        absent = {shard.key for shard in wanted if shard.unique_key not in built} - {*_find_grids(single, stored)}
         # what dist_checkpointing.save, here or in Megatron, was given as a plain dict
         absent -= {name for name in self._states.plain if isinstance(common.get(name), dict)}
         absent |= {name for name in names if self._is_absent(name, stored)}
@@ -387,3 +392,10 @@ def _find_prefix(names: Collection[str], keys: Collection[str]) -> str:
     first, found = min(names), {*keys}
     prefixes = sorted(key.removesuffix(f".{first}") for key in found if key.endswith(f".{first}"))
     return max(prefixes, key=lambda each: sum(f"{each}.{name}" in found for name in names), default="")
+
+
+def _find_grids(names: Collection[str], stored: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of the grid of stored objects of each name that has one; a value inside an object is none."""
+    begin = tuple(f"{name}/shard_" for name in names)
+    found = (PlainObject.empty_from_unique_key(key) for key in stored if key.startswith(begin))
+    return {each.key: each.global_shape for each in found if each.key in names}

@@ -252,9 +252,12 @@ def _advise_of_grids(wanted: Sequence[ShardedBase], absent: Collection[str], sto
     objects = (shard for shard in wanted if isinstance(shard, ShardedObject))
     grids = {shard.key: shard.global_shape for shard in objects if shard.unique_key in absent}
     others = {
-        key: f"{key} as {ShardedObject.empty_from_unique_key(name).global_shape}, wanted as {grids[key]}"
+        key: f"{key} as {grid}, wanted as {grids[key]}"
         for name, key in stored.items()
-        if key in grids and key != name
+        if key in grids
+        and key != name
+        # an object may be missing in a grid of the same shape
+        and (grid := ShardedObject.empty_from_unique_key(name).global_shape) != grids[key]
     }
     if not others:
         return ""

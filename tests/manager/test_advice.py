@@ -192,6 +192,7 @@ def _no_such_step(folder: Path) -> None:
         (_misfit(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2)), "exclude_from_loading"),
         (_other_optimizer, "exclude_from_loading"),
         (_other_names, "CheckpointConfig(hf_mapping=...)"),
+        (_other_names, "CheckpointConfig(exclude_from_last_save=...)"),
         (_no_mapping, "built in: "),
         (_unlisted_class, "allow_globals=[Fraction]"),
         (_new_state, "exclude_from_loading"),

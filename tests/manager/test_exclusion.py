@@ -10,6 +10,7 @@ from shardckpt.huggingface import export_to_huggingface
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.manager.exclusion import leave_out
 from shardckpt.mapping import ShardedTensor
+from tests.logs import collect_warnings
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -60,6 +61,23 @@ def _last_save_and_start(folder: Path, in_hf: bool) -> None:
 def test_the_last_save_lacks_what_is_excluded(tmp_path: Path, in_hf: bool) -> None:
     """The last save and its export lack these tensors, and a training that starts from either keeps its own."""
     _last_save_and_start(tmp_path, in_hf)
+
+
+def _last_save_warnings(folder: Path) -> list[str]:
+    torch.manual_seed(0)
+    names = ["freq_cis", "layer.freqs_cis", "freqs_cis", "none"]
+    config = CheckpointConfig(folder=str(folder), exclude_from_last_save=names)
+    with collect_warnings("shardckpt.manager") as said, CheckpointManager(config, {"model": Model(1.0)}) as manager:
+        manager.save(1, last_step=True)
+    return said
+
+
+def test_a_name_that_no_tensor_has_is_said(ranks: Ranks, tmp_path: Path) -> None:
+    """A name that leaves nothing out is a warning of the main rank, with the nearest right one."""
+    first, second = ranks.run(2, _last_save_warnings, tmp_path)
+    (said,) = first
+    assert said.endswith(" after a dot: 'freq_cis' did you mean freqs_cis?, 'none'")
+    assert second == []
 
 
 def test_ranks_leave_out_the_same(ranks: Ranks, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import CheckpointingException
+from shardckpt.maintenance import convert_checkpoint
 from shardckpt.manager import CheckpointConfig, CheckpointManager, KeepBest, KeepLatest, KeepPinned
 from shardckpt.manager.garbage_collection import collect_garbage
 from shardckpt.manager.writer import StepWriter
@@ -40,6 +41,39 @@ def test_another_number_of_ranks_loads(ranks: Ranks, tmp_path: Path, saved: int,
     (expected, *_) = ranks.run(saved, jobs.trained, str(tmp_path), 4, config)
     for found in ranks.run(loaded, jobs.loaded, str(tmp_path), config):
         assert all(map(torch.equal, found, expected))
+
+
+def test_a_converted_step_is_resumed(ranks: Ranks, tmp_path: Path) -> None:
+    """One process converts a step of several ranks: it still has the states of each, for any number of ranks."""
+    (expected, *_) = ranks.run(2, jobs.trained, str(tmp_path), 4, {})
+    convert_checkpoint(tmp_path / "step-4", tmp_path / "step-4", "safetensors", overwrite=True)
+    for loaded in (2, 1):
+        for found in ranks.run(loaded, jobs.loaded, str(tmp_path), {}):
+            assert all(map(torch.equal, found, expected))
+
+
+def test_states_with_tensors_come_back_from_a_file(tmp_path: Path) -> None:
+    """A step that a file of `torch.save` has had is a checkpoint again, whose states load; random numbers stay."""
+    kept = torch.nn.Linear(2, 2)
+    ema = Progress()
+    ema.history = [{"shadow": dict(kept.state_dict())}, 5]
+    states = {"model": kept, "ema": ema}
+    with CheckpointManager(CheckpointConfig(folder=str(tmp_path / "a"), interval=1), states) as manager:
+        manager.save(1)
+    convert_checkpoint(tmp_path / "a" / "step-1", tmp_path / "one.pt", "torch")
+    convert_checkpoint(tmp_path / "one.pt", tmp_path / "again", "torch_dist")
+    model, ema = torch.nn.Linear(2, 2), Progress()
+    folder, path = str(tmp_path / "b"), str(tmp_path / "again")
+    config = CheckpointConfig(folder=folder, initial_load_path=path, initial_load_model_only=False)
+    before = torch.get_rng_state()
+    with CheckpointManager(config, {"model": model, "ema": ema}) as manager:
+        assert manager.load()
+    assert torch.get_rng_state().equal(before)
+    loaded, number = ema.history
+    assert number == 5
+    for key, value in kept.state_dict().items():
+        assert value.equal(model.state_dict()[key])
+        assert value.equal(loaded["shadow"][key])
 
 
 def test_what_is_each_ranks_own_is_not_loaded_by_other_ranks(ranks: Ranks, tmp_path: Path) -> None:

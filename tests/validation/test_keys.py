@@ -177,6 +177,11 @@ def test_an_object_of_another_grid_of_ranks_is_told_from_one_that_is_not_stored(
     with pytest.raises(KeyMismatchError) as error:
         compare_keys(_cells_of("rng", 0, count=1), stored, StrictHandling.ASSUME_OK_UNEXPECTED, Comm(alone=True))
     assert "another grid of ranks: rng as (2, 2), wanted as (1,). Ask for them as" in str(error.value)
+    with pytest.raises(KeyMismatchError) as error:  # one of the same grid was lost
+        compare_keys(
+            _cells_of("rng", 1), name_keys(_cells_of("rng", 0)), StrictHandling.ASSUME_OK_UNEXPECTED, Comm(alone=True)
+        )
+    assert "another grid" not in str(error.value)
 
 
 def test_keys_that_are_stored_behind_a_prefix_are_said_with_what_loads_them(tmp_path: Path) -> None:
