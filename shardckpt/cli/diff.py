@@ -133,7 +133,7 @@ def _describe(report: DiffReport, options: Any) -> list[str]:
     """Return the tables of differences, the summary, and notes about what was left out."""
     lines = [*_list_tensors(report, verbose=options.verbose), *_list_objects(report, verbose=options.verbose)]
     lines.append(paint(_summarize(report, options), "good" if report.are_same else "bad"))
-    notes = (_describe_left_out, _describe_unpaired, _describe_unread, advise_names, _advise_rows, _advise_objects)
+    notes = (_describe_left_out, _describe_plain, _describe_unread, advise_names, _advise_rows, _advise_objects)
     return [*lines, *filter(None, (describe(report, options) for describe in notes))]
 
 
@@ -149,7 +149,7 @@ def _summarize(report: DiffReport, options: Any) -> str:
     if report.objects is None:
         return tensors
     entries = f"{report.objects.equal:,} {'entry is' if report.objects.equal == 1 else 'entries are'} equal"
-    count = len(report.objects.differences)
+    count = report.objects.differing
     differing = f"{format_many(count, 'value')} {'differs' if count == 1 else 'differ'}" if count else "none differs"
     return f"{tensors}; objects and common state: {entries}, {differing}"
 
@@ -218,12 +218,17 @@ def _describe_left_out(report: DiffReport, _: Any) -> str:
     return f"not compared: {format_many(count, 'tensor')} of the optimizer's state" if count else ""
 
 
-def _describe_unpaired(report: DiffReport, _: Any) -> str:
-    """Name the objects that only readers of other libraries look up, where one checkpoint alone has them."""
-    names = report.objects.unpaired if report.objects else ()
-    many = format_many(len(names), "object")
-    return (
-        f"not compared: {many} for readers of other libraries, in one alone: {listed(names, limit=6)}" if names else ""
+def _describe_plain(report: DiffReport, _: Any) -> str:
+    """Name the objects that only readers of other libraries look up, that differ or that one checkpoint alone has."""
+    if report.objects is None:
+        return ""
+    return "\n".join(
+        f"{what}: {format_many(len(names), 'object')} for readers of other libraries{where}: {listed(names, limit=6)}"
+        for what, where, names in (
+            ("different", "", report.objects.different_plain),
+            ("not compared", ", in one alone", report.objects.unpaired_plain),
+        )
+        if names
     )
 
 

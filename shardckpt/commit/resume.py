@@ -11,7 +11,7 @@ from shardckpt.commit.claim import CLAIM, Claim, is_mark, parse_in_progress
 from shardckpt.commit.commit import discard_staging, list_staging_directories, staging_path
 from shardckpt.commit.owner import claim_name, release_name
 from shardckpt.commit.staging_names import STAGING, get_save_id, parse_temporary
-from shardckpt.commit.unfinished import find_unfinished, remove_unfinished, why_unfinished_kept
+from shardckpt.commit.unfinished import explain_unfinished_kept, find_unfinished, remove_unfinished
 from shardckpt.errors import StorageError
 from shardckpt.manifest.names import MARKER_NAME, generation_name
 from shardckpt.storage.filesystem import is_there
@@ -83,7 +83,7 @@ def adopt_upload(
             return save_id
     if is_first and (FIRST_LINE in found or marks.issuperset(found)):
         unfinished = find_unfinished(target)
-        if unfinished is not None and not why_unfinished_kept(unfinished, math.inf):
+        if unfinished is not None and not explain_unfinished_kept(unfinished, math.inf):
             remove_unfinished(unfinished)
     return ""
 

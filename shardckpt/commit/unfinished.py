@@ -114,7 +114,7 @@ def _list_needless(path: RemotePath, tree: Mapping[str, int], generation: str | 
     return others | marks | list_first(path, tree)
 
 
-def why_unfinished_kept(unfinished: Unfinished, hours: float | None = None) -> str:
+def explain_unfinished_kept(unfinished: Unfinished, hours: float | None = None) -> str:
     """Return why what a save has left must stay; ``""`` if it may be removed.
 
     It is judged by its process and the time of its last write. ``hours`` after that a process on another host counts as

@@ -179,18 +179,12 @@ class OpenCheckpoint:
         )
 
     def list_plain_objects(self) -> list[str]:
-        """Collective: return the keys of the PlainObjects; none if the common state has their values as well."""
-        if not isinstance(self.strategy, ReadsPlainObjects):
-            return []
-        with self.operation.local_phase("reading plain objects"):
-            return self.strategy.list_plain_objects(self.context)
+        """Return the keys of the PlainObjects; none if the common state has their values as well."""
+        return self.strategy.list_plain_objects(self.context) if isinstance(self.strategy, ReadsPlainObjects) else []
 
     def read_plain_objects(self) -> list[PlainObject]:
-        """Collective: return the PlainObjects with their values."""
-        if not isinstance(self.strategy, ReadsPlainObjects):
-            return []
-        with self.operation.local_phase("reading plain objects"):
-            return self.strategy.read_plain_objects(self.context)
+        """Return the PlainObjects with their values."""
+        return self.strategy.read_plain_objects(self.context) if isinstance(self.strategy, ReadsPlainObjects) else []
 
     def find_buildable(self, absent: Sequence[ShardedObject]) -> set[str]:
         """Return the unique keys of those objects that are not stored, but that the strategy can build."""

@@ -25,7 +25,7 @@ from shardckpt.commit.leftovers import (
 )
 from shardckpt.commit.resume import adopt_staging
 from shardckpt.commit.staging_names import get_save_id, new_save_id, stem
-from shardckpt.commit.unfinished import find_unfinished, remove_unfinished, why_unfinished_kept
+from shardckpt.commit.unfinished import explain_unfinished_kept, find_unfinished, remove_unfinished
 from shardckpt.engine.locations import locate, locate_local
 from shardckpt.engine.progress import Progress
 from shardckpt.errors import CheckpointingException, StorageError, listed
@@ -137,7 +137,7 @@ def clear_unfinished(
     results = []
     for name, unfinished in zip(names, found, strict=True):
         if unfinished is not None:
-            kept = why_unfinished_kept(unfinished, older_than)
+            kept = explain_unfinished_kept(unfinished, older_than)
             if not kept:  # before the in-progress objects go, by which the uploads are found again after a crash
                 results += _abort_uploads(unfinished.path, _find_own_uploads(unfinished), dry_run=dry_run)
             nbytes, remove = sum(unfinished.objects.values()), partial(remove_unfinished, unfinished)
@@ -334,7 +334,7 @@ def _prune_store(place: Path, plugins: PluginManager, older_than: float | None, 
 def _explain_living(place: Path, name: str, plugins: PluginManager, older_than: float | None) -> str:
     """Return why a save in a folder of a URL counts as living; ``""`` if there is none. ``""`` is the URL itself."""
     unfinished = find_unfinished(open_below(place, name, plugins))
-    return "" if unfinished is None else why_unfinished_kept(unfinished, older_than)
+    return "" if unfinished is None else explain_unfinished_kept(unfinished, older_than)
 
 
 def _list_uploads(place: Path) -> list[PendingUpload] | None:

@@ -181,7 +181,8 @@ def _choose_mapping(mapping: str | KeyMapping | None, folder: Folder, keys: Iter
     # rows that pad the vocabulary are the trainer's: they are as allow_shape_mismatch says
     default = PEFT if folder.adapter is not None else None
     found = find_mapping(default if mapping is None else mapping, lambda: folder.config, "keep")
-    comm.agree(mapping=type(found).__name__)  # it decides which collectives a rank calls
+    # it decides which collectives a rank calls
+    comm.agree(mapping="of a part of a model" if isinstance(found, MapsPart) else "of a model")
     if not isinstance(found, MapsPart):
         return found
     everyone = comm.all_gather(found.find_parts(keys))  # a stage of a pipeline may have none

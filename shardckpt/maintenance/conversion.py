@@ -349,13 +349,16 @@ class Conversion:
 
     def _read_plain_objects(self, stored: OpenCheckpoint) -> list[PlainObject] | None:
         """Return the objects for stock DCP with their values; None if some are damaged, and damage is to be skipped."""
-        try:
-            return stored.read_plain_objects()
-        except CheckpointingException as exc:
-            if not (self.skip_damaged and is_damage(exc)):
-                raise
-            logger.warning("of objects for other libraries alone, only what the common state has is written: %s", exc)
-            return None
+        with stored.operation.local_phase("reading plain objects"):
+            try:
+                return stored.read_plain_objects()
+            except CheckpointingException as exc:
+                if not (self.skip_damaged and is_damage(exc)):
+                    raise
+                logger.warning(
+                    "of objects for other libraries alone, only what the common state has is written: %s", exc
+                )
+                return None
 
     def _describe_common(
         self, stored: OpenCheckpoint, objects: Sequence[ShardedObject], common: StateDict
@@ -483,8 +486,10 @@ class Conversion:
     def _list_plain_objects(self, stored: OpenCheckpoint, written: Sequence[ShardedObject]) -> list[str]:
         """Return the keys of the PlainObjects that are not written, but for those that are left out by name."""
         kept = {key for shard in written if isinstance(shard, PlainObject) for key in (shard.key, *(shard.keys or ()))}
+        with stored.operation.local_phase("reading plain objects"):
+            keys = stored.list_plain_objects()
         asked = self.options.leave_out if self._writes_plain_objects else ()
-        return [key for key in stored.list_plain_objects() if key not in kept and not is_below(key, asked)]
+        return [key for key in keys if key not in kept and not is_below(key, asked)]
 
     def _warn_of_plain_objects(self, keys: Sequence[str]) -> None:
         if keys:

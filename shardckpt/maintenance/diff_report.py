@@ -66,17 +66,24 @@ class ObjectReport(NamedTuple):
     """The differences of the objects and the common state of two checkpoints.
 
     Attributes:
-        equal: Number of objects, PlainObjects among them, and of entries of the common state, that are equal in both.
+        equal: Number of objects, and of entries of the common state, that are equal in both.
         differences: What differs, sorted by key.
         containers: How many places each list, tuple or dict has that differences are in, by its key.
-        unpaired: Keys of PlainObjects, which only readers of other libraries look up, that one checkpoint alone has, as
-            after a conversion to a format without them; they are no difference.
+        different_plain: A key of each PlainObject, which only readers of other libraries look up, that differs.
+        unpaired_plain: Keys of those that one checkpoint alone has, as after a conversion to a format without them;
+            they are no difference.
     """
 
     equal: int = 0
     differences: tuple[ObjectDifference, ...] = ()
     containers: Mapping[str, int] = types.MappingProxyType({})
-    unpaired: tuple[str, ...] = ()
+    different_plain: tuple[str, ...] = ()
+    unpaired_plain: tuple[str, ...] = ()
+
+    @property
+    def differing(self) -> int:
+        """How many values differ."""
+        return len(self.differences) + len(self.different_plain)
 
 
 @dataclass(frozen=True)
@@ -107,4 +114,4 @@ class DiffReport:
     @property
     def are_same(self) -> bool:
         """Whether nothing differs."""
-        return not (self.differences or self.different_files or (self.objects and self.objects.differences))
+        return not (self.differences or self.different_files or (self.objects and self.objects.differing))

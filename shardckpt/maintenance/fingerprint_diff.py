@@ -91,7 +91,7 @@ def _compare_objects(*checkpoints: OutlinedCheckpoint) -> ObjectReport | None:
         return None
     first, second = (_read_objects(each) for each in checkpoints)
     is_known = len(first) == len(names) and first == second
-    return ObjectReport(len(one.common) + len(names)) if is_known else None
+    return ObjectReport(len(one.common) + len(one.objects)) if is_known else None
 
 
 def _read_objects(checkpoint: OutlinedCheckpoint) -> dict[str, tuple[str, bytes]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shardckpt.huggingface.structure import forget_structure, plain_name
+from shardckpt.huggingface.torch_strategy import list_values
 from shardckpt.maintenance.diff_report import ObjectDifference, ObjectReport
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
@@ -46,7 +47,7 @@ def diff_objects(
     ones, others = _read(first), _read(second)
     ones, others = _rename_objects(ones, others), _rename_objects(others, ones)
     known = _separate_tensors(ones, second, only_second, others) | _separate_tensors(others, first, only_first, ones)
-    unpaired = _add_plain_objects(first, second, ones, others)
+    different_plain, unpaired_plain = _compare_plain_objects(first, second, ones, others)
     equal, found = 0, []
     containers: dict[str, int] = {}
     # a pickle of a few bytes may have containers that hold one twice, which hold one twice, and so on
@@ -56,7 +57,7 @@ def diff_objects(
         differences = list(_compare(name, one, other, visited, containers))
         equal += not differences
         found += differences
-    return ObjectReport(equal, tuple(found), containers, unpaired), known
+    return ObjectReport(equal, tuple(found), containers, different_plain, unpaired_plain), known
 
 
 def _rename_objects(ones: Mapping[str, _Entry], others: Mapping[str, _Entry]) -> dict[str, _Entry]:
@@ -125,16 +126,33 @@ def _read(checkpoint: OpenCheckpoint) -> dict[str, _Entry]:
     }
 
 
-def _add_plain_objects(
-    first: OpenCheckpoint, second: OpenCheckpoint, ones: dict[str, _Entry], others: dict[str, _Entry]
-) -> tuple[str, ...]:
-    """Enter the PlainObjects that both have, which no load returns; return the keys of those that one alone has."""
+def _compare_plain_objects(
+    first: OpenCheckpoint, second: OpenCheckpoint, ones: Mapping[str, _Entry], others: Mapping[str, _Entry]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Compare the PlainObjects that both have, which no load returns, each once however many keys it has.
+
+    Return a key of each that differs, and the keys of those that one alone has, and the other not in its common state.
+    """
     keys, its_keys = {*first.list_plain_objects()}, {*second.list_plain_objects()}
-    both = keys & its_keys
-    for checkpoint, entries in ((first, ones), (second, others)) if both else ():
-        for shard in checkpoint.read_plain_objects():
-            entries |= {key: _Entry(key, shard.data) for key in shard.keys or (shard.key,) if key in both}
-    return tuple(sorted(keys ^ its_keys))
+    alone = {*(keys - its_keys - _list_paths(others)), *(its_keys - keys - _list_paths(ones))}
+    if not keys & its_keys:
+        return (), tuple(sorted(alone))
+    found, its_found = (
+        {key: shard for shard in each.read_plain_objects() for key in shard.keys or (shard.key,)}
+        for each in (first, second)
+    )
+    pairs: dict[tuple[int, int], str] = {}
+    for key in sorted(found.keys() & its_found.keys()):
+        pairs.setdefault((id(found[key]), id(its_found[key])), key)
+        alone -= {*found[key].keys, *its_found[key].keys}  # another key of what both have
+    different = (k for k in pairs.values() if any(_compare(k, found[k].data, its_found[k].data, set(), {})))
+    return tuple(different), tuple(sorted(alone))
+
+
+def _list_paths(entries: Mapping[str, _Entry]) -> set[str]:
+    """Return the paths of the values of a common state, as plain DCP flattens it."""
+    common = {key: value for name, (key, value) in entries.items() if name.startswith("common[")}
+    return {path for path, _ in list_values(common)}
 
 
 def _compare(

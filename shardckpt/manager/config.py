@@ -99,8 +99,8 @@ class CheckpointConfig(BaseModel):
         keep_every_n_steps: Also keep the steps that are multiples of this; 0 for none.
         keep_best_k: Also keep this many checkpoints with the best ``best_metric``; 0 for none.
         best_metric: A name among the ``metrics`` that ``save`` is given, for ``keep_best_k``, ``load("best")`` and
-            ``best_step``. A checkpoint without it is never the best one. With ``retention``, leave it out: it is the
-            metric of the first :class:`KeepBest`, if any.
+            ``best_step``. A checkpoint without it is never the best one. Where ``retention`` has a :class:`KeepBest`,
+            leave it out: it is the metric of the first.
         best_mode: Whether the smallest (``min``) or the largest (``max``) value is the best.
         retention: Policies instead of the three ``keep_`` options above: :class:`KeepLatest`, :class:`KeepEvery`,
             :class:`KeepNear`, :class:`KeepRecent`, :class:`KeepBest`, :class:`KeepPinned`, or a function that takes the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.commit.unfinished import find_unfinished, why_unfinished_kept
+from shardckpt.commit.unfinished import explain_unfinished_kept, find_unfinished
 from shardckpt.commit.upload import is_under_way
 from shardckpt.engine.amounts import format_seconds
 from shardckpt.maintenance.inside import is_marked
@@ -74,7 +74,7 @@ def _find_writer(directory: Path, older_than: float | None) -> str:
     """Return why a save, or a copy, may still write to a directory; ``""`` if none does."""
     begun = find_unfinished(directory)
     if begun is not None and (begun.is_removal or begun.owners):
-        return why_unfinished_kept(begun, older_than)
+        return explain_unfinished_kept(begun, older_than)
     written = find_last_write(directory)
     limit = HOURS if older_than is None else older_than
     if limit <= 0:  # clocks of other hosts may be ahead

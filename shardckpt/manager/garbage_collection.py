@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardckpt.commit.leftovers import find_leftovers, remove_unused
 from shardckpt.commit.removal import is_half_deleted, remove_checkpoint
 from shardckpt.commit.staging_names import REMOVED, stem
-from shardckpt.commit.unfinished import find_unfinished, why_unfinished_kept
+from shardckpt.commit.unfinished import explain_unfinished_kept, find_unfinished
 from shardckpt.engine.operation import report_failed
 from shardckpt.engine.pruning import clear_unfinished, clear_uploads, explain_kept_leftover, make_superseded_check
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, StorageError, listed
@@ -427,7 +427,7 @@ def _find_change(folder: StepFolder, chosen: StepCheckpoint, needed: Collection[
     if now.mark != chosen.mark:  # by it policies choose
         return f"since it was chosen it was {now.mark or 'marked anew'}"
     begun = find_unfinished(path)  # on a store, the objects of a save that replaces it are below its URL
-    if begun is not None and begun.owners and (reason := why_unfinished_kept(begun)):
+    if begun is not None and begun.owners and (reason := explain_unfinished_kept(begun)):
         return f"it is being saved anew: {reason}"
     return _find_loss(folder, needed)
 

@@ -135,8 +135,6 @@ class StepReader:
             renamed = self._rename(opened, keys, model_only=model_only) if is_foreign else opened
             checkpoint = share_reading(renamed, self._budget) if self._fully_parallel else renamed
             stored = frozenset(map(stored_key, checkpoint.index()))
-            saved_by = self._count_saved_ranks(stored) or (comm.world_size if record is None else record.world_size)
-            ranks = Ranks(comm.rank, comm.world_size, saved_by)
             common = checkpoint.common() if is_foreign else {}
             # Two loads: the objects say which tensors a plain state had. Only then is each tensor requested.
             with comm.local_phase("choosing states"):
@@ -145,6 +143,10 @@ class StepReader:
                     names = self._choose_foreign_names(path, names, checkpoint, stored, common, keys)
                     if comm.is_main and not model_only:
                         self._report_values(path, common)
+                saved_by = self._count_saved_ranks(names, stored)
+                if saved_by is None:
+                    saved_by = comm.world_size if record is None else record.world_size
+                ranks = Ranks(comm.rank, comm.world_size, saved_by)
                 requested = self._states.request_objects(names, ranks)
             objects = _load(requested, checkpoint, validate=False)
             is_bare = False
@@ -178,13 +180,13 @@ class StepReader:
             )
         return Fetched(names, objects, tensors, ranks, is_partial, None if record is None else record.save_id)
 
-    def _count_saved_ranks(self, stored: Iterable[str]) -> int | None:
-        """Return how many ranks saved the states of each rank; None if there are none.
+    def _count_saved_ranks(self, names: Sequence[str], stored: Iterable[str]) -> int | None:
+        """Return how many ranks saved the chosen states of each rank; None if there are none.
 
         The record does not say it of what one process has converted or merged.
         """
-        grids = _find_grids(self._states.per_rank, stored).values()
-        return next((grid[0] for grid in grids if len(grid) == 1), None)
+        grids = _find_grids([name for name in names if name in self._states.per_rank], stored)
+        return next((grid[0] for _, grid in sorted(grids.items()) if len(grid) == 1), None)
 
     def _rename(self, checkpoint: OpenCheckpoint, keys: list[str], *, model_only: bool) -> OpenCheckpoint:
         """Collective: return another library's checkpoint under the names of the states."""

@@ -5,6 +5,7 @@ from shardckpt.plugins.key_mapping import Identity as Identity
 from shardckpt.plugins.key_mapping import KeyMapEntry as KeyMapEntry
 from shardckpt.plugins.key_mapping import KeyMapping as KeyMapping
 from shardckpt.plugins.key_mapping import KnowsKeys as KnowsKeys
+from shardckpt.plugins.key_mapping import MapsPart as MapsPart
 from shardckpt.plugins.key_mapping import Padding as Padding
 from shardckpt.plugins.key_mapping import UsesConfig as UsesConfig
 from shardckpt.plugins.key_mapping import get_key_map_entries as get_key_map_entries

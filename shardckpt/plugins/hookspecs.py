@@ -176,9 +176,9 @@ def shardckpt_key_mapping(model_type: str) -> KeyMapping | None:
         model_type: The ``model_type`` of the model's ``config.json``.
 
     Returns:
-        A :class:`shardckpt.plugins.KeyMapping`, perhaps with the abilities of :class:`shardckpt.plugins.UsesConfig`
-        and :class:`shardckpt.plugins.KnowsKeys`, for instance a ``shardckpt.huggingface.RuleMapping`` of patterns of
-        names; None if this plugin does not know the model.
+        A :class:`shardckpt.plugins.KeyMapping`, perhaps with the abilities of :class:`shardckpt.plugins.UsesConfig`,
+        :class:`shardckpt.plugins.KnowsKeys` and :class:`shardckpt.plugins.MapsPart`, for instance a
+        ``shardckpt.huggingface.RuleMapping`` of patterns of names; None if this plugin does not know the model.
     """
 
 

@@ -63,7 +63,7 @@ def _forget_default_group(module: ModuleType) -> None:
 
 if dist.is_available():
     # The only module with such defaults that this package, torch.distributed.checkpoint, FSDP and torch._dynamo import.
-    # Imported here, it is corrected before any of them imports it.
+    # Corrected as soon as a module of ours that imports any of them is imported, whoever has imported it first.
     import torch.distributed.nn.functional
 
     _forget_default_group(torch.distributed.nn.functional)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 #: Most commas in the header of a data file: those of a million tensors.
-_MOST_PARTS = 1 << 23
+_MOST_COMMAS = 1 << 23
 
 
 def list_files(reader: CheckpointReader) -> list[StoredFile]:
@@ -84,7 +84,7 @@ def _check_data_file(reader: CheckpointReader, name: str, index_is_sound: bool) 
     """
     size, source = reader.size(name), f"{reader.directory / name}"
     head = read_header(reader, name)
-    parse_head(head, size, source, _MOST_PARTS)
+    parse_head(head, size, source, _MOST_COMMAS)
     first = LENGTH_BYTES + len(head)
     if not index_is_sound:
         return

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shardckpt.manifest import PlainRecord
 
 #: Most commas in the header of the common state that is looked at here.
-_MOST_PARTS = 1 << 18
+_MOST_COMMAS = 1 << 18
 _MOST_ELEMENTS = 2**53
 #: What is compared is of one job as a rule: the columns of two indexes are equal.
 _outlines = ParseCache[Outline](most_bytes=64 << 20, kept=1)  # 64 MiB: of a million tensors
@@ -45,8 +45,8 @@ def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
     if sys.byteorder != "little":
         return None
     try:
-        index = ColumnFile.read(directory, record, INDEX_FILE, _MOST_PARTS)
-        tree = ColumnFile.read(directory, record, COMMON_FILE, _MOST_PARTS).metadata["tree"].encode()
+        index = ColumnFile.read(directory, record, INDEX_FILE, _MOST_COMMAS)
+        tree = ColumnFile.read(directory, record, COMMON_FILE, _MOST_COMMAS).metadata["tree"].encode()
         # an object with the key $ stands for a value that JSON lacks, which may be in the file, or of a class
         plain = b"" if b'"$"' in tree else tree
         header = parse_json(index.metadata[HEADER].encode())

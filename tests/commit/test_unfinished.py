@@ -10,7 +10,7 @@ from obstore.store import MemoryStore
 
 from shardckpt.commit import Owner
 from shardckpt.commit.removal import remove_checkpoint
-from shardckpt.commit.unfinished import find_unfinished, remove_unfinished, why_unfinished_kept
+from shardckpt.commit.unfinished import explain_unfinished_kept, find_unfinished, remove_unfinished
 from shardckpt.commit.upload import Upload
 from shardckpt.integrations.fsspec.folder import open_folder
 from shardckpt.integrations.obstore.folder import ObstoreFolder
@@ -74,7 +74,7 @@ def test_what_a_dead_process_left_is_removed_whole(place: RemotePath) -> None:
     """All objects of the save go; those of checkpoints and saves in folders below stay."""
     _leave(place, owners.dead())
     found = _find(place)
-    assert why_unfinished_kept(found) == ""
+    assert explain_unfinished_kept(found) == ""
     assert sum(size for name, size in found.objects.items() if name not in found.marks) == 10
     remove_unfinished(found)
     left = {"other/metadata.json", "other/data", "more/.shardckpt-uploading-claim", "more/d"}
@@ -86,7 +86,7 @@ def test_what_a_living_process_writes_stays_at_any_age(place: RemotePath, clock:
     """A process of this host that lives keeps its objects, however old they are."""
     _leave(place, Owner.current())
     clock.advance(hours=3000)
-    assert why_unfinished_kept(_find(place), 0.0) == f"process {Owner.current().pid} of this host is alive"
+    assert explain_unfinished_kept(_find(place), 0.0) == f"process {Owner.current().pid} of this host is alive"
 
 
 @pytest.mark.parametrize("tells_times", [True, False])
@@ -94,14 +94,14 @@ def test_what_another_host_left_goes_by_its_age(place: RemotePath, clock: Clock,
     """It stays until nothing was written for so long; where a store tells no times, since the save began."""
     _leave(place, owners.elsewhere())
     found = _find(place if tells_times else RemotePath(_Timeless(place.folder)))  # type: ignore[arg-type]
-    assert why_unfinished_kept(found).endswith("written to 0.0 hours ago: it goes after 24")
-    assert why_unfinished_kept(found, 0.0) == ""
+    assert explain_unfinished_kept(found).endswith("written to 0.0 hours ago: it goes after 24")
+    assert explain_unfinished_kept(found, 0.0) == ""
     if tells_times:  # the last write counts, not the begin
         found = found._replace(begun=1.0)
-        assert why_unfinished_kept(found)
+        assert explain_unfinished_kept(found)
     clock.advance(hours=25)
-    assert why_unfinished_kept(found) == ""
-    assert why_unfinished_kept(found, 26.0)
+    assert explain_unfinished_kept(found) == ""
+    assert explain_unfinished_kept(found, 26.0)
 
 
 def test_a_save_that_took_the_place_since_keeps_its_objects(place: RemotePath) -> None:
@@ -135,10 +135,10 @@ def test_a_killed_removal_is_continued(place: RemotePath) -> None:
     (place / ".shardckpt-uploading-removal").write(b"The checkpoint in this place is being removed.\n")
     for name in (MARKER_NAME, "data"):
         (place / name).write(b"12345")
-    assert why_unfinished_kept(_find(place)).startswith("of an unknown process, written to 0.0 hours ago")
+    assert explain_unfinished_kept(_find(place)).startswith("of an unknown process, written to 0.0 hours ago")
     (place / MARKER_NAME).delete()
     found = _find(place)
-    assert why_unfinished_kept(found) == ""
+    assert explain_unfinished_kept(found) == ""
     remove_unfinished(found)
     assert not list_objects(place.folder)
 

@@ -237,18 +237,23 @@ def test_objects_for_other_libraries_are_compared_where_both_have_them(
     """Values of PlainObjects differ, with equal tensors; one that one alone has is no difference, and said."""
     for name, lr in (("one", 0.1), ("same", 0.1), ("two", 0.2)):
         weight = ShardedTensor.from_rank_offsets("w", torch.ones(3))
-        optimizer = PlainObject("group", {"lr": lr}, keys=("optim.0.lr", "optim.lr"))
-        dist_checkpointing.save({"w": weight, "o": optimizer}, tmp_path / name, fingerprints=True)
+        rate = PlainObject("lr", lr, keys=("optim.w.lr", "optim.b.lr"))
+        state = {"w": weight, "rate": rate, "betas": PlainObject("optim.betas", [0.9, 0.95])}
+        dist_checkpointing.save(state, tmp_path / name, fingerprints=True)
     convert_checkpoint(tmp_path / "one", tmp_path / "three", "safetensors")
     one, two, three = (str(tmp_path / name) for name in ("one", "two", "three"))
     assert main(["diff", one, str(tmp_path / "same")]) == 0
-    assert "2 entries are equal" in capsys.readouterr().out
     found = diff_checkpoints(one, two).objects
     assert found is not None
-    assert [each.key for each in found.differences] == ["optim.0.lr['lr']"]  # of one value, which stands at two keys
+    assert found.different_plain == ("optim.b.lr",)  # one value at two keys
     assert main(["diff", one, two]) == 1
+    assert "1 value differs\ndifferent: 1 object for readers of other libraries: optim.b.lr" in capsys.readouterr().out
     assert main(["diff", one, three]) == 0
-    assert "not compared: 2 objects for readers of other libraries" in capsys.readouterr().out
+    assert "not compared: 3 objects for readers of other libraries" in capsys.readouterr().out
+    dcp.save({"w": torch.ones(3), "step": 1}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    convert_checkpoint(tmp_path / "dcp", tmp_path / "converted", "torch_dist")
+    assert main(["diff", str(tmp_path / "dcp"), str(tmp_path / "converted")]) == 0
+    assert "not compared" not in capsys.readouterr().out  # the common state of the folder has the value
 
 
 def test_an_option_without_its_other_is_an_error_with_fingerprints_too(

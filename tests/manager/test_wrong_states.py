@@ -88,6 +88,24 @@ def _save_and_load(folder: str, saved_per_rank: bool) -> tuple[str, str]:
         return error_of(manager.load)
 
 
+def _load_without_changed_states(folder: str) -> bool:
+    """Save states of all ranks and one of each, and load that one where the others are of each rank now."""
+    shared = {f"data{number}": Progress() for number in range(8)}
+    with CheckpointManager(
+        CheckpointConfig(folder=folder, interval=1), {"loader": PerRank(Progress()), **shared}
+    ) as manager:
+        manager.save(1)
+    config = CheckpointConfig(folder=folder, interval=1, exclude_from_loading=[*shared])
+    own = {name: PerRank(Progress()) for name in ("loader", *shared)}
+    with CheckpointManager(config, own) as manager:
+        return manager.load()
+
+
+def test_states_that_are_left_out_do_not_say_how_many_ranks_saved(ranks: Ranks, tmp_path: Path) -> None:
+    """A state of each rank loads beside states that were of all ranks, and are left out since they are of each now."""
+    assert ranks.run(2, _load_without_changed_states, str(tmp_path)) == [True, True]
+
+
 @table(
     "saved_per_rank, said",
     [

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardckpt.storage import CheckpointReader
 
 #: Most commas in the header of a file: those of a million tensors.
-_MOST_PARTS = 1 << 23
+_MOST_COMMAS = 1 << 23
 
 
 class StoredFolder:
@@ -39,7 +39,7 @@ class StoredFolder:
             raise CorruptCheckpointError(f"{reader.directory / HUB_INDEX} is damaged: {exc!r:.200}") from exc
         for name in names:
             source, size = f"{reader.directory / name}", reader.size(name)
-            self._metadata[name], entries = parse_head(read_header(reader, name), size, source, _MOST_PARTS)
+            self._metadata[name], entries = parse_head(read_header(reader, name), size, source, _MOST_COMMAS)
             self.files[name] = {
                 entry.start: HeaderEntry(key, entry.kind, entry.shape, entry.stop - entry.start)
                 for key, entry in entries.items()
