@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shardckpt.huggingface.structure import forget_structure, plain_name
-from shardckpt.huggingface.torch_strategy import list_values
 from shardckpt.maintenance.diff_report import ObjectDifference, ObjectReport
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
@@ -81,8 +80,7 @@ def _separate_tensors(
     ``alone`` are the tensors that only the other has.
     """
     tensors: dict[str, tuple[str, torch.Tensor]] = {}
-    # nothing else is entered: a pickle of a few bytes may have more places than can be visited, or a circle
-    prefixes = {".".join(parts[:end]) for key in alone if (parts := key.split(".")) for end in range(1, len(parts))}
+    prefixes = _list_prefixes(alone)  # a pickle of a few bytes may have more places than can be visited, or a circle
 
     def pop_tensors(name: str, key: str, value: Any) -> Any:
         """Return a value without those tensors; a container of nothing else is absent, as in a file."""
@@ -134,7 +132,7 @@ def _compare_plain_objects(
     Return a key of each that differs, and the keys of those that one alone has, and the other not in its common state.
     """
     keys, its_keys = {*first.list_plain_objects()}, {*second.list_plain_objects()}
-    alone = {*(keys - its_keys - _list_paths(others)), *(its_keys - keys - _list_paths(ones))}
+    alone = _find_absent(keys - its_keys, others) | _find_absent(its_keys - keys, ones)
     if not keys & its_keys:
         return (), tuple(sorted(alone))
     found, its_found = (
@@ -144,15 +142,32 @@ def _compare_plain_objects(
     pairs: dict[tuple[int, int], str] = {}
     for key in sorted(found.keys() & its_found.keys()):
         pairs.setdefault((id(found[key]), id(its_found[key])), key)
+    for key in pairs.values():
         alone -= {*found[key].keys, *its_found[key].keys}  # another key of what both have
     different = (k for k in pairs.values() if any(_compare(k, found[k].data, its_found[k].data, set(), {})))
     return tuple(different), tuple(sorted(alone))
 
 
-def _list_paths(entries: Mapping[str, _Entry]) -> set[str]:
-    """Return the paths of the values of a common state, as plain DCP flattens it."""
-    common = {key: value for name, (key, value) in entries.items() if name.startswith("common[")}
-    return {path for path, _ in list_values(common)}
+def _find_absent(keys: set[str], entries: Mapping[str, _Entry]) -> set[str]:
+    """Return those of the keys that are no path in a common state, as plain DCP flattens it."""
+    absent = set(keys)
+    prefixes = _list_prefixes(keys)
+
+    def visit(path: str, value: Any) -> None:
+        absent.discard(path)
+        if isinstance(value, (dict, list)) and path in prefixes:
+            for place, part in value.items() if isinstance(value, dict) else enumerate(value):
+                visit(f"{path}.{place}", part)
+
+    for name, (key, value) in entries.items() if keys else ():
+        if name.startswith("common["):
+            visit(key, value)
+    return absent
+
+
+def _list_prefixes(keys: Collection[str]) -> set[str]:
+    """Return what keys begin with, up to a dot: a walk that enters nothing else ends, whatever a pickle has made."""
+    return {".".join(parts[:end]) for key in keys if (parts := key.split(".")) for end in range(1, len(parts))}
 
 
 def _compare(
