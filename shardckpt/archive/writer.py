@@ -72,7 +72,7 @@ def make_frame(dtype: torch.dtype, shape: tuple[int, ...], position: int, addres
     align, start = ARCHIVE_ALIGN, 0
     if parts.payload.size >= LARGE:
         align, start = PAGE, address if address % ARCHIVE_ALIGN == 0 else 0
-    return parts.pad((start - position - parts.head_size) % align)
+    return _make_frame(dtype, shape, (start - position - parts.head_size) % align)
 
 
 def make_frame_of_length(dtype: torch.dtype, shape: tuple[int, ...], length: int) -> ArchiveFrame | None:
@@ -82,7 +82,7 @@ def make_frame_of_length(dtype: torch.dtype, shape: tuple[int, ...], length: int
     """
     parts = _make_parts(dtype, shape)
     gap = length - parts.head_size - parts.payload.size - parts.tail_size
-    return parts.pad(gap) if 0 <= gap < PAGE else None
+    return _make_frame(dtype, shape, gap) if 0 <= gap < PAGE else None
 
 
 class _FrameParts(NamedTuple):
@@ -116,6 +116,16 @@ def _make_parts(dtype: torch.dtype, shape: tuple[int, ...]) -> _FrameParts:
     directory = b"".join(map(_directory_entry, (*members, payload)))
     without = _FrameParts(leading, payload, directory, 0, 0).pad(0)
     return _FrameParts(leading, payload, directory, *map(len, without))
+
+
+def _make_frame(dtype: torch.dtype, shape: tuple[int, ...], gap: int) -> ArchiveFrame:
+    # Only small gaps are cached: 4096 frames with gaps of up to a page would hold 16 MiB.
+    return _cached_frame(dtype, shape, gap) if gap < ARCHIVE_ALIGN else _make_parts(dtype, shape).pad(gap)
+
+
+@functools.lru_cache(4096)
+def _cached_frame(dtype: torch.dtype, shape: tuple[int, ...], gap: int) -> ArchiveFrame:
+    return _make_parts(dtype, shape).pad(gap)
 
 
 def make_plain_archive(value: Any) -> bytes:
