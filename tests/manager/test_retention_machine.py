@@ -420,8 +420,8 @@ class RetentionOnStore(Retention):
 @pytest.mark.parametrize("machine", [Retention, RetentionOnStore])
 @pytest.mark.parametrize(
     ("examples", "steps"),
-    [(6, 15), pytest.param(30, 25, marks=pytest.mark.ci), pytest.param(150, 30, marks=pytest.mark.proof)],
-    ids=["few", "many", "most"],
+    [(6, 15), pytest.param(150, 30, marks=pytest.mark.proof)],
+    ids=["few", "many"],
 )
 def test_retention_removes_what_it_may_and_nothing_else(
     tmp_path: Path, examples: int, steps: int, machine: type[Retention]

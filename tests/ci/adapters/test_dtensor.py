@@ -34,7 +34,7 @@ def _load_all(checkpoints: list[tuple[Path, int]]) -> None:
                     assert torch.equal(tensor.to_local(), expected[name].to_local()), (saved, layout.name, name)
 
 
-@pytest.mark.parametrize("count", [4, *(pytest.param(count, marks=pytest.mark.proof) for count in (1, 2, 3))])
+@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.proof) for count in (1, 3, 4))])
 def test_any_layout_loads_as_any_other(ranks: Ranks, checkpoints: list[tuple[Path, int]], count: int) -> None:
     """What 1 to 4 ranks saved in any layout fills the caller's DTensors of any other, and load returns these."""
     ranks.run(count, _load_all, checkpoints)

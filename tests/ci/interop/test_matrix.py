@@ -15,7 +15,7 @@ import pytest
 
 from tests.compat.rewritten import STRATEGIES, run_script
 from tests.interop import plain_dcp
-from tests.interop.matrix import NEWEST, WORLDS, each_writer, tier_of
+from tests.interop.matrix import NEWEST, WORLDS, each_writer
 from tests.interop.runner import MegatronError
 from tests.interop.writers import WRITERS
 
@@ -46,7 +46,7 @@ def test_plain_dcp_loads(gloo_ranks: RankPool, saved: Saved, writer: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "release", [pytest.param(name, marks=tier_of(name)) for name, writer in WRITERS.items() if writer.refuses]
+    "release", [pytest.param(name, marks=pytest.mark.proof) for name, writer in WRITERS.items() if writer.refuses]
 )
 def test_what_releases_refuse(megatron: Releases, tmp_path: Path, release: str) -> None:
     """What the matrix leaves out for a release, that release does refuse, and for the reason that is given."""
