@@ -1,16 +1,17 @@
 """Whether a change made saves and loads slower: two revisions of this repository, in turns, in one run.
 
 ``python -m benchmarks.revisions OLD NEW`` takes revisions of git, or folders with a checkout. Each round starts every
-revision's ranks anew, the later revision first in every second round; the state is small tensors, sharded over the
-ranks, with gloo. Both write to the same file system, and sync what their commits sync. Of a round the slowest rank
-counts; the first save has the imports of its strategy. Medians with the least and the most, in seconds, and the ratio
-of the medians.
+revision's ranks anew, the later revision first in every second round; the state is tensors of one size, sharded over
+the ranks, with gloo. Both write to the same file system, and sync what their commits sync. Of a round the slowest rank
+counts; the first save has the imports of its strategy. A slice is 1/64 of each tensor, and of a background save the
+time until the state may change counts. Medians with the least and the most, in seconds, and the ratio of the medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import os
 import shutil
@@ -28,27 +29,31 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_OPERATIONS = ("first save", "second save", "load")
-_HEADERS = ("ranks", "operation", "old (s)", "new (s)", "new / old")
+_OPERATIONS = ("first save", "second save", "first load", "second load", "slice", "background save")
+#: A slice is one of so many parts.
+_PARTS = 64
+_HEADERS = ("backend", "ranks", "operation", "old (s)", "new (s)", "new / old")
 #: Seconds that one revision's ranks may take for a round.
 _LIMIT = 600.0
 _ROOT = Path(__file__).resolve().parents[1]
 
 
-def measure(folder: Path, rank: int, world: int, tensors: int, size: int) -> list[float]:
+def measure(folder: Path, rank: int, world: int, backend: str, tensors: int, size: int) -> list[float]:
     """Collective: return this rank's seconds by operation, with the revision that is on the path."""
     import torch
     import torch.distributed as dist
 
     from shardckpt import ShardedTensor, dist_checkpointing
+    from shardckpt.async_save import AsyncCallsQueue
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=_LIMIT))
 
-    def describe(value: float) -> dict[str, Any]:
+    def describe(value: float, parts: int = 1) -> dict[str, Any]:
+        """Return the first of so many parts of this rank's part of each tensor."""
         return {
             f"layers.{number}": ShardedTensor.from_rank_offsets(
-                f"layers.{number}", torch.full((size // 4,), value + number), (0, rank, world)
+                f"layers.{number}", torch.full((size // 4 // parts,), value + number), (0, rank * parts, world * parts)
             )
             for number in range(tensors)
         }
@@ -59,11 +64,25 @@ def measure(folder: Path, rank: int, world: int, tensors: int, size: int) -> lis
         operation()
         return time.perf_counter() - began
 
-    saved, wanted = describe(1.0), describe(0.0)
-    seconds = [timed(lambda name=name: dist_checkpointing.save(saved, folder / name)) for name in ("first", "second")]
-    seconds.append(timed(lambda: dist_checkpointing.load(wanted, folder / "second")))
-    if not all(torch.equal(wanted[key].data, saved[key].data) for key in saved):
-        raise SystemExit("the load has other values than the save")
+    saved, wanted, slices = describe(1.0), describe(0.0), describe(0.0, _PARTS)
+    seconds = [
+        *(timed(lambda name=name: dist_checkpointing.save(saved, folder / name, (backend, 1))) for name in ("1", "2")),
+        *(timed(lambda name=name: dist_checkpointing.load(wanted, folder / name)) for name in ("1", "2")),
+        timed(lambda: dist_checkpointing.load(slices, folder / "2", validate_access_integrity=False)),
+    ]
+    for found in (wanted, slices):
+        if not all(torch.equal(found[key].data, saved[key].data[: len(found[key].data)]) for key in saved):
+            raise SystemExit("a load has other values than the save")
+
+    def start(name: str) -> None:
+        request = dist_checkpointing.save(saved, folder / name, (backend, 1), async_sharded_save=True)
+        queue.schedule_async_request(request)
+
+    with AsyncCallsQueue() as queue:
+        for name in ("3", "4"):
+            blocked = timed(lambda name=name: start(name))
+            queue.maybe_finalize_async_calls(blocking=True)
+    seconds.append(blocked)  # of the second: the first one makes the staging memory
     dist.destroy_process_group()
     return seconds
 
@@ -138,7 +157,7 @@ def check_out(revision: str, folder: Path) -> Path:
     return folder
 
 
-def _make_rows(world: int, rounds: Sequence[Sequence[list[float]]]) -> list[tuple[str, ...]]:
+def _make_rows(backend: str, world: int, rounds: Sequence[Sequence[list[float]]]) -> list[tuple[str, ...]]:
     """Return a row for each operation; ``rounds`` are those of the old revision and those of the new."""
     rows = []
     for number, operation in enumerate(_OPERATIONS):
@@ -147,7 +166,7 @@ def _make_rows(world: int, rounds: Sequence[Sequence[list[float]]]) -> list[tupl
         shown = [
             f"{median:.3f} ({min(each):.3f} to {max(each):.3f})" for median, each in zip(medians, values, strict=True)
         ]
-        rows.append((str(world), operation, *shown, f"{medians[1] / medians[0]:.2f}"))
+        rows.append((backend, str(world), operation, *shown, f"{medians[1] / medians[0]:.2f}"))
     return rows
 
 
@@ -158,10 +177,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("new", help="the same; . for this checkout as it is")
     parser.add_argument("--tensors", type=int, default=20_000, help="of each rank")
     parser.add_argument("--bytes", type=int, default=1024, help="of each tensor")
+    parser.add_argument("--backends", nargs="+", default=["torch_dist", "safetensors"], help="of strategies, version 1")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--directory", type=Path, help="where checkpoints are written")
     given = parser.parse_args(arguments)
+    if given.bytes < 4 * _PARTS:
+        parser.error(f"--bytes: {4 * _PARTS} at least, of which a slice is 4")
 
     from benchmarks.machine import describe
     from shardckpt.cli.table import table
@@ -171,10 +193,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         checkouts = [check_out(given.old, folder / "old"), check_out(given.new, folder / "new")]
         print("\n".join(describe(folder)))
         rows: list[tuple[str, ...]] = []
-        for world in given.ranks:
-            answers = run_rounds(__file__, checkouts, folder, world, (given.tensors, given.bytes), given.rounds)
+        for backend, world in itertools.product(given.backends, given.ranks):
+            options = (backend, given.tensors, given.bytes)
+            answers = run_rounds(__file__, checkouts, folder, world, options, given.rounds)
             slowest = [[[max(each) for each in zip(*ranks, strict=True)] for ranks in rounds] for rounds in answers]
-            rows += _make_rows(world, slowest)
+            rows += _make_rows(backend, world, slowest)
     print(
         f"{given.tensors} tensors of {given.bytes} bytes a rank, medians of {given.rounds} rounds in turns (from, to)"
     )
@@ -182,9 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(table(_HEADERS, rows))
 
 
-def _answer(rank: str, world: str, folder: str, tensors: str, size: str) -> None:
+def _answer(rank: str, world: str, folder: str, backend: str, tensors: str, size: str) -> None:
     """Print a rank's seconds, for the process that compares."""
-    seconds = measure(Path(folder), int(rank), int(world), int(tensors), int(size))
+    seconds = measure(Path(folder), int(rank), int(world), backend, int(tensors), int(size))
     print(json.dumps([sys.modules["shardckpt"].__file__, seconds]))
 
 

@@ -36,8 +36,8 @@ _MAX16 = 0xFFFF
 _DATE = 0x21  # 1 January 1980, the zip epoch
 _PADDING_ID = 0x4246  # "FB", as torch marks its own padding
 _ZIP64_ID = 1
-#: A number as no tensor has: pickles are cut where it and the next ones are.
-_NO_SIZE = 1 << 40
+#: Stand for a tensor's numbers in the pickle that is cut: this and the next ones, which no other part of it has.
+_FIRST_PLACEHOLDER = 1 << 40
 
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
@@ -111,6 +111,7 @@ class _FrameParts(NamedTuple):
 
 @functools.lru_cache(4096)
 def _make_parts(dtype: torch.dtype, shape: tuple[int, ...]) -> _FrameParts:
+    """Return a frame's parts; the sizes are those of a frame without padding."""
     leading, members = _join_members((("data.pkl", _pickle_tensor(dtype, shape)), ("version", b"3\n")))
     payload = _Member(b"a/data/0", 0, math.prod(shape) * dtype.itemsize, len(leading))
     directory = b"".join(map(_directory_entry, (*members, payload)))
@@ -205,7 +206,7 @@ def _pickle_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 @functools.lru_cache(256)
 def _cut_pickle(dtype: torch.dtype, ndim: int) -> tuple[bytes, ...]:
     """Return the pickle of a tensor, cut where its numbers are."""
-    numbers = tuple(range(_NO_SIZE, _NO_SIZE + 1 + 2 * ndim))
+    numbers = tuple(range(_FIRST_PLACEHOLDER, _FIRST_PLACEHOLDER + 1 + 2 * ndim))
     pickled = io.BytesIO()
     _TensorPickler(pickled, protocol=2).dump(_TensorStub(dtype, numbers))
     rest, pieces = pickled.getvalue(), []

@@ -18,7 +18,7 @@ from shardckpt.engine.load_results import check_buildable, check_columns, check_
 from shardckpt.engine.load_template import MISSING, LoadTemplate
 from shardckpt.engine.locations import locate
 from shardckpt.engine.operation import Operation
-from shardckpt.engine.patterns import check_patterns, find_unmatched, matches_any
+from shardckpt.engine.patterns import check_patterns, matches_any
 from shardckpt.engine.resizing import Resizing, allow_resizing
 from shardckpt.engine.twins import check_twins, find_twins
 from shardckpt.errors import (
@@ -111,7 +111,7 @@ class LoadOptions:
 class OpenCheckpoint:
     """A checkpoint that is open, with the strategy that reads it.
 
-    The methods are collective if :func:`open_checkpoint` was: then all ranks call them.
+    The methods are collective if :func:`open_checkpoint` was: then all ranks call them; but for those of PlainObjects.
 
     Attributes:
         strategy: Reads the checkpoint.
@@ -349,7 +349,7 @@ def load_checkpoint(
     common = checkpoint.common()  # before the shards: if it cannot be read, no destination has been filled
     objects = CommonObjects(common)
     with checkpoint.operation.local_phase("reading the arguments"):
-        check_patterns("resize", find_unmatched(resize, stored.keys, comm), stored.keys)
+        check_patterns("resize", resize, stored.keys, comm)
     template = _make_template(sharded_state_dict, checkpoint, lambda: name_stored(stored, objects, resize))
     if validate:
         with checkpoint.operation.local_phase("validating"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import CheckpointingException, name_known
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection
 
     from shardckpt.distributed.comm import Comm
 
@@ -23,18 +23,16 @@ def is_below(key: str, names: Collection[str]) -> bool:
     return key in names or any(key.startswith(f"{name}.") for name in names)
 
 
-def check_patterns(argument: str, patterns: Collection[str], names: Collection[str]) -> None:
-    """Raise CheckpointingException if a pattern of an argument matches none of the names."""
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+def check_patterns(argument: str, patterns: Collection[str], names: Collection[str], comm: Comm | None = None) -> None:
+    """Raise CheckpointingException if a pattern of an argument, the same on all ranks, matches none of the names.
+
+    Collective with ``comm``: then one that matches a name of any rank will do, since stages have their own.
+    """
+    matched = [any(fnmatchcase(name, pattern) for name in names) for pattern in patterns]
+    if comm is not None and patterns:
+        matched = [*map(bool, comm.largest(*matched))]
+    for pattern, is_matched in zip(patterns, matched, strict=True):
+        if not is_matched:
             raise CheckpointingException(
                 f"{argument}: the pattern {pattern!r} matches no tensor {name_known(pattern, names, 'names')}"
             )
-
-
-def find_unmatched(patterns: Sequence[str], names: Collection[str], comm: Comm) -> list[str]:
-    """Collective: return the patterns, the same on all ranks, that match no name of any rank: stages have their own."""
-    if not patterns:
-        return []
-    matched = comm.largest(*(any(fnmatchcase(name, pattern) for name in names) for pattern in patterns))
-    return [pattern for pattern, is_matched in zip(patterns, matched, strict=True) if not is_matched]
