@@ -12,22 +12,33 @@ from shardckpt.storage.range_reads import RangeRead
 from shardckpt.tensors.raw_memory import view_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from typing import TypeAlias
 
-    from shardckpt.storage.reader import CheckpointReader
+    from shardckpt.chunks.item_reader import ItemReader
+    from shardckpt.chunks.regions import Region
+    from shardckpt.planning.boxes import Ints
+
+    #: The bytes before and after the values in an item.
+    Frame: TypeAlias = tuple[bytes, bytes]
+    #: Returns the frames of items, by the dtypes, the shapes and the lengths in bytes; None for one that is not known.
+    FindFrames: TypeAlias = Callable[[Sequence[torch.dtype], Sequence[Ints], Sequence[int]], Sequence[Frame | None]]
 
 
 class EntireChunks(NamedTuple):
-    """Chunks whose bytes in a file are the values of a contiguous tensor in CPU memory, which the caller keeps.
+    """Chunks whose values in a file are those of a contiguous tensor in CPU memory, which the caller keeps.
 
     Attributes:
         file: The number of each chunk's file: int64 of shape (chunks,), as the other columns.
-        start: Where its bytes begin in the file. None share bytes, except where a chunk is there twice.
-        length: How many they are.
-        address: Where they go in memory.
+        start: Where its item begins in the file. None share bytes, except where a chunk is there twice.
+        length: How many bytes it has.
+        address: Where the values go in memory.
         tensor: The number of its tensor.
+        region: The number of its region, for ``list_regions``.
         files: The names of the files, by number.
         keys: The keys of the tensors, by number, for errors.
+        list_regions: Returns regions by their numbers: how a chunk is read whose frame is another, or that is damaged.
+        frames: The frame of each item, which is small then; none if all bytes of items are values.
     """
 
     file: torch.Tensor
@@ -35,13 +46,16 @@ class EntireChunks(NamedTuple):
     length: torch.Tensor
     address: torch.Tensor
     tensor: torch.Tensor
+    region: torch.Tensor
     files: Sequence[str]
     keys: Sequence[str]
+    list_regions: Callable[[torch.Tensor], Sequence[Region]]
+    frames: Sequence[Frame]
 
     def plan_reads(self) -> tuple[list[RangeRead], list[NeighbourRead]]:
         """Return the ranges that are read in place, in the order of the files, and groups of small neighbours.
 
-        Chunks that follow each other in memory as they do in a file are one range.
+        Chunks that follow each other in memory as they do in a file are one range; none with frames do.
         """
         if not len(self.file):
             return [], []
@@ -49,14 +63,14 @@ class EntireChunks(NamedTuple):
         file, start, length, address = chunks.file, chunks.start, chunks.length, chunks.address
         stop = start + length
         follows = (file[1:] == file[:-1]) & (start[1:] == stop[:-1]) & (address[1:] == (address + length)[:-1])
-        first = _find_firsts(~follows)
+        first = _find_firsts(follows.new_ones(len(follows)) if self.frames else ~follows)
         stop = stop[torch.cat([first[1:], first.new_tensor([len(file)])]) - 1]
         file, start, address = file[first], start[first], address[first]
-        small = (stop - start <= SMALL_ITEM).tolist()
+        small = [True] * len(file) if self.frames else (stop - start <= SMALL_ITEM).tolist()
         runs = _Runs(first.tolist(), file.tolist(), start.tolist(), stop.tolist(), address.tolist())
         ranges, neighbours = [], []
         for low, high in group_neighbours(runs.file, runs.start, runs.stop, small):
-            if high - low > 1:
+            if high - low > 1 or self.frames:
                 neighbours.append(NeighbourRead(chunks, runs, low, high))
                 continue
             memory = view_memory(runs.address[low], runs.stop[low] - runs.start[low], None)
@@ -64,11 +78,9 @@ class EntireChunks(NamedTuple):
             ranges.append(RangeRead(self.files[runs.file[low]], runs.start[low], memory, key))
         return ranges, neighbours
 
-    def read_each(self, reader: CheckpointReader, rows: slice = slice(None)) -> None:
-        """Read chunks one after the other, so that an error names the one that is damaged."""
-        columns = (self.file, self.start, self.length, self.address, self.tensor)
-        for file, start, length, address, tensor in zip(*(column[rows].tolist() for column in columns), strict=True):
-            reader.read_into(self.files[file], start, view_memory(address, length, None), self.keys[tensor])
+    def read_each(self, items: ItemReader, rows: slice | list[int] = slice(None)) -> None:
+        """Read chunks one after the other, whatever their frames, so that an error names the one that is damaged."""
+        items.read_in_order(self.list_regions(self.region[rows]))
 
     def _sort(self) -> EntireChunks:
         """Return the chunks in the order of the files."""
@@ -83,6 +95,8 @@ class EntireChunks(NamedTuple):
             length=self.length[order],
             address=self.address[order],
             tensor=self.tensor[order],
+            region=self.region[order],
+            frames=[self.frames[row] for row in order.tolist()] if self.frames else (),
         )
 
 
@@ -112,16 +126,26 @@ class NeighbourRead:
         self._runs = runs
         self._numbers = slice(low, high)
 
-    def read(self, reader: CheckpointReader) -> None:
+    def read(self, items: ItemReader) -> None:
         """Read them; the CorruptCheckpointError of a damaged chunk names it."""
         chunks, (first, file, starts, stops, addresses) = self._chunks, self._runs
         low, high = self._numbers.start, self._numbers.stop
-        with ReadAhead(reader, chunks.files[file[low]], starts[low], stops[high - 1]) as ahead:
+        with ReadAhead(items.reader, chunks.files[file[low]], starts[low], stops[high - 1]) as ahead:
             if not ahead:
-                chunks.read_each(reader, slice(first[low], first[high] if high < len(first) else None))
+                chunks.read_each(items, slice(first[low], first[high] if high < len(first) else None))
                 return
-            for begin, end, address in zip(starts[low:high], stops[low:high], addresses[low:high], strict=True):
-                ctypes.memmove(address, ahead.base + begin, end - begin)
+            copies = zip(starts[low:high], stops[low:high], addresses[low:high], strict=True)
+            if not chunks.frames:
+                for begin, end, address in copies:
+                    ctypes.memmove(address, ahead.base + begin, end - begin)
+                return
+            others = [
+                row
+                for row, (begin, end, address) in enumerate(copies, low)  # each run is one chunk
+                if not ahead.copy_framed(begin, end, chunks.frames[row], address)
+            ]
+        if others:
+            chunks.read_each(items, others)
 
 
 def _find_firsts(breaks: torch.Tensor) -> torch.Tensor:

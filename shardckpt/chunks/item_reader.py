@@ -21,7 +21,7 @@ from shardckpt.tensors.wrappers import copy_box
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from shardckpt.chunks.entire import EntireChunks
+    from shardckpt.chunks.entire import EntireChunks, FindFrames
     from shardckpt.chunks.stored import Chunk, ChunkIndex
     from shardckpt.mapping.base import ShardedBase
     from shardckpt.storage.range_reads import RangeRead
@@ -55,15 +55,16 @@ class ItemReader:
     """Reads regions of stored tensors, and objects, with several threads: what fills a target must be thread-safe.
 
     The bytes of an item are taken for the values of its chunk. The reader of a format that wraps them, as
-    ``torch.save`` does, overrides :meth:`find_payloads` and :meth:`read_region`.
+    ``torch.save`` does, overrides :meth:`find_payloads` and :meth:`read_region`, and has ``find_frames``.
 
     Attributes:
         reader: Reads the files.
         index: What is stored.
     """
 
-    #: Whether the bytes of an item are its values alone, so that entire chunks can be planned and read in columns.
-    has_plain_items = True
+    #: Finds the bytes around the values of items, most of which begin and end so: small ones are then read in columns.
+    #: None if the bytes of an item are its values alone.
+    find_frames: FindFrames | None = None
 
     def __init__(self, reader: CheckpointReader, index: ChunkIndex) -> None:
         self.reader = reader
@@ -110,7 +111,7 @@ class ItemReader:
         in_place = self._find_ranges([region for _, region in large])
         others += [group for (group, _), found in zip(large, in_place, strict=True) if found is None]
         # small items count as 0: they cost Python's time, not the disk's
-        jobs = [_Job(0, partial(neighbour.read, self.reader)) for neighbour in neighbours]
+        jobs = [_Job(0, partial(neighbour.read, self)) for neighbour in neighbours]
         for group in others:
             nbytes = 0 if group.is_small else sum(request.nbytes for request in group.requests)
             jobs.append(_Job(nbytes, partial(self._read_group, group)))
@@ -119,7 +120,7 @@ class ItemReader:
             self.reader.read_ranges([*ranges, *filter(None, in_place)], read_others)
         except CorruptCheckpointError:
             if entire is not None:  # a range may join many chunks, and its error names the first: find the damaged one
-                entire.read_each(self.reader)
+                entire.read_each(self)
             raise
 
     def read_in_order(self, requests: Iterable[ReadRequest]) -> None:
@@ -192,7 +193,7 @@ class LoadPlan:
 
     def read(self) -> None:
         """Read everything into the destinations."""
-        entire = self._tensors.split_entire() if self._items.has_plain_items else None
+        entire = self._tensors.split_entire(self._items.find_frames)
         units: list[Sequence[ReadRequest]] = [*self._tensors.units()]
         if self._objects:
             units += ((request,) for request in self._objects)

@@ -11,10 +11,8 @@ from shardckpt.storage.buffers import BLOCK_BYTES, block_pool
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import torch
     from typing_extensions import Self
 
-    from shardckpt.chunks.stored import Item
     from shardckpt.storage.reader import CheckpointReader
 
 #: Items up to this size, in bytes, are read together with their neighbours.
@@ -60,17 +58,19 @@ class ReadAhead:
             return bytes(self._data[place : place + nbytes])
         return self._reader.read_range(name, offset, nbytes, what)
 
-    def view(self, item: Item) -> memoryview | None:
-        """Return the bytes of an item of the group, valid until the group is read; None if they are not there."""
-        first = item.offset - self._start
-        return self._data[first : first + item.length] if first + item.length <= len(self._data) else None
+    def copy_framed(self, start: int, stop: int, frame: tuple[bytes, bytes], address: int) -> bool:
+        """Copy what is between the two ends of a range of the file to memory; return whether its ends are these.
 
-    def copy(self, offset: int, target: torch.Tensor) -> None:
-        """Copy bytes, which are within what :meth:`view` returned, to the memory of a contiguous CPU tensor.
-
-        The offset is that of the first byte in the file.
+        If they are not, or the range is not there, nothing is copied.
         """
-        ctypes.memmove(target.data_ptr(), self.base + offset, target.nbytes)
+        head, tail = frame
+        low, high = start - self._start, stop - self._start
+        first, last = low + len(head), high - len(tail)
+        data = self._data
+        if high > len(data) or data[low:first] != head or data[last:high] != tail:
+            return False
+        ctypes.memmove(address, self.base + start + len(head), last - first)
+        return True
 
 
 def group_neighbours(

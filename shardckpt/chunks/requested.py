@@ -12,6 +12,7 @@ import torch
 from shardckpt.chunks.casts import check_cast
 from shardckpt.chunks.entire import EntireChunks
 from shardckpt.chunks.parts import make_finder, match_parts
+from shardckpt.chunks.read_ahead import SMALL_ITEM
 from shardckpt.chunks.regions import LateRegion, Region
 from shardckpt.chunks.staged import StagedDestination, check_no_partial_overlap, needs_staging
 from shardckpt.chunks.stored import Chunk, Item
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from typing import TypeAlias
 
+    from shardckpt.chunks.entire import FindFrames, Frame
     from shardckpt.chunks.stored import ChunkIndex, Chunks
     from shardckpt.mapping.sharded_tensor import ShardedTensor
     from shardckpt.planning.boxes import Ints
@@ -78,14 +80,13 @@ class RequestedTensors:
         if any(unallocated):
             self._check_sizes(sort_unique(specs[torch.tensor(unallocated, device="cpu")]), reader)
 
-    def split_entire(self) -> EntireChunks | None:
+    def split_entire(self, find_frames: FindFrames | None) -> EntireChunks | None:
         """Return those of the chunks that are read entirely into the memory of a shard, or None if there are none.
 
-        Call it before :meth:`units`, which then leaves them out, and after all ranks have planned: shards without data
-        get CPU memory.
+        With ``find_frames`` only small ones are. Call it before :meth:`units`, which then leaves them out, and after
+        all ranks have planned: shards without data get CPU memory.
         """
-        index = self._index
-        return self._matched.split_entire(index.files, index.keys, index.dtypes, self._numbers)
+        return self._matched.split_entire(self._index, self._numbers, find_frames)
 
     def units(self) -> list[Unit]:
         """Return the regions to read, in units that one thread reads, in the order of the files.
@@ -94,7 +95,7 @@ class RequestedTensors:
         have planned. It waits until the devices have done what the caller began with the destinations. A unit has one
         region, or all those of a staged destination, which needs a plain tensor meanwhile.
         """
-        units: list[Unit] = [(region,) for region in self._matched.regions(self._index.files, self._numbers.tolist())]
+        units: list[Unit] = [(region,) for region in self._matched.regions(self._index.files, self._numbers)]
         for other in self._others:
             units += other.units()
         # By file and offset: files are read from front to back, and small neighbours at once.
@@ -161,13 +162,13 @@ class _FewShards:
     def split_entire(self, *_: object) -> None:
         """Return None: no shard is an entire chunk."""
 
-    def regions(self, _files: Sequence[str], numbers: Sequence[int]) -> list[Region]:
+    def regions(self, _files: Sequence[str], numbers: torch.Tensor) -> list[Region]:
         """Return the regions to read; see :meth:`_MatchedShards.regions`."""
         for shard in self._shards:
             if shard.data is None:
                 shard.init_data("cpu")
         return [
-            Region(numbers[spec], chunk, start, _view_unflattened(shard), False)
+            Region(int(numbers[spec]), chunk, start, _view_unflattened(shard), False)
             for shard, spec, (chunk, start) in zip(self._shards, self._specs, self._parts, strict=True)
         ]
 
@@ -194,7 +195,7 @@ class _MatchedShards:
         self._requested = requested.pad_axes(found.offset.shape[1])
 
     def split_entire(
-        self, files: Sequence[str], keys: Sequence[str], dtypes: Sequence[torch.dtype], numbers: torch.Tensor
+        self, index: ChunkIndex, numbers: torch.Tensor, find_frames: FindFrames | None
     ) -> EntireChunks | None:
         """Take out the regions that are entire chunks, and fill shards as the files have them; see the base.
 
@@ -215,26 +216,39 @@ class _MatchedShards:
             return None
         number = numbers[chunks.box.spec[found.stored[rows]]]
         tensors: list[torch.Tensor] = [self._shards[n].data for n in found.wanted[rows].tolist()]
-        stored = [dtypes[n] for n in number.tolist()]
+        stored = [index.dtypes[n] for n in number.tolist()]
         length = chunks.length[found.stored[rows]]
-        takes_bytes = length == volume[rows] * make_column([dtype.itemsize for dtype in stored])
+        nbytes = volume[rows] * make_column([dtype.itemsize for dtype in stored])
+        takes_bytes = length == nbytes if find_frames is None else nbytes <= SMALL_ITEM
         addresses = find_addresses(tensors) if stored == [tensor.dtype for tensor in tensors] else None
         if addresses is None:  # some may be on other devices, have strides or another dtype
             fits = [is_ordinary(t) and t.dtype == dtype for t, dtype in zip(tensors, stored, strict=True)]
             takes_bytes &= torch.tensor(fits, dtype=torch.bool, device="cpu")
             addresses = [t.data_ptr() if is_fit else 0 for t, is_fit in zip(tensors, fits, strict=True)]
-        taken = found.stored[rows[takes_bytes]]
+        frames: list[Frame | None] = []
+        if find_frames is not None:
+            small = takes_bytes.nonzero().view(-1)
+            shapes = map(tuple, found.extent[rows[small]].tolist())
+            axes = (len(index.shapes[n]) for n in number[small].tolist())  # columns have those of the tensor with most
+            small_dtypes = [stored[n] for n in small.tolist()]
+            cut = [shape[:ndim] for shape, ndim in zip(shapes, axes, strict=True)]
+            frames = [*find_frames(small_dtypes, cut, length[small].tolist())]
+            takes_bytes[small] = torch.tensor([frame is not None for frame in frames], dtype=torch.bool, device="cpu")
+        taken = rows[takes_bytes]
         is_entire[rows] = takes_bytes
         if len(taken):
             self._found = Overlaps(*(column[~is_entire] for column in found))
         return EntireChunks(
-            chunks.file[taken],
-            chunks.start[taken],
+            chunks.file[found.stored[taken]],
+            chunks.start[found.stored[taken]],
             length[takes_bytes],
             make_column(addresses)[takes_bytes],
             number[takes_bytes],
-            files,
-            keys,
+            taken,
+            index.files,
+            index.keys,
+            lambda regions: self._list_regions(Overlaps(*(column[regions] for column in found)), index.files, numbers),
+            [frame for frame in frames if frame is not None],
         )
 
     def _allocate(self) -> None:
@@ -242,17 +256,20 @@ class _MatchedShards:
             if shard.data is None:  # a call for each takes time
                 shard.init_data("cpu")
 
-    def regions(self, files: Sequence[str], numbers: Sequence[int]) -> list[Region]:
+    def regions(self, files: Sequence[str], numbers: torch.Tensor) -> list[Region]:
         """Return the regions to read; shards without data get CPU memory."""
         self._allocate()
-        found = self._found
+        return self._list_regions(self._found, files, numbers)
+
+    def _list_regions(self, found: Overlaps, files: Sequence[str], numbers: torch.Tensor) -> list[Region]:
+        """Return regions as objects; their shards have memory."""
         stored = self._chunks.box.rows(found.stored)
         chunks = self._chunks.list(found.stored, stored, files)
-        columns = (found.wanted.tolist(), stored.spec.tolist(), found.offset.tolist(), found.extent.tolist())
+        columns = (found.wanted.tolist(), numbers[stored.spec].tolist(), found.offset.tolist(), found.extent.tolist())
         begins = self._requested.offset.tolist()
         regions = []
         # By lists: each region becomes an object in any case, and most loads have few that are not entire chunks.
-        for requested, spec, offset, extent, chunk in zip(*columns, chunks, strict=True):
+        for requested, number, offset, extent, chunk in zip(*columns, chunks, strict=True):
             target = _view_unflattened(self._shards[requested])
             whole = tuple(target.shape)
             dims = len(whole)
@@ -265,7 +282,7 @@ class _MatchedShards:
                         target = target.narrow(axis, low - begin, size)
             box = chunk.box
             start = tuple(map(sub, offset[:dims], box.offset))
-            regions.append(Region(numbers[spec], chunk, start, target, shape == box.shape))
+            regions.append(Region(number, chunk, start, target, shape == box.shape))
         return regions
 
 

@@ -29,14 +29,17 @@ def _fresh(sizes: list[int], order: list[int], gap: int) -> dict[str, Any]:
     return found
 
 
+@table("backend", ["safetensors", "torch_dist"])
 @table("gap", [0, 16])
 @table("seed", range(3))
-def test_tensors_in_any_order_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, gap: int) -> None:
+def test_tensors_in_any_order_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, gap: int, backend: str
+) -> None:
     """Tensors of any size have their values, wherever they lie in memory, and nothing between them is touched."""
     rng = random.Random(seed)
     sizes = [rng.choice([0, 1, 16, 32, 1 << 10, 1 << 15]) for _ in range(120)]
     saved = {f"t{number}": torch.rand(size) for number, size in enumerate(sizes)}
-    dc.save(states.entire(saved), tmp_path / "c", "safetensors")
+    dc.save(states.entire(saved), tmp_path / "c", backend)
     monkeypatch.setattr(read_ahead, "BLOCK_BYTES", 1 << 16)
     order = list(range(len(sizes)))
     if seed:
@@ -50,10 +53,11 @@ def test_tensors_in_any_order_of_memory(tmp_path: Path, monkeypatch: pytest.Monk
     assert int((memory != 0).sum()) == sum(int((tensor != 0).sum()) for tensor in wanted.values())
 
 
-def test_destinations_of_other_kinds(tmp_path: Path) -> None:
+@table("backend", ["safetensors", "torch_dist"])
+def test_destinations_of_other_kinds(tmp_path: Path, backend: str) -> None:
     """Beside tensors that take bytes as they are, those with strides, another dtype or no memory have the values."""
     saved = {f"t{number}": torch.rand(8, 4) for number in range(6)}
-    dc.save(states.entire(saved), tmp_path / "c", "safetensors")
+    dc.save(states.entire(saved), tmp_path / "c", backend)
     wanted = states.entire({key: torch.zeros(8, 4) for key in saved})
     wanted["t1"].data = torch.zeros(4, 8).T
     wanted["t2"] = ShardedTensor.from_rank_offsets("t2", torch.zeros(8, 4, dtype=torch.float64))
@@ -63,13 +67,15 @@ def test_destinations_of_other_kinds(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[key].float(), tensor) for key, tensor in saved.items())
 
 
+@table("backend", ["safetensors", "torch_dist"])
+@table("size", [1 << 10, 1 << 16])
 @table("gap", [0, 16])
-def test_the_damaged_tensor_is_named(tmp_path: Path, gap: int) -> None:
+def test_the_damaged_tensor_is_named(tmp_path: Path, gap: int, size: int, backend: str) -> None:
     """Of many tensors that are read at once, the error names the one whose bytes are not those that were written."""
-    sizes = [1 << 16] * 40
+    sizes = [size] * 40
     saved = {f"t{number}": torch.rand(size) for number, size in enumerate(sizes)}
-    dc.save(states.entire(saved), tmp_path / "c", "safetensors")
-    (data,) = (path for path in (tmp_path / "c").glob("*.safetensors") if path.stat().st_size > sum(sizes))
+    dc.save(states.entire(saved), tmp_path / "c", backend)
+    data = max((tmp_path / "c").iterdir(), key=lambda path: path.stat().st_size)
     flip(data, saved["t33"].numpy().tobytes())
     with pytest.raises(CorruptCheckpointError, match=r"t3[0-9]\b.*digest differs"):
         dc.load(states.entire(_fresh(sizes, list(range(40)), gap)), tmp_path / "c")

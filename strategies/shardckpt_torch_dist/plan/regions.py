@@ -23,7 +23,7 @@ from shardckpt.storage import RangeRead, StoredArray, read_box
 from shardckpt.tensors import copy_box, is_ordinary
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from shardckpt.chunks import Chunk, Region
     from shardckpt.planning import Ints
@@ -37,7 +37,11 @@ _HEADS = 512
 class ArchiveReader(ItemReader):
     """Reads regions of tensors that are archives of ``torch.save``, each with a zip directory and a pickle."""
 
-    has_plain_items = False
+    def find_frames(
+        self, dtypes: Iterable[torch.dtype], shapes: Iterable[Ints], lengths: Iterable[int]
+    ) -> list[tuple[bytes, bytes] | None]:
+        """Return the bytes around the payloads of archives as we write them; None for a length that none has."""
+        return [*map(make_frame_of_length, dtypes, shapes, lengths)]
 
     def find_payloads(self, chunks: Sequence[tuple[Chunk, torch.dtype, str]]) -> Iterator[int | None]:
         """Yield where the payload of each chunk begins, if its archive begins, byte for byte, as we write it.
@@ -74,10 +78,12 @@ class ArchiveReader(ItemReader):
     def read_region(self, region: Region, dtype: torch.dtype, key: str, source: CheckpointReader | ReadAhead) -> None:
         """Fill a target; a CorruptCheckpointError if the archive is not the tensor that the metadata says."""
         takes_bytes = region.is_entire and region.target.dtype == dtype and is_ordinary(region.target)
-        if isinstance(source, ReadAhead) and takes_bytes and _copy_chunk(region.chunk, region.target, source):
-            return
         chunk, target, reader = region.chunk, region.target, self.reader
         item = chunk.item
+        if isinstance(source, ReadAhead) and takes_bytes:  # without parsing the archive, if it is as we write it
+            frame = make_frame_of_length(dtype, tuple(chunk.box.shape), item.length)
+            if frame and source.copy_framed(item.offset, item.offset + item.length, frame, target.data_ptr()):
+                return
         # One read of a small archive, instead of one for its directory and one for its payload.
         archive = source.read_range(*item, key) if item.length <= SMALL_ITEM else None
         stored = self._find_payload(chunk, dtype, key, archive)
@@ -120,19 +126,6 @@ class ArchiveReader(ItemReader):
                 f"and {chunk.volume} elements"
             )
         return stored
-
-
-def _copy_chunk(chunk: Chunk, target: torch.Tensor, ahead: ReadAhead) -> bool:
-    """Copy an entire chunk without parsing its archive, if that is, byte for byte, as we write it."""
-    ours, data = build_own_archive(target.dtype, chunk.box.shape, chunk.item.length), ahead.view(chunk.item)
-    if ours is None or data is None:
-        return False
-    head, tail, _ = ours
-    payload, end = len(head), len(head) + target.nbytes
-    if end + len(tail) != len(data) or data[:payload] != head or data[end:] != tail:
-        return False
-    ahead.copy(chunk.item.offset + payload, target)
-    return True
 
 
 def _copy_from(payload: bytearray, stored: StoredPayload, chunk: Chunk, start: Ints, target: torch.Tensor) -> None:
