@@ -88,8 +88,8 @@ ALGORITHMS = {
 SEGMENT_BYTES = 1 << 20
 #: Longest segment of any checkpoint, older ones included, in bytes.
 MAX_SEGMENT = 4 << 20
-#: Bytes. A record up to this size is one segment, whatever its parts.
-SMALL_RECORD = 64 << 10
+#: Bytes. A record up to this size is one segment, whatever its parts: 64 KiB of values with what a format puts around.
+SMALL_RECORD = 72 << 10
 #: Largest table that is read, in bytes: 20 million segments. It bounds what a damaged or hostile file can allocate.
 _MAX_TABLE = 1 << 28
 _LENGTH = "I"

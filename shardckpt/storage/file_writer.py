@@ -126,7 +126,7 @@ class FileWriter:
     def append_small(self, parts: Iterable[bytes | memoryview], keys: int = 1, what: str = "") -> int:
         """Append a record whose parts are ready; they are copied before this returns.
 
-        Faster than :meth:`append` for records of up to 64 KiB; larger ones are accepted, too.
+        Faster than :meth:`append` for records of up to ``SMALL_RECORD`` bytes; larger ones are accepted, too.
 
         Args:
             parts: The record's bytes.
@@ -151,7 +151,7 @@ class FileWriter:
         """Append small records, each of one item: faster than :meth:`append_small` for each.
 
         Args:
-            records: The bytes of each, up to 64 KiB; they are copied before this returns.
+            records: The bytes of each, up to ``SMALL_RECORD``; they are copied before this returns.
             whats: What each is (a key), named in errors.
         """
         sizes = list(map(len, records))
