@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 _ROOT = "shardckpt.compat.megatron.dist_checkpointing"
 
@@ -71,5 +72,17 @@ def make_refusing_getattr(module: str, refused: Mapping[str, str] = MappingProxy
             # lazy: Megatron's modules import each other in circles
             return getattr(importlib.import_module(home), name)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return __getattr__
+
+
+def make_importing_getattr(package: str, path: Iterable[str]) -> Callable[[str], Any]:
+    """Make a package's ``__getattr__``: Megatron's callers reach its modules as attributes, without an import."""
+    modules = {module.name for module in pkgutil.iter_modules(path)}
+
+    def __getattr__(name: str) -> Any:  # noqa: N807 - becomes the package's
+        if name in modules:
+            return importlib.import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return __getattr__
