@@ -84,6 +84,33 @@ def nested_items(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any
             yield (*path, key), value
 
 
+def flatten_as_dcp(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield (path, leaf) pairs as torch.distributed.checkpoint flattens a state dict: the keys of dicts become text.
+
+    A list in which, or in a list of which, there is no dict, tensor or shard, is a leaf; so is every tuple.
+    """
+    if isinstance(x, dict):
+        for key, value in x.items():
+            yield from flatten_as_dcp(value, (*path, str(key)))
+    elif isinstance(x, list) and _is_taken_apart(x):
+        for number, value in enumerate(x):
+            yield from flatten_as_dcp(value, (*path, number))
+    else:
+        yield path, x
+
+
+def _is_taken_apart(values: list[Any]) -> bool:
+    return any(
+        _is_taken_apart(value) if isinstance(value, list) else isinstance(value, (dict, torch.Tensor, ShardedBase))
+        for value in values
+    )
+
+
+def list_dcp_values(x: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what is no tensor in a state dict, by the key under which stock ``dcp.load`` asks for it."""
+    return ((".".join(map(str, path)), v) for path, v in flatten_as_dcp(x) if not isinstance(v, torch.Tensor))
+
+
 def extract_matching_values(
     x: Any, predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
 ) -> tuple[Any, Any]:

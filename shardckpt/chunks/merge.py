@@ -12,6 +12,7 @@ from shardckpt.errors import ShardingError, format_many, listed
 from shardckpt.mapping.sharded_tensor import BlockScales
 from shardckpt.planning.table import Table, concat_tables, find_untiled, make_bounds, make_column, make_matrix
 from shardckpt.storage.columns import Columns
+from shardckpt.storage.packed_shards import list_specs
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -278,14 +279,8 @@ def _describe_scaled(plan: MergedPlan, number: int, scales: BlockScales) -> Scal
 def _number_tensors(tensors: dict[str, _GlobalTensor], rank: int, specs: Columns) -> torch.Tensor:
     """Return the numbers of a rank's tensors among those of all ranks; add new ones to ``tensors``."""
     numbers = []
-    for key, name, axes, padded in zip(
-        specs.texts("keys"),
-        specs.texts("dtypes"),
-        specs.integers("axes").tolist(),
-        specs.integers("shapes").tolist(),
-        strict=True,
-    ):
-        tensor = _GlobalTensor(len(tensors), getattr(torch, name), tuple(padded[:axes]), rank)
+    for key, name, shape in zip(*list_specs(specs), strict=True):
+        tensor = _GlobalTensor(len(tensors), getattr(torch, name), shape, rank)
         first = tensors.setdefault(key, tensor)
         if first is not tensor and (tensor.dtype, tensor.shape) != (first.dtype, first.shape):
             raise ShardingError(

@@ -21,7 +21,7 @@ from shardckpt.huggingface.torch_file import is_archive, read_torch_file
 from shardckpt.manifest.names import CONTENT
 from shardckpt.mapping.sharded_object import PlainObject
 from shardckpt.planning.boxes import Box
-from shardckpt.state_dict import extract_matching_values
+from shardckpt.state_dict import extract_matching_values, list_dcp_values
 from shardckpt.strategy import LoadContext, StoredFile, find_error
 from shardckpt.tensors.wrappers import copy_values
 
@@ -92,7 +92,7 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
         What describes a tensor in a state, in a file that was converted, has the path of that tensor.
         """
         taken = {key for file in self._files for key in self._content(context, file).tensors}
-        return [PlainObject(k, value) for k, value in list_values(self._state_dict(context)) if k not in taken]
+        return [PlainObject(k, value) for k, value in list_dcp_values(self._state_dict(context)) if k not in taken]
 
     def list_plain_objects(self, context: LoadContext) -> list[str]:  # noqa: ARG002 - they are the common state
         """Return an empty list: the common state has the values of all."""
@@ -213,15 +213,3 @@ def find_torch_weights(
             return TorchFileLoadStrategy(weight_map=left, lost=[key for key in weight_map if key not in left])
         return TorchFileLoadStrategy(weight_map=weight_map)
     return TorchFileLoadStrategy(only) if only in names else None
-
-
-def list_values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what is no tensor with its path, as torch.distributed.checkpoint flattens it: plain lists are values."""
-    if isinstance(value, dict) and (value or not key):
-        for name, inner in value.items():
-            yield from list_values(inner, f"{key}.{name}" if key else f"{name}")
-    elif isinstance(value, list) and any(isinstance(inner, (dict, list, torch.Tensor)) for inner in value):
-        for number, inner in enumerate(value):
-            yield from list_values(inner, f"{key}.{number}")
-    elif not isinstance(value, torch.Tensor):
-        yield key, value

@@ -33,7 +33,6 @@ from shardckpt.huggingface.planning import plan_export, plan_tensors
 from shardckpt.huggingface.store_export import find_export
 from shardckpt.huggingface.structure import forget_structure, make_state_dict, nest_stored, plain_name
 from shardckpt.huggingface.torch_save import TorchFile
-from shardckpt.huggingface.torch_strategy import list_values
 from shardckpt.maintenance.content import note_rescue
 from shardckpt.maintenance.proof import StagedProof, SummedCheckpoint, TensorProof, list_fingerprints
 from shardckpt.maintenance.sources import Reading, warn_of_unread_files
@@ -42,6 +41,7 @@ from shardckpt.manifest.names import CONTENT
 from shardckpt.mapping.sharded_object import PlainObject, ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.plugins.key_mapping import Identity
+from shardckpt.state_dict import list_dcp_values
 from shardckpt.storage.abilities import has_local_files
 from shardckpt.storage.digest import digest_vote
 from shardckpt.storage.journal import Journal, can_resume
@@ -367,7 +367,7 @@ class Conversion:
         own = [key for shard in objects for key in ((getattr(shard, "keys", None) or ()), (shard.key,))]
         taken = {key for keys in own for key in keys} | {shard.key for shard in stored.index()}
         values = {key: value for key, value in common.items() if key != CONTENT}
-        return [PlainObject(key, value) for key, value in list_values(values) if key not in taken]
+        return [PlainObject(key, value) for key, value in list_dcp_values(values) if key not in taken]
 
     def _write_checkpoint(
         self,

@@ -21,6 +21,7 @@ from shardckpt.maintenance.suggested_renames import suggest_renames
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.batches import batch_by_bytes
 from shardckpt.planning.boxes import Box, cut_box, part_view, shard_parts
+from shardckpt.state_dict import have_equal_bits
 from shardckpt.strategy import LoadStrategy
 from shardckpt.validation.keys import stored_key
 
@@ -306,9 +307,8 @@ class MergedLoadStrategy(LoadStrategy):
 
     def _check_equal(self, key: str, values: Sequence[torch.Tensor]) -> None:
         sources = self._tensors[key].sources
-        first = _view_bytes(values[0])
         for (number, tensor), other in zip(sources[1:], values[1:], strict=True):
-            if not torch.equal(first, _view_bytes(other)):
+            if not have_equal_bits(values[0], other):
                 is_float = tensor.dtype.is_floating_point
                 why = "8-bit floats mean nothing without their scales" if is_float else f"{tensor.dtype} has no average"
                 raise CheckpointingException(
@@ -344,7 +344,3 @@ def _suggest_rename(found: Mapping[str, Sequence[tuple[int, ShardedTensor]]], co
         if renames:
             return " ".join(f"--rename {number}:{old}={new}" for old, new in renames.items())
     return "--rename 2:OLD=NEW"
-
-
-def _view_bytes(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().reshape(-1).view(torch.uint8)

@@ -18,6 +18,7 @@ from shardckpt.manifest.models import Integrity
 from shardckpt.manifest.names import FINGERPRINTS_NAME, INTEGRITY_NAME, RECORD_NAME
 from shardckpt.plugins.resolver import choose_reader, hold_checkpoint
 from shardckpt.storage.directory import retry_if_replaced
+from shardckpt.storage.disk_usage import allocated_bytes
 from shardckpt.storage.filesystem import is_there, wrap_os_errors
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.sums import pack_fingerprints, read_fingerprints
@@ -93,7 +94,8 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
             f"{directory} is a {manifest.backend!r} checkpoint, and its {type(strategy).__name__} cannot remove "
             "keys: load what is to be kept, and save that"
         )
-    before = _allocated_bytes(directory)
+    with wrap_os_errors("look at", directory):
+        before = allocated_bytes(directory)
     with CheckpointReader(place, manifest, verify=True) as reader:
         removal = strategy.remove(prefix, reader)
         if not removal.keys:
@@ -104,7 +106,8 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
             refuse_full(directory, rewritten, REMOVE)
             operation.start_progress(lambda: rewritten)
             _replace(directory, reader, removal, operation.count)
-    after = before + _growth(directory, removal) if dry_run else _allocated_bytes(directory)
+    with wrap_os_errors("look at", directory):
+        after = before + _growth(directory, removal) if dry_run else allocated_bytes(directory)
     report = RemovalReport(
         tuple(sorted(removal.keys)), tuple(sorted(removal.dropped)), tuple(sorted(removal.rewritten)), before, after
     )
@@ -124,33 +127,14 @@ def _renew_fingerprints(reader: CheckpointReader, removal: Removal) -> Removal:
     return replace(removal, renewed={**removal.renewed, FINGERPRINTS_NAME: pack_fingerprints(kept)})
 
 
-def _allocated_bytes(directory: Path) -> int:
-    """Return the disk space in bytes of a local directory and its content, as ``du`` counts it: hard links once."""
-    with wrap_os_errors("look at", directory):
-        found = {}
-        for folder, _, names in os.walk(directory, onerror=_raise):
-            for name in (".", *names):
-                info = os.lstat(os.path.join(folder, name))  # noqa: PTH118 - one call for "." and names
-                found[info.st_dev, info.st_ino] = info.st_blocks * 512
-    return sum(found.values())
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
 def _growth(directory: Path, removal: Removal) -> int:
     """Return how many bytes the directory would grow on disk, if the files with digests keep their size."""
     new = {name: len(content) for name, content in removal.renewed.items()}
     new |= {name: items[-1].to + items[-1].nbytes for name, items in removal.rewritten.items()}
-    growth = 0
-    with wrap_os_errors("look at", directory):
-        block = os.statvfs(directory).f_frsize
-        for name in {*new, *removal.dropped}:
-            path = directory / name
-            taken = path.lstat().st_blocks * 512 if is_there(path) else 0
-            growth += -(-new.get(name, 0) // block) * block - taken
-    return growth
+    growth, block = 0, os.statvfs(directory).f_frsize
+    for path in (directory / name for name in {*new, *removal.dropped}):
+        growth -= allocated_bytes(path) if is_there(path) else 0
+    return growth + sum(-(-nbytes // block) * block for nbytes in new.values())
 
 
 def _replace(

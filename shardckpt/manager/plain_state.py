@@ -10,11 +10,9 @@ from torch.nn.parameter import is_lazy
 
 from shardckpt.adapters.forms import is_placeholder, join_path, make_form
 from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object
-from shardckpt.state_dict import dict_list_map_outplace, nested_items, of_type
+from shardckpt.state_dict import dict_list_map_outplace, list_dcp_values, nested_items, of_type
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from shardckpt.mapping.base import Replicated, ShardedStateDict
     from shardckpt.mapping.sharded_object import PlainObject
 
@@ -49,7 +47,7 @@ def describe_values(name: str, state: Any, taken: set[str]) -> dict[str, PlainOb
     again; those of the values are added to it. A state of more than 1,000 values gets none: it would take long to store
     twice.
     """
-    values = {join_path((name, *path)): value for path, value in _find_dcp_values(state, ())}
+    values = dict(list_dcp_values({name: state}))
     if len(values) > _MOST_VALUES:
         return {}
     # The values are stored in their state, too: one whose dotted path is the key of something else may go without its
@@ -101,22 +99,6 @@ def memory_of(value: Any) -> int | None:
     local = local.to_local() if isinstance(local, DTensor) else local
     is_dense = type(local) is torch.Tensor and local.layout is torch.strided
     return local.untyped_storage().data_ptr() if is_dense else None
-
-
-def _find_dcp_values(state: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the values that are not tensors, with their paths, as DCP flattens a state dict."""
-    if isinstance(state, dict) or _is_branch(state):
-        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
-            yield from _find_dcp_values(value, (*path, key))
-    elif not isinstance(state, torch.Tensor):
-        yield path, state
-
-
-def _is_branch(state: Any) -> bool:
-    """Return whether DCP flattens a list: only if a dict or a tensor is in it."""
-    return isinstance(state, (list, tuple)) and any(
-        isinstance(item, (dict, torch.Tensor)) or _is_branch(item) for item in state
-    )
 
 
 def _request_tensor(key: str, placeholder: tuple[Any, ...], live: Any, taken: set[int]) -> Any:

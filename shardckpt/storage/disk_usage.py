@@ -26,6 +26,14 @@ def freed_bytes(path: Path) -> int:
     return sum(info.st_size for info, links in _list_files(path) if links >= info.st_nlink)
 
 
+def allocated_bytes(path: Path) -> int:
+    """Return the disk space of a local file or directory with its content, as ``du`` counts it: hard links once.
+
+    An OSError if a part of it cannot be read.
+    """
+    return sum({(info.st_dev, info.st_ino): info.st_blocks * 512 for info in _walk(path, ())}.values())
+
+
 def find_last_write(path: Path) -> float | None:
     """Return when a file or directory was last written, moved or copied, in seconds since 1970.
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardckpt.manifest.models import FileRecord
     from shardckpt.storage.object_stream import SentObject
     from shardckpt.storage.store_abilities import StreamsWrites
+    from shardckpt.storage.stream import ContentStream
 
 Produce = Callable[[], Sequence[bytes | bytearray | memoryview]]
 
@@ -54,7 +55,7 @@ class FileWriter:
         self._path = path
         self._pool = pool
         self._file: NewFile | None = None
-        self._stream: FileStream | ObjectStream | SentObject
+        self._stream: ContentStream
         if sent is not None:
             self._stream = sent
         elif store is None:

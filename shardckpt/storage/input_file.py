@@ -7,7 +7,8 @@ import errno
 import io
 import os
 import stat
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.storage.abilities import on_store
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from shardckpt.storage.remote import RemotePath
 
 
-class InputFile(Protocol):
+class InputFile(ABC):
     """A file that is open for reading, by several threads at a time; a context manager that closes it.
 
     ``size``, in bytes, and ``status``, the result of ``os.fstat``, are from when it was opened; ``status`` is None for
@@ -36,21 +37,23 @@ class InputFile(Protocol):
 
     def fileno(self) -> int:
         """Return the descriptor, as a file of :mod:`io` does: an ``io.UnsupportedOperation`` where there is none."""
+        raise io.UnsupportedOperation(f"{self.path} is an object of a store")
 
+    @abstractmethod
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill the buffer with the file's bytes from ``offset`` on; CorruptCheckpointError if the file ends before."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - of an object nothing is open
         """Close it; the caller does so once."""
 
     def __enter__(self) -> Self:
-        """Return the file."""
+        return self
 
-    def __exit__(self, *error: object) -> None:
-        """Close the file."""
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-class LocalFile:
+class LocalFile(InputFile):
     """A regular file of this machine.
 
     A symbolic link is a StorageError, a directory, device or pipe a CorruptCheckpointError.
@@ -94,26 +97,16 @@ class LocalFile:
         with contextlib.suppress(OSError):
             os.close(self._fd)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class StoredObject:
+class StoredObject(InputFile):
     """An object of a store, which is only looked up: each read is a request."""
 
     def __init__(self, path: RemotePath) -> None:
-        self.path: Path = path
-        self.status: os.stat_result | None = None
+        self.path = path
+        self.status = None
         self._remote = path
         with wrap_os_errors("open", path):
             self.size = path.size
-
-    def fileno(self) -> int:
-        """Raise an ``io.UnsupportedOperation``."""
-        raise io.UnsupportedOperation(f"{self.path} is an object of a store")
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill the buffer by one request, or by more where the store gives less."""
@@ -122,15 +115,6 @@ class StoredObject:
             if not done:
                 raise _too_short(self.path, offset, buffer)
             buffer, offset = buffer[done:], offset + done
-
-    def close(self) -> None:
-        """Do nothing: nothing is open."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
 
 
 def open_existing(path: Path) -> InputFile:

@@ -11,8 +11,9 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.storage.digest import SEGMENT_BYTES, Segments, digest_function
+from shardckpt.storage.digest import SEGMENT_BYTES
 from shardckpt.storage.store_errors import mask_password
+from shardckpt.storage.stream import ContentStream
 from shardckpt.tensors.memory import LARGE
 
 if TYPE_CHECKING:
@@ -20,14 +21,12 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
+    from shardckpt.storage.digest import Segments
     from shardckpt.storage.store_abilities import ObjectWriter, StreamsWrites
 
 
-class ObjectStream:
-    """The content of a new object, appended by one thread at a time; :class:`FileWriter` fills it as a FileStream.
-
-    ``count`` is called with the number of bytes appended since the last call.
-    """
+class ObjectStream(ContentStream):
+    """The content of a new object; ``count`` is called with the number of bytes appended since the last call."""
 
     def __init__(
         self,
@@ -38,14 +37,11 @@ class ObjectStream:
         part_bytes: int,
         count: Callable[[int], None] | None = None,
     ) -> None:
+        super().__init__(algorithm)
         #: Where the object appears, for errors; a save to a store has a local directory, too.
         self._path = f"{url}/{name}" if (url := mask_password(getattr(folder, "url", ""))) else path
         self._part_bytes = part_bytes
         self._count = count
-        self._digest = digest_function(algorithm)
-        self._algorithm = algorithm
-        self._lengths: list[int] = []
-        self._digests: list[int] = []
         #: The part that is being filled, and how many bytes it has; it is longer where its memory is used again.
         self._part = bytearray()
         self._filled = 0
@@ -54,21 +50,7 @@ class ObjectStream:
         #: Sends an object of one part, once it has ended.
         self._closing: ThreadPoolExecutor | None = None
         self._closed: Future[None] | None = None
-        #: Key of the last bytes, for errors.
-        self._what = ""
         self._writer: ObjectWriter | None = self._call(lambda: folder.open_write(name, self._part_bytes), "begin")
-        #: The first error; the object cannot be completed after it.
-        self.error: BaseException | None = None
-        #: Seconds of waiting for fsync; a store has none.
-        self.sync_seconds = 0.0
-
-    def put_small(self, data: bytes | memoryview, what: str = "") -> None:
-        """Append bytes as one segment; ``what`` is what they are (a key), named in errors."""
-        if data:
-            self._what = what or self._what
-            self._lengths.append(len(data))
-            self._digests.append(self._digest(data))
-            self._fill(memoryview(data))
 
     def put(self, parts: list[memoryview], release: Callable[[], None], what: str = "") -> None:
         """Append a record; when this returns or raises, ``release`` was called, and its memory is no longer used."""
@@ -79,10 +61,6 @@ class ObjectStream:
                     self.put_small(part[start : start + step], what)
         finally:
             release()
-
-    def segments(self, first: int) -> tuple[list[int], list[int]]:
-        """Return the lengths and digests of the segments from a number on; after :meth:`finish`."""
-        return self._lengths[first:], self._digests[first:]
 
     def end(self) -> None:
         """Send an object of one part, by a thread: several small ones are then on their way at a time.
@@ -101,23 +79,18 @@ class ObjectStream:
         self._call(writer.close, "complete")
 
     def finish(self) -> Segments:
-        """Send the last part, and let the object appear; return its table of digests, or raise the first error."""
-        if self.error is not None:
-            raise self.error
-        writer = self._writer
-        if writer is None:
-            raise StorageError(f"{self._path}: the object was given up before it was complete")
-        if self._closed is None:
-            self._close(writer)
-        else:
-            self._closed.result()
-        self._writer = None
-        self._sent.clear()
-        return Segments(self._lengths, self._digests, self._algorithm)
-
-    def fail(self, error: BaseException) -> None:
-        """Note an error: the object cannot be completed."""
-        self.error = self.error or error
+        """Send the last part, and let the object appear; see the base."""
+        if self.error is None:
+            writer = self._writer
+            if writer is None:
+                raise StorageError(f"{self._path}: the object was given up before it was complete")
+            if self._closed is None:
+                self._close(writer)
+            else:
+                self._closed.result()
+            self._writer = None
+            self._sent.clear()
+        return super().finish()
 
     def stop(self) -> None:
         """Give the object up unless it is complete; may be called twice."""
@@ -129,7 +102,8 @@ class ObjectStream:
         if writer is not None:
             writer.abort()
 
-    def _fill(self, data: memoryview) -> None:
+    def _fill(self, data: bytes | memoryview) -> None:
+        data = memoryview(data)
         if self._count is not None:
             self._count(data.nbytes)
         while data.nbytes:
@@ -175,48 +149,25 @@ class ObjectStream:
             raise StorageError(f"cannot {action} {self._path}: {type(exc).__name__}: {exc}") from exc
 
 
-class SentObject:
+class SentObject(ContentStream):
     """The content of an object that an earlier process has sent: nothing of it is sent again.
 
-    ``refuse`` makes the error for what would be appended to it.
+    ``refuse`` makes the error for what would be appended to it. It stays for the next process until the save is given
+    up.
     """
-
-    #: Seconds of waiting for fsync; there is none.
-    sync_seconds = 0.0
 
     def __init__(
         self, lengths: list[int], digests: list[int], algorithm: str, refuse: Callable[[], CheckpointingException]
     ) -> None:
-        self._table = Segments(lengths, digests, algorithm)
+        super().__init__(algorithm)
+        self._lengths.extend(lengths)
+        self._digests.extend(digests)
         self._refuse = refuse
-        #: The first error.
-        self.error: BaseException | None = None
-
-    def put_small(self, data: bytes | memoryview, what: str = "") -> None:  # noqa: ARG002 - as of a stream
-        """Refuse bytes that the object does not have."""
-        raise self._refuse()
 
     def put(self, parts: list[memoryview], release: Callable[[], None], what: str = "") -> None:  # noqa: ARG002
         """Refuse a record that the object does not have."""
         release()
         raise self._refuse()
 
-    def segments(self, first: int) -> tuple[list[int], list[int]]:
-        """Return the lengths and digests of the segments from a number on."""
-        return self._table.lengths[first:].tolist(), self._table.digests[first:].tolist()
-
-    def end(self) -> None:
-        """Do nothing: it is complete."""
-
-    def finish(self) -> Segments:
-        """Return its table of digests, or raise the first error."""
-        if self.error is not None:
-            raise self.error
-        return self._table
-
-    def fail(self, error: BaseException) -> None:
-        """Note an error."""
-        self.error = self.error or error
-
-    def stop(self) -> None:
-        """Do nothing: the object stays, for the next process, until the save is given up."""
+    def _fill(self, data: bytes | memoryview) -> None:  # noqa: ARG002 - as of a stream
+        raise self._refuse()

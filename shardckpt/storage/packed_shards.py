@@ -53,14 +53,8 @@ class PackedShards(NamedTuple):
         Returns:
             The packed shards.
         """
-        axes = [len(shape) for shape in shapes]
         # apart from the boxes, which differ between ranks: these bytes are equal, and so parsed once
-        specs: dict[str, Column] = {
-            "keys": keys,
-            "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
-            "axes": make_column(axes),
-            "shapes": make_matrix(shapes, max(axes, default=0), 1),
-        }
+        specs = describe_specs(keys, [str(dtype).removeprefix("torch.") for dtype in dtypes], shapes)
         boxes = _pack_boxes(table, list(objects))
         return cls(pack_columns(specs), boxes, len(table.spec) + len(objects))
 
@@ -111,11 +105,8 @@ class PackedShards(NamedTuple):
         Returns:
             The specs, of tensors and then objects; and the boxes, whose tensor numbers are indices of the specs.
         """
-        columns = Columns(self.specs, _SOURCE)
-        dtypes = map("torch.{}".format, columns.texts("dtypes"))
-        padded = zip(columns.integers("axes").tolist(), columns.integers("shapes").tolist(), strict=True)
-        shapes = [tuple(shape[:axes]) for axes, shape in padded]
-        specs = list(map(TensorSpec, repeat("tensor"), columns.texts("keys"), dtypes, shapes))
+        keys, dtypes, shapes = list_specs(self.specs)
+        specs = list(map(TensorSpec, repeat("tensor"), keys, map("torch.{}".format, dtypes), shapes))
         table, objects = self.unpack_boxes()
         boxes = Boxes()
         for key in objects:
@@ -123,6 +114,20 @@ class PackedShards(NamedTuple):
             boxes.add(len(specs), tuple(shard.global_offset), (1,) * len(shard.global_shape))
             specs.append(TensorSpec("object", shard.key, str(None), tuple(shard.global_shape)))
         return specs, concat_tables([table, boxes.table()])
+
+
+def describe_specs(keys: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Ints]) -> dict[str, Column]:
+    """Return the columns of tensors: their keys, the names of their dtypes, and their global shapes."""
+    axes = [len(shape) for shape in shapes]
+    matrix = make_matrix(shapes, max(axes, default=0), 1)
+    return {"keys": keys, "dtypes": dtypes, "axes": make_column(axes), "shapes": matrix}
+
+
+def list_specs(packed: bytes | Columns) -> tuple[list[str], list[str], list[Ints]]:
+    """Return what :func:`describe_specs` was given, of its columns or their bytes."""
+    columns = packed if isinstance(packed, Columns) else Columns(packed, _SOURCE)
+    padded = zip(columns.integers("axes").tolist(), columns.integers("shapes").tolist(), strict=True)
+    return columns.texts("keys"), columns.texts("dtypes"), [tuple(shape[:axes]) for axes, shape in padded]
 
 
 def _pack_boxes(table: Table, objects: Sequence[str]) -> bytes:

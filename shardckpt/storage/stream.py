@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -134,30 +135,76 @@ class Countdown:
             self._release()
 
 
-class FileStream:
-    """The content of a new file, appended by one thread at a time and written by the pool."""
+class ContentStream(ABC):
+    """The content of a new file or object, appended by one thread at a time: its segments, and their digests."""
 
-    def __init__(self, file: NewFile, pool: WriterPool, algorithm: str) -> None:
-        self._file = file
-        self._pool = pool
+    def __init__(self, algorithm: str) -> None:
         self._digest = digest_function(algorithm)
         self._algorithm = algorithm
         table = Segments(algorithm=self._algorithm)
         self._lengths, self._digests = table.lengths, table.digests
+        #: The key of the last bytes, for errors.
+        self._what = ""
+        #: The first error; the file cannot be completed after it.
+        self.error: BaseException | None = None
+        #: Seconds that :meth:`finish` waited for fsync; a store has none.
+        self.sync_seconds = 0.0
+
+    def put_small(self, data: bytes | memoryview, what: str = "") -> None:
+        """Append bytes as one segment, by a copy; ``what`` as in :meth:`put`."""
+        if data:
+            self._what = what or self._what
+            self._lengths.append(len(data))
+            self._digests.append(self._digest(data))
+            self._fill(data)
+
+    @abstractmethod
+    def put(self, parts: list[memoryview], release: Callable[[], None], what: str = "") -> None:
+        """Append a record of more than ``SMALL_RECORD`` bytes, which must not change until ``release`` is called.
+
+        That is called once, when all parts are written or have failed. Errors name ``what`` (a key).
+        """
+
+    def segments(self, first: int) -> tuple[list[int], list[int]]:
+        """Return the lengths and digests of the segments from a number on, once what was appended is written."""
+        return self._lengths[first:].tolist(), self._digests[first:].tolist()
+
+    def end(self) -> None:  # noqa: B027 - what is complete has nothing to write
+        """Begin to write the last bytes; no record follows."""
+
+    def finish(self) -> Segments:
+        """Complete the file; return its table of digests, or raise the first error."""
+        if self.error is not None:
+            raise self.error
+        return Segments(self._lengths, self._digests, self._algorithm)
+
+    def fail(self, error: BaseException) -> None:
+        """Note an error: the file cannot be completed."""
+        self.error = self.error or error
+
+    def stop(self) -> None:  # noqa: B027 - as above
+        """Give the file up unless it is complete; may be called twice."""
+
+    @abstractmethod
+    def _fill(self, data: bytes | memoryview) -> None:
+        """Take bytes whose digest is noted; they are copied before this returns."""
+
+
+class FileStream(ContentStream):
+    """The content of a new file that the pool writes."""
+
+    def __init__(self, file: NewFile, pool: WriterPool, algorithm: str) -> None:
+        super().__init__(algorithm)
+        self._file = file
+        self._pool = pool
         #: Offset of the current block in the file, a multiple of the page size. All bytes before it are with the pool.
         self._start = 0
         self._block: Buffer | None = None
         self._filled = 0
-        #: The key of the last bytes in the block, for errors.
-        self._what = ""
         self._tasks: list[Future[None]] = []
         self._stopped = False
         #: The thread that the pool has assigned; None until the file is known to be large enough for threads.
         self._thread = pool.add_file() if file.expected >= LARGE else None
-        #: The first error of any write.
-        self.error: BaseException | None = None
-        #: Seconds that :meth:`finish` waited for fsync.
-        self.sync_seconds = 0.0
 
     def resume(self, lengths: Iterable[int], digests: Iterable[int], tail: bytes) -> None:
         """Continue after what another process has written: its segments, and the last bytes from a page boundary on."""
@@ -175,23 +222,8 @@ class FileStream:
         if self.error is not None:
             raise self.error
 
-    def segments(self, first: int) -> tuple[list[int], list[int]]:
-        """Return the lengths and digests of the segments from a number on; after :meth:`drain` or :meth:`finish`."""
-        return self._lengths[first:].tolist(), self._digests[first:].tolist()
-
-    def put_small(self, data: bytes | memoryview, what: str = "") -> None:
-        """Append bytes as one segment, by a copy; ``what`` as in :meth:`put`."""
-        if data:
-            self._what = what or self._what
-            self._lengths.append(len(data))
-            self._digests.append(self._digest(data))
-            self._fill(data)
-
     def put(self, parts: list[memoryview], release: Callable[[], None], what: str = "") -> None:
-        """Append a record of more than ``SMALL_RECORD`` bytes, which must not change until ``release`` is called.
-
-        That is called once, when all parts are written or have failed. Errors name ``what`` (a key).
-        """
+        """Append a record; see the base."""
         pieces: list[_Piece] = []
         self._what = what or self._what
         try:
@@ -215,22 +247,14 @@ class FileStream:
             self._flush_small()  # the file is one block: a small file needs no thread
 
     def finish(self) -> Segments:
-        """Wait until the file is written and fsynced; return the table of digests.
-
-        It raises the first error of any write.
-        """
+        """Wait until the file is written and fsynced; see the base."""
         self.end()
         self._wait()
-        if self.error is not None:
-            raise self.error
-        started = time.perf_counter()
-        self._file.finish(self._start)
-        self.sync_seconds = time.perf_counter() - started
-        return Segments(self._lengths, self._digests, self._algorithm)
-
-    def fail(self, error: BaseException) -> None:
-        """Note an error: the file cannot be completed."""
-        self.error = self.error or error
+        if self.error is None:
+            started = time.perf_counter()
+            self._file.finish(self._start)
+            self.sync_seconds = time.perf_counter() - started
+        return super().finish()
 
     def stop(self) -> None:
         """Skip the tasks that have not begun, and wait for those that have; may be called twice."""

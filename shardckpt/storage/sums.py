@@ -11,8 +11,10 @@ import torch
 from shardckpt import settings
 from shardckpt.manifest.names import FINGERPRINTS_NAME
 from shardckpt.planning.batches import batch_by_bytes
+from shardckpt.planning.table import make_column
 from shardckpt.storage.columns import Columns, pack_columns
 from shardckpt.storage.fingerprint_file import FINGERPRINTS_COLUMN, SUM_BYTES, parse_fingerprints
+from shardckpt.storage.packed_shards import describe_specs, list_specs
 from shardckpt.storage.workers import Workers
 from shardckpt.tensors.fingerprint import finish_fingerprint, sum_boxes
 from shardckpt.tensors.torch_private import one_thread
@@ -46,10 +48,7 @@ def sum_shards(stored: PackedShards, tensors: Sequence[torch.Tensor], aliases: M
     ``aliases`` has further keys of tensors, and the key by which each is stored. A tensor that has no values that can
     be read is a ShardingError.
     """
-    specs = Columns(stored.specs, "the columns of stored shards")
-    keys, dtypes = specs.texts("keys"), specs.texts("dtypes")
-    padded = zip(specs.integers("axes").tolist(), specs.integers("shapes").tolist(), strict=True)
-    shapes = [tuple(shape[:axes]) for axes, shape in padded]
+    keys, dtypes, shapes = list_specs(stored.specs)
     table, _ = stored.unpack_boxes()
     numbers = table.spec.tolist()
     boxes: list[_Box] = [
@@ -118,38 +117,20 @@ def read_fingerprints(reader: CheckpointReader) -> dict[str, str]:
 
 
 def _pack(parts: Sequence[_Part]) -> bytes:
-    most = max((len(part.shape) for part in parts), default=0)
     sums = b"".join((number % (1 << 64)).to_bytes(8, "little") for part in parts for number in part.sums)
-    return pack_columns(
-        {
-            "keys": [part.key for part in parts],
-            "dtypes": [part.dtype for part in parts],
-            "axes": torch.tensor([len(part.shape) for part in parts], dtype=torch.int64, device="cpu"),
-            "shapes": torch.tensor(
-                [[*part.shape, *[1] * (most - len(part.shape))] for part in parts], dtype=torch.int64, device="cpu"
-            ).view(len(parts), most),
-            "counts": torch.tensor([part.elements for part in parts], dtype=torch.int64, device="cpu"),
-            "sums": _as_rows(sums),
-        }
-    )
+    specs = describe_specs(*([getattr(part, name) for part in parts] for name in ("key", "dtype", "shape")))
+    return pack_columns({**specs, "counts": make_column([part.elements for part in parts]), "sums": _as_rows(sums)})
 
 
 def _unpack(parts: Iterable[bytes]) -> Iterator[_Part]:
     for data in parts:
         columns = Columns(data, "the sums of a rank")
         raw = bytes(columns.raw("sums"))
-        rows = zip(
-            columns.texts("keys"),
-            columns.texts("dtypes"),
-            columns.integers("axes").tolist(),
-            columns.integers("shapes").tolist(),
-            columns.integers("counts").tolist(),
-            strict=True,
-        )
-        for number, (key, dtype, axes, shape, count) in enumerate(rows):
+        rows = zip(*list_specs(columns), columns.integers("counts").tolist(), strict=True)
+        for number, (key, dtype, shape, count) in enumerate(rows):
             start = number * SUM_BYTES
             first, second = (int.from_bytes(raw[low : low + 8], "little") for low in (start, start + 8))
-            yield _Part(key, dtype, tuple(shape[:axes]), count, (first, second))
+            yield _Part(key, dtype, shape, count, (first, second))
 
 
 def _as_rows(data: bytes) -> torch.Tensor:

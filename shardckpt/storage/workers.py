@@ -168,13 +168,12 @@ class Workers:
                 self._changed.wait()
         return None
 
-    def _open_job(self, is_over: Callable[[], bool], after: _Job[Any, Any] | None = None) -> _Job[Any, Any] | None:
+    def _open_job(self, is_over: Callable[[], bool], after: _Job[Any, Any]) -> _Job[Any, Any] | None:
         """Wait for a job with items to take, begun after the given one, and return it; None when ``is_over()``."""
         with self._changed:
             while not is_over():
                 # not an earlier one: the calling thread may be inside an item of it
-                first = 0 if after is None else self._jobs.index(after) + 1
-                for job in self._jobs[first:]:
+                for job in self._jobs[self._jobs.index(after) + 1 :]:
                     if job.open:
                         return job
                 self._changed.wait()

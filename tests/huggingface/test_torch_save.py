@@ -96,6 +96,16 @@ def test_stock_dcp_finds_the_values_of_a_file(tmp_path: Path) -> None:
     assert wanted["optim"]["param_groups"][0]["lr"] == 0.5  # type: ignore[index, call-overload]
 
 
+def test_lists_and_tuples_are_found_as_dcp_flattens_them(tmp_path: Path) -> None:
+    """A list of plain lists, and a tuple, are one value each to DCP; a list with a dict, a list or a tensor is not."""
+    state = {"w": torch.ones(2), "ranges": [[1, 2], [3]], "pair": (0.9, {"x": 1}), "mixed": [[{"y": 2}], [4], 5]}
+    torch.save(state, tmp_path / "a.pt")
+    convert_checkpoint(tmp_path / "a.pt", tmp_path / "dcp", "dcp")
+    wanted = {"w": torch.zeros(2), "ranges": [], "pair": (), "mixed": [[{"y": 0}], [0], 0]}
+    dcp.load(wanted, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    check_equal(wanted, state, "state")
+
+
 def test_tensors_in_containers_of_any_class_are_read(tmp_path: Path) -> None:
     """A file's namespaces, deques and tuples come into a checkpoint with the tensors in them, classes and all."""
     tensor = torch.arange(3.0)

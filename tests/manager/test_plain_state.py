@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from shardckpt.errors import ShardingError
 from shardckpt.manager import CheckpointConfig, CheckpointManager
@@ -110,3 +111,13 @@ def test_values_whose_keys_are_taken(tmp_path: Path, states: dict[str, Any]) -> 
     live = {name: Held(None) for name in states}
     _loaded(tmp_path, {name: Held(state) for name, state in states.items()}, live)
     torch.testing.assert_close({name: held.state for name, held in live.items()}, states)
+
+
+def test_stock_dcp_finds_lists_and_tuples(tmp_path: Path) -> None:
+    """A list of plain lists, and a tuple, are one value each to DCP, whatever the tuple has in it."""
+    state = {"ranges": [[1, 2], [3]], "pair": (0.9, {"x": 1}), "mixed": [{"y": 2}, 5]}
+    with CheckpointManager(CheckpointConfig(folder=tmp_path, interval=1), {"a": Held(state)}) as manager:
+        manager.save(1)
+    wanted = {"a": {"ranges": [], "pair": (), "mixed": [{"y": 0}, 0]}}
+    dcp.load(wanted, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    assert wanted == {"a": state}

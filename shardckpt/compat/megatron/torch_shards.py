@@ -17,17 +17,18 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from shardckpt.archive.objects import make_archive
 from shardckpt.compat.torch_private import make_sharded_tensor
 from shardckpt.errors import CheckpointingException, ShardingError
-from shardckpt.mapping.base import ShardedBase, is_main_replica
+from shardckpt.mapping.base import is_main_replica
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.boxes import part_view, shard_parts
+from shardckpt.state_dict import flatten_as_dcp
 from shardckpt.tensors.torch_private import is_sharded_tensor, new_wrapper
 from shardckpt.validation.keys import stored_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from shardckpt.mapping.base import ShardedStateDict, StateDict
+    from shardckpt.mapping.base import ShardedBase, ShardedStateDict, StateDict
     from shardckpt.planning.boxes import FlatPart
 
 #: A path in a state dict: keys of dicts as texts, and indices of lists.
@@ -247,21 +248,11 @@ def flatten_state_dict(state_dict: ShardedStateDict) -> tuple[dict[str, Any], di
     """
     leaves: dict[str, Any] = {}
     paths: dict[str, _Path] = {}
-
-    def add(path: _Path, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                add((*path, str(key)), inner)
-        elif isinstance(value, list) and _is_taken_apart(value):
-            for number, inner in enumerate(value):
-                add((*path, number), inner)
-        else:
-            name = ".".join(map(str, path))
-            if name in leaves:
-                raise ValueError(f"{paths[name]} and {path} are both {name!r}: rename one of them")
-            leaves[name], paths[name] = value, path
-
-    add((), state_dict)
+    for path, value in flatten_as_dcp(state_dict):
+        name = ".".join(map(str, path))
+        if name in leaves:
+            raise ValueError(f"{paths[name]} and {path} are both {name!r}: rename one of them")
+        leaves[name], paths[name] = value, path
     return leaves, paths
 
 
@@ -328,14 +319,6 @@ def _restore_dict_types(x: Any, keys_template: Any) -> None:
 
 def _to_chunk(part: FlatPart) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(part.box.offset), torch.Size(part.box.shape))
-
-
-def _is_taken_apart(values: list[Any]) -> bool:
-    """Return whether a list, or one in it, has a dict, a tensor or a shard."""
-    return any(
-        _is_taken_apart(value) if isinstance(value, list) else isinstance(value, (dict, torch.Tensor, ShardedBase))
-        for value in values
-    )
 
 
 def _with_lists(value: Any) -> Any:

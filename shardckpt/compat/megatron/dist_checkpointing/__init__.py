@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from typing import Any
-
 from shardckpt.compat.megatron.dist_checkpointing.core import check_is_distributed_checkpoint
 from shardckpt.compat.megatron.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -22,16 +18,9 @@ from shardckpt.compat.megatron.dist_checkpointing.serialization import (
     remove_sharded_tensors,
     save,
 )
+from shardckpt.compat.megatron.refusals import make_importing_getattr
 
-#: Megatron's callers reach modules as attributes of the package.
-_MODULES = {module.name for module in pkgutil.iter_modules(__path__)}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+__getattr__ = make_importing_getattr(__name__, __path__)
 
 __all__ = [
     "LocalNonpersistentObject",

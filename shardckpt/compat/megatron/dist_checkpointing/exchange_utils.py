@@ -183,13 +183,7 @@ REFUSED = {
     "_get_empty_tensor_for_exchange": "exchange_by_distribution allocates what it receives",
 }
 
-#: What Megatron's module imports from others.
-IMPORTED = {
-    "mapping": ("ShardedStateDict",),
-    "utils": ("debug_time",),
-}
-
-__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
+__getattr__ = make_refusing_getattr(__name__, REFUSED)
 
 __all__ = [
     "ShardDistribution",

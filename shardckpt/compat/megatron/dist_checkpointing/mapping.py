@@ -24,13 +24,7 @@ REFUSED = {
     "_logged_deprecations": "no name here logs a deprecation",
 }
 
-#: What Megatron's module imports from others.
-IMPORTED = {
-    "core": ("CheckpointingException",),
-    "dict_utils": ("dict_list_map_inplace",),
-}
-
-__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
+__getattr__ = make_refusing_getattr(__name__, REFUSED)
 
 __all__ = [
     "CommonStateDict",

@@ -11,17 +11,7 @@ from shardckpt.optimizer import (
     optim_state_to_sharding_state,
 )
 
-#: What to do instead of Megatron's names that are not here.
-REFUSED: dict[str, str] = {}
-
-#: What Megatron's module imports from others.
-IMPORTED = {
-    "dict_utils": ("nested_values",),
-    "mapping": ("LocalNonpersistentObject", "ShardedStateDict", "ShardedTensor", "ShardedTensorFactory", "StateDict"),
-    "utils": ("extract_sharded_tensors_and_factories",),
-}
-
-__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
+__getattr__ = make_refusing_getattr(__name__)
 
 __all__ = [
     "KEEP_VARS_HINT",

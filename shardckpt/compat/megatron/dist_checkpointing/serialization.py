@@ -57,40 +57,7 @@ _LOAD_ARGUMENTS = ("validate_access_integrity", "strict", "verify_integrity", "p
 #: What to do instead of Megatron's names that are not here.
 REFUSED = {"get_default_save_common_strategy": "the sharded strategy saves the common state: leave common_strategy out"}
 
-#: What Megatron's module imports from others.
-IMPORTED = {
-    "core": ("CheckpointingConfig", "CheckpointingException", "save_config"),
-    "dict_utils": ("extract_matching_values", "merge"),
-    "mapping": (
-        "CommonStateDict",
-        "ShardedObject",
-        "ShardedStateDict",
-        "ShardedTensor",
-        "StateDict",
-        "apply_factory_merges",
-    ),
-    "state_dict_utils": ("load_preprocess", "save_preprocess"),
-    "strategies.async_utils": ("AsyncRequest",),
-    "strategies.base": (
-        "AsyncSaveShardedStrategy",
-        "LoadCommonStrategy",
-        "LoadShardedStrategy",
-        "SaveCommonStrategy",
-        "SaveShardedStrategy",
-    ),
-    "strategies.torch": ("TorchDistLoadShardedStrategy", "TorchDistSaveShardedStrategy"),
-    "utils": ("extract_sharded_base", "force_all_tensors_to_non_fp8"),
-    "validation": (
-        "StrictHandling",
-        "determine_global_metadata",
-        "parse_strict_flag",
-        "validate_integrity_and_strict_load",
-        "validate_sharded_objects_handling",
-        "verify_checkpoint_and_load_strategy",
-    ),
-}
-
-__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
+__getattr__ = make_refusing_getattr(__name__, REFUSED)
 
 
 def save(

@@ -81,17 +81,6 @@ def filter_out_empty_flatten_tensor(sharded_state_dict: ShardedStateDict) -> Sha
     return extract_matching_values(sharded_state_dict, is_empty)[1]  # type: ignore[no-any-return]
 
 
-#: What to do instead of Megatron's names that are not here.
-REFUSED: dict[str, str] = {}
-
-#: What Megatron's module imports from others.
-IMPORTED = {
-    "dict_utils": ("dict_list_map_inplace",),
-    "mapping": ("CommonStateDict", "apply_factories"),
-    "utils": ("_clean_metadata_for_serialization", "extract_sharded_base"),
-    "validation": ("determine_global_metadata", "validate_sharding_integrity"),
-}
-
-__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
+__getattr__ = make_refusing_getattr(__name__)
 
 __all__ = ["filter_out_empty_flatten_tensor", "load_preprocess", "save_preprocess"]

@@ -181,13 +181,7 @@ REFUSED = {
     "__LOGGER_STACK": "logger_stack() yields the logger",
 }
 
-#: What Megatron's module imports from others.
-IMPORTED = {
-    "dict_utils": ("dict_list_map_inplace",),
-    "mapping": ("ShardedObject",),
-}
-
-__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
+__getattr__ = make_refusing_getattr(__name__, REFUSED)
 
 __all__ = [
     "_ShardId",

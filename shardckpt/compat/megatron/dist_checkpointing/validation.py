@@ -58,16 +58,7 @@ REFUSED = {
     "validate_sharded_objects_handling": "every strategy here stores objects: leave the call out",
 }
 
-#: What Megatron's module imports from others.
-IMPORTED = {
-    "core": ("maybe_load_config",),
-    "dict_utils": ("diff",),
-    "mapping": ("CommonStateDict", "ShardedObject", "ShardedStateDict", "ShardedTensor", "is_main_replica"),
-    "serialization": ("CkptShardedMetadata",),
-    "strategies.base": ("LoadCommonStrategy", "LoadShardedStrategy", "SaveCommonStrategy", "SaveShardedStrategy"),
-}
-
-__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
+__getattr__ = make_refusing_getattr(__name__, REFUSED)
 
 
 def verify_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> None:

@@ -12,12 +12,7 @@ REFUSED = {
     "DistributedAsyncCaller": "Megatron 0.9's name of TemporalAsyncCaller",
 }
 
-#: What Megatron's module imports from others.
-IMPORTED = {
-    "utils": ("debug_time",),
-}
-
-__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
+__getattr__ = make_refusing_getattr(__name__, REFUSED)
 
 __all__ = [
     "AsyncCaller",

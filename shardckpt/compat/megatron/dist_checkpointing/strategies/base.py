@@ -20,14 +20,7 @@ REFUSED = {
     "default_strategies": "`shardckpt strategies` lists what is registered, register_default_strategy adds to it",
 }
 
-#: What Megatron's module imports from others.
-IMPORTED = {
-    "core": ("CheckpointingException",),
-    "mapping": ("ShardedStateDict", "StateDict"),
-    "strategies.async_utils": ("AsyncCallsQueue", "AsyncRequest"),
-}
-
-__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
+__getattr__ = make_refusing_getattr(__name__, REFUSED)
 
 __all__ = [
     "AsyncSaveShardedStrategy",

@@ -5,11 +5,6 @@ from __future__ import annotations
 from shardckpt.compat.megatron.refusals import make_refusing_getattr
 from shardckpt.compat.megatron.torch_shards import CheckpointableShardedTensor, LocalShardsContainer
 
-#: What Megatron's module imports from others.
-IMPORTED = {
-    "mapping": ("ShardedTensor",),
-}
-
-__getattr__ = make_refusing_getattr(__name__, {}, IMPORTED)
+__getattr__ = make_refusing_getattr(__name__)
 
 __all__ = ["CheckpointableShardedTensor", "LocalShardsContainer"]

@@ -15,14 +15,6 @@ REFUSED = {
     "save_common": "the sharded strategy stores the common state: dist_checkpointing.save",
 }
 
-#: What Megatron's module imports from others.
-IMPORTED = {
-    "core": ("CheckpointingException",),
-    "dict_utils": ("dict_list_map_inplace", "nested_values"),
-    "mapping": ("ShardedObject", "ShardedStateDict", "StateDict", "is_main_replica"),
-    "strategies.base": ("LoadCommonStrategy", "SaveCommonStrategy", "StrategyAction", "register_default_strategy"),
-}
-
-__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
+__getattr__ = make_refusing_getattr(__name__, REFUSED)
 
 __all__ = ["COMMON_STATE_FNAME", "load_common", "register_default_common_strategies"]

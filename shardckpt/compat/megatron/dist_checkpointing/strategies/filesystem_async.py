@@ -20,11 +20,6 @@ REFUSED.update(
     }
 )
 
-#: What Megatron's module imports from others.
-IMPORTED = {
-    "strategies.async_utils": ("_disable_gc",),
-}
-
-__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
+__getattr__ = make_refusing_getattr(__name__, REFUSED)
 
 __all__ = []

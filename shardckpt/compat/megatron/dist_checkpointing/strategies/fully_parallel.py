@@ -131,21 +131,7 @@ REFUSED = {
     "_fill_in_deferred_sharded_items": "FullyParallelLoadStrategyWrapper fills in what ranks exchange",
 }
 
-#: What Megatron's module imports from others.
-IMPORTED = {
-    "dict_utils": ("dict_list_map_inplace", "extract_matching_values", "merge"),
-    "exchange_utils": (
-        "determine_main_replica_uniform_distribution",
-        "exchange_by_distribution",
-        "exchange_loaded_objects_gather_object",
-    ),
-    "mapping": ("ShardedObject", "ShardedStateDict", "StateDict", "is_main_replica"),
-    "strategies.base": ("SaveShardedStrategy",),
-    "utils": ("_ShardId", "_sharded_object_id", "debug_time"),
-    "validation": ("determine_global_metadata", "validate_sharding_integrity"),
-}
-
-__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
+__getattr__ = make_refusing_getattr(__name__, REFUSED)
 
 __all__ = [
     "FullyParallelLoadStrategyWrapper",

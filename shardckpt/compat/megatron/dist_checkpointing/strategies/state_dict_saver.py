@@ -12,12 +12,6 @@ REFUSED = {
     "verify_global_md_reuse": "every save checks that for itself",
 }
 
-#: What Megatron's module imports from others.
-IMPORTED = {
-    "strategies.filesystem_async": ("FileSystemWriterAsync",),
-    "strategies.torch": ("MCoreSavePlanner",),
-}
-
-__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
+__getattr__ = make_refusing_getattr(__name__, REFUSED)
 
 __all__ = ["save_state_dict_async_finalize"]

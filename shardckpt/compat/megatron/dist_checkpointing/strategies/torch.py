@@ -69,23 +69,7 @@ REFUSED = {
     "get_reformulation_metadata": "flattened shards are loaded at their true shapes by dist_checkpointing.load",
 }
 
-#: What Megatron's module imports from others.
-IMPORTED = {
-    "dict_utils": ("nested_values",),
-    "mapping": ("ShardedBase", "ShardedObject", "ShardedStateDict", "ShardedTensor", "StateDict", "is_main_replica"),
-    "strategies.base": (
-        "AsyncSaveShardedStrategy",
-        "LoadShardedStrategy",
-        "StrategyAction",
-        "register_default_strategy",
-    ),
-    "strategies.cached_metadata_filesystem_reader": ("CachedMetadataFileSystemReader",),
-    "strategies.checkpointable": ("CheckpointableShardedTensor", "LocalShardsContainer"),
-    "strategies.filesystem_async": ("FileSystemWriterAsync",),
-    "strategies.state_dict_saver": ("save_state_dict_async_finalize", "save_state_dict_async_plan"),
-}
-
-__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
+__getattr__ = make_refusing_getattr(__name__, REFUSED)
 
 __all__ = [
     "MSC_PREFIX",
