@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from shardckpt.archive.zip_directory import Member
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage.abilities import takes_requests
-from shardckpt.storage.digest import SEGMENT_BYTES
 from shardckpt.storage.filesystem import wrap_os_errors
+from shardckpt.tensors.memory import LARGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -101,7 +101,7 @@ def summed(
             raise _differs_error(f"{what}: {_name_range(member)}")
         return
     yield reader
-    if reader.crcs == "parts" or member.size <= SEGMENT_BYTES:
+    if reader.crcs == "parts" or member.size <= LARGE:
         check_member(reader, file, member, what)
 
 

@@ -6,9 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.storage.digest import SEGMENT_BYTES, SMALL_RECORD
+from shardckpt.storage.digest import SMALL_RECORD
 from shardckpt.tensors.copier import Copier
-from shardckpt.tensors.memory import is_ordinary, is_plain, plain_cpu, tensor_bytes, tensor_bytes_of_each
+from shardckpt.tensors.memory import LARGE, is_ordinary, is_plain, plain_cpu, tensor_bytes, tensor_bytes_of_each
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 #: Bytes that are copied at a time of a tensor that cannot be written from its memory (on a device, or with strides). It
-#: is less than a segment, so that the writer can append such a piece to others before the next is copied.
-PIECE_BYTES = SEGMENT_BYTES // 2
+#: is less than the writer cuts, so that the writer can append such a piece to others before the next is copied.
+PIECE_BYTES = LARGE // 2
 #: Small tensors that are appended by one call: enough to save time, and few enough that files are written alternately.
 _MOST_IN_RUN = 128
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 #: Files that a reader keeps open; those above this number are closed, and reopened when they are read.
 OPEN_FILES = 64
 #: Characters of a table of digests that is kept for the next reader: that of 5 GiB.
-_SMALL_TABLE = 64 << 10
+_SMALL_TABLE = 256 << 10
 
 
 class OpenFile:

@@ -107,7 +107,9 @@ def check(path: Path, records: Records, found: FileRecord) -> None:
         if sum(sizes) <= SMALL_RECORD:
             lengths += [sum(sizes)] if sizes else []
         else:
-            lengths += [min(stream.SEGMENT_BYTES, n - at) for n in sizes for at in range(0, n, stream.SEGMENT_BYTES)]
+            for size in sizes:
+                step = stream.SEGMENT_BYTES if size >= stream.LARGE else size
+                lengths += [min(step, size - at) for at in range(0, size, step)]
     assert list(table.lengths) == lengths
     for length, digest in zip(table.lengths, table.digests, strict=True):
         assert DIGEST(content[position : position + length]) == digest

@@ -23,6 +23,7 @@ from shardckpt.storage.memory_budget import REQUEST_BYTES
 from shardckpt.storage.open_files import OPEN_FILES
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.spans import ElementRange, Pieces
+from shardckpt.tensors import LARGE
 from tests.resources import list_open, watch_reads
 from tests.storage.files import manifest, write
 from tests.tables import table
@@ -107,7 +108,7 @@ def test_an_end_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @table("place", [0, 3000, SEGMENT_BYTES - 1, SEGMENT_BYTES + 4000])
 def test_a_part_of_a_segment_is_checked_with_the_rest_of_it(tmp_path: Path, place: int) -> None:
     """Any part of a large segment is read in place, and damage outside of it, in the same segment, is found."""
-    content = random.Random(0).randbytes(SEGMENT_BYTES + 5000)
+    content = random.Random(0).randbytes(LARGE + 5000)
     found = write(tmp_path, "data", [[content]])
     damaged = bytearray(content)
     damaged[place] ^= 1
