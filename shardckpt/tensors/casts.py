@@ -11,6 +11,8 @@ from shardckpt.tensors.wrappers import is_quantized
 
 #: Floats of 8 bits; some have no infinity: what is too large for these becomes their largest number.
 _SMALL = 1
+#: Values that are looked at at a time: torch makes a copy in float32 to sum those of a smaller dtype.
+_PIECE = 256 << 10
 
 
 def can_change_values(stored: torch.dtype, wanted: torch.dtype) -> bool:
@@ -29,21 +31,31 @@ def can_change_values(stored: torch.dtype, wanted: torch.dtype) -> bool:
 def may_be_changed(cast: torch.Tensor, stored: torch.dtype) -> bool:
     """Return whether values may have been changed when they were cast from a dtype; no quantized tensor's are.
 
-    It looks at the results, in one pass and without memory; where it is True, the sources tell.
+    It looks at the results, a piece at a time; where it is True, the sources tell.
     """
     if not cast.numel() or is_quantized(cast) or not can_change_values(stored, cast.dtype):
         return False
     cast = cast.detach()
     values = torch.view_as_real(cast) if cast.is_complex() else cast
+    longest = max(range(values.ndim), key=values.shape.__getitem__, default=None)
+    if longest is None:
+        return _is_suspect(values, stored)
+    step = max(1, _PIECE * values.shape[longest] // values.numel())
+    return any(_is_suspect(piece, stored) for piece in values.split(step, longest))
+
+
+def _is_suspect(values: torch.Tensor, stored: torch.dtype) -> bool:
+    """Return whether one of some values, real ones, may have been changed by the cast."""
+    dtype = values.dtype
     if values.itemsize == _SMALL:
         values = values.to(torch.float32)
     elif stored.is_floating_point or stored.is_complex:
         # faster than to look for the largest, and it is not finite where a value is not
         wide = torch.float64 if values.dtype == torch.float64 else torch.float32
         return not math.isfinite(values.sum(dtype=wide).item())
-    limit = torch.finfo(cast.dtype.to_real()).max
+    limit = torch.finfo(dtype).max
     if not (stored.is_floating_point or stored.is_complex):
-        limit = min(limit, _count_exact(cast.dtype))
+        limit = min(limit, _count_exact(dtype))
     low, high = (each.item() for each in torch.aminmax(values))
     return not (-limit < low and high < limit)  # so, if one is nan
 

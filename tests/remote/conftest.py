@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +12,7 @@ from tests.remote.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -22,15 +22,13 @@ def store(tmp_path: Path, no_pauses: None) -> Store:
 
 
 @pytest.fixture(autouse=True)
-def no_spool_is_left() -> Iterator[None]:
+def no_spool_is_left(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every save removes its spool directories, whatever became of it."""
-    before = _spools()
+    folder = tmp_path_factory.mktemp("spools")  # of this test alone: other processes have spools, too
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield
-    assert _spools() <= before
-
-
-def _spools() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("shardckpt-spool-*"))
+    assert not list(folder.glob("shardckpt-spool-*"))
 
 
 @pytest.fixture(scope="module")
