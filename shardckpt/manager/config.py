@@ -77,6 +77,8 @@ class AsyncMode(str, Enum):
 
 def _find_signal(given: Any) -> str:
     """Return the name of a signal that is given by name or number; ``""`` if there is none."""
+    if isinstance(given, bool):  # Python takes True for 1, which is SIGHUP
+        return ""
     try:
         return (signal.Signals[given] if isinstance(given, str) else signal.Signals(given)).name
     except (KeyError, ValueError):
@@ -222,6 +224,8 @@ class CheckpointConfig(BaseModel):
             return super().__new__(cls)
 
         def __init__(self, **settings: Any) -> None:
+            if "model_weights_only" in settings and "last_save_model_only" not in settings:
+                settings["last_save_model_only"] = settings.pop("model_weights_only")
             try:
                 super().__init__(**settings)
             except ValidationError as exc:
@@ -299,14 +303,6 @@ class CheckpointConfig(BaseModel):
     show_progress: bool = False
     save_on_sigterm: bool = False
     save_on_signals: tuple[str, ...] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _rename_model_weights_only(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "model_weights_only" in given and "last_save_model_only" not in given:
-            given = dict(given)
-            given["last_save_model_only"] = given.pop("model_weights_only")
-        return given
 
     @field_validator("folder", "initial_load_path", "hf_assets_path", mode="before")
     @classmethod
