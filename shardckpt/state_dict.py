@@ -7,6 +7,8 @@ Only dict and list are containers; everything else, tuples included, is a leaf. 
 from __future__ import annotations
 
 import copy
+from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 _SHARDED_BY_TORCH = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._shard")
 #: What dcp.save and dcp.load take, and what here is described by the adapters.
 _DESCRIBED = (torch.nn.Module, torch.optim.Optimizer)
+
+#: What may have shards in it, where it is a leaf, or in one: all but the dicts and lists that are looked into.
+CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
 
 #: The leaves of a larger dict or list are yielded without a look at each, if all are leaves: there may be a million.
 _MANY = 16
@@ -312,10 +317,10 @@ def split_state_dict(x: Any, path: tuple[Any, ...] = (), *, plain_objects: bool)
     ``path`` is where it stands there, for errors.
     """
     children = _children(x)
-    if children is None:
+    if children is None or (isinstance(x, list) and not path):
         raise CheckpointingException(
             f"the state dict is {show_given(x)}: expected a dict, as shardckpt.adapters.to_sharded_state_dict(model, "
-            "optimizer) returns it, or a list"
+            "optimizer) returns it"
         )
     if set(map(type, children.values())) == {ShardedTensor}:  # nearly always, and there may be hundreds of thousands
         return (list(x), of_type(x, [])) if isinstance(x, list) else (dict(x), of_type(x, {}))
@@ -375,8 +380,16 @@ def holds_tensors(leaf: Any) -> bool:
     return isinstance(leaf, _DESCRIBED)
 
 
-def refuse_parts(leaf: Any, path: tuple[Any, ...]) -> None:
-    """Raise for a leaf that is one rank's part, as the common state has none: only the main rank's would be stored."""
+def refuse_parts(leaf: Any, path: tuple[Any, ...], container: str = "") -> None:
+    """Raise for a leaf that is one rank's part, as the common state has none: only the main rank's would be stored.
+
+    ``container`` is the class of the leaf that it is in, if it is in one: no shard in it would be found.
+    """
+    if container and isinstance(leaf, (ShardedBase, LocalNonpersistentObject)):
+        raise ShardingError(
+            f"{format_path(path)} is a {container} with a {type(leaf).__name__} in it: only dicts and lists, in dicts "
+            "and lists, are looked into: use these"
+        )
     if holds_tensors(leaf):
         raise ShardingError(
             f"{format_path(path)} is a {type(leaf).__name__}, whose tensors nothing describes: give what "
@@ -387,14 +400,9 @@ def refuse_parts(leaf: Any, path: tuple[Any, ...]) -> None:
             f"{format_path(path)} is a {type(leaf).__name__}, of which each rank has a part: describe it as a "
             "ShardedTensor (shardckpt.adapters.to_sharded_state_dict does)"
         )
-    if isinstance(leaf, (tuple, set, frozenset)):
-        for value in leaf:
-            if isinstance(value, (ShardedBase, LocalNonpersistentObject)):
-                raise ShardingError(
-                    f"{format_path(path)} is a {type(leaf).__name__} with a {type(value).__name__} in it: only dicts "
-                    "and lists are looked into, so use a list"
-                )
-            refuse_parts(value, path)
+    if isinstance(leaf, CONTAINERS):
+        for value in leaf.values() if isinstance(leaf, Mapping) else leaf:
+            refuse_parts(value, path, container or type(leaf).__name__)
 
 
 def build_copy(value: Any) -> Any:

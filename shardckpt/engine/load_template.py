@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from functools import cached_property, partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +16,7 @@ from shardckpt.mapping.sharded_object import PlainObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.mapping.unstored import LocalNonpersistentObject, OptionalEntries, StoredNames
 from shardckpt.state_dict import (
+    CONTAINERS,
     build_copy,
     dict_list_map_outplace,
     format_path,
@@ -71,7 +71,7 @@ class LoadTemplate:
         self._has_unstored_entries = False
         self._may_have_parts = False
         self._has_tensors = False
-        if isinstance(wanted, str | int | float | os.PathLike | None):
+        if not isinstance(wanted, dict):
             raise CheckpointingException(
                 f"the state dict to load is {show_given(wanted)}: expected a dict, as "
                 "shardckpt.adapters.to_sharded_state_dict(model, optimizer) returns it, first, and then the path"
@@ -139,8 +139,8 @@ class LoadTemplate:
             case LocalNonpersistentObject():
                 tree = _Placeholder(lambda _: wanted.unwrap())
             case _:
-                # tuples and sets may have shards in them, which nothing would fill
-                self._may_have_parts |= isinstance(wanted, (tuple, set, frozenset))
+                # these may have shards in them, which nothing would fill
+                self._may_have_parts |= isinstance(wanted, CONTAINERS)
                 self._may_have_parts |= is_part(wanted) or holds_tensors(wanted)
                 self._has_tensors |= isinstance(wanted, torch.Tensor)
         return tree

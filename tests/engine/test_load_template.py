@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import UserDict, deque
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -135,10 +137,20 @@ def test_factories_merge_what_was_loaded() -> None:
     assert template.fill(["p", MISSING, "t"], {}) == {"t": "t"}
 
 
-def test_a_tuple_with_a_shard_is_refused() -> None:
-    """Nothing would fill it: the stored tuple would take its place."""
-    with pytest.raises(ShardingError, match=r"\['t'\] is a tuple with a ShardedTensor in it"):
-        LoadTemplate({"t": (_tensor("w"), 2)})
+@table(
+    ("leaf", "kind"),
+    [
+        ((_tensor("w"), 2), "tuple"),
+        (({"w": [_tensor("w")]},), "tuple"),
+        (MappingProxyType({"w": _tensor("w")}), "mappingproxy"),
+        (UserDict(w=_tensor("w")), "UserDict"),
+        (deque([_tensor("w")]), "deque"),
+    ],
+)
+def test_a_leaf_with_a_shard_in_it_is_refused(leaf: Any, kind: str) -> None:
+    """Nothing would fill it: the stored value would take its place, or none."""
+    with pytest.raises(ShardingError, match=rf"\['t'\] is a {kind} with a ShardedTensor in it"):
+        LoadTemplate({"t": leaf})
 
 
 def test_a_factory_may_build_plain_values_too() -> None:
