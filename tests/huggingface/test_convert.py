@@ -149,6 +149,8 @@ def test_a_file_is_one_of_this_machine(tmp_path: Path, monkeypatch: pytest.Monke
         lambda: locate_file(store, "write a page to"),
     ]
     for call in calls:
-        with pytest.raises(CheckpointingException, match=r"s3://user:\*\*\*@bucket/b\.pt: it takes a file of this machine"):
+        with pytest.raises(
+            CheckpointingException, match=r"s3://user:\*\*\*@bucket/b\.pt: it takes a file of this machine"
+        ):
             call()
     assert not list((tmp_path / "work").iterdir())
