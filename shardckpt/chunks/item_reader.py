@@ -52,7 +52,7 @@ class _Job(NamedTuple):
 
 
 class ItemReader:
-    """Reads regions of stored tensors, and objects, with several threads: what overrides its methods must be thread-safe.
+    """Reads regions of stored tensors, and objects, with several threads: overridden methods must be thread-safe.
 
     The bytes of an item are the values of its chunk. A format that wraps them, as ``torch.save`` does, overrides
     :meth:`find_payloads` and :meth:`read_region`.
