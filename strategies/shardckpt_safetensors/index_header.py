@@ -62,7 +62,9 @@ def parse_header(text: str | None) -> IndexHeader:
     try:
         found = parse_json((text or "").encode())
         version = found.get("format") if isinstance(found, dict) else None
-        major = int(version.partition(".")[0]) if isinstance(version, str) and re.fullmatch(_VERSION, version) else MAJOR
+        major = (
+            int(version.partition(".")[0]) if isinstance(version, str) and re.fullmatch(_VERSION, version) else MAJOR
+        )
         if major > MAJOR:  # before the other fields, which may differ in a newer one
             raise VersionTooNewError(
                 f"its format is {version}, this release reads {MAJOR}.x: install a newer shardckpt"
