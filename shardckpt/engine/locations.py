@@ -75,7 +75,7 @@ def locate_file(path: str | os.PathLike[str], action: str) -> Path:
             f"cannot {action} {mask_password(text)}: it takes a file of this machine; give a path, and copy the file "
             "from the store before, or to it afterwards"
         )
-    return Path(local)
+    return check_names(Path(local))
 
 
 def refuse_overlap(sources: Iterable[Path], target: Path, *, in_place: bool = False) -> None:
