@@ -33,7 +33,7 @@ from shardckpt.huggingface.adapters import find_adapter_mapping
 from shardckpt.huggingface.dtypes import parse_dtype
 from shardckpt.huggingface.export_budget import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES
 from shardckpt.huggingface.models import find_mapping
-from shardckpt.manager.faults import describe_unknown, list_faults, make_fault
+from shardckpt.manager.faults import describe_unknown, list_faults, make_fault, refuse_truth
 from shardckpt.manager.other_names import find_hint
 from shardckpt.manager.retention import (
     RETENTION,
@@ -320,10 +320,7 @@ class CheckpointConfig(BaseModel):
     def _refuse_truth_for_number(cls, given: Any, info: ValidationInfo) -> Any:
         annotation = cls.model_fields[str(info.field_name)].annotation
         kinds = {annotation, *get_args(annotation)}
-        # YAML reads yes, on and true as True, which Python takes for 1
-        if isinstance(given, bool) and kinds & {int, float} and bool not in kinds:
-            raise ValueError(f"expected a number, not {given}")
-        return given
+        return refuse_truth(given) if kinds & {int, float} and bool not in kinds else given
 
     @field_validator("accept", mode="before")
     @classmethod
