@@ -29,7 +29,9 @@ _SHARDED_BY_TORCH = ("torch.distributed.tensor", "torch.distributed._tensor", "t
 _DESCRIBED = (torch.nn.Module, torch.optim.Optimizer)
 
 #: What may have shards in it, where it is a leaf, or in one: all but the dicts and lists that are looked into.
-CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
+_CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
+#: Classes of most leaves, which have nothing in them: isinstance of Mapping is slow.
+_SIMPLE = frozenset((bool, int, float, str, bytes, type(None), torch.Tensor))
 
 #: The leaves of a larger dict or list are yielded without a look at each, if all are leaves: there may be a million.
 _MANY = 16
@@ -370,14 +372,14 @@ def validated_copy(shard: ShardedBase) -> ShardedBase:
     return copied
 
 
-def is_part(leaf: Any) -> bool:
+def may_have_parts(leaf: Any) -> bool:
+    """Return whether :func:`refuse_parts` may refuse a leaf."""
+    return type(leaf) not in _SIMPLE and (_is_part(leaf) or isinstance(leaf, (*_DESCRIBED, *_CONTAINERS)))
+
+
+def _is_part(leaf: Any) -> bool:
     """Return whether a leaf is one rank's part of a tensor: a DTensor or ShardedTensor of torch's."""
     return type(leaf).__module__.startswith(_SHARDED_BY_TORCH)
-
-
-def holds_tensors(leaf: Any) -> bool:
-    """Return whether a leaf is a module or an optimizer, whose tensors nothing describes."""
-    return isinstance(leaf, _DESCRIBED)
 
 
 def refuse_parts(leaf: Any, path: tuple[Any, ...], container: str = "") -> None:
@@ -390,17 +392,19 @@ def refuse_parts(leaf: Any, path: tuple[Any, ...], container: str = "") -> None:
             f"{format_path(path)} is a {container} with a {type(leaf).__name__} in it: only dicts and lists, in dicts "
             "and lists, are looked into: use these"
         )
-    if holds_tensors(leaf):
+    if not may_have_parts(leaf):
+        return
+    if isinstance(leaf, _DESCRIBED):
         raise ShardingError(
             f"{format_path(path)} is a {type(leaf).__name__}, whose tensors nothing describes: give what "
             "shardckpt.adapters.to_sharded_state_dict(model, optimizer) returns, and after a load hand it to load_into"
         )
-    if is_part(leaf):
+    if _is_part(leaf):
         raise ShardingError(
             f"{format_path(path)} is a {type(leaf).__name__}, of which each rank has a part: describe it as a "
             "ShardedTensor (shardckpt.adapters.to_sharded_state_dict does)"
         )
-    if isinstance(leaf, CONTAINERS):
+    if isinstance(leaf, _CONTAINERS):
         for value in leaf.values() if isinstance(leaf, Mapping) else leaf:
             refuse_parts(value, path, container or type(leaf).__name__)
 

@@ -16,12 +16,10 @@ from shardckpt.mapping.sharded_object import PlainObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.mapping.unstored import LocalNonpersistentObject, OptionalEntries, StoredNames
 from shardckpt.state_dict import (
-    CONTAINERS,
     build_copy,
     dict_list_map_outplace,
     format_path,
-    holds_tensors,
-    is_part,
+    may_have_parts,
     nested_items,
     nested_values,
     of_type,
@@ -69,7 +67,7 @@ class LoadTemplate:
         self._list_stored = list_stored
         self._has_stored_entries = False
         self._has_unstored_entries = False
-        self._needs_check = False
+        self._may_have_parts = False
         self._has_tensors = False
         if not isinstance(wanted, dict):
             raise CheckpointingException(
@@ -77,7 +75,7 @@ class LoadTemplate:
                 "shardckpt.adapters.to_sharded_state_dict(model, optimizer) returns it, first, and then the path"
             )
         self._tree = self._make_tree(wanted)
-        for path, leaf in nested_items(self._tree) if self._needs_check else ():
+        for path, leaf in nested_items(self._tree) if self._may_have_parts else ():
             refuse_parts(leaf, path)
 
     @property
@@ -144,8 +142,8 @@ class LoadTemplate:
             case LocalNonpersistentObject():
                 tree = _Placeholder(lambda _: wanted.unwrap())
             case _:
-                # refuse_parts looks at these with their paths: a container may have shards, which nothing would fill
-                self._needs_check |= isinstance(wanted, CONTAINERS) or is_part(wanted) or holds_tensors(wanted)
+                # refuse_parts looks at these, with their paths: nothing would fill a shard in a container
+                self._may_have_parts |= may_have_parts(wanted)
                 self._has_tensors |= isinstance(wanted, torch.Tensor)
         return tree
 
