@@ -8,9 +8,14 @@ from shardckpt.planning import Box
 from shardckpt.tensors import plain_cpu
 from shardckpt_safetensors.contiguous import exchange
 from shardckpt_safetensors.contiguous.exchange import ExchangePlan, Message, View
+from tests.safetensors.contiguous import jobs
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pytest
+
+    from shardckpt.testing.ranks import Ranks
 
 
 def test_a_message_copies_its_own_bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +36,10 @@ def test_a_message_copies_its_own_bytes_alone(monkeypatch: pytest.MonkeyPatch) -
             found = exchange._read_message(plan, [tensor], Message(0, 0, nbytes, None, 0, start))
             assert bytes(found.tolist()) == expected[start : start + nbytes]
             assert sum(copied) <= nbytes // 2 + 2
+
+
+def test_the_order_of_memory_does_not_change_the_files(ranks: Ranks, tmp_path: Path) -> None:
+    """Tensors that are transposed in memory arrive on a store, whose files have one writer, as they are."""
+    jobs.save(str(tmp_path / "plain"))
+    ranks.run(3, jobs.save_transposed, str(tmp_path / "store"))
+    assert jobs.digest_weights(tmp_path / "store") == jobs.digest_weights(tmp_path / "plain")
