@@ -7,6 +7,8 @@ Only dict and list are containers; everything else, tuples included, is a leaf. 
 from __future__ import annotations
 
 import copy
+from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,6 +27,11 @@ if TYPE_CHECKING:
 _SHARDED_BY_TORCH = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._shard")
 #: What dcp.save and dcp.load take, and what here is described by the adapters.
 _DESCRIBED = (torch.nn.Module, torch.optim.Optimizer)
+
+#: What may have shards in it, where it is a leaf, or in one: all but the dicts and lists that are looked into.
+_CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
+#: Classes of most leaves, which have nothing in them: isinstance of Mapping is slow.
+_SIMPLE = frozenset((bool, int, float, str, bytes, type(None), torch.Tensor))
 
 #: The leaves of a larger dict or list are yielded without a look at each, if all are leaves: there may be a million.
 _MANY = 16
@@ -339,10 +346,10 @@ def split_state_dict(x: Any, path: tuple[Any, ...] = (), *, plain_objects: bool)
     ``path`` is where it stands there, for errors.
     """
     children = _children(x)
-    if children is None:
+    if children is None or (isinstance(x, list) and not path):
         raise CheckpointingException(
             f"the state dict is {show_given(x)}: expected a dict, as shardckpt.adapters.to_sharded_state_dict(model, "
-            "optimizer) returns it, or a list"
+            "optimizer) returns it"
         )
     if set(map(type, children.values())) == {ShardedTensor}:  # nearly always, and there may be hundreds of thousands
         return (list(x), of_type(x, [])) if isinstance(x, list) else (dict(x), of_type(x, {}))
@@ -392,36 +399,41 @@ def validated_copy(shard: ShardedBase) -> ShardedBase:
     return copied
 
 
-def is_part(leaf: Any) -> bool:
+def may_have_parts(leaf: Any) -> bool:
+    """Return whether :func:`refuse_parts` may refuse a leaf."""
+    return type(leaf) not in _SIMPLE and (_is_part(leaf) or isinstance(leaf, (*_DESCRIBED, *_CONTAINERS)))
+
+
+def _is_part(leaf: Any) -> bool:
     """Return whether a leaf is one rank's part of a tensor: a DTensor or ShardedTensor of torch's."""
     return type(leaf).__module__.startswith(_SHARDED_BY_TORCH)
 
 
-def holds_tensors(leaf: Any) -> bool:
-    """Return whether a leaf is a module or an optimizer, whose tensors nothing describes."""
-    return isinstance(leaf, _DESCRIBED)
+def refuse_parts(leaf: Any, path: tuple[Any, ...], container: str = "") -> None:
+    """Raise for a leaf that is one rank's part, as the common state has none: only the main rank's would be stored.
 
-
-def refuse_parts(leaf: Any, path: tuple[Any, ...]) -> None:
-    """Raise for a leaf that is one rank's part, as the common state has none: only the main rank's would be stored."""
-    if holds_tensors(leaf):
+    ``container`` is the class of the leaf that it is in, if it is in one: no shard in it would be found.
+    """
+    if container and isinstance(leaf, (ShardedBase, LocalNonpersistentObject)):
+        raise ShardingError(
+            f"{format_path(path)} is a {container} with a {type(leaf).__name__} in it: only dicts and lists, in dicts "
+            "and lists, are looked into: use these"
+        )
+    if not may_have_parts(leaf):
+        return
+    if isinstance(leaf, _DESCRIBED):
         raise ShardingError(
             f"{format_path(path)} is a {type(leaf).__name__}, whose tensors nothing describes: give what "
             "shardckpt.adapters.to_sharded_state_dict(model, optimizer) returns, and after a load hand it to load_into"
         )
-    if is_part(leaf):
+    if _is_part(leaf):
         raise ShardingError(
             f"{format_path(path)} is a {type(leaf).__name__}, of which each rank has a part: describe it as a "
             "ShardedTensor (shardckpt.adapters.to_sharded_state_dict does)"
         )
-    if isinstance(leaf, (tuple, set, frozenset)):
-        for value in leaf:
-            if isinstance(value, (ShardedBase, LocalNonpersistentObject)):
-                raise ShardingError(
-                    f"{format_path(path)} is a {type(leaf).__name__} with a {type(value).__name__} in it: only dicts "
-                    "and lists are looked into, so use a list"
-                )
-            refuse_parts(value, path)
+    if isinstance(leaf, _CONTAINERS):
+        for value in leaf.values() if isinstance(leaf, Mapping) else leaf:
+            refuse_parts(value, path, container or type(leaf).__name__)
 
 
 def build_copy(value: Any) -> Any:

@@ -360,9 +360,13 @@ def test_ranks_save_to_one_place(ranks: Ranks, tmp_path: Path) -> None:
         (lambda state, at: dc.save(at / "new", state), "an object of type dict in the place of a checkpoint's path"),
         (lambda state, at: dc.save(state, None), "None in the place of a checkpoint's path or URL"),
         (lambda _, at: dc.save(torch.nn.Linear(2, 2), at / "new"), "the state dict is an object of type Linear"),
+        (lambda state, at: dc.save([*state.values()], at / "new"), "the state dict is an object of type list"),
         (lambda state, at: dc.load(at, state), "an object of type dict in the place of a checkpoint's path"),
         (lambda _, at: dc.load(str(at), at), "the state dict to load is '.*': expected a dict"),
         (lambda _, at: dc.load(None, at), "the state dict to load is None: expected a dict"),
+        (lambda state, at: dc.load([*state.values()], at), "the state dict to load is an object of type list"),
+        (lambda state, at: dc.load(state.items(), at), "the state dict to load is an object of type dict_items"),
+        (lambda _, at: dc.load(torch.ones(2), at), "the state dict to load is an object of type Tensor"),
     ],
 )
 def test_arguments_in_the_wrong_place(tmp_path: Path, call: Callable[[Any, Path], Any], said: str) -> None:

@@ -175,7 +175,7 @@ def test_split_for_save_leaves_the_caller_alone() -> None:
 @table("wrap", [tuple, lambda values: ({"x": 1}, tuple(values))])
 def test_shards_in_tuples_are_refused(wrap: Callable[[list[object]], object]) -> None:
     """Tuples are leaves: a shard in one would be pickled as common state of one rank, so it is an error at the save."""
-    with pytest.raises(ShardingError, match=r"\['deep'\]\[0\] is a tuple with a ShardedTensor in it.*use a list"):
+    with pytest.raises(ShardingError, match=r"\['deep'\]\[0\] is a tuple with a ShardedTensor in it.*use these"):
         sd.split_for_save({"deep": [wrap([_tensor("t")])]})
 
 

@@ -61,8 +61,9 @@ class PersistentAsyncCaller(AsyncCaller):
         CheckpointingException: staged tensors cannot be mapped on this machine: there is no ``/proc``.
     """
 
-    #: The process that :meth:`warmup` started, until a caller takes it.
+    #: The process that :meth:`warmup` started, for the first caller that needs one. Callers may be in several threads.
     _warm: ClassVar[WorkerProcess | None] = None
+    _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
         check_mappable()
@@ -73,9 +74,9 @@ class PersistentAsyncCaller(AsyncCaller):
         if self._worker is None or not self._worker.alive:
             if self._worker is not None:
                 self._worker.warn_of_end(request.name)
-            self.warmup()
-            self._worker, PersistentAsyncCaller._warm = PersistentAsyncCaller._warm, None
-        return self._worker.submit(request)  # type: ignore[union-attr]
+            warm = self._pop_warm()
+            self._worker = warm if warm is not None and warm.alive else WorkerProcess()
+        return self._worker.submit(request)
 
     def close(self, abort: bool = False) -> None:
         """End the process: after its requests, or at once with ``abort``."""
@@ -86,8 +87,15 @@ class PersistentAsyncCaller(AsyncCaller):
     @classmethod
     def warmup(cls) -> None:
         """Start the process of the next caller, so that its first request need not wait for the start."""
-        if cls._warm is None or not cls._warm.alive:
-            cls._warm = WorkerProcess()
+        with cls._lock:
+            if cls._warm is None or not cls._warm.alive:
+                PersistentAsyncCaller._warm = WorkerProcess()
+
+    @classmethod
+    def _pop_warm(cls) -> WorkerProcess | None:
+        with cls._lock:
+            warm, PersistentAsyncCaller._warm = PersistentAsyncCaller._warm, None
+        return warm
 
 
 def _run(request: AsyncRequest, future: Future[Any]) -> None:

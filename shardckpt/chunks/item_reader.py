@@ -1,4 +1,4 @@
-"""Schedule the reads of a load on threads: large ranges straight into their targets, small neighbours at once."""
+"""Share the reads of a load among threads: large items go straight into their targets, small ones are joined."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from shardckpt.storage.range_reads import RangeRead
     from shardckpt.storage.reader import CheckpointReader
 
-#: Each has an ``item``, where it is stored, and ``nbytes``.
+#: Each has the ``item`` that it reads, and ``nbytes``.
 ReadRequest: TypeAlias = Region | LateRegion | ObjectRead
 
 
 class _Group(NamedTuple):
-    """Requests that one thread serves in order; if they are small, from the bytes ``start`` to ``stop``, read at once.
+    """Requests that one thread serves in order: a caller's unit, or small requests next to each other in a file.
 
-    Several are small requests next to each other in ``file``, or one unit that a caller put together.
+    The bytes ``start`` to ``stop`` of ``file`` are those of all requests if they are small, else unused.
     """
 
     requests: Sequence[ReadRequest]
@@ -52,10 +52,10 @@ class _Job(NamedTuple):
 
 
 class ItemReader:
-    """Reads regions of stored tensors, and objects, with several threads: what fills a target must be thread-safe.
+    """Reads regions of stored tensors, and objects, with several threads: overridden methods must be thread-safe.
 
-    The bytes of an item are taken for the values of its chunk. The reader of a format that wraps them, as
-    ``torch.save`` does, overrides :meth:`find_payloads` and :meth:`read_region`, and has ``find_frames``.
+    The bytes of an item are the values of its chunk. A format that wraps them, as ``torch.save`` does, overrides
+    :meth:`find_payloads` and :meth:`read_region`, and has ``find_frames``.
 
     Attributes:
         reader: Reads the files.
@@ -80,7 +80,7 @@ class ItemReader:
     def read_region(self, region: Region, dtype: torch.dtype, key: str, source: CheckpointReader | ReadAhead) -> None:
         """Fill the target of a region, with a cast if its dtype is not the stored one.
 
-        ``source`` is a :class:`ReadAhead`, with the item in memory, if the item is small and has neighbours.
+        ``source`` is the reader, or a :class:`ReadAhead` that has the item in memory with its small neighbours.
         """
         chunk, target = region.chunk, region.target
         if not isinstance(source, ReadAhead):
@@ -92,13 +92,14 @@ class ItemReader:
             copy_box(values, region.start, target)
 
     def read_units(self, units: Iterable[Sequence[ReadRequest]], entire: EntireChunks | None = None) -> None:
-        """Serve units of requests, and read the chunks that are wanted entirely, with several threads.
+        """Serve units of requests, and read the chunks of ``entire``, with several threads.
 
-        A unit is a list of requests that one thread must serve in order. Units of one small request are joined where
-        they follow each other as in the file: sort them by their items. Most bytes are those of large items that go
-        into their targets as they are: threads read these, while the calling thread sees to the other requests. The
-        error of a damaged item names it.
+        A unit is a list of requests that one thread must serve in order. Small requests are joined if their units have
+        one request each and follow each other as in the file: sort units by their items. The error of a damaged item
+        names it.
         """
+        # most bytes are of large items that go into their targets as they are: these are ranges for all threads, and
+        # the calling thread shares out the rest
         ranges, neighbours = ([], []) if entire is None else entire.plan_reads()
         large: list[tuple[_Group, Region]] = []
         others: list[_Group] = []
@@ -119,7 +120,7 @@ class ItemReader:
         try:
             self.reader.read_ranges([*ranges, *filter(None, in_place)], read_others)
         except CorruptCheckpointError:
-            if entire is not None:  # a range may join many chunks, and its error names the first: find the damaged one
+            if entire is not None:  # the error of a range that joins chunks names the first: find the damaged one
                 entire.read_each(self)
             raise
 
@@ -129,7 +130,7 @@ class ItemReader:
             self._read_group(group)
 
     def _find_ranges(self, regions: Sequence[Region]) -> list[RangeRead | None]:
-        """Return for each region the range of a file whose bytes fill the target as they are; None if there is none."""
+        """Return for each region the range of a file whose bytes fill its target as they are, or None."""
         keys, dtypes = self.index.keys, self.index.dtypes
         chunks = [(region.chunk, dtypes[region.number], keys[region.number]) for region in regions]
         return [
@@ -163,7 +164,7 @@ class ItemReader:
 
 
 class LoadPlan:
-    """What is read for one rank's shards, checked before anything is read.
+    """The reads of one rank's shards, checked before anything is read.
 
     Args:
         wanted: The shards: tensors with their destinations, and objects.
@@ -180,10 +181,10 @@ class LoadPlan:
         self._items = items
         tensors = [shard for shard in wanted if isinstance(shard, ShardedTensor)]
         self._tensors = RequestedTensors(tensors, items.index, items.reader)
+        # isinstance of an ABC is slow, and most loads have tensors alone
+        others = [] if len(tensors) == len(wanted) else [shard for shard in wanted if type(shard) is not ShardedTensor]
         self._objects: list[ObjectRead] = []
-        for shard in wanted if len(tensors) < len(wanted) else ():
-            if type(shard) is ShardedTensor:  # most are, and isinstance of an ABC is slow
-                continue
+        for shard in others:
             if isinstance(shard, ShardedObject):
                 self._objects.append(find_object(shard))
             elif not isinstance(shard, ShardedTensor):
@@ -202,7 +203,7 @@ class LoadPlan:
 
 
 def _group(units: Iterable[Sequence[ReadRequest]]) -> Iterator[_Group]:
-    """Yield a group for each unit, and one for small units next to each other."""
+    """Yield a group for each unit, but one for all small units next to each other."""
     listed = [*units]
     items = [unit[0].item for unit in listed]
     files, starts = [item.file for item in items], [item.offset for item in items]

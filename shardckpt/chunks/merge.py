@@ -1,4 +1,4 @@
-"""Merge what all ranks store, on the main rank; each sends columns, not objects."""
+"""Merge the plans of all ranks, on the main rank: columns, since there may be millions of boxes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ if TYPE_CHECKING:
 class LocalPlan(NamedTuple):
     """A rank's boxes and objects, and their locations, as the rank sends them to the main rank.
 
-    Attributes:
-        stored: The boxes and objects.
-        locations: Packed columns. ``files`` has the names of the rank's files; ``boxes`` and ``objects`` have the
-            location of each item: the number of its file, then what else the format needs, such as start and length in
-            bytes. Optional: ``listed``, keys of objects that are not listed by their unique key, and
-            ``listed_objects``, the number of the object for each; ``scaled``, keys of tensors with block scales,
-            ``scaled_by``, the key of the scales of each, and ``scaled_block``, the size of its blocks.
+    ``locations`` is packed columns. ``files`` has the names of the rank's files. ``boxes`` and ``objects`` have the
+    location of each item: the number of its file, then what else the format needs, such as start and length in bytes.
+    Optional are, for objects that are not listed by their unique keys, ``listed``, these keys, and ``listed_objects``,
+    the objects' numbers; and for tensors with block scales ``scaled``, their keys, ``scaled_by``, the keys of their
+    scales, and ``scaled_block``, the sizes of their blocks.
     """
 
     stored: PackedShards
@@ -84,7 +82,7 @@ class ScaledTensor(NamedTuple):
         key: Its key.
         shape: Its global shape.
         elements: The shape in elements, as blocks count them: a dtype such as float4 packs two in the last axis.
-        by: The key of its scales.
+        scales: The key of its scales.
         block: A block's size along each axis.
     """
 
@@ -92,34 +90,34 @@ class ScaledTensor(NamedTuple):
     key: str
     shape: Ints
     elements: Ints
-    by: str
+    scales: str
     block: Ints
 
     def find_scales(self, numbers: Mapping[str, int], shapes: Sequence[Ints]) -> int:
-        """Return the number of the scales, after a check that they are saved, one for each block.
+        """Return the number of the scales; ShardingError if they are not saved, or not one for each block.
 
         Args:
-            numbers: The number of each tensor that the scales may be, by its keys.
-            shapes: The global shape of each tensor, by its number.
+            numbers: The number of each saved tensor, by its key and by its further keys.
+            shapes: The global shape of each, by its number.
         """
-        if self.by not in numbers:
+        if self.scales not in numbers:
             raise ShardingError(
-                f"tensor {self.key!r} has block_scales in {self.by!r}, which no rank saves: save it, too, or leave out "
-                "block_scales"
+                f"tensor {self.key!r} has block_scales in {self.scales!r}, which no rank saves: save it, too, or leave "
+                "out block_scales"
             )
-        number = numbers[self.by]
+        number = numbers[self.scales]
         blocks = tuple(-(-size // length) for size, length in zip(self.elements, self.block, strict=True))
         if tuple(shapes[number]) != blocks:
             counted = "" if self.elements == self.shape else f", {self.elements} in elements,"
             raise ShardingError(
                 f"tensor {self.key!r} of shape {self.shape}{counted} has block_scales of blocks {self.block}, so "
-                f"{self.by!r} has the shape {blocks}, but it has {shapes[number]}"
+                f"{self.scales!r} has the shape {blocks}, but it has {shapes[number]}"
             )
         return number
 
 
 class _GlobalTensor(NamedTuple):
-    """A tensor of the checkpoint: its number, and what the first rank that stores a part of it says of it."""
+    """A tensor of the checkpoint: its number, and its description by the first rank that stores a box of it."""
 
     number: int
     dtype: torch.dtype
@@ -177,23 +175,23 @@ def merge_plans(plans: Iterable[LocalPlan], aliases: Mapping[str, str] = Mapping
     return merged._replace(scales=scales)
 
 
-def merge_rows(parts: Sequence[RankRows], object_keys: Collection[str], aliases: Mapping[str, str]) -> MergedPlan:
+def merge_rows(rows: Sequence[RankRows], object_keys: Collection[str], aliases: Mapping[str, str]) -> MergedPlan:
     """Merge the boxes of at least one rank, as :func:`merge_plans` does; return a plan of tensors and boxes alone.
 
-    ``parts`` are in the order of the ranks, and have all boxes of their tensors. No tensor may have one of
+    ``rows`` are in the order of the ranks, and have all boxes of their tensors. No tensor may have one of
     ``object_keys``.
     """
     tensors: dict[str, _GlobalTensor] = {}
     numbers_by_specs: dict[bytes, torch.Tensor] = {}
     tables: list[Table] = []
-    for rank, specs, table, _ in parts:
-        # many ranks store parts of the same tensors, and send the same bytes: these are parsed once
+    for rank, specs, table, _ in rows:
+        # many ranks store boxes of the same tensors, and send the same bytes: these are parsed once
         if specs not in numbers_by_specs:
             numbers_by_specs[specs] = _number_tensors(tensors, rank, Columns(specs, f"the plan of rank {rank}"))
         tables.append(table._replace(spec=numbers_by_specs[specs][table.spec]))
 
     refuse_object_keys(object_keys, tensors, aliases)
-    table, location = concat_tables(tables), torch.cat([rank_rows.locations for rank_rows in parts])
+    table, location = concat_tables(tables), torch.cat([found.locations for found in rows])
     order = _sort_distinct(table)
     table = table.rows(order)
     keys, shapes = list(tensors), [tensor.shape for tensor in tensors.values()]
@@ -204,8 +202,7 @@ def merge_rows(parts: Sequence[RankRows], object_keys: Collection[str], aliases:
             f"the shards of all ranks do not fill {format_many(len(untiled), 'tensor')} exactly: {shown}; save with "
             "validate_access_integrity=True to see which regions"
         )
-    counts = torch.bincount(table.spec, minlength=len(keys))
-    bounds = make_bounds(counts)
+    bounds = make_bounds(torch.bincount(table.spec, minlength=len(keys)))
     dtypes = [tensor.dtype for tensor in tensors.values()]
     numbers_by_alias = {alias: tensors[key].number for alias, key in aliases.items()}
     return MergedPlan(keys, dtypes, shapes, bounds, table, location[order], [], {}, numbers_by_alias)
@@ -247,9 +244,9 @@ def list_object_keys(unique_keys: list[str], columns: Columns) -> Iterable[tuple
 
 
 def list_scaled(plan: MergedPlan, columns_of_ranks: Iterable[tuple[int, Columns]]) -> list[ScaledTensor]:
-    """Return the tensors of a plan that have block scales, by the columns of the ranks; it is an error if they differ.
+    """Return the tensors of a plan that have block scales; ShardingError if ranks disagree on them.
 
-    Each rank's columns of :func:`make_scale_columns` come with its number.
+    ``columns_of_ranks`` has the number of each rank, and its columns of :func:`make_scale_columns`.
     """
     scales_by_key: dict[str, BlockScales] = {}
     numbers: dict[str, int] = {}
@@ -258,9 +255,9 @@ def list_scaled(plan: MergedPlan, columns_of_ranks: Iterable[tuple[int, Columns]
             continue
         numbers = numbers or plan.numbers  # made once, and only for a plan with scales
         blocks = columns.integers("scaled_block").tolist()
-        for key, by, block in zip(columns.texts("scaled"), columns.texts("scaled_by"), blocks, strict=True):
+        for key, scales_key, block in zip(columns.texts("scaled"), columns.texts("scaled_by"), blocks, strict=True):
             axes = len(plan.shapes[numbers[key]])
-            scales = BlockScales(by, tuple(block[:axes]))  # make_matrix has padded it to the rank's most axes
+            scales = BlockScales(scales_key, tuple(block[:axes]))  # make_matrix has padded it to the rank's most axes
             first = scales_by_key.setdefault(key, scales)
             if first != scales:
                 raise ShardingError(
@@ -292,9 +289,9 @@ def _number_tensors(tensors: dict[str, _GlobalTensor], rank: int, specs: Columns
 
 
 def _sort_distinct(table: Table) -> torch.Tensor:
-    """Return the rows sorted by tensor, without those whose offset an earlier row of the tensor has.
+    """Return the order of the rows by tensor, without those whose offset an earlier row of the tensor has.
 
-    Rows come in the order of the ranks, and the sorts are stable: the lowest rank's copy is the one that stays.
+    Rows come in the order of the ranks, and the sorts are stable: the lowest rank's copy stays.
     """
     if bool((table.spec[1:] > table.spec[:-1]).all()):  # one box per tensor, as most have
         return torch.arange(len(table.spec), device="cpu")

@@ -264,7 +264,7 @@ class PartMerge:
         questions: dict[int, list[list[object]]] = defaultdict(list)
         for number, tensors in self._scaled.items():
             for tensor in tensors:
-                place = find_owner(aliases.get(tensor.by, tensor.by), count)
+                place = find_owner(aliases.get(tensor.scales, tensor.scales), count)
                 questions[place_owner(place, world_size)].append([number, place, *tensor])
         return {rank: json.dumps(rows).encode() for rank, rows in questions.items()}
 
@@ -300,8 +300,8 @@ def link_parts(parts: Mapping[int, MergedPlan], sought: Mapping[int, bytes]) -> 
     scales: dict[int, list[tuple[int, int, int, Ints]]] = defaultdict(list)
     names = {number: {**part.numbers, **part.aliases} for number, part in parts.items()} if sought else {}
     for _, message in sorted(sought.items()):
-        for part, place, number, key, shape, elements, by, block in json.loads(message):
-            tensor = ScaledTensor(number, key, tuple(shape), tuple(elements), by, tuple(block))
+        for part, place, number, key, shape, elements, sought_key, block in json.loads(message):
+            tensor = ScaledTensor(number, key, tuple(shape), tuple(elements), sought_key, tuple(block))
             shapes = parts[place].shapes if place in parts else ()
             scales[place].append((part, number, tensor.find_scales(names.get(place, {}), shapes), tensor.block))
     return {n: PartLinks(len(part.keys), dict(part.aliases), scales[n]) for n, part in parts.items()}

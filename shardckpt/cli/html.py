@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.exit_codes import FINE, FOUND
@@ -21,7 +20,7 @@ def write_checkpoint_page(
     checkpoint: StoredCheckpoint, directory: str, prefix: str, target: str, *, with_values: bool
 ) -> Output:
     """Write the page of a checkpoint, by the name that the caller gives it; return how large it is."""
-    from shardckpt.engine.locations import expand_home
+    from shardckpt.engine.locations import locate_file
     from shardckpt.pages.render import write_page
 
     found = _describe(checkpoint, directory, prefix, with_values=with_values)
@@ -30,7 +29,7 @@ def write_checkpoint_page(
             f"{directory}: no tensor or object has a key that begins with {prefix!r} "
             f"{name_prefixes(prefix, [*checkpoint, *checkpoint.objects])}"
         )
-    nbytes = write_page(Path(expand_home(target)), f"{directory} · shardckpt", found)
+    nbytes = write_page(locate_file(target, "write a page to"), f"{directory} · shardckpt", found)
     is_fine = not found["incomplete"] and not found["commonFault"]
     count = len(found["keys"])
     return Output(
@@ -42,7 +41,7 @@ def write_checkpoint_page(
 
 def write_difference_page(report: DiffReport, options: Any) -> str:
     """Write the page of two checkpoints; return what to print."""
-    from shardckpt.engine.locations import expand_home
+    from shardckpt.engine.locations import locate_file
     from shardckpt.maintenance.sources import open_any
     from shardckpt.pages.difference import describe_difference
     from shardckpt.pages.render import write_page
@@ -55,7 +54,8 @@ def write_difference_page(report: DiffReport, options: Any) -> str:
     second = retry_if_replaced(lambda: read(options.second, ""), options.second)
     given = [f"--{name} {value}" for name in ("rtol", "atol", "mapping", "prefix") if (value := getattr(options, name))]
     data = describe_difference(report, first, second, " ".join(given))
-    nbytes = write_page(Path(expand_home(options.html)), f"{options.first} and {options.second} · shardckpt diff", data)
+    target = locate_file(options.html, "write a page to")
+    nbytes = write_page(target, f"{options.first} and {options.second} · shardckpt diff", data)
     return f"{options.html}: {nbytes:,} bytes"
 
 

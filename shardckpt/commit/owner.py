@@ -26,7 +26,7 @@ class Owner(NamedTuple):
     """A process, by its id in its namespace, and its start time in clock ticks since the boot.
 
     ``host`` is a digest of the host's name, its boot, and the namespaces that give process ids and start times their
-    meaning. Where the system does not say, host or start is 0.
+    meaning. Host or start is 0 if the system does not say it.
     """
 
     host: int
@@ -70,7 +70,7 @@ class Owner(NamedTuple):
             if (_PROC / "self").readlink().name != str(os.getpid()):
                 return True  # /proc is of another pid namespace, where the id is another process's
             state, start = _status(str(self.pid))
-            if start & _START_MASK != self.start:
+            if self.start and start & _START_MASK != self.start:
                 return False  # the id was reused
             # a killed process is a zombie (Z) until its parent waits for it; with other threads left it still runs
             return state not in "ZX" or len(list((_PROC / str(self.pid) / "task").iterdir())) > 1

@@ -1,9 +1,8 @@
-"""Load templates: flatten the state dict to load into a list of shards, and put the loaded values back in place."""
+"""Load templates: list the shards of the state dict to load, and put the loaded values in their places."""
 
 from __future__ import annotations
 
 import copy
-import os
 from functools import cached_property, partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,8 +19,7 @@ from shardckpt.state_dict import (
     build_copy,
     dict_list_map_outplace,
     format_path,
-    holds_tensors,
-    is_part,
+    may_have_parts,
     nested_items,
     nested_values,
     of_type,
@@ -29,17 +27,17 @@ from shardckpt.state_dict import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
 #: Stands for a value that the checkpoint does not have: the result has no entry for it.
 MISSING: Any = type("Missing", (), {"__repr__": lambda _: "MISSING"})()
 
 
 class _Placeholder(NamedTuple):
-    """Stands in a template's tree for a leaf whose value is not in the common state.
+    """Stands in a template's tree for a leaf that a save does not put in the common state.
 
     Attributes:
-        compute: Returns the leaf's value, or ``MISSING``, given the loaded values of all shards of the template.
+        compute: Takes the loaded values of all shards of the template, and returns the leaf's, or ``MISSING``.
         shard: Index in :attr:`LoadTemplate.shards` of the leaf's shard; None for a factory, a PlainObject or a local
             value.
     """
@@ -51,12 +49,12 @@ class _Placeholder(NamedTuple):
 class LoadTemplate:
     """The structure of the state dict to load. The caller's dict and descriptions are not changed.
 
-    A leaf that is one rank's part of a tensor, such as a DTensor, and is not described as a shard is a ShardingError.
+    It is a ShardingError if a leaf is one rank's part of a tensor, such as a DTensor, but not described as a shard.
 
     Args:
         wanted: The state dict to load.
-        list_stored: Returns the names that the checkpoint stores: optional entries without stored values are not
-            loaded. It is called once, and only if there are optional entries. By default nothing is stored.
+        list_stored: Returns the names that the checkpoint stores, by which optional entries are left out. It is called
+            once, and only if there are optional entries. By default nothing is stored.
 
     Attributes:
         shards: Copies of the descriptions of all shards, factories' included, in the order of the leaves.
@@ -71,7 +69,7 @@ class LoadTemplate:
         self._has_unstored_entries = False
         self._may_have_parts = False
         self._has_tensors = False
-        if isinstance(wanted, str | int | float | os.PathLike | None):
+        if not isinstance(wanted, dict):
             raise CheckpointingException(
                 f"the state dict to load is {show_given(wanted)}: expected a dict, as "
                 "shardckpt.adapters.to_sharded_state_dict(model, optimizer) returns it, first, and then the path"
@@ -86,37 +84,42 @@ class LoadTemplate:
         return self._has_unstored_entries and not self._has_stored_entries
 
     def fill(
-        self, values: list[Any], common: StateDict, *, built: Collection[int] = (), only_built: bool = False
+        self,
+        values: list[Any],
+        common: StateDict,
+        *,
+        in_common: Collection[int] = frozenset(),
+        replaces_any: bool = False,
     ) -> StateDict:
         """Return the state dict, filled with loaded values and the common state, which is not changed.
 
-        A value in the common state where the template has a shard is an error, and so is a list of another length
-        where the template's has shards in it.
+        It is an error if the common state has a value where the template has a shard, unless the shard replaces it; or
+        a list of another length where the template's has shards in it.
 
         Args:
             values: The loaded value of every shard in :attr:`shards`, in order, or ``MISSING``.
             common: The values of all other leaves.
-            built: Indices of shards whose objects were built from entries of the common state, as plain DCP stores
-                them. If there are any, a shard replaces the value that the common state has in its place.
-            only_built: Whether only the ``built`` shards replace values; a value at any other shard is an error.
+            in_common: Indices of shards that replace the values which the common state has in their places: their
+                objects were built from these, as plain DCP stores them.
+            replaces_any: Whether the other shards replace values, too.
         """
-        filler = _Filler(values, built, any_replaces=bool(built) and not only_built)
-        filled = filler.fill(self._tree, common, "")
-        return filled if isinstance(filled, dict) else {}
+        filled = _Filler(values, in_common, replaces_any).fill(self._tree, common, "")
+        return {} if filled is MISSING else filled
 
     def find_ignored_tensors(self, common: StateDict) -> list[str]:
         """Return the paths of wanted tensors that are neither described by a shard nor in the common state."""
-        pairs = _pair_tensors(self._tree, common, ()) if self._has_tensors else ()
-        return [format_path(path) for path, _, stored in pairs if stored is MISSING]
+        return [format_path(path) for path, _, stored in self._pair_tensors(common) if stored is MISSING]
 
     def find_misshapen(self, common: StateDict) -> list[str]:
         """Return paths and shapes of wanted tensors that the common state has in other shapes."""
-        pairs = _pair_tensors(self._tree, common, ()) if self._has_tensors else ()
         return [
             f"{format_path(path)} {tuple(stored.shape)} for {tuple(wanted.shape)}"
-            for path, wanted, stored in pairs
+            for path, wanted, stored in self._pair_tensors(common)
             if isinstance(stored, torch.Tensor) and stored.shape != wanted.shape
         ]
+
+    def _pair_tensors(self, common: StateDict) -> Iterable[tuple[tuple[Any, ...], torch.Tensor, Any]]:
+        return _pair_tensors(self._tree, common, ()) if self._has_tensors else ()
 
     def _make_tree(self, wanted: Any) -> Any:
         """Return ``wanted`` with a placeholder for each leaf that a common state lacks; append to :attr:`shards`."""
@@ -139,9 +142,8 @@ class LoadTemplate:
             case LocalNonpersistentObject():
                 tree = _Placeholder(lambda _: wanted.unwrap())
             case _:
-                # tuples and sets may have shards in them, which nothing would fill
-                self._may_have_parts |= isinstance(wanted, (tuple, set, frozenset))
-                self._may_have_parts |= is_part(wanted) or holds_tensors(wanted)
+                # refuse_parts looks at these, with their paths: nothing would fill a shard in a container
+                self._may_have_parts |= may_have_parts(wanted)
                 self._has_tensors |= isinstance(wanted, torch.Tensor)
         return tree
 
@@ -193,86 +195,84 @@ def _pair_tensors(
         yield path, wanted, common
 
 
-def _merge(parts: Any, merge_fn: FactoryMergeFn, values: list[Any]) -> Any:
+def _merge(tree: Any, merge_fn: FactoryMergeFn, values: list[Any]) -> Any:
     """Return a factory's value: merge_fn gets its loaded shards, and the plain leaves that build_fn made."""
-    filled = dict_list_map_outplace(
-        lambda part: part.compute(values) if isinstance(part, _Placeholder) else part, parts
-    )
+    filled = dict_list_map_outplace(lambda leaf: leaf.compute(values) if isinstance(leaf, _Placeholder) else leaf, tree)
     return MISSING if any(value is MISSING for value in nested_values(filled)) else merge_fn(filled)
 
 
 class _Filler(NamedTuple):
-    """Fills a template's tree in one walk over the tree and the common state.
-
-    Attributes:
-        values: The loaded value of every shard.
-        built: Indices of the shards that were built from the common state, and replace their values there.
-        any_replaces: Whether every other placeholder replaces its value there, too.
-    """
+    """Fills a template's tree in one walk over the tree and the common state; fields as for LoadTemplate.fill."""
 
     values: list[Any]
-    built: Collection[int]
-    any_replaces: bool
+    in_common: Collection[int]
+    replaces_any: bool
 
     def fill(self, wanted: Any, common: Any, path: str) -> Any:
         """Return ``wanted`` with the loaded values, and for all other leaves the common state at the same path."""
         if isinstance(wanted, _Placeholder):
-            if common is not MISSING and not self._replaces(wanted):
+            if common is not MISSING and not self._may_replace(wanted):
                 raise CheckpointingException(
                     f"the checkpoint's common state has a value at {path or 'the top level'}, where the state dict to "
                     "load has a sharded or local one: describe it as it was saved"
                 )
             return wanted.compute(self.values)
-        container = next((kind for kind in (dict, list) if isinstance(wanted, kind)), None)
-        if container is None:
+        if not isinstance(wanted, (dict, list)):
             return common
-        if common is not MISSING and not isinstance(common, container):
+        if common is not MISSING and not isinstance(common, dict if isinstance(wanted, dict) else list):
             if not _has_placeholder(wanted):
                 return common
-            if not self._replaces(wanted):
+            if not self._may_replace(wanted):
                 raise CheckpointingException(
                     f"the checkpoint's common state has a {type(common).__name__} at {path or 'the top level'}, where "
                     f"the state dict to load has a {type(wanted).__name__} with shards"
                 )
             common = MISSING
-        return self._fill_dict(wanted, common, path) if container is dict else self._fill_list(wanted, common, path)
+        if isinstance(wanted, dict):
+            filled: Any = self._fill_dict(wanted, common, path)
+        else:
+            filled = self._fill_list(wanted, common, path)
+        return MISSING if common is MISSING and wanted and not filled else filled
 
-    def _fill_dict(self, wanted: dict[Any, Any], common: Any, path: str) -> Any:
+    def _fill_dict(self, wanted: dict[Any, Any], common: Any, path: str) -> dict[Any, Any]:
         stored: dict[Any, Any] = {} if common is MISSING else common
         result = copy.copy(stored)
-        for key, value in wanted.items():
-            if type(value) is _Placeholder and key not in stored:  # the usual case, which needs no path
-                part = value.compute(self.values)
+        for key, tree in wanted.items():
+            if type(tree) is _Placeholder and key not in stored:  # the usual case, which needs no path
+                value = tree.compute(self.values)
             else:
-                part = self.fill(value, stored.get(key, MISSING), f"{path}[{key!r}]")
-            if part is MISSING:
+                value = self.fill(tree, stored.get(key, MISSING), f"{path}[{key!r}]")
+            if value is MISSING:
                 result.pop(key, None)
             else:
-                result[key] = part
-        return result if result or not wanted or common is not MISSING else MISSING
+                result[key] = value
+        return result
 
-    def _fill_list(self, wanted: list[Any], common: Any, path: str) -> Any:
-        stored: list[Any] = [] if common is MISSING else common
-        # a save leaves shards out of a list, and plain DCP tensors: the stored list has the other items, in order
-        positions = [i for i, value in enumerate(wanted) if _has_common(value) or _has_placeholder(value, self.built)]
-        if len(stored) == len(wanted):  # each item has a stored value: fill() refuses one in the place of a shard
-            positions = list(range(len(wanted)))
-        if common is not MISSING and len(stored) != len(positions):
-            if not _has_placeholder(wanted):
-                return common  # nothing in it is sharded: the stored list is the result, whatever its length
-            raise CheckpointingException(
-                f"the checkpoint's common state has a list of {len(stored)} values at {path}, the state dict to load "
-                f"has {len(positions)} there that a common state has, in whole or in part"
-            )
-        by_position = dict(zip(positions, stored, strict=False))
-        parts = [self.fill(value, by_position.get(i, MISSING), f"{path}[{i}]") for i, value in enumerate(wanted)]
-        result = [part for part in parts if part is not MISSING]
-        return result if result or not wanted or common is not MISSING else MISSING
+    def _fill_list(self, wanted: list[Any], common: Any, path: str) -> list[Any]:
+        if common is MISSING:
+            stored = [MISSING] * len(wanted)
+        elif len(common) == len(wanted):  # each item has a stored value: fill() refuses one in the place of a shard
+            stored = common
+        else:
+            # a save leaves shards out of a list, and plain DCP tensors: the stored list has the other items, in order
+            is_stored = [_has_common(tree) or _has_placeholder(tree, self.in_common) for tree in wanted]
+            if len(common) != sum(is_stored):
+                if not _has_placeholder(wanted):
+                    return common  # type: ignore[no-any-return]  # the checkpoint's list, whatever its length
+                raise CheckpointingException(
+                    f"the checkpoint's common state has a list of {len(common)} values at {path}, the state dict to "
+                    f"load has {sum(is_stored)} there that a common state has, in whole or in part"
+                )
+            remaining = iter(common)
+            stored = [next(remaining) if found else MISSING for found in is_stored]
+        pairs = enumerate(zip(wanted, stored, strict=True))
+        values = [self.fill(tree, value, f"{path}[{number}]") for number, (tree, value) in pairs]
+        return [value for value in values if value is not MISSING]
 
-    def _replaces(self, wanted: Any) -> bool:
-        """Return whether ``wanted`` takes nothing from the common state but what its shards were built from."""
+    def _may_replace(self, wanted: Any) -> bool:
+        """Return whether all of a tree is shards that replace what the common state has in its place."""
         return not _has_common(wanted) and all(
-            self.any_replaces or leaf.shard in self.built for leaf in nested_values(wanted)
+            self.replaces_any or leaf.shard in self.in_common for leaf in nested_values(wanted)
         )
 
 

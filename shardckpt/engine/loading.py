@@ -395,9 +395,9 @@ def load_checkpoint(
             next(loaded) if reads else given.get(stored_key(shard), MISSING)
             for shard, reads in zip(template.shards, is_read, strict=True)
         ]
-        # what was built from single values is in the common state as well
-        numbers = {n for n, shard in enumerate(template.shards) if stored_key(shard) in built} if built else set()
-        state_dict = template.fill(values, common, built=numbers, only_built=len(given) == len(built))
+        # the common state has the values that these objects were built from
+        in_common = {n for n, shard in enumerate(template.shards) if stored_key(shard) in built} if built else set()
+        state_dict = template.fill(values, common, in_common=in_common, replaces_any=len(given) < len(built))
     if may_change:
         _refuse_changed_values(checkpoint, available, found, dtypes, advise=advise)
     _log_unused(mismatch)

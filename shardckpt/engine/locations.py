@@ -67,6 +67,17 @@ def locate_local(path: str | os.PathLike[str], action: str) -> Path:
     return local
 
 
+def locate_file(path: str | os.PathLike[str], action: str) -> Path:
+    """Return the file that a path or ``file://`` URL names, links as they are; another URL is an error as above."""
+    text = os.fspath(path)
+    if (local := _find_local_text(text)) is None:
+        raise CheckpointingException(
+            f"cannot {action} {mask_password(text)}: it takes a file of this machine; give a path, and copy the file "
+            "from the store before, or to it afterwards"
+        )
+    return check_names(Path(local))
+
+
 def refuse_overlap(sources: Iterable[Path], target: Path, *, in_place: bool = False) -> None:
     """Raise an error if what is to be written would replace what is read, or would be a part of it.
 
@@ -183,6 +194,12 @@ def find_local(text: str) -> Path | None:
 
     A URL that lacks a slash, or that names another machine, is a StorageError.
     """
+    local = _find_local_text(text)
+    return None if local is None else _make_path(os.path.realpath(local))
+
+
+def _find_local_text(text: str) -> str | None:
+    """Return the path that :func:`find_local` resolves."""
     if text.lower().startswith("file://"):
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):
@@ -200,7 +217,7 @@ def find_local(text: str) -> Path | None:
             f"{text} looks like a URL that lacks a slash: give {text.replace(':/', '://', 1)}, in Python as str, since "
             f"pathlib replaces two slashes by one (a local directory of that name can be given as ./{text})"
         )
-    return _make_path(os.path.realpath(expand_home(text)))
+    return expand_home(text)
 
 
 @functools.lru_cache(16)  # the same few checkpoints, or folders of them, are loaded from again and again

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardckpt.adapters.state import to_sharded_state_dict
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.loading import LoadOptions, open_checkpoint
-from shardckpt.engine.locations import expand_home, locate, refuse_overlap
+from shardckpt.engine.locations import locate, locate_file, refuse_overlap
 from shardckpt.engine.saving import SaveOptions, save_checkpoint
 from shardckpt.errors import KeyMismatchError
 from shardckpt.huggingface.small_file import replace_file, write_pickled
@@ -23,6 +22,7 @@ from shardckpt.storage.directory import retry_if_replaced
 
 if TYPE_CHECKING:
     import os
+    from pathlib import Path
 
     from shardckpt.mapping.base import ShardedBase, StateDict
     from shardckpt.strategy import SaveStrategy
@@ -78,10 +78,10 @@ def dcp_to_torch_save(checkpoint_dir: PathLike, file: PathLike, *, prefix: str =
     Raises:
         CheckpointingException: as :func:`dcp_to_torch_state_dict`; or the file cannot be written.
     """
-    plugins = get_plugin_manager()
-    refuse_overlap([locate(checkpoint_dir, plugins)], locate(file, plugins))
+    target = locate_file(file, "write a file of torch.save to")
+    refuse_overlap([locate(checkpoint_dir, get_plugin_manager())], target)
     state_dict = dcp_to_torch_state_dict(checkpoint_dir, prefix=prefix)
-    with replace_file(Path(expand_home(file))) as staged:
+    with replace_file(target) as staged:
         write_pickled(staged, state_dict)
 
 
@@ -105,13 +105,13 @@ def torch_save_to_dcp(
     """
     comm = Comm()
     with comm.collective_phase("reading the file"):
-        path = Path(expand_home(file))
+        path = locate_file(file, "read a file of torch.save from")
         check_policy(path, Manifest(backend=TorchFileLoadStrategy.backend, version=TorchFileLoadStrategy.version))
         state_dict = read_torch_file(path)
         # all ranks have read the same file: their values need no comparison
         described = to_sharded_state_dict(state_dict, check_replicas=False)
         plugins = get_plugin_manager()
         target = locate(checkpoint_dir, plugins)
-        refuse_overlap([locate(file, plugins)], target)
+        refuse_overlap([path], target)
         options = SaveOptions(content_metadata=make_structure(state_dict), overwrite=overwrite)
     save_checkpoint(described, target, sharded_strategy, comm, plugins, options)

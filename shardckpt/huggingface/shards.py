@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from shardckpt.engine.locations import expand_home
+from shardckpt.engine.locations import locate_file
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.huggingface.dtypes import is_castable, parse_dtype
 from shardckpt.huggingface.header import lay_out, refuse_unknown
@@ -23,6 +22,7 @@ from shardckpt.tensors.memory import plain_cpu, tensor_bytes, view_key
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
+    from pathlib import Path
 
 
 def get_shard_info(
@@ -91,7 +91,7 @@ def save_state_dict(
         CheckpointingException: safetensors has no such dtype or name, or the file cannot be written.
     """
     _check_tensors(state_dict)
-    with replace_file(Path(expand_home(path_to_save))) as staged:
+    with replace_file(locate_file(path_to_save, "write tensors to")) as staged:
         (_write_safetensors if safe_serialization else _write_bin)(state_dict, staged)
 
 

@@ -89,7 +89,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._config = config
         self._allow_globals = parse_globals(allow_globals)
         self._args: TrainingArguments | None = None
-        self._metrics: dict[str, float] = {}
+        #: The metrics of the last step with an evaluation, by its number.
+        self._metrics: dict[int, dict[str, float]] = {}
         self._resumed: tuple[int, Path] | None = None
         self._random: Any = None
         self._begun_at = 0
@@ -128,7 +129,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._forget()
         self._resumed = resumed
         if resumed is not None:
-            _TRAINER.addFilter(_is_no_false_alarm)
+            _TRAINER.addFilter(_is_to_be_logged)
         return None if resumed is None else str(resumed[1])
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
@@ -173,6 +174,7 @@ class ShardedCheckpointCallback(TrainerCallback):
                 state.global_step,
             )
         self._begun_at = state.global_step
+        self._metrics = {}
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Collective: save the previous step, if it is due."""
@@ -186,16 +188,17 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._save(state, control, force=True)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
-        """Store the metrics for the checkpoint of this step."""
-        metrics = parts.get("metrics") or {}
-        self._metrics = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
+        """Store the metrics for the checkpoint of this step; each dataset of several has an evaluation of its own."""
+        found = parts.get("metrics") or {}
+        numbers = {name: value for name, value in found.items() if isinstance(value, (int, float))}
+        self._metrics = {state.global_step: self._metrics.get(state.global_step, {}) | numbers}
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Collective: save the last step, unless the job was preempted; wait until all saves are durable."""
         if self.manager is None:
             return
         if not self.manager.preempted and state.global_step > self._begun_at:
-            self.manager.save(state.global_step, last_step=True, metrics=self._metrics)
+            self.manager.save(state.global_step, last_step=True, metrics=self._metrics.get(state.global_step))
         self.manager.close()
 
     def _save(self, state: TrainerState, control: TrainerControl, *, force: bool = False) -> None:
@@ -204,7 +207,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         if manager is None or 0 < state.global_step <= self._begun_at:
             return
         if not manager.preempted:
-            manager.save(state.global_step, force, metrics=self._metrics)
+            manager.save(state.global_step, force, metrics=self._metrics.get(state.global_step))
         if manager.preempted:
             control.should_training_stop = True
 
@@ -228,21 +231,23 @@ class ShardedCheckpointCallback(TrainerCallback):
         loaded = dist_checkpointing.load(requested, path, allow_globals=self._allow_globals)
         with comm.collective_phase("making a folder to resume from"):
             folder = Path(tempfile.mkdtemp(prefix="shardckpt-resume-"))
-            TrainerState(**loaded[_STATE]).save_to_json(str(folder / TRAINER_STATE_NAME))
+            known = {field.name for field in dataclasses.fields(TrainerState)}  # another release may have saved others
+            content = {name: value for name, value in loaded[_STATE].items() if name in known}
+            TrainerState(**content).save_to_json(str(folder / TRAINER_STATE_NAME))
             # without a file of weights the Trainer refuses the folder; from an empty one it loads nothing
             safetensors.torch.save_file({}, folder / SAFE_WEIGHTS_NAME, {"format": "pt"})
         return folder
 
     def _forget(self) -> None:
         """Remove the folder of :meth:`resume_path`: the Trainer has read it, and warns again of what it reads."""
-        _TRAINER.removeFilter(_is_no_false_alarm)
+        _TRAINER.removeFilter(_is_to_be_logged)
         if self._resumed is not None:
             shutil.rmtree(self._resumed[1])
             self._resumed = None
 
 
-def _is_no_false_alarm(record: logging.LogRecord) -> bool:
-    """Return whether a message of the Trainer is to be logged: of a folder without weights all keys are missing."""
+def _is_to_be_logged(record: logging.LogRecord) -> bool:
+    """Return False for the Trainer's warning of missing keys: a folder without weights lacks all."""
     return "missing keys in the checkpoint model loaded" not in record.getMessage()
 
 
@@ -260,7 +265,8 @@ class _Progress:
     def load_state_dict(self, content: dict[str, Any]) -> None:
         """Restore how far the training has come; limits and intervals stay as this run's arguments set them."""
         for name in _PROGRESS:
-            setattr(self._state, name, content[name])
+            if name in content:  # an older transformers lacks some
+                setattr(self._state, name, content[name])
 
 
 def _check_content(path: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.commit.commit import publish_staging, staging_directory
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.local.chunks import Buffers, list_chunks
+from shardckpt.local.messages import Buffers, list_messages
 from shardckpt.manifest.models import Record
 from shardckpt.manifest.names import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME
 from shardckpt.storage.digest import digest_function
@@ -35,16 +35,16 @@ class Outgoing:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.head = Head(read_file(path / MARKER_NAME, MARKER_LIMIT), read_file(path / RECORD_NAME, RECORD_LIMIT))
-        self.chunks = list_chunks(_parse_record(self.head, str(path)))
-        self.buffers = Buffers(self.chunks)
+        self.messages = list_messages(_parse_record(self.head, str(path)))
+        self.buffers = Buffers(self.messages)
 
     def read(self, number: int) -> None:
-        """Read chunk ``number`` into the buffers."""
-        chunk = self.chunks[number]
-        path = self._path / check_file_name(chunk.name)
-        refuse_linked_folders(self._path, chunk.name)
+        """Read message ``number`` into the buffers."""
+        message = self.messages[number]
+        path = self._path / check_file_name(message.name)
+        refuse_linked_folders(self._path, message.name)
         with open_existing(path) as file:
-            file.read_into(self.buffers.view(number), chunk.span.start)
+            file.read_into(self.buffers.view(number), message.span.start)
 
 
 class Incoming:
@@ -59,25 +59,25 @@ class Incoming:
         self._origin = origin
         record = _parse_record(head, origin)
         self._digest = digest_function(record.digest_algorithm)
-        self.chunks = list_chunks(record)
-        self.buffers = Buffers(self.chunks)
+        self.messages = list_messages(record)
+        self.buffers = Buffers(self.messages)
         self._waiting = list(record.files)
         self._file: NewFile | None = None
         self._stack = ExitStack()
         self._staging = self._stack.enter_context(staging_directory(target))
 
     def write(self, number: int) -> None:
-        """Check chunk ``number``, which is in the buffers, and write it; call it for the chunks in their order."""
-        chunk, view = self.chunks[number], self.buffers.view(number)
-        for start, stop, digest in chunk.span.segments:
-            if self._digest(view[start - chunk.span.start : stop - chunk.span.start]) != digest:
+        """Check message ``number``, which is in the buffers, and write it; call it for the messages in their order."""
+        message, view = self.messages[number], self.buffers.view(number)
+        for start, stop, digest in message.span.segments:
+            if self._digest(view[start - message.span.start : stop - message.span.start]) != digest:
                 raise CorruptCheckpointError(
-                    f"bytes {start} to {stop} of {self._target.name}/{chunk.name}, from {self._origin}, are not those "
-                    "that were written (digest differs): they were damaged on its disk, or in transit"
+                    f"bytes {start} to {stop} of {self._target.name}/{message.name}, from {self._origin}, are not "
+                    "those that were written (digest differs): they were damaged on its disk, or in transit"
                 )
-        while self._file is None or self._file.path != self._staging / chunk.name:  # empty files have no chunk
+        while self._file is None or self._file.path != self._staging / message.name:  # empty files have no message
             self._next_file()
-        self._file.write(view, chunk.span.start)
+        self._file.write(view, message.span.start)
 
     def complete(self) -> None:
         """Complete all files, and make them durable."""

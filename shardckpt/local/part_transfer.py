@@ -1,4 +1,4 @@
-"""Copy parts of local checkpoints from disk to disk over the process group, a chunk at a time to bound memory."""
+"""Copy parts of local checkpoints from disk to disk over the process group, a message at a time to bound memory."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ class _PartTransfer:
         self._exchange_faults()
 
     def stream(self) -> None:
-        """Collective: send all chunks; while one is sent, the next is read and the one before is written."""
-        own = [self._outgoing[route.part].chunks for route in self._list_sent()]
-        own += [self._incoming[route].chunks for route in self._list_received()]
+        """Collective: send all messages; while one is sent, the next is read and the one before is written."""
+        own = [self._outgoing[route.part].messages for route in self._list_sent()]
+        own += [self._incoming[route].messages for route in self._list_received()]
         # every rank takes part in as many exchanges as the longest copy needs, also with nothing to send
         (rounds,) = self._comm.largest(max(map(len, own), default=0))
         with ThreadPoolExecutor(2, "shardckpt-copy") as pool:
             reading, writing = pool.submit(self._read, 0), None
-            # two buffers: a read must end before its chunk is sent, and a write before its buffer is reused
+            # two buffers: a read must end before its message is sent, and a write before its buffer is reused
             for number in range(rounds):
                 reading.result()
                 reading = pool.submit(self._read, number + 1)
@@ -143,30 +143,30 @@ class _PartTransfer:
         return [route for route in self._list_sent() if route.part == part]
 
     def _without_own_faults(self, routes: Iterable[Route]) -> list[Route]:
-        """Leave out the routes that have failed here: their ranks go on exchanging chunks until all know of it."""
+        """Leave out the routes that have failed here: their ranks go on exchanging messages until all know of it."""
         return [route for route in routes if route not in self._own]
 
     def _read(self, number: int) -> None:
         for part in {route.part for route in self._without_own_faults(self._list_sent())}:
             outgoing = self._outgoing[part]
-            if number < len(outgoing.chunks):
+            if number < len(outgoing.messages):
                 with self._note_faults(self._list_routes(part)):
                     outgoing.read(number)
 
     def _write(self, number: int) -> None:
         for route in self._without_own_faults(self._list_received()):
             incoming = self._incoming[route]
-            if number < len(incoming.chunks):
+            if number < len(incoming.messages):
                 with self._note_faults([route]):
                     incoming.write(number)
 
     def _list_messages(self, number: int) -> tuple[_Tensors, _Tensors]:
-        """Return what this rank sends and receives of chunk ``number`` of every copy, with the other rank."""
+        """Return what this rank sends and receives of message ``number`` of every copy, with the other rank."""
         sent = [(self._outgoing[route.part], route.target) for route in self._list_sent()]
         received = [(self._incoming[route], route.source) for route in self._list_received()]
         return (
-            [(part.buffers.tensor(number), rank) for part, rank in sent if number < len(part.chunks)],
-            [(part.buffers.tensor(number), rank) for part, rank in received if number < len(part.chunks)],
+            [(part.buffers.tensor(number), rank) for part, rank in sent if number < len(part.messages)],
+            [(part.buffers.tensor(number), rank) for part, rank in received if number < len(part.messages)],
         )
 
     @contextmanager

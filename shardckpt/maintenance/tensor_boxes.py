@@ -1,4 +1,4 @@
-"""The tensors of a conversion in boxes of bounded size, each read when it is needed."""
+"""Cut the tensors of a conversion into boxes of bounded size, and read each box when it is needed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from shardckpt.mapping.base import ShardedBase
     from shardckpt.mapping.sharded_tensor import BlockScales
 
-#: Bytes of small tensors that are read together: each read costs a plan.
+#: Bytes of small boxes that are read together: each read costs a plan.
 _BATCH_BYTES = 8 << 20
 
 
 class TensorBox(NamedTuple):
-    """A box of a tensor that is written."""
+    """A box of a tensor of the target."""
 
     tensor: HubTensor
     box: Box
@@ -42,7 +42,7 @@ class TensorBox(NamedTuple):
         return self.box.volume * self.tensor.dtype.itemsize
 
     def describe(self, data: torch.Tensor, scales: BlockScales | None = None) -> ShardedTensor:
-        """Return the box as a shard of the tensor that is written."""
+        """Return the box as a shard of its tensor."""
         tensor, box = self
         grid = (1,) * len(box.shape) if box.shape == tensor.shape else None
         return ShardedTensor(
@@ -52,11 +52,15 @@ class TensorBox(NamedTuple):
 
 def cut_tensors(tensors: Sequence[HubTensor], most: int) -> list[TensorBox]:
     """Cut tensors into boxes of at most ``most`` bytes each, in order."""
-    return [TensorBox(t, box) for t in tensors for box in cut_box(Box.from_shape(t.shape), t.dtype.itemsize, most)]
+    return [
+        TensorBox(tensor, box)
+        for tensor in tensors
+        for box in cut_box(Box.from_shape(tensor.shape), tensor.dtype.itemsize, most)
+    ]
 
 
 def sum_written(stored: OpenCheckpoint, boxes: Sequence[TensorBox], sums: TensorSums) -> None:
-    """Read boxes of the target, and add up the fingerprints of the source's tensors that they are made of."""
+    """Read boxes of the target, and add up the fingerprints of the source's tensors from which they were made."""
     for batch in batch_by_bytes(boxes, attrgetter("nbytes"), _BATCH_BYTES):
         _sum_batch(stored, batch, sums)
 
@@ -65,18 +69,24 @@ def _sum_batch(stored: OpenCheckpoint, batch: Sequence[TensorBox], sums: TensorS
     # a function of its own: the memory of one batch is free before the next one is read
     wanted: list[ShardedBase] = [box.describe(make_memory(box.tensor.dtype, box.box.shape)) for box in batch]
     values = stored.values(wanted)
-    both = zip(batch, values, strict=True)
-    parts = [part for box, value in both for part in box.tensor.shards_for(box.box, value)]
-    sums.add(parts, [part.data for part in parts])  # type: ignore[misc]
+    pairs = zip(batch, values, strict=True)
+    sources = [shard for box, value in pairs for shard in box.tensor.shards_for(box.box, value)]
+    sums.add(sources, [shard.data for shard in sources])  # type: ignore[misc]
 
 
 class DeferredBoxes:
-    """The tensors of a checkpoint as shards of bounded size, each read when the writer takes its bytes.
+    """The boxes of a target's tensors as shards, each read when a writer takes its bytes; any thread may do so.
 
-    Small boxes are read ahead, as long as they are asked for in order. What was read last is kept until the next read.
+    While they are asked for in order, small boxes are read together. The last read is kept until the next.
 
     Args:
-        scales: What scales the values of tensors, by their names.
+        stored: The source.
+        boxes: The boxes.
+        most: Most bytes of small boxes that are read together.
+        scales: The block scales of each tensor, by its name.
+
+    Attributes:
+        shards: A shard for each box, in order.
     """
 
     def __init__(
@@ -85,12 +95,10 @@ class DeferredBoxes:
         self._stored = stored
         self._boxes = boxes
         self._batch_bytes = min(most, _BATCH_BYTES)
-        #: Any thread may ask: a writer has several.
         self._lock = threading.Lock()
-        #: The number of the first box that was read last, and the values of it and those that follow.
-        self._first = 0
+        #: The last read: the values of consecutive boxes, and the number of the first.
         self._values: list[torch.Tensor] = []
-        #: The boxes, in order.
+        self._first = 0
         self.shards = [
             box.describe(
                 DeferredTensor(box.box.shape, box.tensor.dtype, partial(self._read, number)),
@@ -104,9 +112,10 @@ class DeferredBoxes:
             end = self._first + len(self._values)
             if not self._first <= number < end:
                 self._values = []  # before the read: both would be in memory
-                # several only if it is the next one
-                rest = (self._boxes[n] for n in range(number, len(self._boxes) if number == end else number + 1))
-                batch = next(batch_by_bytes(rest, attrgetter("nbytes"), self._batch_bytes))
+                # out of order, what follows may not be asked for next
+                stop = len(self._boxes) if number == end else number + 1
+                following = (self._boxes[n] for n in range(number, stop))
+                batch = next(batch_by_bytes(following, attrgetter("nbytes"), self._batch_bytes))
                 self._values, self._first = self._read_batch(batch), number
             return self._values[number - self._first]
 
@@ -116,4 +125,4 @@ class DeferredBoxes:
         except CheckpointingException:
             if len(batch) == 1:
                 raise
-        return self._read_batch(batch[:1])  # the others in their turn: the error then stands with its key
+        return self._read_batch(batch[:1])  # a box that cannot be read fails when it is asked for, under its own key

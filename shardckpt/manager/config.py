@@ -33,7 +33,7 @@ from shardckpt.huggingface.adapters import find_adapter_mapping
 from shardckpt.huggingface.dtypes import parse_dtype
 from shardckpt.huggingface.export_budget import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES
 from shardckpt.huggingface.models import find_mapping
-from shardckpt.manager.faults import describe_unknown, list_faults, make_fault
+from shardckpt.manager.faults import describe_unknown, list_faults, make_fault, refuse_truth
 from shardckpt.manager.other_names import find_hint
 from shardckpt.manager.retention import (
     RETENTION,
@@ -62,7 +62,7 @@ _Count = Annotated[int, Field(ge=0)]
 
 
 class AsyncMode(str, Enum):
-    """The writer of a checkpoint, a thread or a process: see :class:`CheckpointConfig`."""
+    """Who writes a checkpoint: see ``async_mode`` of :class:`CheckpointConfig`."""
 
     DISABLED = "disabled"
     ASYNC = "async"
@@ -77,6 +77,8 @@ class AsyncMode(str, Enum):
 
 def _find_signal(given: Any) -> str:
     """Return the name of a signal that is given by name or number; ``""`` if there is none."""
+    if isinstance(given, bool):  # Python takes True for 1, which is SIGHUP
+        return ""
     try:
         return (signal.Signals[given] if isinstance(given, str) else signal.Signals(given)).name
     except (KeyError, ValueError):
@@ -213,7 +215,7 @@ class CheckpointConfig(BaseModel):
     if not TYPE_CHECKING:  # a type checker knows the settings from the fields
 
         def __new__(cls, *unnamed: Any, **_: Any) -> Any:
-            """Refuse settings without a name; here, as arguments of ``__init__`` are in the signature."""
+            """Refuse settings without a name. Not in ``__init__``: help() would show that it takes them."""
             if unnamed:
                 raise ConfigurationError(
                     f"CheckpointConfig: settings are given by name, and {show_given(unnamed[0])} has none: "
@@ -222,6 +224,9 @@ class CheckpointConfig(BaseModel):
             return super().__new__(cls)
 
         def __init__(self, **settings: Any) -> None:
+            # not in a validator: errors look up what was given by the names that pydantic knows
+            if "model_weights_only" in settings and "last_save_model_only" not in settings:
+                settings["last_save_model_only"] = settings.pop("model_weights_only")
             try:
                 super().__init__(**settings)
             except ValidationError as exc:
@@ -241,7 +246,7 @@ class CheckpointConfig(BaseModel):
             )
 
     def __hash__(self) -> int:
-        """Return the hash of all settings; a dict, as ``rename`` is, has none of its own."""
+        """Return the hash of all settings; of a mapping, which has none, that of its items."""
         return hash(tuple(tuple(sorted(value.items())) if isinstance(value, Mapping) else value for _, value in self))
 
     enable_checkpoint: bool = True
@@ -253,11 +258,11 @@ class CheckpointConfig(BaseModel):
     keep_best_k: _Count = 0
     best_metric: MetricName = ""
     best_mode: Literal["min", "max"] = "min"
-    # Any, as of `save_when`: a type checker takes the items of a list of policies and functions for objects.
+    # Any, as for `save_when`: a type checker infers list[object] for a list of policies and functions.
     retention: Annotated[Sequence[Any], RETENTION] = ()
     latest_pointer: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,100}$")] | None = None
     links: bool = False
-    # The texts, too: tyro, with which torchtitan reads command lines, knows an enum by the names of its members only.
+    # The texts, too: tyro, which reads torchtitan's command lines, takes an enum by the names of its members alone.
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] | AsyncMode = AsyncMode.DISABLED
     on_busy: Literal["wait", "skip"] = "wait"
     on_full: Literal["error", "prune"] = "error"
@@ -300,14 +305,6 @@ class CheckpointConfig(BaseModel):
     save_on_sigterm: bool = False
     save_on_signals: tuple[str, ...] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _rename_model_weights_only(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "model_weights_only" in given and "last_save_model_only" not in given:
-            given = dict(given)
-            given["last_save_model_only"] = given.pop("model_weights_only")
-        return given
-
     @field_validator("folder", "initial_load_path", "hf_assets_path", mode="before")
     @classmethod
     def _expand_paths(cls, path: Any) -> Any:
@@ -323,9 +320,7 @@ class CheckpointConfig(BaseModel):
     def _refuse_truth_for_number(cls, given: Any, info: ValidationInfo) -> Any:
         annotation = cls.model_fields[str(info.field_name)].annotation
         kinds = {annotation, *get_args(annotation)}
-        if isinstance(given, bool) and kinds & {int, float} and bool not in kinds:
-            raise ValueError(f"expected a number, not {given}")  # YAML reads yes, on and true as True, which is 1
-        return given
+        return refuse_truth(given) if kinds & {int, float} and bool not in kinds else given
 
     @field_validator("accept", mode="before")
     @classmethod
@@ -341,12 +336,14 @@ class CheckpointConfig(BaseModel):
     @field_validator("save_on_signals", mode="before")
     @classmethod
     def _parse_signals(cls, given: Any) -> Any:
+        if given is None:
+            return None
         listed = given if isinstance(given, (list, tuple, set, frozenset)) else [given]
-        names = [] if given is None else [*map(_find_signal, listed)]
+        names = [*map(_find_signal, listed)]
         faults = [
             f"save_on_signals: {unknown!r} is no signal of this system; "
             f"{ask_nearest(unknown, signal.Signals.__members__)}SIGUSR1 and SIGTERM are"
-            for unknown, name in zip(listed, names, strict=False)
+            for unknown, name in zip(listed, names, strict=True)
             if not name
         ]
         faults += [
@@ -356,7 +353,7 @@ class CheckpointConfig(BaseModel):
         ]
         if faults:
             raise ValueError("\n".join(faults))
-        return None if given is None else tuple(names)
+        return tuple(names)
 
     @field_validator("retention", mode="before")
     @classmethod
@@ -419,7 +416,7 @@ class CheckpointConfig(BaseModel):
 
     @property
     def saves_on_request(self) -> bool:
-        """Whether ranks tell each other at each step that a signal or a request wants it saved."""
+        """Whether ranks agree at each step on whether a signal or a request wants it saved."""
         return self.save_on_sigterm or self.save_on_signals is not None
 
     @property
@@ -428,7 +425,7 @@ class CheckpointConfig(BaseModel):
         return "" if self.last_save_model_only and self.last_save_bare_keys else MODEL_PREFIX
 
     def stores_values(self, *, last_step: bool, model_only: bool) -> bool:
-        """Return whether a save stores the values of quantized parameters: what the Hub and a cast need."""
+        """Return whether a save stores quantized parameters as values, which the Hub and a cast need."""
         is_exported = last_step and self.last_save_in_hf and find_adapter_mapping(self.hf_mapping) is None
         return self.dequantize or self.steps_in_hf or is_exported or (model_only and self.export_dtype is not None)
 
@@ -437,7 +434,7 @@ class CheckpointConfig(BaseModel):
         return step == 0 and self.create_seed_checkpoint
 
     def is_due(self, step: int) -> bool:
-        """Return whether a step is to be saved: the seed, the first, or without ``save_when`` one of the interval."""
+        """Return whether a step is due as the seed, the first, or one of the interval; ``save_when`` is not asked."""
         first = step == 1 and self.enable_first_step_checkpoint
         return first or self.is_seed(step) or (not self.save_when and step > 0 and step % self.interval == 0)
 
@@ -465,11 +462,11 @@ class CheckpointConfig(BaseModel):
             self.make_saver(None)
 
     def check_assets(self) -> None:
-        """Check that the folder of ``hf_assets_path`` has what the export of the last step copies and looks up.
+        """Check that the folder of ``hf_assets_path`` has what the export of the last step copies and reads.
 
         Raises:
-            CheckpointingException: it does not exist, cannot be listed, has nothing to copy, or no ``config.json``
-                where ``hf_cut_vocabulary`` takes one.
+            CheckpointingException: it does not exist, cannot be listed, has nothing to copy, or lacks the
+                ``config.json`` that ``hf_cut_vocabulary`` needs.
         """
         if self.last_save_in_hf and self.hf_assets_path and not self.load_only:
             check_assets(self.hf_assets_path, self.hf_mapping, cut_vocabulary=self.hf_cut_vocabulary)
@@ -500,8 +497,9 @@ class CheckpointConfig(BaseModel):
         is_async = self.async_mode is not AsyncMode.DISABLED
         excluded = set(self.exclude_from_loading)
         kept = next((policy for policy in self.retention if isinstance(policy, KeepBest)), None)
-        contradictions: list[tuple[Any, str]] = [  # each text says what to do after its last colon
-            # Refused, though the newest complete checkpoint always stays: with one more, a damaged newest is no loss.
+        # Each text begins with a setting, and says after its last colon what to do.
+        contradictions: list[tuple[Any, str]] = [
+            # The newest complete checkpoint always stays; but if it proves damaged, there must be one before it.
             (
                 is_async and self.keep_latest_k == 1,
                 "keep_latest_k=1 with an async_mode leaves none to fall back on: keep 2 or more, or 0 for all",
@@ -571,6 +569,7 @@ class CheckpointConfig(BaseModel):
         return self
 
     def _explain_small_budget(self) -> str:
+        """Return why ``memory_budget`` is too small for what the settings ask for; ``""`` if it is not."""
         if self.last_save_in_hf:
             is_url = "://" in self.folder and not self.folder.lower().startswith("file://")
             least = LEAST_EXPORTING_ON_STORES if is_url else LEAST_EXPORTING
@@ -604,7 +603,7 @@ def _find_superseded(given: Mapping[str, Any]) -> list[str]:
 def _list_all_faults(
     kind: type[CheckpointConfig], given: Mapping[str, Any], error: ValidationError
 ) -> list[SettingFault]:
-    """Return what pydantic found wrong, and contradictions of the other settings, for which it has not looked then."""
+    """Return what pydantic found wrong, and contradictions among the other settings, which it has not looked for."""
     faults = list_faults(error, given, [*kind.model_fields], partial(find_hint, given))
     wrong = find_wrong_settings(error)
     others: list[SettingFault] = []
@@ -612,7 +611,7 @@ def _list_all_faults(
         try:
             kind(**{name: value for name, value in given.items() if name not in wrong})
         except ConfigurationError as exc:
-            # a contradiction with a wrong setting, or one that a wrong name stands for, may go once that is mended
+            # leave out what names a wrong setting, or one meant by a wrong name: it may go when that is mended
             unsure = {*wrong, *(fault.suggestion for fault in faults)}
             others += [fault for fault in exc.faults if unsure.isdisjoint(re.findall(r"\w+", fault.message))]
         others += [_make_contradiction(given, text) for text in _find_superseded(given)]

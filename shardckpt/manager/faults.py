@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BeforeValidator, ValidationError
 
 from shardckpt.errors import ConfigurationError, SettingFault, ask_nearest, show_given
 from shardckpt.storage.store_errors import mask_password
@@ -113,6 +113,17 @@ def _describe_value(fault: Mapping[str, Any], names: Sequence[str]) -> str:
     question = ask_nearest(given, re.findall("'([^']*)'", what)) if kind in ("literal_error", "enum") else ""
     place = f"an item of {name} is " if inner and isinstance(inner[0], int) else f"{name}="
     return f"{place}{show_given(given)}: {question}expected {what}"
+
+
+def refuse_truth(given: Any) -> Any:
+    """Refuse True and False for a number: YAML reads yes, on and true as True, which Python takes for 1."""
+    if isinstance(given, bool):
+        raise ValueError(f"expected a number, not {given}")
+    return given
+
+
+#: For numbers of pydantic's models and dataclasses.
+NUMBER = BeforeValidator(refuse_truth)
 
 
 def explain_faults(policy: _C) -> _C:

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, ConfigDict, Field, GetPydanticSchema
 from pydantic.dataclasses import dataclass
 
 from shardckpt.errors import CheckpointingException, name_known
-from shardckpt.manager.faults import explain_faults
+from shardckpt.manager.faults import NUMBER, explain_faults
 from shardckpt.manager.metrics import rank_steps, read_metric
 from shardckpt.manager.policies import PolicyKind
 
@@ -48,8 +48,8 @@ StepMetrics = Mapping[int, Mapping[str, Any]]
 #: removes checkpoints, when a save is durable.
 RetentionPolicy = Callable[[StepMetrics], Iterable[int]]
 
-_Count = Annotated[int, Field(ge=1)]
-_Steps = tuple[Annotated[int, Field(ge=0)], ...]
+_Count = Annotated[int, NUMBER, Field(ge=1)]
+_Steps = tuple[Annotated[int, NUMBER, Field(ge=0)], ...]
 _STRICT = ConfigDict(extra="forbid")
 
 
@@ -130,7 +130,7 @@ class KeepRecent:
         hours: How many.
     """
 
-    hours: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    hours: Annotated[float, NUMBER, Field(gt=0, allow_inf_nan=False)]
 
     def __call__(self, steps: StepMetrics) -> list[int]:
         """Return the steps that are not older."""

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, GetPydanticSchema
 from pydantic.dataclasses import dataclass
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager.faults import explain_faults
+from shardckpt.manager.faults import NUMBER, explain_faults
 from shardckpt.manager.policies import PolicyKind
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardckpt.distributed.comm import Comm
 
 _STRICT = ConfigDict(extra="forbid")
-_Steps = frozenset[Annotated[int, Field(ge=0)]]
+_Steps = frozenset[Annotated[int, NUMBER, Field(ge=0)]]
 
 
 class Moment(NamedTuple):
@@ -49,7 +49,7 @@ class SaveEvery:
         interval: The number, in steps.
     """
 
-    interval: Annotated[int, Field(ge=1)]
+    interval: Annotated[int, NUMBER, Field(ge=1)]
 
     def __call__(self, moment: Moment) -> bool:
         """Return whether the step is a multiple, and not 0."""
@@ -82,7 +82,7 @@ class SaveAfter:
         seconds: How many.
     """
 
-    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    seconds: Annotated[float, NUMBER, Field(gt=0, allow_inf_nan=False)]
 
     def __call__(self, moment: Moment) -> bool:
         """Return whether so much time has passed."""

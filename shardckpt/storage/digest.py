@@ -84,7 +84,7 @@ ALGORITHMS = {
     XXH3: Algorithm("Q", _load_xxh3, extra="xxhash", load_joined=_load_joined_xxh3),
     CRC32: Algorithm("I", lambda: zlib.crc32, load_joined=lambda: _join_crc32),
 }
-#: Bytes. Parts of a MiB and more are cut into segments of so many: a slice of them reads few bytes that it does not want.
+#: Bytes. Parts of a MiB and more are cut into segments of so many: a slice reads few bytes that it does not want.
 SEGMENT_BYTES = 256 << 10
 #: Longest segment of any checkpoint, older ones included, in bytes.
 MAX_SEGMENT = 4 << 20

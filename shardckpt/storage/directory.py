@@ -1,7 +1,7 @@
 """A checkpoint's directory, held open: files that are opened through it are of one save, even during an overwrite.
 
-A save that overwrites exchanges directories, and then removes the old one. A load that opened files by path would get
-some of the old save and some of the new. Through the descriptor of the directory it gets the old ones, or an error.
+A save that overwrites exchanges directories, and then removes the old one. A load that opens files by path could get
+some of the old save and some of the new. Through the directory's descriptor it gets the old ones, or an error.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-#: O_PATH, because it needs no permission to list the directory, and neither does reading files by their names.
+#: O_PATH, because it needs no permission to list the directory; to open files in it by name needs none either.
 _FLAGS = os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
-#: Seconds before each further attempt to read what is being replaced. The first attempts follow at once: even where
-#: saves follow each other without a pause, one attempt soon fits between two. The last pauses are long enough for a
-#: network file system's client to drop stale entries from its cache.
+#: Seconds before each further attempt to read what is being replaced. The first attempts follow at once: one of them
+#: fits between two saves, even if these follow without a pause. The last pauses are long enough for a network file
+#: system's client to drop stale entries from its cache.
 _PAUSES = (*(0.0,) * 16, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 #: Errors of a path to nothing or of a loop of links: `exists` is then False, as in pathlib.
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP})
 #: Errors of a directory that was removed; ESTALE is that of a network file system.
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
-#: Whether :func:`retry_if_replaced` is in its second attempt or a later one; by context, as threads may load at a time.
+#: Whether :func:`retry_if_replaced` is in its second attempt or a later one; by context, since threads may load.
 _again: ContextVar[bool] = ContextVar("_again", default=False)
 
 
@@ -137,10 +137,10 @@ class _OpenDirectory:
         self.path = path
         self.fd = fd
 
-    # No weakref.finalize: Python goes through all of those at exit, and fails if a thread makes one meanwhile, as that
-    # does which removes old checkpoints.
+    # No weakref.finalize: Python runs all of them at exit, and fails if a thread adds one meanwhile. The thread that
+    # removes old checkpoints would.
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # in a forked child the number may be another file's by then
+        if not sys.is_finalizing():  # at the exit of a forked child the number may be another file's
             os.close(self.fd)
 
 
@@ -216,7 +216,7 @@ class detect_replacement:  # noqa: N801 - used as a function; no generator, sinc
 def retry_if_replaced(attempt: Callable[[], _T], path: object) -> _T:
     """Call a function that reads a checkpoint, and repeat the call while another save replaces the checkpoint.
 
-    Every rank must call it if ``attempt`` is collective: all ranks then raise the same error, and so all retry.
+    It is collective if ``attempt`` is: all ranks get the same error from that, and so all retry.
 
     Args:
         attempt: Opens the checkpoint, and returns what it has read; called once or more.

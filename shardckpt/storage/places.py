@@ -1,7 +1,8 @@
-"""Operations on a place of checkpoints, a directory or a folder on a store, by one call for both.
+"""Operations on a place: a directory, or a folder on a store, with one call for both.
 
-A listing of a folder on a store has the size in bytes of each object below it, by path. One listing of a folder of
-checkpoints serves all of them: it is split by folder, and attached to each, instead of thousands of requests.
+A listing of a folder on a store has the size in bytes of each object below it, by path. A folder of checkpoints is
+listed once, not once for each of them: :func:`list_by_folder` splits its listing, and :func:`attach_listing` gives each
+checkpoint its own.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-#: Schemes that name the objects of another one.
-_SAME_STORES = {"s3a": "s3", "gcs": "gs", "azure": "az"}
+#: The usual scheme of a store, by the others that open the same objects.
+_ALIASES = {"s3a": "s3", "gcs": "gs", **dict.fromkeys(("azure", "abfs", "abfss", "adl"), "az")}
 
 
 def find_url(place: Path) -> str:
@@ -36,11 +37,11 @@ def find_parent(place: Path) -> str:
 
 
 def find_real_name(place: Path) -> PurePosixPath:
-    """Return the name that all paths and URLs of a place share: links are resolved, schemes of one store are one."""
+    """Return a name that is equal for all paths and URLs of a place: without links, with the store's usual scheme."""
     if (remote := on_store(place)) is None:
         return PurePosixPath(os.path.realpath(place))
     scheme, _, rest = remote.url.rpartition("::")[2].partition("://")
-    return PurePosixPath(f"{_SAME_STORES.get(scheme, scheme)}:/{rest}")
+    return PurePosixPath(f"{_ALIASES.get(scheme, scheme)}:/{rest}")
 
 
 def find_bucket(url: str) -> str:
@@ -49,9 +50,9 @@ def find_bucket(url: str) -> str:
 
 
 def list_names(place: Path) -> list[str]:
-    """Return the names of the entries of a directory, or of a URL's own objects, as they are now.
+    """Return the names of all entries of a directory, or of the objects directly in a URL; none if it does not exist.
 
-    There are none if it does not exist.
+    A URL is listed anew.
     """
     if (remote := on_store(place)) is not None:
         return skip_impossible(remote.url, attempt("list", remote, remote.folder.files))
@@ -59,7 +60,7 @@ def list_names(place: Path) -> list[str]:
 
 
 def list_entries(place: Path) -> list[str]:
-    """Return the names of the files and folders directly in a directory, or in a URL's listing.
+    """Return the names of the files and folders directly in a place, of a URL by :func:`read_listing`.
 
     It is a StorageError if a directory does not exist.
     """
@@ -70,9 +71,9 @@ def list_entries(place: Path) -> list[str]:
 
 
 def list_folders(place: Path) -> list[str]:
-    """Return the names of the folders directly in a place, as they are now; none if it does not exist.
+    """Return the names of the folders directly in a place; none if it does not exist.
 
-    It is a StorageError if the plugin of a store cannot list folders.
+    A URL is listed anew. It is a StorageError if the plugin of a store cannot list folders.
     """
     if (remote := on_store(place)) is None:
         return _scan(place, _is_directory)
@@ -93,14 +94,14 @@ def can_list_folders(place: Path) -> bool:
 
 
 def read_listing(place: Path) -> Mapping[str, int] | None:
-    """Return the listing that is attached to a URL, or else request one; None for a directory."""
+    """Return the listing that is attached to a URL, or a new one; None for a directory."""
     if (remote := on_store(place)) is None:
         return None
     return list_objects(remote.folder) if remote.listing is None else remote.listing
 
 
 def list_tree(place: Path) -> Mapping[str, int] | None:
-    """Return the listing that a URL's path requests once, at the first call; None for a directory.
+    """Return the listing of a URL, which is requested once for all paths of it; None for a directory.
 
     It is a StorageError if the plugin of a store cannot list inner folders.
     """
@@ -109,9 +110,9 @@ def list_tree(place: Path) -> Mapping[str, int] | None:
 
 
 def list_by_folder(place: Path) -> dict[str, dict[str, int]] | None:
-    """Return the listing of each folder directly below a URL, by name, and that of the URL itself as ``""``.
+    """Return the listing of each folder directly in a URL, by name, and that of the URL itself as ``""``.
 
-    None for a directory, and where a plugin cannot list inner folders.
+    It is None for a directory, and if the plugin of a store cannot list inner folders.
     """
     if find_ability(place, HasFolders) is None:
         return None
@@ -124,11 +125,12 @@ def list_by_folder(place: Path) -> dict[str, dict[str, int]] | None:
 
 
 def attach_listing(place: Path, listings: Mapping[str, dict[str, int]] | None, name: str = "") -> Path:
-    """Return a folder of a store with its listing of :func:`list_by_folder`: what reads it requests none."""
+    """Return a folder of a store with its listing of :func:`list_by_folder`: who reads it requests none."""
     if listings is None or (remote := on_store(place)) is None:
         return place
-    path = remote.use_listing(listings.get(name, {}))
-    path.listing = listings.get(name, {})
+    listing = listings.get(name, {})
+    path = remote.use_listing(listing)
+    path.listing = listing
     return path
 
 

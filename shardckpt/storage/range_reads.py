@@ -1,4 +1,4 @@
-"""Ranges of files to read into memory, cut and joined to batches of about equal size."""
+"""Ranges of files to read into memory, in batches of about equal size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RangeRead(NamedTuple):
         file: Name of the file.
         offset: Of the first byte in the file.
         memory: Writable bytes; filled completely.
-        what: A key, named in errors.
+        what: Names the range in errors: a key.
     """
 
     file: str
@@ -28,45 +28,47 @@ class RangeRead(NamedTuple):
 
 def batch_ranges(
     ranges: Sequence[RangeRead],
-    segments_of: Callable[[RangeRead], Segments | None],
+    find_segments: Callable[[RangeRead], Segments | None],
     most: int,
     least: int,
     shares: int,
     *,
     joined: bool,
 ) -> Iterator[list[RangeRead]]:
-    """Cut long ranges and join short ones to batches, each read by one thread; iterate over the batches in order.
+    """Yield batches of ranges, in order, each for one thread: long ranges are cut, short ones joined if ``joined``.
 
-    Ranges are cut where segments end, so that no segment is read twice; ``segments_of`` returns the table of digests of
-    a range's file, if they are checked, and is called for ranges that are cut. Empty ranges are left out. A batch has
-    several ranges only if ``joined`` is True.
+    A range is cut only where a segment ends, so that no segment is read twice: ``find_segments`` returns the table of
+    digests of its file, or None if they are not checked, and is called only for ranges that are cut. Empty ranges are
+    left out.
 
-    A batch has at most ``most`` bytes (more where a segment is longer), and at most the bytes that are left, divided by
-    ``shares``, but may always have ``least``: the last batches are small, so that all threads end at about the same
-    time.
+    A batch has at most ``most`` bytes, more only if one segment is longer. Near the end it has less, the bytes that are
+    left divided by ``shares``, but not less than ``least``: so all threads end at about the same time.
     """
     batch: list[RangeRead] = []
-    left = sum(found.memory.nbytes for found in ranges)
-    free = max(least, min(most, left // shares))
-    for found in ranges:
-        name, offset, memory, what = found
-        first = 0
-        segments = segments_of(found) if memory.nbytes > free else None
-        while memory.nbytes - first > free:
-            stop = first + free
+    left = sum(read.memory.nbytes for read in ranges)
+
+    def size_batch() -> int:
+        return max(least, min(most, left // shares))
+
+    free = size_batch()
+    for read in ranges:
+        file, offset, memory, what = read
+        nbytes, start = memory.nbytes, 0
+        segments = find_segments(read) if nbytes > free else None
+        while nbytes - start > free:
+            stop = start + free
             if segments is not None:
-                stop = min(segments.cut(offset + first, offset + stop) - offset, memory.nbytes)
-            batch.append(RangeRead(name, offset + first, memory[first:stop], what))
-            yield batch
-            left -= stop - first
-            batch, free, first = [], max(least, min(most, left // shares)), stop
-        if first == memory.nbytes:
+                stop = min(segments.cut(offset + start, offset + stop) - offset, nbytes)
+            yield [*batch, RangeRead(file, offset + start, memory[start:stop], what)]
+            left -= stop - start
+            batch, free, start = [], size_batch(), stop
+        if start == nbytes:
             continue
-        batch.append(RangeRead(name, offset + first, memory[first:], what))
-        free -= memory.nbytes - first
-        left -= memory.nbytes - first
+        batch.append(RangeRead(file, offset + start, memory[start:], what))
+        free -= nbytes - start
+        left -= nbytes - start
         if free <= 0 or not joined:
             yield batch
-            batch, free = [], max(least, min(most, left // shares))
+            batch, free = [], size_batch()
     if batch:
         yield batch

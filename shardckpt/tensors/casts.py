@@ -41,7 +41,7 @@ def may_be_changed(cast: torch.Tensor, stored: torch.dtype) -> bool:
     if longest is None:
         return _is_suspect(values, stored)
     step = max(1, _PIECE * values.shape[longest] // values.numel())
-    return any(_is_suspect(piece, stored) for piece in values.split(step, longest))
+    return any(_is_suspect(piece, stored) for piece in torch.split(values, step, longest))
 
 
 def _is_suspect(values: torch.Tensor, stored: torch.dtype) -> bool:

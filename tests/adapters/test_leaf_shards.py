@@ -41,7 +41,7 @@ def _fields(shard: Any) -> tuple[Any, ...]:
 
 def _check(saved: SavedModules, model: nn.Module, *, is_like: bool, name: str) -> None:
     """Raise unless the shards are those that to_sharded_state_dict describes, the last ones again if ``is_like``."""
-    before = list(saved._tensors._described.values())  # kept: a new shard could lie where a dropped one was
+    before = list(saved._tensors._shards.values())  # kept: a new shard could lie where a dropped one was
     described = saved.describe(model)
     found, expected = _list_shards(described), _list_shards(to_sharded_state_dict(model))
     assert [_fields(shard) for shard in found] == [_fields(each) for each in expected], name

@@ -75,7 +75,7 @@ def _change_each(model: nn.Module) -> None:
     for name, (change, is_like) in {"first": (lambda: None, False), **changes}.items():
         change()
         for again in (False, True):
-            before = list(saved._states._tensors._described.values())  # kept: a new shard could lie where one was
+            before = list(saved._states._tensors._shards.values())  # kept: a new shard could lie where one was
             found: Any = saved.describe(model, optimizer)
             shards = list(nested_values(found["optimizer"]["state"]))
             assert _list_fields(found) == _list_fields(to_sharded_state_dict(model, optimizer)), name

@@ -30,6 +30,11 @@ def test_an_id_that_is_used_again_is_another_process() -> None:
     assert current._replace(start=current.start - 1).is_alive() is False
 
 
+def test_without_a_start_an_id_says_whether_its_process_lives() -> None:
+    """A process that could not read its own start has 0 in its names: no other process takes it for dead."""
+    assert Owner.current()._replace(start=0).is_alive() is True
+
+
 def test_ids_that_no_process_can_have() -> None:
     """A name that was made up is no error."""
     assert Owner.current()._replace(pid=(1 << 32) - 1).is_alive() is False

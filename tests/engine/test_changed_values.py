@@ -18,6 +18,7 @@ from shardckpt.huggingface import load_from_huggingface
 from shardckpt.local import TensorAwareStateDict
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import ShardedTensor
+from shardckpt.tensors import casts
 from tests import backends
 from tests.tables import table
 
@@ -74,6 +75,23 @@ def _want(stored: torch.Tensor, wanted: torch.dtype, *, with_data: bool = True) 
     into = torch.zeros(stored.shape, dtype=torch.float32).to(wanted)
     shard = ShardedTensor.from_rank_offsets("w", into)
     return {"w": shard if with_data else shard.without_data()}
+
+
+@table(
+    "stored, wanted",
+    [(torch.float32, torch.float16), (torch.float32, torch.float8_e5m2), (torch.complex128, torch.complex64)],
+)
+def test_a_value_in_any_piece_is_found(
+    stored: torch.dtype, wanted: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is looked at a piece at a time, to save memory, is looked at to its end, whatever its strides."""
+    monkeypatch.setattr(casts, "_PIECE", 4)
+    values = torch.ones(3, 7, dtype=stored)
+    for tensor in (values, values.t()):
+        assert not casts.may_be_changed(tensor.to(wanted), stored)
+    values[2, 6] = 1e39
+    for tensor in (values, values.t()):
+        assert casts.may_be_changed(tensor.to(wanted), stored)
 
 
 @backends.both_in_proof

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import UserDict, deque
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -77,7 +79,10 @@ def test_values_beside_what_is_built_stay(wanted: list[Any], common: list[Any], 
     template = LoadTemplate({"l": wanted, "d": {"a": _object("d"), "b": 0}})
     built = {number for number, shard in enumerate(template.shards) if isinstance(shard, ShardedObject)}
     filled = template.fill(
-        [shard.key for shard in template.shards], {"l": common, "d": {"a": "old", "b": 3}}, built=built
+        [shard.key for shard in template.shards],
+        {"l": common, "d": {"a": "old", "b": 3}},
+        in_common=built,
+        replaces_any=True,
     )
     assert filled == {"l": expected, "d": {"a": "d", "b": 3}}
 
@@ -94,7 +99,7 @@ def test_a_container_that_does_not_fit_what_is_built_is_an_error(wanted: Any, co
     """Values that have no place are not dropped."""
     template = LoadTemplate({"l": wanted})
     with pytest.raises(CheckpointingException, match=reason):
-        template.fill([shard.key for shard in template.shards], {"l": common}, built={0})
+        template.fill([shard.key for shard in template.shards], {"l": common}, in_common={0}, replaces_any=True)
 
 
 @table(
@@ -106,11 +111,11 @@ def test_a_container_that_does_not_fit_what_is_built_is_an_error(wanted: Any, co
     ],
 )
 def test_a_value_where_a_shard_was_not_built_is_an_error(wanted: Any, common: Any, place: str) -> None:
-    """With ``only_built`` no value of the checkpoint is dropped in silence, in a dict or in a list."""
+    """Without ``replaces_any`` no value of the checkpoint is dropped in silence, in a dict or in a list."""
     template = LoadTemplate({"x": wanted})
     (built,) = (number for number, shard in enumerate(template.shards) if isinstance(shard, ShardedObject))
     with pytest.raises(CheckpointingException, match=f"has a value at {place}"):
-        template.fill([shard.key for shard in template.shards], {"x": common}, built={built}, only_built=True)
+        template.fill([shard.key for shard in template.shards], {"x": common}, in_common={built})
 
 
 def test_a_list_of_plain_dcp_keeps_what_is_not_asked_for_as_an_object(tmp_path: Path) -> None:
@@ -135,10 +140,20 @@ def test_factories_merge_what_was_loaded() -> None:
     assert template.fill(["p", MISSING, "t"], {}) == {"t": "t"}
 
 
-def test_a_tuple_with_a_shard_is_refused() -> None:
-    """Nothing would fill it: the stored tuple would take its place."""
-    with pytest.raises(ShardingError, match=r"\['t'\] is a tuple with a ShardedTensor in it"):
-        LoadTemplate({"t": (_tensor("w"), 2)})
+@table(
+    ("leaf", "kind"),
+    [
+        ((_tensor("w"), 2), "tuple"),
+        (({"w": [_tensor("w")]},), "tuple"),
+        (MappingProxyType({"w": _tensor("w")}), "mappingproxy"),
+        (UserDict(w=_tensor("w")), "UserDict"),
+        (deque([_tensor("w")]), "deque"),
+    ],
+)
+def test_a_leaf_with_a_shard_in_it_is_refused(leaf: Any, kind: str) -> None:
+    """Nothing would fill it: the stored value would take its place, or none."""
+    with pytest.raises(ShardingError, match=rf"\['t'\] is a {kind} with a ShardedTensor in it"):
+        LoadTemplate({"t": leaf})
 
 
 def test_a_factory_may_build_plain_values_too() -> None:

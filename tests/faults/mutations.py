@@ -201,7 +201,7 @@ MUTATIONS = (
     Mutation(
         "a process id that is used again is taken for the owner",
         _OWNER,
-        "            if start & _START_MASK != self.start:\n",
+        "            if self.start and start & _START_MASK != self.start:\n",
         "            if False:\n",
         "commit/test_owner.py::test_an_id_that_is_used_again_is_another_process",
     ),

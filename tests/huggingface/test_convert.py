@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.engine.locations import locate_file
 from shardckpt.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -15,13 +16,14 @@ from shardckpt.errors import (
     StorageError,
     UnsafePickleError,
 )
-from shardckpt.huggingface import dcp_to_torch_save, dcp_to_torch_state_dict, torch_save_to_dcp
+from shardckpt.huggingface import dcp_to_torch_save, dcp_to_torch_state_dict, save_state_dict, torch_save_to_dcp
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.huggingface.samples import global_tensors, same, save
 from tests.interop.sample import check_equal
 from tests.tables import table
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.ranks import Ranks
@@ -128,3 +130,27 @@ def test_neither_way_replaces_what_it_reads(tmp_path: Path) -> None:
     with pytest.raises(CheckpointingException, match="has the source"):
         torch_save_to_dcp(tmp_path / "a.pt", tmp_path, overwrite=True)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_file_is_one_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A URL of a store is refused, not taken for the name of a folder; a ``file://`` URL is a path."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    torch_save_to_dcp(f"file://{tmp_path}/a.pt", tmp_path / "c")
+    dcp_to_torch_save(tmp_path / "c", f"file://{tmp_path}/b.pt")
+    save_state_dict({"w": torch.ones(3)}, f"file://{tmp_path}/w.safetensors")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.pt", "b.pt", "c", "w.safetensors", "work"}
+    store = "s3://user:secret@bucket/b.pt"
+    calls: list[Callable[[], object]] = [
+        lambda: torch_save_to_dcp(store, tmp_path / "d"),
+        lambda: dcp_to_torch_save(tmp_path / "c", store),
+        lambda: save_state_dict({"w": torch.ones(3)}, store),
+        lambda: locate_file(store, "write a page to"),
+    ]
+    for call in calls:
+        with pytest.raises(
+            CheckpointingException, match=r"s3://user:\*\*\*@bucket/b\.pt: it takes a file of this machine"
+        ):
+            call()
+    assert not list((tmp_path / "work").iterdir())

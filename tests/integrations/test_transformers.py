@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import os
 import signal
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shardckpt import dist_checkpointing
+from shardckpt.adapters.leaves import describe_object
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.integrations import transformers as module
 from shardckpt.manager import CheckpointManager, mark_checkpoint
 from shardckpt.manager.marks import identify_save
 from tests.integrations import small
@@ -160,6 +163,34 @@ def test_metrics_of_a_steps_evaluation_are_with_its_checkpoint(tmp_path: Path) -
         assert content is not None
         assert content["shardckpt_manager"]["metrics"]["eval_loss"] == losses[content["shardckpt_manager"]["step"]]
     assert f"step-{max(losses, key=lambda step: losses[step])}" in {path.name for path in (tmp_path / "ours").iterdir()}
+
+
+def test_a_step_without_an_evaluation_has_no_metrics(tmp_path: Path) -> None:
+    """The metrics of an earlier step are not taken for its own; those of all datasets of one are kept."""
+    trainer = trainer_of(tmp_path, config_of(tmp_path), eval_strategy="steps", eval_steps=2, max_steps=10)
+    data: Any = trainer.eval_dataset
+    trainer.eval_dataset = {"one": data, "other": data}
+    trainer.train()
+    stored = {path.name: dist_checkpointing.load_content_metadata(path) or {} for path in (tmp_path / "ours").iterdir()}
+    names = {name: {*content["shardckpt_manager"]["metrics"]} for name, content in stored.items()}
+    assert {"eval_one_loss", "eval_other_loss"} <= names["step-6"]
+    assert names["step-3"] == names["step-9"] == set()
+
+
+def test_a_state_of_another_release_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint whose Trainer state has a field more, and one less, than this release of transformers."""
+
+    def describe(progress: Any) -> Any:
+        content = dataclasses.asdict(progress._state) | {"field_of_another_release": 1}
+        del content["best_global_step"]
+        return describe_object(content, "trainer_state", "unchecked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module._Progress, "sharded_state_dict", describe)
+        trainer_of(tmp_path, config_of(tmp_path, last_save_model_only=False), max_steps=3).train()
+    trainer = trainer_of(tmp_path, config_of(tmp_path), max_steps=6)
+    resume(trainer)
+    assert trainer.state.global_step == 6
 
 
 def test_a_preempted_training_stops_with_its_step_saved(tmp_path: Path) -> None:

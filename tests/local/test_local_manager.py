@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt.errors import CheckpointingException, NotACheckpointError
-from shardckpt.local import CliqueReplication, LocalCheckpointManager, TensorAwareStateDict, chunks
+from shardckpt.local import CliqueReplication, LocalCheckpointManager, TensorAwareStateDict, messages
 from shardckpt.local.parts import PartId
 from shardckpt.mapping import ShardedTensor
 from tests import backends
@@ -69,19 +69,19 @@ def test_it_works_without_a_process_group(tmp_path: Path) -> None:
         manager.load(1)
 
 
-_SMALL_CHUNKS = shared_by_ranks(partial(mock.patch.object, chunks, "CHUNK_BYTES", MIB + 12345))
+_SMALL_MESSAGES = shared_by_ranks(partial(mock.patch.object, messages, "MESSAGE_BYTES", MIB + 12345))
 
 
-def _in_small_chunks(function: Any, *args: Any) -> Any:
-    with _SMALL_CHUNKS():
+def _in_small_messages(function: Any, *args: Any) -> Any:
+    with _SMALL_MESSAGES():
         return function(*args)
 
 
 @pytest.mark.parametrize("cliques", [(1, 2), pytest.param((1, 4), marks=pytest.mark.proof)])
-def test_large_parts_travel_in_chunks(ranks: Ranks, tmp_path: Path, cliques: tuple[int, int]) -> None:
-    """Parts of many chunks, of another number on each rank, arrive as they were, at first and after a loss."""
+def test_large_parts_travel_in_messages(ranks: Ranks, tmp_path: Path, cliques: tuple[int, int]) -> None:
+    """Parts of many messages, of another number on each rank, arrive as they were, at first and after a loss."""
     sizes = 5 * MIB + 4 * 1001
-    ranks.run(4, _in_small_chunks, _save_uneven, str(tmp_path), cliques, sizes)
+    ranks.run(4, _in_small_messages, _save_uneven, str(tmp_path), cliques, sizes)
     for rank in range(4):
         for copy in (tmp_path / f"node{rank}").iterdir():
             owner = PartId.parse(copy.name)
@@ -89,7 +89,7 @@ def test_large_parts_travel_in_chunks(ranks: Ranks, tmp_path: Path, cliques: tup
             assert read_contents(copy) == read_contents(tmp_path / f"node{owner.rank}" / copy.name)
     before = read_contents(find_directory(tmp_path / "node2", 1, 2))
     shutil.rmtree(tmp_path / "node2")
-    ranks.run(4, _in_small_chunks, _load_uneven, str(tmp_path), cliques, sizes)
+    ranks.run(4, _in_small_messages, _load_uneven, str(tmp_path), cliques, sizes)
     assert read_contents(find_directory(tmp_path / "node2", 1, 2)) == before
 
 

@@ -24,7 +24,7 @@ def part(tmp_path: Path) -> Path:
 def _copy(source: Outgoing, target: Path, head: Head | None = None) -> None:
     copy = Incoming(target, head or source.head, "rank 1")
     try:
-        for number in range(len(source.chunks)):
+        for number in range(len(source.messages)):
             source.read(number)
             copy.buffers.view(number)[:] = source.buffers.view(number)
             copy.write(number)

@@ -97,8 +97,11 @@ def test_no_wrong_setting_hides_another(value: object) -> None:
 
 
 def test_the_seed_s_name_for_the_last_save(tmp_path: Path) -> None:
-    """Torchtitan's older ``model_weights_only`` means ``last_save_model_only``."""
+    """Torchtitan's older ``model_weights_only`` means ``last_save_model_only``, also where its value is wrong."""
     assert not CheckpointConfig(model_weights_only=False).last_save_model_only  # type: ignore[call-arg]
+    assert not CheckpointConfig.model_validate({"model_weights_only": False}).last_save_model_only
+    with pytest.raises(ConfigurationError, match="last_save_model_only='weights': expected True or False"):
+        CheckpointConfig(model_weights_only="weights")  # type: ignore[call-arg]
 
 
 def test_no_password_is_stored() -> None:

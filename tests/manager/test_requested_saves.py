@@ -124,6 +124,7 @@ def test_a_request_that_nobody_would_hear_is_an_error(tmp_path: Path) -> None:
     [
         ("SIGUSER1", "'SIGUSER1' is no signal"),
         (0, "0 is no signal"),
+        (True, "True is no signal"),
         (signal.SIGKILL, "no process can handle SIGKILL"),
         (
             ["SIGKILL", "SIGFOO"],

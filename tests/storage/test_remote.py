@@ -4,18 +4,21 @@ import copy
 import pickle
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import fsspec
 import pytest
 
 from shardckpt.engine import locate
-from shardckpt.errors import StorageError
+from shardckpt.engine.locations import refuse_overlap
+from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import RemotePath
 from shardckpt.storage.abilities import has_links, has_local_files, on_store, takes_requests
 from shardckpt.storage.places import list_folders, list_names
 from shardckpt.storage.remote import attempt, list_objects
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,6 +46,14 @@ def test_a_path_goes_through_a_pickle(folder: RemotePath) -> None:
         assert copy.deepcopy(path) == copy.copy(path) == path
     assert [path.name for path in pickle.loads(pickle.dumps(folder)).iterdir()] == ["a", "b"]
     assert pickle.loads(pickle.dumps(folder / "a")).read_range(1, 2) == b"bc"
+
+
+@table(("one", "other"), [("s3", "s3a"), ("gs", "gcs"), ("az", "azure"), ("az", "abfs"), ("abfss", "adl")])
+def test_two_schemes_of_a_store_name_one_place(one: str, other: str) -> None:
+    """What is read by one of them is not replaced by what is written by the other."""
+    places: list[Any] = [RemotePath(SimpleNamespace(url=f"{scheme}://c/run")) for scheme in (one, other)]  # type: ignore[arg-type]
+    with pytest.raises(CheckpointingException, match="is the source"):
+        refuse_overlap(places[:1], places[1])
 
 
 class _Locked:

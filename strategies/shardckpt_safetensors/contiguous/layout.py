@@ -51,31 +51,31 @@ class FolderPayload(NamedTuple):
 
 
 class FolderLayout:
-    """The files of a folder, of at most ``limit`` bytes of tensors each; ``cuts`` are assigned to them in their order.
+    """The files of a folder, of at most ``limit`` bytes of tensors each; payloads are assigned to them in order.
 
     Attributes:
         tensors: The checkpoint's tensors.
-        cuts: The folder's tensors.
+        payloads: The folder's tensors.
         names: The names of the files.
         files: The layouts of the files.
-        places: File and offset of each cut.
+        places: File and offset of each payload.
     """
 
-    def __init__(self, tensors: Sequence[TensorInfo], cuts: Sequence[FolderPayload], limit: int) -> None:
+    def __init__(self, tensors: Sequence[TensorInfo], payloads: Sequence[FolderPayload], limit: int) -> None:
         self.tensors = tensors
-        self.cuts = cuts
-        self._numbers = numbers = {cut.written.name: number for number, cut in enumerate(cuts)}
+        self.payloads = payloads
+        self._numbers = numbers = {payload.written.name: number for number, payload in enumerate(payloads)}
         self.names: list[str] = []
         self.files: list[FileLayout] = []
-        self.places = [(0, 0)] * len(cuts)
-        for name, names in assign_files({cut.written.name: cut.nbytes for cut in cuts}, limit).items():
-            layout = lay_out([cuts[numbers[each]].written for each in names])
+        self.places = [(0, 0)] * len(payloads)
+        for name, names in assign_files({payload.written.name: payload.nbytes for payload in payloads}, limit).items():
+            layout = lay_out([payloads[numbers[each]].written for each in names])
             for span in layout.tensors:
                 self.places[numbers[span.tensor.name]] = (len(self.files), span.start)
             self.names.append(name)
             self.files.append(layout)
 
-    def find_cut(self, number: int, at: int) -> int:
+    def find_payload(self, number: int, at: int) -> int:
         """Return the number of the payload that has a byte of a file."""
         file = self.files[number]
         return self._numbers[file.tensors[file.find_tensor(at)].tensor.name]
@@ -86,19 +86,18 @@ class FolderLayout:
         A large payload shares no segment with another; small ones share them.
         """
         file = self.files[number]
-        payloads = file.tensors
         lengths: list[int] = []
         small = count = 0
-        for at in range(file.find_tensor(start), len(payloads)):
-            (_, first, end), nbytes = payloads[at], payloads[at].tensor.nbytes
+        for number_in_file in range(file.find_tensor(start), len(file.tensors)):  # a slice would copy the list
+            tensor, first, end = file.tensors[number_in_file]
             if first >= stop:
                 break
             count += first >= start
             length = min(stop, end) - max(start, first)
-            if small and (nbytes > SMALL_RECORD or small + length > SMALL_RECORD):
+            if small and (tensor.nbytes > SMALL_RECORD or small + length > SMALL_RECORD):
                 lengths.append(small)
                 small = 0
-            if nbytes > SMALL_RECORD:
+            if tensor.nbytes > SMALL_RECORD:
                 lengths += cut_segments(length)
             else:
                 small += max(length, 0)
@@ -106,8 +105,11 @@ class FolderLayout:
 
     def weights_index(self) -> bytes:
         """Return the content of ``model.safetensors.index.json``."""
-        weight_map = {cut.written.name: self.names[self.places[number][0]] for number, cut in enumerate(self.cuts)}
-        return encode_weights_index(weight_map, sum(cut.nbytes for cut in self.cuts))
+        files = {
+            payload.written.name: self.names[file]
+            for payload, (file, _) in zip(self.payloads, self.places, strict=True)
+        }
+        return encode_weights_index(files, sum(payload.nbytes for payload in self.payloads))
 
 
 def split_tensor(info: TensorInfo, prefix: str, mapping: KeyMapping) -> list[tuple[HubTensor, Box]] | str:

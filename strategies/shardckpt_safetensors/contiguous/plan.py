@@ -26,14 +26,14 @@ from shardckpt.manifest import HUB_INDEX
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, Boxes, Table, concat_tables, intersect, make_column, make_matrix
 from shardckpt.storage import Columns, PackedShards, pack_columns
-from shardckpt_safetensors.contiguous.layout import FolderLayout, FolderPayload, TensorInfo, split_tensor
-from shardckpt_safetensors.contiguous.pieces import (
+from shardckpt_safetensors.contiguous.exchange import (
     assign_owners,
-    exchange_pieces,
+    exchange_values,
     find_range,
-    plan_pieces,
+    plan_exchange,
     select_box,
 )
+from shardckpt_safetensors.contiguous.layout import FolderLayout, FolderPayload, TensorInfo, split_tensor
 from shardckpt_safetensors.contiguous.work import ContiguousWork
 from shardckpt_safetensors.names import check_names
 
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from shardckpt.mapping import CommonStateDict, ShardedBase
     from shardckpt.storage import Column
     from shardckpt.strategy import PlanContext
+    from shardckpt_safetensors.contiguous.exchange import ExchangePlan
     from shardckpt_safetensors.contiguous.options import ContiguousOptions
-    from shardckpt_safetensors.contiguous.pieces import Pieces
 
     T = TypeVar("T")
     U = TypeVar("U")
@@ -65,7 +65,7 @@ class ContiguousPlan:
         is_contiguous: For each of the rank's shards, whether it is of a tensor that is stored contiguously.
         sources: Where the values of the rank's boxes come from, among those shards.
         held: These boxes.
-        pieces: What the rank writes, sends and receives.
+        exchange: What the rank writes, sends and receives.
         work: What it writes, without the small files.
         ties: The keys of the rank's contiguous tensors that share their memory.
     """
@@ -74,7 +74,7 @@ class ContiguousPlan:
     is_contiguous: list[bool]
     sources: Sources
     held: list[Box]
-    pieces: Pieces
+    exchange: ExchangePlan
     work: ContiguousWork
     ties: list[tuple[str, ...]]
 
@@ -92,18 +92,18 @@ class ContiguousPlan:
             # the local tensor of a shard may lack axes of extent 1 that the global one begins with
             found = zip(view_tensors(self.sources, shards), self.held, strict=True)
             values = [value if value.shape == box.shape else value.view(box.shape) for value, box in found]
-            views = [select_box(values[item], box, self.held[item]) for item, box in self.pieces.views]
-        return [*views, *exchange_pieces(self.layout, self.pieces, views, comm)]
+            views = [select_box(values[item], box, self.held[item]) for item, box in self.exchange.views]
+        return [*views, *exchange_values(self.layout, self.exchange, views, comm)]
 
     def add_to(self, plan: LocalPlan, items: LocalItems, objects: Collection[str]) -> LocalPlan:
         """Return the plan of a rank's items with all contiguous tensors: on one rank, which lists them for all."""
         layout = self.layout
-        tensors, cuts = layout.tensors, layout.cuts
+        tensors, payloads = layout.tensors, layout.payloads
         axes = max((len(shape) for shape in (*items.shapes, *(info.shape for info in tensors))), default=0)
         contiguous = Table(
-            make_column([cut.tensor + len(items.keys) for cut in cuts]),
-            make_matrix([cut.box.offset for cut in cuts], axes, 0),
-            make_matrix([cut.box.shape for cut in cuts], axes, 1),
+            make_column([payload.tensor + len(items.keys) for payload in payloads]),
+            make_matrix([payload.box.offset for payload in payloads], axes, 0),
+            make_matrix([payload.box.shape for payload in payloads], axes, 1),
         )
         columns = Columns(plan.locations, "the plan of this rank")
         files, boxes = columns.texts("files"), columns.integers("boxes")
@@ -126,7 +126,7 @@ class ContiguousPlan:
 
     def small_files(self, options: ContiguousOptions) -> dict[str, bytes]:
         """Return the files that only the main rank writes: the index of the folder, and copies of other files."""
-        tensors = [cut.written for cut in self.layout.cuts]
+        tensors = [payload.written for payload in self.layout.payloads]
         others = {HUB_INDEX: self.layout.weights_index(), **{path.name: read_asset(path) for path in options.assets}}
         config = find_config(options.assets)
         if config is not None:
@@ -171,8 +171,8 @@ def plan_contiguous(
         chosen = [info for key, info in sorted(mine.items()) if options.choose(key, sections) != "boxes"]
     tensors = _combine(chosen, _unite, "comparing the tensors of all ranks", comm)
     with comm.local_phase("choosing contiguous tensors"):
-        cuts = _cut_tensors(tensors, sections, options)
-        votes = _vote(cuts, shards)
+        folder_tensors = _split_tensors(tensors, sections, options)
+        votes = _vote(folder_tensors, shards)
     # one number a tensor: on the ranks together, the largest says whether any rank has it otherwise than in a range
     scattered = comm.largest(*votes.values()) if votes else []
     in_range = {key: not vote for key, vote in zip(votes, scattered, strict=True)}
@@ -183,10 +183,12 @@ def plan_contiguous(
         is_contiguous = [isinstance(shard, ShardedTensor) and shard.key in chosen_keys for shard in shards]
         mine_contiguous = [shard for shard, is_one in zip(shards, is_contiguous, strict=True) if is_one]
         ties = options.find_ties(mine_contiguous)
-    aliases = _find_tied_head(agree_on_aliases(ties, mine_contiguous, comm), cuts, options, comm)
+    aliases = _find_tied_head(agree_on_aliases(ties, mine_contiguous, comm), folder_tensors, options, comm)
     with comm.local_phase("laying out contiguous tensors"):
         tensors = [tensor for tensor in tensors if tensor.key not in aliases]
-        numbered = [FolderPayload(*cut, number) for number, t in enumerate(tensors) for cut in cuts[t.key]]
+        numbered = [
+            FolderPayload(*found, number) for number, t in enumerate(tensors) for found in folder_tensors[t.key]
+        ]
         layout = FolderLayout(tensors, numbered, options.limit)
         numbers = {tensor.key: number for number, tensor in enumerate(tensors)}
         items = collect_items(mine_contiguous, aliases)
@@ -197,26 +199,26 @@ def plan_contiguous(
         owners, of_files = assign_owners(layout, flags, comm.world_size, shared=shared)
     if not tensors:
         return None
-    pieces = plan_pieces(layout, boxes, flags, owners, comm, shared=shared)
+    exchange = plan_exchange(layout, boxes, flags, owners, comm, shared=shared)
     with comm.local_phase("laying out contiguous tensors"):
-        keys = [tensors[boxes.spec[view.item]].key for view in pieces.views]
-        keys += [f"contiguous tensors of {layout.names[buffer.file]}" for buffer in pieces.buffers]
+        keys = [tensors[boxes.spec[view.item]].key for view in exchange.views]
+        keys += [f"contiguous tensors of {layout.names[buffer.file]}" for buffer in exchange.buffers]
         heads = {n: file.frame[0].data for n, file in enumerate(layout.files) if of_files[n] == comm.rank}
         files = [(name, file.size) for name, file in zip(layout.names, layout.files, strict=True)]
         viewed = Boxes(
-            [items.boxes.spec[view.item] for view in pieces.views],
-            [view.box.offset for view in pieces.views],
-            [view.box.shape for view in pieces.views],
+            [items.boxes.spec[view.item] for view in exchange.views],
+            [view.box.offset for view in exchange.views],
+            [view.box.shape for view in exchange.views],
         )
         views = PackedShards.pack(items.keys, items.dtypes, items.shapes, viewed.table(), ())
-        work = ContiguousWork(files, heads, pieces.writes, keys, stored, views, {}, aliases)
+        work = ContiguousWork(files, heads, exchange.writes, keys, stored, views, {}, aliases)
         held = list(map(Box, boxes.offsets, boxes.extents))
-    return ContiguousPlan(layout, is_contiguous, items.sources, held, pieces, work, ties)
+    return ContiguousPlan(layout, is_contiguous, items.sources, held, exchange, work, ties)
 
 
 def _find_tied_head(
     aliases: Mapping[str, str],
-    cuts: Mapping[str, Sequence[tuple[HubTensor, Box]]],
+    folder_tensors: Mapping[str, Sequence[tuple[HubTensor, Box]]],
     options: ContiguousOptions,
     comm: Comm,
 ) -> dict[str, str]:
@@ -232,7 +234,9 @@ def _find_tied_head(
         return config is not None and config.is_tied
 
     tied = {*aliases, *aliases.values()}
-    head = next((key for key in sorted(tied) if len(cuts[key]) == 1 and cuts[key][0][0].name in HEADS), None)
+    head = next(
+        (key for key in sorted(tied) if len(folder_tensors[key]) == 1 and folder_tensors[key][0][0].name in HEADS), None
+    )
     if head is None:
         return {}
     stored = aliases.get(head, head)
@@ -261,7 +265,7 @@ def _unite(everyone: Sequence[Sequence[TensorInfo]]) -> list[TensorInfo]:
     return sorted((info for info, _ in found.values()), key=lambda info: natural_order(info.key))
 
 
-def _cut_tensors(
+def _split_tensors(
     tensors: Sequence[TensorInfo], sections: Sections, options: ContiguousOptions
 ) -> dict[str, list[tuple[HubTensor, Box]]]:
     """Return the folder's tensors of each tensor that can be stored contiguously, each with its box.
@@ -272,10 +276,10 @@ def _cut_tensors(
     names: dict[str, str] = {}
     for info in tensors:
         check_names([info.key])
-        cuts = split_tensor(info, sections.model, options.mapping)
-        if isinstance(cuts, list):
-            found[info.key] = cuts
-            for written, _ in cuts:
+        split = split_tensor(info, sections.model, options.mapping)
+        if isinstance(split, list):
+            found[info.key] = split
+            for written, _ in split:
                 if (other := names.setdefault(written.name, info.key)) != info.key:
                     raise ShardingError(
                         f"{info.key!r} and {other!r} would both be {written.name!r} in the folder: "
@@ -283,18 +287,18 @@ def _cut_tensors(
                     )
         elif options.choose(info.key, sections) == "contiguous":
             raise ShardingError(
-                f"tensor {info.key!r} cannot be stored contiguously: it {cuts}; give it the layout 'boxes', or 'auto'"
+                f"tensor {info.key!r} cannot be stored contiguously: it {split}; give it the layout 'boxes', or 'auto'"
             )
     return found
 
 
-def _vote(cuts: dict[str, list[tuple[HubTensor, Box]]], shards: Sequence[ShardedBase]) -> dict[str, int]:
+def _vote(folder_tensors: dict[str, list[tuple[HubTensor, Box]]], shards: Sequence[ShardedBase]) -> dict[str, int]:
     """Return for each tensor whether this rank has it otherwise than in ranges of the folder's tensors."""
-    votes = dict.fromkeys(cuts, 0)
-    items = collect_items([s for s in shards if isinstance(s, ShardedTensor) and s.key in cuts])
+    votes = dict.fromkeys(folder_tensors, 0)
+    items = collect_items([s for s in shards if isinstance(s, ShardedTensor) and s.key in folder_tensors])
     for number, offset, extent in zip(items.boxes.spec, items.boxes.offsets, items.boxes.extents, strict=True):
         held = Box(offset, extent)
-        for _, box in cuts[items.keys[number]]:
+        for _, box in folder_tensors[items.keys[number]]:
             common = intersect(held, box)
             if common is not None:
                 votes[items.keys[number]] |= find_range(common, box) is None

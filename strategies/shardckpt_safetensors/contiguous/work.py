@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.storage import cut_segments
 from shardckpt.tensors import is_ordinary, is_plain, plain_cpu, tensor_bytes
-from shardckpt_safetensors.contiguous.pieces import as_bytes
+from shardckpt_safetensors.contiguous.exchange import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardckpt.storage import CheckpointWriter, PackedShards, SharedFile
-    from shardckpt_safetensors.contiguous.pieces import Write
+    from shardckpt_safetensors.contiguous.exchange import Write
 
 #: Bytes of a device's tensor that are copied to the host at a time.
 _COPIED_BYTES = 8 << 20
@@ -32,7 +32,7 @@ class ContiguousWork:
         writes: The ranges that it writes.
         keys: The key of each tensor of :meth:`begin`, for errors.
         stored: The boxes that it has, for the commit.
-        views: The same elements, cut as its first tensors have them.
+        views: The same elements, in the boxes of its first tensors.
         others: Small files by name: of the main rank alone.
         aliases: Keys that are not stored, and the key by which each is.
     """
@@ -71,23 +71,23 @@ class ContiguousWork:
 
 def _write(file: SharedFile, write: Write, tensor: torch.Tensor, key: str) -> None:
     values = tensor.detach()
-    # of another than an ordinary one, the bytes are made when the threads may hold them
+    # the thread that writes makes the bytes; those of a device's tensor, which may be large, in parts
     if is_ordinary(values) or not (is_plain(values) and values.is_contiguous()):
 
         def view() -> memoryview:
-            return tensor_bytes(plain_cpu(tensor))[write.low : write.high]
+            return tensor_bytes(plain_cpu(tensor))[write.start : write.stop]
 
         file.write(write.offset, view, write.segments, write.keys, key)
         return
     flat = as_bytes(values)
-    number, low, keys = 0, write.low, write.keys
+    number, low, keys = 0, write.start, write.keys
     while number < len(write.segments):
         taken, end = [write.segments[number]], number + 1
         while end < len(write.segments) and sum(taken) + write.segments[end] <= _COPIED_BYTES:
             taken.append(write.segments[end])
             end += 1
         high = low + sum(taken)
-        file.write(write.offset + low - write.low, partial(_copy, flat[low:high]), taken, keys, key)
+        file.write(write.offset + low - write.start, partial(_copy, flat[low:high]), taken, keys, key)
         number, low, keys = end, high, 0
 
 

@@ -74,6 +74,17 @@ def save_in_a_way(path: str, way: str) -> None:
                     shard.data.zero_()
 
 
+def save_transposed(path: str) -> None:
+    """Save to a store what :func:`save` saves, from tensors whose memory is in the order of columns."""
+    state = _state(0.0)
+    for shards in state.values():
+        for shard in shards if isinstance(shards, list) else []:
+            if shard.data.dim() == 2:
+                shard.data = shard.data.T.contiguous().T
+    strategy = SafetensorsSaveShardedStrategy(layout="contiguous", max_shard_size="700KB")
+    dc.save(state, f"local://{path}", strategy)
+
+
 def load(path: str) -> list[str]:
     """Load the tensors into shards cut among the ranks that call; return the keys of those that differ."""
     state = {key: value for key, value in _state(0.0).items() if isinstance(value, list)}

@@ -1,21 +1,21 @@
-"""The assignment of bytes of the files with contiguous tensors to ranks, and the messages it needs.
+"""Assign the bytes of the files with contiguous tensors to ranks, and exchange the values that others write.
 
 A rank writes what it has of a payload if that is one range of many pages of the file. All other bytes go to the owner
-of their part of the file, which writes them: a tensor that is cut along columns, a small one, the end of a range inside
-of a page. So no page has two writers. Each payload of full pages has an owner, and so has the rest of each file.
+of the payload, which writes them: of a tensor that is split by columns, of a small one, and the ends of a range inside
+of pages. So no page has two writers. Each payload of full pages has an owner, and so has the rest of each file.
 """
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from shardckpt.errors import ShardingError
-from shardckpt.planning import Box, assign_holders, cut_box, find_overlap, intersect
+from shardckpt.planning import Box, assign_holders, cut_box, cut_flat_range, find_overlap, intersect
 from shardckpt.storage import SMALL_RECORD
 from shardckpt.tensors import PAGE, is_plain, plain_cpu
 
@@ -33,7 +33,7 @@ _MESSAGE_BYTES = 4 << 20
 
 
 class View(NamedTuple):
-    """A box of values that this rank has of a payload, and the number of its box that has them."""
+    """The part of a payload that one of this rank's boxes has: the number of that box, and the part itself."""
 
     item: int
     box: Box
@@ -44,10 +44,10 @@ class Write(NamedTuple):
 
     Attributes:
         file: The number of the file.
-        offset: Where they begin in it.
-        source: The number of the tensor that has them: a view, or behind the views what was received.
-        low: Where they begin in the tensor's bytes.
-        high: Where they end.
+        offset: Where they begin in the file.
+        source: The number of the tensor that has them: first come the views, then the buffers.
+        start: Where they begin in the tensor's bytes.
+        stop: Where they end there.
         segments: Lengths of their segments.
         keys: How many payloads begin in them.
     """
@@ -55,8 +55,8 @@ class Write(NamedTuple):
     file: int
     offset: int
     source: int
-    low: int
-    high: int
+    start: int
+    stop: int
     segments: list[int]
     keys: int
 
@@ -65,40 +65,40 @@ class Message(NamedTuple):
     """Values that go to the owner of a payload: a range of its bytes, or a box of its elements.
 
     Attributes:
-        cut: The number of the payload.
-        low: Where the range begins in the payload's bytes; 0 for a box.
+        payload: The number of the payload.
+        offset: Where the range begins in the payload's bytes; 0 for a box.
         nbytes: Bytes of the message.
         box: The box, in the checkpoint's tensor; None for a range.
-        source: The number of the sender's view that has them; -1 at the receiver.
-        start: Where the range begins in that view's bytes.
+        source: The number of the sender's view that has the values; -1 at the receiver.
+        source_offset: Where the range begins in that view's bytes.
     """
 
-    cut: int
-    low: int
+    payload: int
+    offset: int
     nbytes: int
     box: Box | None
     source: int = -1
-    start: int = 0
+    source_offset: int = 0
 
 
 class Buffer(NamedTuple):
-    """Bytes of a file that this rank receives before it writes them: ``start`` to ``stop`` of a file."""
+    """The bytes ``start`` to ``stop`` of a file, which this rank receives before it writes them."""
 
     file: int
     start: int
     stop: int
 
 
-class Pieces(NamedTuple):
-    """The bytes that a rank writes and sends.
+class ExchangePlan(NamedTuple):
+    """The bytes that a rank writes, sends and receives.
 
     Attributes:
-        views: The values that it has.
+        views: The parts of payloads that it has.
         writes: What it writes, from the views and then from the buffers.
         own: What it copies from views to buffers.
-        sends: By rank, what it sends in each round.
-        receives: By rank, what it receives in each round.
-        buffers: What it receives it into.
+        sends: What it sends in each round, by receiver.
+        receives: What it receives in each round, by sender.
+        buffers: Where it puts what it copies and receives.
         rounds: Number of rounds in which ranks send: the same on all.
     """
 
@@ -137,8 +137,8 @@ def assign_owners(
     is_large = [start < layout.files[file].rest for file, start in layout.places]
     # of a payload in ranges, an owner gets the ends of the ranges alone
     sizes = [
-        (PAGE if in_ranges[cut.tensor] else cut.nbytes) if large else 0
-        for cut, large in zip(layout.cuts, is_large, strict=True)
+        (PAGE if in_ranges[payload.tensor] else payload.nbytes) if large else 0
+        for payload, large in zip(layout.payloads, is_large, strict=True)
     ]
     rests = [file.size - file.rest + len(file.frame[0].data) for file in layout.files]
     owners = assign_holders([everyone] * (len(sizes) + len(rests)), sizes + rests)
@@ -147,59 +147,62 @@ def assign_owners(
     return [owner if large else of_file[file] for owner, (file, _), large in places], of_file
 
 
-def plan_pieces(
+def plan_exchange(
     layout: FolderLayout, boxes: Boxes, in_ranges: Sequence[bool], owners: Sequence[int], comm: Comm, *, shared: bool
-) -> Pieces:
+) -> ExchangePlan:
     """Collective: plan what this rank writes, sends and receives.
 
     The tensors of ``boxes``, which this rank has, are numbered as in the layout. ``owners`` are those of the payloads.
-    It is a ShardingError if ranks send the same elements, or not all of a payload.
+    It is a ShardingError if ranks send the same elements, or boxes that do not fill their payload. A gap between ranges
+    is found by the commit: no segment has its bytes.
     """
     with comm.local_phase("planning contiguous tensors"):
         views, writes, messages = _plan_local(layout, boxes, in_ranges, owners, comm, shared=shared)
         own = messages.pop(comm.rank, [])
-        described = {rank: _describe(some) for rank, some in messages.items()}
-    arrived = comm.all_to_all(described)
+        packed = {rank: _pack(sent) for rank, sent in messages.items()}
+    arrived = comm.all_to_all(packed)
     with comm.local_phase("planning contiguous tensors"):
-        received = {rank: _parse(data) for rank, data in arrived.items()}
-        buffers = _plan_buffers(layout, [*own, *(message for some in received.values() for message in some)])
+        received = {rank: _unpack(data) for rank, data in arrived.items()}
+        buffers = _plan_buffers(layout, [*own, *chain.from_iterable(received.values())])
         for number, (file, start, stop) in enumerate(buffers, len(views)):
             writes.append(_make_write(layout, file, start, number, 0, stop - start))
         sends, receives = (
-            {rank: _cut_rounds(some, comm.world_size) for rank, some in each.items()} for each in (messages, received)
+            {rank: _split_rounds(listed, comm.world_size) for rank, listed in each.items()}
+            for each in (messages, received)
         )
         most = max(map(len, (*sends.values(), *receives.values())), default=0)
     (rounds,) = comm.largest(most)
-    return Pieces(views, writes, own, sends, receives, buffers, rounds)
+    return ExchangePlan(views, writes, own, sends, receives, buffers, rounds)
 
 
 def _plan_local(
     layout: FolderLayout, boxes: Boxes, in_ranges: Sequence[bool], owners: Sequence[int], comm: Comm, *, shared: bool
 ) -> tuple[list[View], list[Write], dict[int, list[Message]]]:
     """Return the views of what this rank has, what it writes from them, and what goes to each owner."""
-    cuts: list[list[int]] = [[] for _ in layout.tensors]
-    for number, cut in enumerate(layout.cuts):
-        cuts[cut.tensor].append(number)
+    payloads: list[list[int]] = [[] for _ in layout.tensors]
+    for number, payload in enumerate(layout.payloads):
+        payloads[payload.tensor].append(number)
     views: list[View] = []
     writes: list[Write] = []
     messages: dict[int, list[Message]] = {}
     most = min(_MESSAGE_BYTES, _count_round_bytes(comm.world_size))
     for item, (tensor, *held) in enumerate(zip(boxes.spec, boxes.offsets, boxes.extents, strict=True)):
         itemsize = layout.tensors[tensor].dtype.itemsize
-        for number in cuts[tensor]:
-            cut, (file, start), owner = layout.cuts[number], layout.places[number], owners[number]
-            common = intersect(Box(*held), cut.box)
+        for number in payloads[tensor]:
+            whole, (file, start), owner = layout.payloads[number].box, layout.places[number], owners[number]
+            common = intersect(Box(*held), whole)
             if common is None:
                 continue
             view, nbytes = len(views), common.volume * itemsize
             views.append(View(item, common))
-            begin = find_range(common, cut.box) if in_ranges[tensor] else None
+            begin = find_range(common, whole) if in_ranges[tensor] else None
             outbox = messages.setdefault(owner, [])
             if begin is None:
                 parts = cut_box(common, itemsize, most)
                 outbox += [Message(number, 0, part.volume * itemsize, part, view) for part in parts]
                 continue
             first = begin * itemsize
+            # the full pages of the range, as bytes of the view
             low, high = -(start + first) % PAGE, nbytes - (start + first + nbytes) % PAGE
             if high - low <= SMALL_RECORD or not (shared or owner == comm.rank):
                 low = high = nbytes
@@ -208,24 +211,25 @@ def _plan_local(
             for begins, ends in ((0, low), (high, nbytes)):
                 steps = [*range(begins, ends, most), ends]
                 outbox += [Message(number, first + a, b - a, None, view, a) for a, b in pairwise(steps)]
-    return views, writes, {rank: some for rank, some in messages.items() if some}
+    return views, writes, {rank: sent for rank, sent in messages.items() if sent}
 
 
-def _make_write(layout: FolderLayout, file: int, offset: int, source: int, low: int, high: int) -> Write:
-    return Write(file, offset, source, low, high, *layout.segments(file, offset, offset + high - low))
+def _make_write(layout: FolderLayout, file: int, offset: int, source: int, start: int, stop: int) -> Write:
+    return Write(file, offset, source, start, stop, *layout.segments(file, offset, offset + stop - start))
 
 
-def _describe(messages: Sequence[Message]) -> bytes:
+def _pack(messages: Sequence[Message]) -> bytes:
     """Return what the receiver needs to know of messages: where in the payloads the values belong."""
     return json.dumps([message[:4] for message in messages], separators=(",", ":")).encode()
 
 
-def _parse(data: bytes) -> list[Message]:
-    return [Message(cut, low, nbytes, box and Box(*map(tuple, box))) for cut, low, nbytes, box in json.loads(data)]
+def _unpack(data: bytes) -> list[Message]:
+    found = json.loads(data)
+    return [Message(payload, offset, nbytes, box and Box(*map(tuple, box))) for payload, offset, nbytes, box in found]
 
 
 def _plan_buffers(layout: FolderLayout, messages: Sequence[Message]) -> list[Buffer]:
-    """Return the ranges of files that what is received fills, neighbours joined.
+    """Return the ranges of files that messages fill, neighbours joined.
 
     It is a ShardingError if elements are received twice, or boxes do not fill their payload.
     """
@@ -233,20 +237,20 @@ def _plan_buffers(layout: FolderLayout, messages: Sequence[Message]) -> list[Buf
     ranges = []
     for message in messages:
         if message.box is not None:
-            boxes.setdefault(message.cut, []).append(message.box)
+            boxes.setdefault(message.payload, []).append(message.box)
             continue
-        file, start = layout.places[message.cut]
-        ranges.append(Buffer(file, start + message.low, start + message.low + message.nbytes))
+        file, start = layout.places[message.payload]
+        ranges.append(Buffer(file, start + message.offset, start + message.offset + message.nbytes))
     for number, found in boxes.items():
-        cut, (file, start) = layout.cuts[number], layout.places[number]
-        if find_overlap(found) is not None or sum(box.volume for box in found) < cut.box.volume:
+        payload, (file, start) = layout.payloads[number], layout.places[number]
+        if find_overlap(found) is not None or sum(box.volume for box in found) < payload.box.volume:
             raise _make_error(layout, number)
-        ranges.append(Buffer(file, start, start + cut.nbytes))
+        ranges.append(Buffer(file, start, start + payload.nbytes))
     joined: list[Buffer] = []
     for file, start, stop in sorted(ranges):
         last = joined[-1] if joined and joined[-1].file == file else None
         if last is not None and start < last.stop:
-            raise _make_error(layout, layout.find_cut(file, start))
+            raise _make_error(layout, layout.find_payload(file, start))
         if last is not None and start == last.stop:
             joined[-1] = Buffer(file, last.start, stop)
         else:
@@ -255,47 +259,45 @@ def _plan_buffers(layout: FolderLayout, messages: Sequence[Message]) -> list[Buf
 
 
 def _make_error(layout: FolderLayout, number: int) -> ShardingError:
-    key = layout.tensors[layout.cuts[number].tensor].key
+    key = layout.tensors[layout.payloads[number].tensor].key
     return ShardingError(
-        f"the shards of all ranks do not fill 1 tensors exactly: {key!r}; save with validate_access_integrity=True to "
+        f"the shards of all ranks do not fill 1 tensor exactly: {key!r}; save with validate_access_integrity=True to "
         "see which regions"
     )
 
 
-def exchange_pieces(
-    layout: FolderLayout, pieces: Pieces, values: Sequence[torch.Tensor], comm: Comm
+def exchange_values(
+    layout: FolderLayout, plan: ExchangePlan, values: Sequence[torch.Tensor], comm: Comm
 ) -> list[torch.Tensor]:
     """Collective: send and receive the values of the views; return the filled buffers, uint8 on the CPU.
 
     Rounds bound what else is in memory.
     """
     with comm.local_phase("planning the exchange of contiguous tensors"):
-        buffers = [torch.empty(b.stop - b.start, dtype=torch.uint8, device="cpu") for b in pieces.buffers]
-        for message in pieces.own:
-            _fill(layout, pieces, buffers, message, _read_message(pieces, values, message))
-    for number in range(pieces.rounds):
+        buffers = [torch.empty(b.stop - b.start, dtype=torch.uint8, device="cpu") for b in plan.buffers]
+        for message in plan.own:
+            _fill(layout, plan, buffers, message, _read_message(plan, values, message))
+    for number in range(plan.rounds):
         with comm.local_phase("sending contiguous tensors"):
-            going = [
-                (_read_message(pieces, values, message), rank)
-                for rank, batches in pieces.sends.items()
-                for batch in batches[number : number + 1]
-                for message in batch
-            ]
+            going = [(_read_message(plan, values, message), rank) for rank, message in _list_round(plan.sends, number)]
             coming = [
                 (torch.empty(message.nbytes, dtype=torch.uint8, device="cpu"), rank, message)
-                for rank, batches in pieces.receives.items()
-                for batch in batches[number : number + 1]
-                for message in batch
+                for rank, message in _list_round(plan.receives, number)
             ]
         comm.exchange(going, [(received, rank) for received, rank, _ in coming])
         with comm.local_phase("sending contiguous tensors"):
             for received, _, message in coming:
-                _fill(layout, pieces, buffers, message, received)
+                _fill(layout, plan, buffers, message, received)
     return buffers
 
 
-def _cut_rounds(messages: Sequence[Message], world_size: int) -> list[list[Message]]:
-    """Cut the messages from one rank to another into rounds: sender and receiver cut the same."""
+def _list_round(rounds: dict[int, list[list[Message]]], number: int) -> list[tuple[int, Message]]:
+    """Return the messages of a round, each with its other rank."""
+    return [(rank, message) for rank, found in rounds.items() if number < len(found) for message in found[number]]
+
+
+def _split_rounds(messages: Sequence[Message], world_size: int) -> list[list[Message]]:
+    """Split the messages from one rank to another into rounds: sender and receiver split alike."""
     most = _count_round_bytes(world_size)
     rounds: list[list[Message]] = []
     filled = most
@@ -318,14 +320,18 @@ def select_box(values: torch.Tensor, box: Box, held: Box) -> torch.Tensor:
     return values if box == held else values[box.within(held)]
 
 
-def _read_message(pieces: Pieces, values: Sequence[torch.Tensor], message: Message) -> torch.Tensor:
-    """Return the bytes of a message."""
-    found = values[message.source]
+def _read_message(plan: ExchangePlan, values: Sequence[torch.Tensor], message: Message) -> torch.Tensor:
+    """Return the bytes of a message; of a tensor that has to be copied for it, no more is copied."""
+    found, first, stop = values[message.source], message.source_offset, message.source_offset + message.nbytes
     if message.box is not None:
-        return as_bytes(plain_cpu(select_box(found, message.box, pieces.views[message.source].box)))
-    if not (is_plain(found) and found.is_contiguous()):
-        found = plain_cpu(found)
-    return as_bytes(found.detach())[message.start : message.start + message.nbytes].cpu()
+        return as_bytes(plain_cpu(select_box(found, message.box, plan.views[message.source].box)))
+    if is_plain(found) and found.is_contiguous():
+        return as_bytes(found.detach())[first:stop].cpu()
+    itemsize = found.dtype.itemsize
+    begin = first // itemsize
+    whole, parts = Box.from_shape(found.shape), cut_flat_range(found.shape, begin, -(-stop // itemsize))
+    copied = torch.cat([as_bytes(plain_cpu(found[part.box.within(whole)])) for part in parts])
+    return copied[first - begin * itemsize :][: message.nbytes]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -335,16 +341,16 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fill(
-    layout: FolderLayout, pieces: Pieces, buffers: Sequence[torch.Tensor], message: Message, values: torch.Tensor
+    layout: FolderLayout, plan: ExchangePlan, buffers: Sequence[torch.Tensor], message: Message, values: torch.Tensor
 ) -> None:
     """Put received values into the buffer that they belong to."""
-    cut, (file, start) = layout.cuts[message.cut], layout.places[message.cut]
-    at = start + message.low
-    number = bisect_right(pieces.buffers, (file, at + 1)) - 1
-    rest = buffers[number][at - pieces.buffers[number].start :]
+    payload, (file, start) = layout.payloads[message.payload], layout.places[message.payload]
+    at = start + message.offset
+    number = bisect_right(plan.buffers, (file, at + 1)) - 1
+    rest = buffers[number][at - plan.buffers[number].start :]
     if message.box is None:
         rest[: message.nbytes] = values
         return
-    itemsize = layout.tensors[cut.tensor].dtype.itemsize
-    payload = rest[: cut.nbytes].view(*cut.box.shape, itemsize)
-    payload[message.box.within(cut.box)] = values.view(*message.box.shape, itemsize)
+    itemsize = layout.tensors[payload.tensor].dtype.itemsize
+    whole = rest[: payload.nbytes].view(*payload.box.shape, itemsize)
+    whole[message.box.within(payload.box)] = values.view(*message.box.shape, itemsize)
