@@ -46,6 +46,6 @@ def test_power_cuts_of_an_operation(disk: Path, operation: str, backend: backend
     """The same holds for whatever changes a checkpoint, a step or what is noted of one."""
     if OF_ONE_FORMAT.get(operation, backend.name) != backend.name:
         pytest.skip("one format shows it")
-    states = states_of(disk, "existing", SOME, operation, 4)
+    states = states_of(disk, "existing", SOME, operation, 8)  # a mark is ten calls
     assert bad(states, {"old", "new"}) == []
     assert {state["state"] for state in states} == {"old", "new"}
