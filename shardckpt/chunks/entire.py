@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import TypeAlias
 
-    from shardckpt.chunks.item_reader import ItemReader
     from shardckpt.chunks.regions import Region
     from shardckpt.planning.boxes import Ints
+    from shardckpt.storage.reader import CheckpointReader
 
     #: The bytes before and after the values in an item.
     Frame: TypeAlias = tuple[bytes, bytes]
@@ -78,10 +78,6 @@ class EntireChunks(NamedTuple):
             ranges.append(RangeRead(self.files[runs.file[low]], runs.start[low], memory, key))
         return ranges, neighbours
 
-    def read_each(self, items: ItemReader, rows: slice | list[int] = slice(None)) -> None:
-        """Read chunks one after the other, whatever their frames, so that an error names the one that is damaged."""
-        items.read_in_order(self.list_regions(self.region[rows]))
-
     def _sort(self) -> EntireChunks:
         """Return the chunks in the order of the files."""
         file, start = self.file, self.start
@@ -126,26 +122,25 @@ class NeighbourRead:
         self._runs = runs
         self._numbers = slice(low, high)
 
-    def read(self, items: ItemReader) -> None:
-        """Read them; the CorruptCheckpointError of a damaged chunk names it."""
+    def read(self, reader: CheckpointReader, read_one: Callable[[Region, ReadAhead], None]) -> None:
+        """Read them; ``read_one`` reads a region whose frame is another, or that is damaged: its error names it."""
         chunks, (first, file, starts, stops, addresses) = self._chunks, self._runs
         low, high = self._numbers.start, self._numbers.stop
-        with ReadAhead(items.reader, chunks.files[file[low]], starts[low], stops[high - 1]) as ahead:
-            if not ahead:
-                chunks.read_each(items, slice(first[low], first[high] if high < len(first) else None))
-                return
+        others = [*range(first[low], first[high] if high < len(first) else len(chunks.file))]
+        with ReadAhead(reader, chunks.files[file[low]], starts[low], stops[high - 1]) as ahead:
             copies = zip(starts[low:high], stops[low:high], addresses[low:high], strict=True)
-            if not chunks.frames:
+            if chunks.frames:  # each run is one chunk
+                others = [
+                    row
+                    for row, (begin, end, address) in zip(others, copies, strict=True)
+                    if not ahead.copy_framed(begin, end, chunks.frames[row], address)
+                ]
+            elif ahead:
                 for begin, end, address in copies:
                     ctypes.memmove(address, ahead.base + begin, end - begin)
                 return
-            others = [
-                row
-                for row, (begin, end, address) in enumerate(copies, low)  # each run is one chunk
-                if not ahead.copy_framed(begin, end, chunks.frames[row], address)
-            ]
-        if others:
-            chunks.read_each(items, others)
+            for region in chunks.list_regions(chunks.region[others]) if others else ():
+                read_one(region, ahead)
 
 
 def _find_firsts(breaks: torch.Tensor) -> torch.Tensor:

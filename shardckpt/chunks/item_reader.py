@@ -66,6 +66,11 @@ class ItemReader:
     #: None if the bytes of an item are its values alone.
     find_frames: FindFrames | None = None
 
+    @property
+    def reads_columns(self) -> bool:
+        """Whether entire chunks are planned and read in columns."""
+        return True
+
     def __init__(self, reader: CheckpointReader, index: ChunkIndex) -> None:
         self.reader = reader
         self.index = index
@@ -112,7 +117,7 @@ class ItemReader:
         in_place = self._find_ranges([region for _, region in large])
         others += [group for (group, _), found in zip(large, in_place, strict=True) if found is None]
         # small items count as 0: they cost Python's time, not the disk's
-        jobs = [_Job(0, partial(neighbour.read, self)) for neighbour in neighbours]
+        jobs = [_Job(0, partial(neighbour.read, self.reader, self._serve)) for neighbour in neighbours]
         for group in others:
             nbytes = 0 if group.is_small else sum(request.nbytes for request in group.requests)
             jobs.append(_Job(nbytes, partial(self._read_group, group)))
@@ -121,7 +126,7 @@ class ItemReader:
             self.reader.read_ranges([*ranges, *filter(None, in_place)], read_others)
         except CorruptCheckpointError:
             if entire is not None:  # the error of a range that joins chunks names the first: find the damaged one
-                entire.read_each(self)
+                self.read_in_order(entire.list_regions(entire.region))
             raise
 
     def read_in_order(self, requests: Iterable[ReadRequest]) -> None:
@@ -194,7 +199,7 @@ class LoadPlan:
 
     def read(self) -> None:
         """Read everything into the destinations."""
-        entire = self._tensors.split_entire(self._items.find_frames)
+        entire = self._tensors.split_entire(self._items.find_frames) if self._items.reads_columns else None
         units: list[Sequence[ReadRequest]] = [*self._tensors.units()]
         if self._objects:
             units += ((request,) for request in self._objects)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage.buffers import BLOCK_BYTES, block_pool
+from shardckpt.storage.digest import SMALL_RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 
     from shardckpt.storage.reader import CheckpointReader
 
-#: Items up to this size, in bytes, are read together with their neighbours.
-SMALL_ITEM = 64 << 10
+#: Bytes. Items up to this size, each under one digest, are read together with their neighbours.
+SMALL_ITEM = SMALL_RECORD
 #: The largest gap in bytes between two items that are read at once.
 _MOST_GAP = 4 << 10
 

@@ -218,21 +218,21 @@ class _MatchedShards:
         tensors: list[torch.Tensor] = [self._shards[n].data for n in found.wanted[rows].tolist()]
         stored = [index.dtypes[n] for n in number.tolist()]
         length = chunks.length[found.stored[rows]]
-        nbytes = volume[rows] * make_column([dtype.itemsize for dtype in stored])
-        takes_bytes = length == nbytes if find_frames is None else nbytes <= SMALL_ITEM
+        if find_frames is None:
+            takes_bytes = length == volume[rows] * make_column([dtype.itemsize for dtype in stored])
+        else:
+            takes_bytes = length <= SMALL_ITEM
         addresses = find_addresses(tensors) if stored == [tensor.dtype for tensor in tensors] else None
         if addresses is None:  # some may be on other devices, have strides or another dtype
             fits = [is_ordinary(t) and t.dtype == dtype for t, dtype in zip(tensors, stored, strict=True)]
             takes_bytes &= torch.tensor(fits, dtype=torch.bool, device="cpu")
             addresses = [t.data_ptr() if is_fit else 0 for t, is_fit in zip(tensors, fits, strict=True)]
-        frames: list[Frame | None] = []
+        frames: Sequence[Frame | None] = ()
         if find_frames is not None:
             small = takes_bytes.nonzero().view(-1)
-            shapes = map(tuple, found.extent[rows[small]].tolist())
             axes = (len(index.shapes[n]) for n in number[small].tolist())  # columns have those of the tensor with most
-            small_dtypes = [stored[n] for n in small.tolist()]
-            cut = [shape[:ndim] for shape, ndim in zip(shapes, axes, strict=True)]
-            frames = [*find_frames(small_dtypes, cut, length[small].tolist())]
+            shapes = [tuple(e[:ndim]) for e, ndim in zip(found.extent[rows[small]].tolist(), axes, strict=True)]
+            frames = find_frames([stored[n] for n in small.tolist()], shapes, length[small].tolist())
             takes_bytes[small] = torch.tensor([frame is not None for frame in frames], dtype=torch.bool, device="cpu")
         taken = rows[takes_bytes]
         is_entire[rows] = takes_bytes
@@ -265,11 +265,16 @@ class _MatchedShards:
         """Return regions as objects; their shards have memory."""
         stored = self._chunks.box.rows(found.stored)
         chunks = self._chunks.list(found.stored, stored, files)
-        columns = (found.wanted.tolist(), numbers[stored.spec].tolist(), found.offset.tolist(), found.extent.tolist())
-        begins = self._requested.offset.tolist()
+        columns = (
+            found.wanted.tolist(),
+            self._requested.offset[found.wanted].tolist(),
+            numbers[stored.spec].tolist(),
+            found.offset.tolist(),
+            found.extent.tolist(),
+        )
         regions = []
         # By lists: each region becomes an object in any case, and most loads have few that are not entire chunks.
-        for requested, number, offset, extent, chunk in zip(*columns, chunks, strict=True):
+        for requested, begins, number, offset, extent, chunk in zip(*columns, chunks, strict=True):
             target = _view_unflattened(self._shards[requested])
             whole = tuple(target.shape)
             dims = len(whole)
@@ -277,7 +282,7 @@ class _MatchedShards:
             if len(chunk.box.shape) > dims:  # columns have as many axes as the tensor with the most
                 chunk = chunk._replace(box=Box(chunk.box.offset[:dims], chunk.box.shape[:dims]))  # noqa: PLW2901
             if shape != whole:  # other chunks have the rest of it
-                for axis, (size, low, begin) in enumerate(zip(shape, offset, begins[requested], strict=False)):
+                for axis, (size, low, begin) in enumerate(zip(shape, offset, begins, strict=False)):
                     if size != whole[axis]:
                         target = target.narrow(axis, low - begin, size)
             box = chunk.box

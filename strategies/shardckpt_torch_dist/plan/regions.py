@@ -23,7 +23,7 @@ from shardckpt.storage import RangeRead, StoredArray, read_box
 from shardckpt.tensors import copy_box, is_ordinary
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from shardckpt.chunks import Chunk, Region
     from shardckpt.planning import Ints
@@ -37,11 +37,16 @@ _HEADS = 512
 class ArchiveReader(ItemReader):
     """Reads regions of tensors that are archives of ``torch.save``, each with a zip directory and a pickle."""
 
+    @property
+    def reads_columns(self) -> bool:
+        """Whether a save of ours has written the archives: most of another library's are to be parsed."""
+        return self.reader.manifest.record is not None
+
     def find_frames(
-        self, dtypes: Iterable[torch.dtype], shapes: Iterable[Ints], lengths: Iterable[int]
+        self, dtypes: Sequence[torch.dtype], shapes: Sequence[Ints], lengths: Sequence[int]
     ) -> list[tuple[bytes, bytes] | None]:
         """Return the bytes around the payloads of archives as we write them; None for a length that none has."""
-        return [*map(make_frame_of_length, dtypes, shapes, lengths)]
+        return [ours and (ours.head, ours.tail) for ours in map(build_own_archive, dtypes, shapes, lengths)]
 
     def find_payloads(self, chunks: Sequence[tuple[Chunk, torch.dtype, str]]) -> Iterator[int | None]:
         """Yield where the payload of each chunk begins, if its archive begins, byte for byte, as we write it.
@@ -81,8 +86,9 @@ class ArchiveReader(ItemReader):
         chunk, target, reader = region.chunk, region.target, self.reader
         item = chunk.item
         if isinstance(source, ReadAhead) and takes_bytes:  # without parsing the archive, if it is as we write it
-            frame = make_frame_of_length(dtype, tuple(chunk.box.shape), item.length)
-            if frame and source.copy_framed(item.offset, item.offset + item.length, frame, target.data_ptr()):
+            ours = build_own_archive(dtype, chunk.box.shape, item.length)
+            end = item.offset + item.length
+            if ours and source.copy_framed(item.offset, end, (ours.head, ours.tail), target.data_ptr()):
                 return
         # One read of a small archive, instead of one for its directory and one for its payload.
         archive = source.read_range(*item, key) if item.length <= SMALL_ITEM else None

@@ -149,7 +149,7 @@ def test_archives_of_others_among_ours(
         place = content.rindex(b"PK\x03\x04", 0, payload)
         content[place + 10] ^= 1  # the time of the member, which no reader looks at
     data.write_bytes(content)
-    (tmp_path / "c" / "shardckpt.json").unlink()  # it has the digests
+    monkeypatch.setenv("SHARDCKPT_VERIFY_READS", "0")
     count = rows.stop - rows.start
     is_small_part = columns == 10 and count < 100
     for dtype, read_by_parts in (
