@@ -77,7 +77,7 @@ def test_a_save_warns_of_large_tensors_in_the_common_state(tmp_path: Path) -> No
 
 
 def test_a_sparse_tensor_in_the_common_state_is_refused_by_its_place(tmp_path: Path) -> None:
-    """torch counts no bytes of it: the error is of the allow-list, with the place and the way out."""
+    """Its bytes cannot be counted: the error is of the allow-list, with the place and the way out."""
     with pytest.raises(UnsafePickleError, match=r"the common state\['a'\]\['b'\].*_rebuild_sparse_tensor"):
         dist_checkpointing.save({"a": {"b": torch.eye(3).to_sparse()}}, tmp_path / "c")
 
