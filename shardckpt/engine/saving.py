@@ -246,7 +246,8 @@ def refuse_objects(shards: Sequence[ShardedBase], saver: SaveStrategy, plugins: 
 
 def _warn_of_tensors(common: CommonStateDict) -> None:
     """Say if the common state has large tensors: it is for settings, and whoever passed them may want them filled."""
-    found = [(path, leaf) for path, leaf in nested_items(common) if isinstance(leaf, torch.Tensor)]
+    tensors = [(path, leaf) for path, leaf in nested_items(common) if isinstance(leaf, torch.Tensor)]
+    found = [(path, leaf) for path, leaf in tensors if leaf.layout is torch.strided]  # no others have nbytes
     nbytes = sum(leaf.nbytes for _, leaf in found)
     if nbytes >= _LARGE:
         largest = sorted(found, key=lambda each: -each[1].nbytes)

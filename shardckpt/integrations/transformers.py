@@ -228,7 +228,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         comm, path = Comm(), f"{self._config.folder}/step-{step}"
         comm.main_runs("checking the checkpoint's content", lambda: _check_content(path))
         requested = {_STATE: describe_object(None, _STATE, "unchecked")}
-        loaded = dist_checkpointing.load(requested, path, allow_globals=self._allow_globals)
+        # the training loads the weights: that nothing asks for them here is no news
+        loaded = dist_checkpointing.load(requested, path, allow_globals=self._allow_globals, on_unused="ignore")
         with comm.collective_phase("making a folder to resume from"):
             folder = Path(tempfile.mkdtemp(prefix="shardckpt-resume-"))
             known = {field.name for field in dataclasses.fields(TrainerState)}  # another release may have saved others

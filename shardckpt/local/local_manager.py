@@ -50,7 +50,7 @@ class LocalCheckpointManager:
 
             manager = LocalCheckpointManager("/local/checkpoints", CliqueReplication(jump=8, factor=2))
             if manager.find_latest() is not None:
-                state_dict = manager.load().to_state_dict(sharded_state_dict)
+                state_dict = manager.load().to_state_dict(sharded_state_dict, algo="fully_parallel")
             ...
             state, cache = TensorAwareStateDict.from_state_dict(sharded_state_dict, cached_metadata=cache)
             manager.save(state, step)

@@ -41,7 +41,7 @@ from shardckpt.manager.retention import KeepBest
 from shardckpt.manager.rng import add_random_state
 from shardckpt.manager.save_policies import SaveClock
 from shardckpt.manager.setting_checks import check_folder
-from shardckpt.manager.states import MODEL, TrainingStates, check_named
+from shardckpt.manager.states import MODEL, TrainingStates, check_named, name_state
 from shardckpt.manager.step_names import parse_number
 from shardckpt.manager.step_resolution import NEWEST, check_step, find_best, read_step, resolve_step, warn_of_others
 from shardckpt.manager.step_sizes import StepSizes
@@ -577,6 +577,7 @@ class CheckpointManager:
         prefix = config.last_model_prefix if model_only and last_step else MODEL_PREFIX
         dequantize = config.stores_values(last_step=last_step, model_only=model_only)
         comm = Comm(self._group)
+        comm.describe_origin = name_state
         with comm.local_phase("describing the states"), pause_gc():
             state = self._states.describe_for_save(names, comm, model_prefix=prefix, dequantize=dequantize)
         if model_only and last_step and config.exclude_from_last_save:

@@ -22,7 +22,7 @@ from shardckpt.errors import (
 from shardckpt.manager.exclusion import leave_out
 from shardckpt.manager.numbered import name_numbers
 from shardckpt.manager.rng import RNG
-from shardckpt.manager.states import LR_SCHEDULER, MODEL, OPTIMIZER, Ranks
+from shardckpt.manager.states import LR_SCHEDULER, MODEL, OPTIMIZER, Ranks, name_state
 from shardckpt.manager.steps import MODEL_PREFIX, PER_RANK_KEY, PREFIX_KEY, MissingStatesError
 from shardckpt.manifest.names import CONTENT_KEY
 from shardckpt.mapping.base import ShardedBase
@@ -114,7 +114,9 @@ class StepReader:
                 f"{path} does not fit the states: {exc}\nBuild the states as they were when it was saved, or put "
                 "those that need not be loaded into exclude_from_loading" + cast * isinstance(exc, DtypeMismatchError),
             ) from exc.__cause__
-        with Comm(self._group).collective_phase("restoring the states"):
+        comm = Comm(self._group)
+        comm.describe_origin = name_state
+        with comm.collective_phase("restoring the states"):
             fetched.restore(self._states)
         self.restored_id = fetched.save_id
 
@@ -124,6 +126,7 @@ class StepReader:
         Tensors are read into the memory of the live ones where they fit: these are changed already.
         """
         comm = Comm(self._group)
+        comm.describe_origin = name_state
         return retry_if_replaced(lambda: self._fetch(path, comm, model_only=model_only), path)
 
     def _fetch(self, path: Path, comm: Comm, *, model_only: bool) -> Fetched:

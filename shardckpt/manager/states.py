@@ -30,7 +30,7 @@ from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.state_dict import nested_values
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from shardckpt.distributed.comm import Comm
     from shardckpt.mapping.base import Replicated, ShardedStateDict, StateDict
@@ -49,6 +49,9 @@ TRAIN_STATE = "train_state"
 FORMS = "forms"
 _RANKS = "ranks"
 _TENSORS = "tensors"
+
+#: The attribute of an error that has the name of the state whose code has raised it.
+_STATE_NAME = "shardckpt_state"
 
 
 class Ranks(NamedTuple):
@@ -173,7 +176,7 @@ class TrainingStates:
         model_prefix: str = MODEL_PREFIX,
         dequantize: bool = False,
     ) -> ShardedStateDict:
-        plain = {name: state.state_dict() for name, state in self._select(self.plain, names)}
+        plain = {name: _call(name, state.state_dict) for name, state in self._select(self.plain, names)}
         per_rank = self._select(self.per_rank, names)
         # before the forms: an error about a tensor names its key
         tensors = {name: describe_tensors(name, state, self._replicated) for name, state in plain.items()}
@@ -181,7 +184,7 @@ class TrainingStates:
             **self._describe_sharded(names, to_save=to_save, model_prefix=model_prefix, dequantize=dequantize),
             FORMS: {name: describe_form(name, state, self._replicated) for name, state in plain.items()},
             _TENSORS: tensors,
-            _RANKS: {name: state.describe(name, comm.rank, comm.world_size) for name, state in per_rank},
+            _RANKS: {name: _call(name, state.describe, name, comm.rank, comm.world_size) for name, state in per_rank},
         }
         if plain and not self.sharded:  # Megatron refuses to list a checkpoint that has plain objects
             taken = {
@@ -203,7 +206,8 @@ class TrainingStates:
     def restore_keys(self, objects: StateDict) -> None:
         """Give plain states that another library stored the keys of the live ones, in place; see the function."""
         forms = objects.get(FORMS, {})
-        forms.update({name: restore_keys(form, self.plain[name].state_dict()) for name, form in forms.items()})
+        live = {name: _call(name, self.plain[name].state_dict) for name in forms}
+        forms.update({name: restore_keys(form, live[name]) for name, form in forms.items()})
 
     def request_tensors(
         self, names: Collection[str], objects: StateDict, *, model_prefix: str = MODEL_PREFIX
@@ -217,7 +221,7 @@ class TrainingStates:
         return {
             **described,
             _TENSORS: {
-                name: request_tensors(name, forms[name], state.state_dict(), taken)
+                name: request_tensors(name, forms[name], _call(name, state.state_dict), taken)
                 for name, state in self._select(self.plain, names)
             },
         }
@@ -237,12 +241,12 @@ class TrainingStates:
             keep = [name for name in list_option_names(self.optimizers) if name in self._kept_options]
             load_into(both, self.modules[MODEL], *self.optimizers, strict=strict, keep_options=keep)
         for name, sharded in self._select(self.sharded, names):
-            sharded.load_state_dict(tensors[name])
+            _call(name, sharded.load_state_dict, tensors[name])
         for name, plain in self._select(self.plain, names):
             own_tensors = tensors.get(_TENSORS, {}).get(name, {})
-            plain.load_state_dict(merge_tensors(objects[FORMS][name], own_tensors))
+            _call(name, plain.load_state_dict, merge_tensors(objects[FORMS][name], own_tensors))
         for name, per_rank in self._select(self.per_rank, names):
-            per_rank.restore(objects[_RANKS][name], *ranks)
+            _call(name, per_rank.restore, objects[_RANKS][name], *ranks)
 
     def restore_model(self, loaded: StateDict) -> None:
         """Set the modules under ``model`` to what was loaded for them, and nothing else."""
@@ -304,7 +308,7 @@ class TrainingStates:
         if self._with_optimizers(names):
             found |= describe(MODEL, self.modules[MODEL], *self.optimizers)
         for name, state in self._select(self.sharded, names):
-            found[name] = state.sharded_state_dict()
+            found[name] = _call(name, state.sharded_state_dict)
         return found
 
     def _describe_modules(
@@ -328,6 +332,23 @@ class TrainingStates:
     @staticmethod
     def _select(states: Mapping[str, Any], names: Collection[str]) -> list[tuple[str, Any]]:
         return [(name, state) for name, state in states.items() if name in names]
+
+
+def name_state(error: BaseException) -> str:
+    """Return of which state the code has raised an error, for the text of :attr:`Comm.describe_origin`; "" of none."""
+    name = getattr(error, _STATE_NAME, "")
+    return f"in the state {name!r}" if name else ""
+
+
+def _call(name: str, method: Callable[..., Any], *args: Any) -> Any:
+    """Call a state's own code; :func:`name_state` knows its error: a KeyError does not say whose it is."""
+    try:
+        return method(*args)
+    except CheckpointingException:
+        raise
+    except Exception as exc:
+        setattr(exc, _STATE_NAME, name)
+        raise
 
 
 def _unpack_optimizers(value: Any) -> list[Any]:

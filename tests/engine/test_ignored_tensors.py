@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
-from shardckpt.errors import KeyMismatchError, ShardingError
+from shardckpt.errors import KeyMismatchError, ShardingError, UnsafePickleError
 from tests.logs import collect_warnings
 from tests.tables import table
 
@@ -74,6 +74,12 @@ def test_a_save_warns_of_large_tensors_in_the_common_state(tmp_path: Path) -> No
         found = dist_checkpointing.load(values, tmp_path / "large")  # it has all that was asked for
     assert torch.equal(found["model"]["weight"], torch.ones(600, 600))
     assert said == []
+
+
+def test_a_sparse_tensor_in_the_common_state_is_refused_by_its_place(tmp_path: Path) -> None:
+    """Its bytes cannot be counted: the error is of the allow-list, with the place and the way out."""
+    with pytest.raises(UnsafePickleError, match=r"the common state\['a'\]\['b'\].*_rebuild_sparse_tensor"):
+        dist_checkpointing.save({"a": {"b": torch.eye(3).to_sparse()}}, tmp_path / "c")
 
 
 @table("what", ["model", "optimizer"])

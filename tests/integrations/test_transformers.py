@@ -86,12 +86,13 @@ def test_the_first_run_of_a_job_resumes_from_nothing(tmp_path: Path) -> None:
 
 
 def test_the_folder_to_resume_from_is_for_one_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is gone when the training has begun, and holds no weights; the Trainer does not warn that keys are missing."""
+    """It is gone when the training has begun, and holds no weights; nobody warns that keys are missing or unused."""
     with pytest.raises(Crash):
         trainer_of(tmp_path, config_of(tmp_path), At(10, crash)).train()
     trainer = trainer_of(tmp_path, config_of(tmp_path))
     path = callback_of(trainer).resume_path(6)
     assert path is not None
+    assert "unused keys" not in caplog.text
     assert sum(each.stat().st_size for each in Path(path).iterdir()) < 10_000
     with _logged(caplog, "transformers.trainer"):
         trainer.train(resume_from_checkpoint=path)

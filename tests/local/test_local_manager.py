@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+import textwrap
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from tests.local.disks import (
     load_step,
     make_manager,
     make_part,
+    make_state,
     read_contents,
     save_steps,
 )
@@ -67,6 +69,27 @@ def test_it_works_without_a_process_group(tmp_path: Path) -> None:
     check_part(manager.load(2), 2)
     with pytest.raises(NotACheckpointError, match=r"of step 1 .*complete steps: 2, 3"):
         manager.load(1)
+
+
+def _follow_example(base: str, step: int) -> dict[str, Any]:
+    assert LocalCheckpointManager.__doc__ is not None
+    example = LocalCheckpointManager.__doc__.partition("::\n")[2].partition("    Args:")[0]
+    names: dict[str, Any] = {
+        "LocalCheckpointManager": lambda _root, _cliques: make_manager(base),
+        "CliqueReplication": dict,  # of 16 ranks
+        "TensorAwareStateDict": TensorAwareStateDict,
+        "sharded_state_dict": make_state(step),
+        "cache": None,
+        "step": step,
+    }
+    exec(textwrap.dedent(example), names)
+    return names.get("state_dict", {})
+
+
+def test_the_example_restores_what_ranks_replicate(ranks: Ranks, tmp_path: Path) -> None:
+    """The class's own: what one rank keeps for all is sent to the others."""
+    assert ranks.run(2, _follow_example, str(tmp_path), 1) == [{}, {}]
+    assert [found["step"] for found in ranks.run(2, _follow_example, str(tmp_path), 2)] == [1, 1]
 
 
 _SMALL_MESSAGES = shared_by_ranks(partial(mock.patch.object, messages, "MESSAGE_BYTES", MIB + 12345))

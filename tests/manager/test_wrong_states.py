@@ -124,3 +124,33 @@ def test_a_state_of_each_rank_is_told_from_one_of_all(
     errors = ranks.run(world_size, _save_and_load, str(tmp_path), saved_per_rank)
     assert len(set(errors)) == 1
     assert said in errors[0][1]
+
+
+class _Broken:
+    """What fails as a loader of another library does."""
+
+    def __init__(self, fails_in: str) -> None:
+        self._fails_in = fails_in
+
+    def state_dict(self) -> dict[str, int]:
+        return self._do("state_dict")
+
+    def load_state_dict(self, _state: dict[str, int]) -> None:
+        self._do("load_state_dict")
+
+    def _do(self, what: str) -> dict[str, int]:
+        if what == self._fails_in:
+            raise KeyError("position")
+        return {}
+
+
+@table("own", [_Broken, lambda fails_in: PerRank(_Broken(fails_in))])
+def test_an_error_of_a_states_own_code_names_the_state(tmp_path: Path, own: Any) -> None:
+    """In a save and in a load: what Python says of it is a key, of whichever state."""
+    said = "in the state 'loader': KeyError: 'position'"
+    with CheckpointManager(CheckpointConfig(folder=tmp_path, interval=1), {"model": _MODEL, "loader": own("")}) as good:
+        good.save(1)
+    with CheckpointManager(CheckpointConfig(folder=tmp_path), {"loader": own("state_dict")}) as manager:
+        assert f"in 'describing the states', {said}" in error_of(manager.save, 2, last_step=True)[1]
+    with CheckpointManager(CheckpointConfig(folder=tmp_path), {"loader": own("load_state_dict")}) as manager:
+        assert f"in 'restoring the states', {said}" in error_of(manager.load)[1]

@@ -54,7 +54,7 @@ def encode_array(value: Any, name: str) -> tuple[FileTensor, Any]:
     numpy = sys.modules["numpy"]
     text = value.dtype.str
     if type(value) is not numpy.ndarray:
-        raise ValueError("a subclass of an array: give numpy.array(it)")
+        raise ValueError("is a subclass of an array: give numpy.array(it)")
     if not _DTYPE.fullmatch(text) or value.dtype.fields or value.dtype.subdtype:
         raise ValueError(
             f"of dtype {value.dtype}: give it as a list, as arrays of plain numbers, or, if it is bfloat16 or "
@@ -87,7 +87,7 @@ def encode_scalar(value: Any) -> tuple[str, bytes]:
     text = value.dtype.str
     # numpy.longlong, say, would come back as numpy.int64
     if not _DTYPE.fullmatch(text) or text[1] in "SU" or numpy.dtype(text).type is not type(value):
-        raise ValueError("a scalar without a portable dtype: give it as a Python value (item(), str() or bytes())")
+        raise ValueError("is a scalar without a portable dtype: give it as a Python value (item(), str() or bytes())")
     return text, value.tobytes()
 
 

@@ -87,9 +87,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "objects": (np.array([{}]), "dtype object: give it as a list"),
     "structure": (np.zeros(2, "i4,f8"), "dtype .*: give it as a list"),
     "long double": (np.zeros(2, np.longdouble), "dtype .*128: give it as a list"),
-    "matrix": (np.ma.masked_array([1]), r"subclass of an array: give numpy.array\(it\)"),
+    "matrix": (np.ma.masked_array([1]), r"MaskedArray is a subclass of an array: give numpy.array\(it\)"),
     "text scalar": (np.str_("a"), r"numpy.str_ .*str\(\)"),
-    "other integer": (np.longlong(1), r"numpy.longlong .*item\(\)"),
+    "other integer": (np.longlong(1), r"a numpy.longlong is a scalar .*item\(\)"),
 }
 
 
