@@ -4,6 +4,7 @@ from shardckpt.tensors.dtype_names import KNOWN_DTYPES as KNOWN_DTYPES
 from shardckpt.tensors.memory import LARGE as LARGE
 from shardckpt.tensors.memory import ORDINARY as ORDINARY
 from shardckpt.tensors.memory import PAGE as PAGE
+from shardckpt.tensors.memory import QUANTIZED_DTYPES as QUANTIZED_DTYPES
 from shardckpt.tensors.memory import is_ordinary as is_ordinary
 from shardckpt.tensors.memory import is_plain as is_plain
 from shardckpt.tensors.memory import page_offset as page_offset

@@ -26,7 +26,7 @@ ORDINARY = (torch.Tensor, torch.nn.Parameter)
 #: Classes whose strides are those of their memory, as a wrapper's are not.
 _OF_STRIDES = frozenset((*ORDINARY, torch.nn.Buffer))
 #: torch's own quantized dtypes, whose scales are not in a tensor's memory.
-_QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
+QUANTIZED_DTYPES = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
 #: Lower addresses may be offsets from a null pointer: that of a tensor whose storage was freed.
 _LOW = 1 << 40
 _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
@@ -188,7 +188,7 @@ def are_contiguous(tensors: Sequence[torch.Tensor], dtypes: Iterable[torch.dtype
     """Return whether the values of tensors on the host are the bytes of their memory, one after the other."""
     kinds = set(dtypes)
     return (
-        kinds.isdisjoint(_QUANTIZED)
+        kinds.isdisjoint(QUANTIZED_DTYPES)
         and all(map(torch.Tensor.is_contiguous, tensors))
         and not (any(kind.is_complex for kind in kinds) and any(map(torch.Tensor.is_conj, tensors)))
         and not any(map(torch.Tensor.is_neg, tensors))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.tensors import QUANTIZED_DTYPES
 from shardckpt_safetensors.dtype_names import DTYPES, HEADER_BYTES
 
 #: Those that this torch has.
@@ -17,9 +18,10 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 def dtype_name(key: str, dtype: torch.dtype) -> str:
     """Return the format's name of a tensor's dtype; raise ShardingError, with its key, if there is none."""
     if dtype not in _NAMES:
-        raise ShardingError(
-            f"tensor {key!r}: the format has no name for {dtype}: view it as torch.uint8, or save as torch_dist"
-        )
+        advice = "save its int_repr(), scales and zero points"
+        if dtype not in QUANTIZED_DTYPES:
+            advice = "view it as torch.uint8, or save as torch_dist"
+        raise ShardingError(f"tensor {key!r}: the format has no name for {dtype}: {advice}")
     return _NAMES[dtype]
 
 

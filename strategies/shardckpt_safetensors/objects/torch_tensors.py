@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardckpt.errors import CheckpointingException, ShardingError
-from shardckpt.tensors import ORDINARY, movable, plain_cpu, tensor_bytes
+from shardckpt.tensors import ORDINARY, QUANTIZED_DTYPES, movable, plain_cpu, tensor_bytes
 from shardckpt_safetensors.dtype_names import DTYPES, HEADER_BYTES
 from shardckpt_safetensors.objects.json_text import show
 from shardckpt_safetensors.objects.tensor_file import FileTensor, is_shape
@@ -16,8 +16,6 @@ from shardckpt_safetensors.objects.tensor_file import FileTensor, is_shape
 #: The names of dtypes in files. Tensors of any other dtype are declared as U8; the tree has torch's name of the dtype.
 _KINDS = {getattr(torch, DTYPES[kind].torch_name): kind for kind in HEADER_BYTES}
 _DTYPES = {kind: dtype for dtype, kind in _KINDS.items()}
-#: Their tensors need a quantizer as well as their bytes.
-_QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
 _FIELDS = frozenset(("name", "dtype", "shape", "requires_grad"))
 
 
@@ -75,7 +73,7 @@ def decode_tensor(reference: dict[str, Any], stored: FileTensor, *, parameter: b
         raise ValueError(f"a malformed tensor: {sorted(reference)}")
     dtype, shape = referred_type(reference, stored)
     torch_dtype = _DTYPES[stored.kind] if dtype is None else find_dtype(dtype)
-    if dtype is not None and (torch_dtype in _KINDS or torch_dtype in _QUANTIZED):
+    if dtype is not None and (torch_dtype in _KINDS or torch_dtype in QUANTIZED_DTYPES):
         raise ValueError(f"a tensor of {torch_dtype} that is declared as U8")
     if math.prod(shape) * torch_dtype.itemsize != len(stored.data):
         raise ValueError(f"{len(stored.data)} bytes for a tensor of {torch_dtype} and shape {shape}")
@@ -111,7 +109,7 @@ def _refusal(tensor: torch.Tensor) -> str:
         return "on the meta device, without values: materialize it, or leave it out"
     if tensor.layout is not torch.strided or tensor.is_nested:
         return f"of layout {tensor.layout}: give it dense, or its parts (indices and values) as tensors of their own"
-    if tensor.dtype in _QUANTIZED:
+    if tensor.dtype in QUANTIZED_DTYPES:
         return f"of {tensor.dtype}: give its int_repr(), scales and zero points"
     if vars(tensor):
         return f"with the attributes {', '.join(map(repr, vars(tensor)))[:200]}, which are not stored: detach() it"
