@@ -82,7 +82,7 @@ def copy_values(destination: torch.Tensor, values: torch.Tensor, *, non_blocking
     """Copy plain values into a plain tensor of the same shape, cast to its dtype."""
     # cast first for a view with the neg bit: torch loses the signs where it casts and copies at once
     if values.dtype != destination.dtype:
-        values = values.to(destination.dtype) if destination.is_neg() else values
+        values = values.to(destination.dtype) if destination.is_neg() or values.is_neg() else values
     elif values.dtype in _BARE:
         destination, values = movable(destination), movable(values)
     destination.copy_(values, non_blocking=non_blocking)

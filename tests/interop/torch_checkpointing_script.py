@@ -157,6 +157,7 @@ def _write(rank: int, name: str, folder: str) -> None:
         CheckpointManager.Config(items=items, save=SyncCheckpointSaverConfig(), storage_config=storage)
     )
     manager.save(str(Path(folder) / name), state)
+    dist.barrier()  # rank 0 has the store at which the others may still wait in their saves
     manager.close()
     dist.destroy_process_group()
 

@@ -24,6 +24,7 @@ from shardckpt.planning import Box
 from shardckpt.strategy import PreparedSave, SaveStrategy
 from shardckpt.tensors import plain_cpu, tensor_bytes
 from shardckpt.testing import StrategyContract
+from shardckpt.testing.tensors import DTYPES
 from tests.testing.blocks import (
     COMMON,
     INDEX,
@@ -391,7 +392,7 @@ class SaveDeniesObjects(SaveBlocks):
 #: For each wrong strategy: what it does, the save or load strategy or migration, and the test that catches it.
 WRONG: dict[str, tuple[type[Any], str]] = {
     "loses the last item of a rank from its index": (SaveDropsLast, "test_many_tensors"),
-    "stores float64 as float32": (SaveDoublesAsFloats, "test_dtype[dtype0]"),
+    "stores float64 as float32": (SaveDoublesAsFloats, f"test_dtype[dtype{DTYPES.index(torch.float64)}]"),
     "reads every file at each load": (LoadReadsAll, "test_bytes_read_for_a_key"),
     "writes the index without waiting for the other ranks": (SaveRaces, "test_a_slow_rank[1]"),
     "leaves files open": (LoadLeaksFiles, "test_nothing_stays_open"),
