@@ -80,7 +80,8 @@ class ShardedSavePlanner(DefaultSavePlanner):
         if value is None:
             return super().lookup_object(index)
         if isinstance(value, torch.Tensor):
-            return value.resolve_conj().resolve_neg()  # readers that cast a negated view lose its sign: torch's copy_ does
+            # torch's copy_ to float16 loses the signs of a view with the neg bit: readers that cast would, too
+            return value.resolve_conj().resolve_neg()
         return make_archive(get_stored_value(value), f"object {index.fqn!r}")
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - DCP's name
