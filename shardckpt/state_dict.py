@@ -21,7 +21,7 @@ from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.mapping.unstored import LocalNonpersistentObject, OptionalEntries
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
 #: Where torch keeps its tensors that are spread over ranks: DTensor, ShardedTensor.
 _SHARDED_BY_TORCH = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._shard")
@@ -409,10 +409,11 @@ def _is_part(leaf: Any) -> bool:
     return type(leaf).__module__.startswith(_SHARDED_BY_TORCH)
 
 
-def refuse_parts(leaf: Any, path: tuple[Any, ...], container: str = "") -> None:
+def refuse_parts(leaf: Any, path: tuple[Any, ...], container: str = "", visited: Collection[int] = ()) -> None:
     """Raise for a leaf that is one rank's part, as the common state has none: only the main rank's would be stored.
 
-    ``container`` is the class of the leaf that it is in, if it is in one: no shard in it would be found.
+    ``container`` is the class of the leaf that it is in, if it is in one: no shard in it would be found. ``visited``
+    are the ids of the containers that it is in: one may be in itself.
     """
     if container and isinstance(leaf, (ShardedBase, LocalNonpersistentObject)):
         raise ShardingError(
@@ -431,9 +432,9 @@ def refuse_parts(leaf: Any, path: tuple[Any, ...], container: str = "") -> None:
             f"{format_path(path)} is a {type(leaf).__name__}, of which each rank has a part: describe it as a "
             "ShardedTensor (shardckpt.adapters.to_sharded_state_dict does)"
         )
-    if isinstance(leaf, _CONTAINERS):
+    if isinstance(leaf, _CONTAINERS) and id(leaf) not in visited:
         for value in leaf.values() if isinstance(leaf, Mapping) else leaf:
-            refuse_parts(value, path, container or type(leaf).__name__)
+            refuse_parts(value, path, container or type(leaf).__name__, (*visited, id(leaf)))
 
 
 def build_copy(value: Any) -> Any:

@@ -82,7 +82,8 @@ def make_frame_of_length(dtype: torch.dtype, shape: tuple[int, ...], length: int
     """
     parts = _make_parts(dtype, shape)
     gap = length - parts.head_size - parts.payload.size - parts.tail_size
-    return _make_frame(dtype, shape, gap) if 0 <= gap < PAGE else None
+    most = PAGE if parts.payload.size >= LARGE else ARCHIVE_ALIGN
+    return _make_frame(dtype, shape, gap) if 0 <= gap < most else None
 
 
 class _FrameParts(NamedTuple):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 #: The usual scheme of a store, by the others that open the same objects.
-_ALIASES = {"s3a": "s3", "gcs": "gs", **dict.fromkeys(("azure", "abfs", "abfss", "adl"), "az")}
+_ALIASES = {"s3a": "s3", "gcs": "gs", **dict.fromkeys(("azure", "abfs", "abfss"), "az")}
 
 
 def find_url(place: Path) -> str:

@@ -514,8 +514,8 @@ class CheckpointReader:
                 )
                 continue
             memory = buffer[low - offset : high - offset]
-            # Most bytes of most loads come this way. Between two segments the processor's caches are empty of code:
-            # so no more calls than these, if nothing is wrong.
+            # Most slices come this way, and most bytes of older checkpoints. Between two segments the processor has no
+            # code in its caches: so no more calls than these, if nothing is wrong.
             try:
                 is_read = os.preadv(fd, [memory], low) == high - low
             except OSError:  # the call below raises it, or mends it

@@ -37,9 +37,8 @@ def may_be_changed(cast: torch.Tensor, stored: torch.dtype) -> bool:
         return False
     cast = cast.detach()
     values = torch.view_as_real(cast) if cast.is_complex() else cast
-    longest = max(range(values.ndim), key=values.shape.__getitem__, default=None)
-    if longest is None:
-        return _is_suspect(values, stored)
+    values = values.view(-1) if values.is_contiguous() else values  # pieces with strides are slower
+    longest = max(range(values.ndim), key=values.shape.__getitem__)
     step = max(1, _PIECE * values.shape[longest] // values.numel())
     return any(_is_suspect(piece, stored) for piece in torch.split(values, step, longest))
 
