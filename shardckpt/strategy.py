@@ -21,6 +21,7 @@ raise the same error. Three rules keep the ranks together; :class:`shardckpt.dis
 
 from __future__ import annotations
 
+import traceback
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -533,6 +534,10 @@ def find_error(check: Callable[..., Any], *args: Any) -> CheckpointingException 
     except CheckpointReplacedError:
         raise
     except CheckpointingException as exc:
+        error: BaseException | None = exc
+        while error is not None:  # its frames would keep what was read in memory as long as the error lives
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__
         return exc
     return None
 

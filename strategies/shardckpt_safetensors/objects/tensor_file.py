@@ -59,7 +59,7 @@ def parse_file(data: memoryview, what: str) -> tuple[Any, dict[str, FileTensor]]
     Files with equal headers share one tree: do not change it.
     """
     length = header_length(bytes(data[:LENGTH_BYTES]), len(data), what)
-    text = bytes(data[LENGTH_BYTES : LENGTH_BYTES + length])
+    text = data[LENGTH_BYTES : LENGTH_BYTES + length]
     tree, entries = _heads.get(text, (len(data), what), lambda: parse_tree_head(text, len(data), what))
     tensors = {name: FileTensor(kind, shape, data[start:stop]) for name, (kind, shape, start, stop) in entries.items()}
     return tree, tensors
