@@ -329,9 +329,12 @@ def _widen(values: torch.Tensor) -> torch.Tensor:
 def _subtract(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return differences as float64 or complex128; those of integers are rounded once."""
     if {one.dtype, other.dtype} <= _SIGNED:
+        first, second = one.long(), other.long()
+        if max(one.itemsize, other.itemsize) < first.itemsize:
+            return first.sub_(second).double()
         # in two halves: float64 has no integers above 2^53, and int64 not all differences
-        (high, low), (its_high, its_low) = ((v.long() >> 32, v.long() & 0xFFFFFFFF) for v in (one, other))
-        return (high - its_high).double() * 2.0**32 + (low - its_low).double()
+        low = (first & 0xFFFFFFFF).sub_(second & 0xFFFFFFFF).double()
+        return (first >> 32).sub_(second >> 32).double().mul_(2.0**32).add_(low)
     return _widen(one) - _widen(other)
 
 
