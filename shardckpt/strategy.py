@@ -519,6 +519,16 @@ class StoredFile:
         return tuple(lost), tuple(kept)
 
 
+def _clear_frames(error: BaseException) -> None:
+    """Let go of what the frames of an error and its causes hold: all that was read would live as long as the error."""
+    chain: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in chain:  # one that is raised again may be its own context
+        chain.append(following)
+        traceback.clear_frames(following.__traceback__)
+        following = following.__cause__ or following.__context__
+
+
 def find_error(check: Callable[..., Any], *args: Any) -> CheckpointingException | None:
     """Return the error that a check of a file raises, or None, for :meth:`ChecksFiles.check_files`.
 
@@ -534,10 +544,7 @@ def find_error(check: Callable[..., Any], *args: Any) -> CheckpointingException 
     except CheckpointReplacedError:
         raise
     except CheckpointingException as exc:
-        error: BaseException | None = exc
-        while error is not None:  # its frames would keep what was read in memory as long as the error lives
-            traceback.clear_frames(error.__traceback__)
-            error = error.__cause__ or error.__context__
+        _clear_frames(exc)
         return exc
     return None
 

@@ -377,6 +377,15 @@ def test_arguments_in_the_wrong_place(tmp_path: Path, call: Callable[[Any, Path]
         call(state, tmp_path / "a")
 
 
+def test_a_value_that_contains_itself_comes_back(tmp_path: Path) -> None:
+    """A list that is in a tuple in itself is looked into once."""
+    inner: list[Any] = []
+    inner.append((inner, 1))
+    dc.save({"values": (inner, 2)}, tmp_path / "a")
+    found = dc.load({}, tmp_path / "a")["values"]
+    assert found[0][0][0] is found[0]
+
+
 def test_content_metadata_of_the_state_dict_is_not_dropped_in_silence(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,6 +12,7 @@ from shardckpt.errors import CorruptCheckpointError
 from shardckpt.mapping import ShardedTensor
 from tests import states
 from tests.damage import flip
+from tests.resources import watch_reads
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -79,3 +80,25 @@ def test_the_damaged_tensor_is_named(tmp_path: Path, gap: int, size: int, backen
     flip(data, saved["t33"].numpy().tobytes())
     with pytest.raises(CorruptCheckpointError, match=r"t3[0-9]\b.*digest differs"):
         dc.load(states.entire(_fresh(sizes, list(range(40)), gap)), tmp_path / "c")
+
+
+@table("backend", ["safetensors", "torch_dist"])
+@table("kib", [4, 64, 68])
+@table("kind", ["plain", "cast", "strided"])
+def test_small_tensors_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, kib: int, backend: str
+) -> None:
+    """Whatever their destinations, what is under one digest is read with its neighbours, and not once more."""
+    saved = {f"t{number}": torch.rand(kib << 8) for number in range(40)}
+    dc.save(states.entire(saved), tmp_path / "c", backend)
+    data = max((tmp_path / "c").iterdir(), key=lambda path: path.stat().st_size)
+    wanted = {
+        "plain": torch.zeros,
+        "cast": lambda size: torch.zeros(size, dtype=torch.float64),
+        "strided": lambda size: torch.zeros(size, 2)[:, 0],
+    }[kind]
+    state = states.entire({key: wanted(len(value)) for key, value in saved.items()})
+    reads = watch_reads(monkeypatch)
+    loaded = dc.load(state, tmp_path / "c", allow_dtype_cast=True)
+    assert all(torch.equal(loaded[key].float(), value) for key, value in saved.items())
+    assert sum(read.nbytes for read in reads if read.name == data.name) <= data.stat().st_size
