@@ -48,7 +48,7 @@ def test_a_path_goes_through_a_pickle(folder: RemotePath) -> None:
     assert pickle.loads(pickle.dumps(folder / "a")).read_range(1, 2) == b"bc"
 
 
-@table(("one", "other"), [("s3", "s3a"), ("gs", "gcs"), ("az", "azure"), ("az", "abfs"), ("abfss", "adl")])
+@table(("one", "other"), [("s3", "s3a"), ("gs", "gcs"), ("az", "azure"), ("az", "abfs"), ("abfss", "abfs")])
 def test_two_schemes_of_a_store_name_one_place(one: str, other: str) -> None:
     """What is read by one of them is not replaced by what is written by the other."""
     places: list[Any] = [RemotePath(SimpleNamespace(url=f"{scheme}://c/run")) for scheme in (one, other)]  # type: ignore[arg-type]

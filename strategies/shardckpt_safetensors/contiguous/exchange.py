@@ -321,12 +321,13 @@ def select_box(values: torch.Tensor, box: Box, held: Box) -> torch.Tensor:
 
 
 def _read_message(plan: ExchangePlan, values: Sequence[torch.Tensor], message: Message) -> torch.Tensor:
-    """Return the bytes of a message; of a tensor that has to be copied for it, no more is copied."""
+    """Return the bytes of a message; of a plain tensor with strides no more is copied."""
     found, first, stop = values[message.source], message.source_offset, message.source_offset + message.nbytes
     if message.box is not None:
         return as_bytes(plain_cpu(select_box(found, message.box, plan.views[message.source].box)))
-    if is_plain(found) and found.is_contiguous():
-        return as_bytes(found.detach())[first:stop].cpu()
+    found = found.detach() if is_plain(found) else plain_cpu(found)  # wrappers may have no boxes
+    if found.is_contiguous():
+        return as_bytes(found)[first:stop].cpu()
     itemsize = found.dtype.itemsize
     begin = first // itemsize
     whole, parts = Box.from_shape(found.shape), cut_flat_range(found.shape, begin, -(-stop // itemsize))
