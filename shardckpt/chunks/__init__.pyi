@@ -2,6 +2,7 @@ from shardckpt.chunks.append import append_run as append_run
 from shardckpt.chunks.append import append_tensor as append_tensor
 from shardckpt.chunks.append import cut_runs as cut_runs
 from shardckpt.chunks.casts import check_cast as check_cast
+from shardckpt.chunks.contiguous import FramedRegions as FramedRegions
 from shardckpt.chunks.item_reader import ItemReader as ItemReader
 from shardckpt.chunks.item_reader import LoadPlan as LoadPlan
 from shardckpt.chunks.items import LocalItems as LocalItems
@@ -26,6 +27,7 @@ from shardckpt.chunks.read_ahead import ReadAhead as ReadAhead
 from shardckpt.chunks.regions import LateRegion as LateRegion
 from shardckpt.chunks.regions import ObjectRead as ObjectRead
 from shardckpt.chunks.regions import Region as Region
+from shardckpt.chunks.requested import RequestedTensors as RequestedTensors
 from shardckpt.chunks.save import ChunkSaveStrategy as ChunkSaveStrategy
 from shardckpt.chunks.save import ChunkWork as ChunkWork
 from shardckpt.chunks.save import SavePlan as SavePlan

@@ -21,7 +21,7 @@ from shardckpt.tensors.wrappers import copy_box
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from shardckpt.chunks.entire import EntireChunks, FindFrames
+    from shardckpt.chunks.contiguous import ContiguousRegions, FramedRegions
     from shardckpt.chunks.stored import Chunk, ChunkIndex
     from shardckpt.mapping.base import ShardedBase
     from shardckpt.storage.range_reads import RangeRead
@@ -55,21 +55,12 @@ class ItemReader:
     """Reads regions of stored tensors, and objects, with several threads: overridden methods must be thread-safe.
 
     The bytes of an item are the values of its chunk. A format that wraps them, as ``torch.save`` does, overrides
-    :meth:`find_payloads` and :meth:`read_region`, and has ``find_frames``.
+    :meth:`find_payloads`, :meth:`read_region` and :meth:`take_contiguous`.
 
     Attributes:
         reader: Reads the files.
         index: What is stored.
     """
-
-    #: Finds the bytes around the values of items, most of which begin and end so: small ones are then read in columns.
-    #: None if the bytes of an item are its values alone.
-    find_frames: FindFrames | None = None
-
-    @property
-    def reads_columns(self) -> bool:
-        """Whether entire chunks are planned and read in columns."""
-        return True
 
     def __init__(self, reader: CheckpointReader, index: ChunkIndex) -> None:
         self.reader = reader
@@ -81,6 +72,10 @@ class ItemReader:
         Each chunk comes with its stored dtype and its tensor's key.
         """
         return [chunk.item.offset for chunk, _, _ in chunks]
+
+    def take_contiguous(self, tensors: RequestedTensors) -> ContiguousRegions | FramedRegions | None:
+        """Take chunks to be read in columns, and not one by one by :meth:`read_region`; None if there are none."""
+        return tensors.take_contiguous()
 
     def read_region(self, region: Region, dtype: torch.dtype, key: str, source: CheckpointReader | ReadAhead) -> None:
         """Fill the target of a region, with a cast if its dtype is not the stored one.
@@ -96,8 +91,10 @@ class ItemReader:
             values = torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(chunk.box.shape)
             copy_box(values, region.start, target)
 
-    def read_units(self, units: Iterable[Sequence[ReadRequest]], entire: EntireChunks | None = None) -> None:
-        """Serve units of requests, and read the chunks of ``entire``, with several threads.
+    def read_units(
+        self, units: Iterable[Sequence[ReadRequest]], contiguous: ContiguousRegions | FramedRegions | None = None
+    ) -> None:
+        """Serve units of requests, and read contiguous regions, with several threads.
 
         A unit is a list of requests that one thread must serve in order. Small requests are joined if their units have
         one request each and follow each other as in the file: sort units by their items. The error of a damaged item
@@ -105,7 +102,7 @@ class ItemReader:
         """
         # most bytes are of large items that go into their targets as they are: these are ranges for all threads, and
         # the calling thread shares out the rest
-        ranges, neighbours = ([], []) if entire is None else entire.plan_reads()
+        ranges, neighbours = ([], []) if contiguous is None else contiguous.plan_reads()
         large: list[tuple[_Group, Region]] = []
         others: list[_Group] = []
         for group in _group(units):
@@ -117,7 +114,7 @@ class ItemReader:
         in_place = self._find_ranges([region for _, region in large])
         others += [group for (group, _), found in zip(large, in_place, strict=True) if found is None]
         # small items count as 0: they cost Python's time, not the disk's
-        jobs = [_Job(0, partial(neighbour.read, self.reader, self._serve)) for neighbour in neighbours]
+        jobs = [_Job(0, partial(read, self.reader, self._serve)) for read in neighbours]
         for group in others:
             nbytes = 0 if group.is_small else sum(request.nbytes for request in group.requests)
             jobs.append(_Job(nbytes, partial(self._read_group, group)))
@@ -125,8 +122,8 @@ class ItemReader:
         try:
             self.reader.read_ranges([*ranges, *filter(None, in_place)], read_others)
         except CorruptCheckpointError:
-            if entire is not None:  # the error of a range that joins chunks names the first: find the damaged one
-                self.read_in_order(entire.list_regions(entire.region))
+            if contiguous is not None:  # the error of a range of several regions names the first: find the damaged one
+                self.read_in_order(contiguous.list_regions())
             raise
 
     def read_in_order(self, requests: Iterable[ReadRequest]) -> None:
@@ -199,12 +196,12 @@ class LoadPlan:
 
     def read(self) -> None:
         """Read everything into the destinations."""
-        entire = self._tensors.split_entire(self._items.find_frames) if self._items.reads_columns else None
+        contiguous = self._items.take_contiguous(self._tensors)
         units: list[Sequence[ReadRequest]] = [*self._tensors.units()]
         if self._objects:
             units += ((request,) for request in self._objects)
             units.sort(key=lambda unit: unit[0].item)
-        self._items.read_units(units, entire)
+        self._items.read_units(units, contiguous)
 
 
 def _group(units: Iterable[Sequence[ReadRequest]]) -> Iterator[_Group]:
@@ -214,6 +211,6 @@ def _group(units: Iterable[Sequence[ReadRequest]]) -> Iterator[_Group]:
     files, starts = [item.file for item in items], [item.offset for item in items]
     stops = [item.offset + item.length for item in items]
     small = [len(unit) == 1 and item.length <= SMALL_ITEM for unit, item in zip(listed, items, strict=True)]
-    for low, high in group_neighbours(files, starts, stops, small):
+    for low, high, stop in group_neighbours(files, starts, stops, small):
         requests = [request for unit in listed[low:high] for request in unit]
-        yield _Group(requests, files[low], starts[low], stops[high - 1], small[low])
+        yield _Group(requests, files[low], starts[low], stop, small[low])

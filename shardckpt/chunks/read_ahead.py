@@ -59,36 +59,39 @@ class ReadAhead:
             return bytes(self._data[place : place + nbytes])
         return self._reader.read_range(name, offset, nbytes, what)
 
-    def copy_framed(self, start: int, stop: int, frame: tuple[bytes, bytes], address: int) -> bool:
-        """Copy what is between the two ends of a range of the file to memory; return whether its ends are these.
+    def copy_framed(
+        self, start: int, stop: int, offset: int, nbytes: int, address: int, frame: tuple[bytes, bytes]
+    ) -> bool:
+        """Copy ``nbytes`` of an item's values to memory, from ``offset`` on; return whether the item has the frame.
 
-        If they are not, or the range is not there, nothing is copied.
+        If it has not, or is not there, nothing is copied. The item is bytes ``start`` to ``stop`` of the file.
         """
         head, tail = frame
         low, high = start - self._start, stop - self._start
         first, last = low + len(head), high - len(tail)
         data = self._data
-        if high > len(data) or data[low:first] != head or data[last:high] != tail:
+        if high > len(data) or first + offset + nbytes > last or data[low:first] != head or data[last:high] != tail:
             return False
-        ctypes.memmove(address, self.base + start + len(head), last - first)
+        ctypes.memmove(address, self.base + start + len(head) + offset, nbytes)
         return True
 
 
 def group_neighbours(
     files: Sequence[Any], starts: Sequence[int], stops: Sequence[int], small: Sequence[bool]
-) -> Iterator[tuple[int, int]]:
-    """Yield the first number of each group of ranges that are read at once, and the number behind the last.
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the first number of each group of ranges that are read at once, the number behind the last, and the end.
 
     Small ranges that follow each other in a file are a group, as many as a block has room for; any other is one alone.
+    A range may be there several times.
     """
     low = begin = end = 0
     name, joins = None, False
     for n, (file, start, stop, is_small) in enumerate(zip(files, starts, stops, small, strict=True)):
-        if joins and is_small and file == name and 0 <= start - end <= _MOST_GAP and stop - begin <= BLOCK_BYTES:
-            end = stop
+        if joins and is_small and file == name and begin <= start <= end + _MOST_GAP and stop - begin <= BLOCK_BYTES:
+            end = max(end, stop)
             continue
         if n:
-            yield low, n
+            yield low, n, end
         low, begin, end, name, joins = n, start, stop, file, is_small
     if files:
-        yield low, len(files)
+        yield low, len(files), end

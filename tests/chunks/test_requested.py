@@ -70,7 +70,7 @@ def test_parts_of_pieces(
     path: Path, monkeypatch: pytest.MonkeyPatch, few: int, low: int, rows: int, left: int, columns: int
 ) -> None:
     """Shards within a piece, over pieces and as a piece have their values, matched one by one or by columns."""
-    monkeypatch.setattr("shardckpt.chunks.requested.FEW", few)
+    monkeypatch.setattr("shardckpt.chunks.matched.FEW", few)
     data = torch.zeros(rows, columns, dtype=FULL.dtype)
     wanted = ShardedTensor("w", data, data.dtype, (rows, columns), (24, 64), (low, left), None)
     unallocated = ShardedTensor("w", None, data.dtype, (columns,), (24, 64), (low, left), None, prepend_axis_num=1)

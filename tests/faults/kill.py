@@ -33,6 +33,8 @@ def kill(scenario: str, folder: Path, case: str, count: int, allowed: set[str]) 
     """Kill at so many calls; every state that is allowed comes, and no other. What the driver found."""
     report: dict[str, Any] = ask("killer", scenario, folder, case, count)
     assert len(report["outcomes"]) == min(count, len(report["points"]))
-    assert bad(report["outcomes"], allowed) == []
-    assert {outcome["state"] for outcome in report["outcomes"]} == allowed
+    found = bad(report["outcomes"], allowed)
+    assert not found, found
+    states = {outcome["state"] for outcome in report["outcomes"]}
+    assert states == allowed, states
     return report

@@ -25,7 +25,7 @@ from shardckpt.tensors import copy_box, is_ordinary
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardckpt.chunks import Chunk, Region
+    from shardckpt.chunks import Chunk, FramedRegions, Region, RequestedTensors
     from shardckpt.planning import Ints
     from shardckpt.storage import CheckpointReader
 
@@ -37,16 +37,9 @@ _HEADS = 512
 class ArchiveReader(ItemReader):
     """Reads regions of tensors that are archives of ``torch.save``, each with a zip directory and a pickle."""
 
-    @property
-    def reads_columns(self) -> bool:
-        """Whether a save of ours has written the archives: most of another library's are to be parsed."""
-        return self.reader.manifest.record is not None
-
-    def find_frames(
-        self, dtypes: Sequence[torch.dtype], shapes: Sequence[Ints], lengths: Sequence[int]
-    ) -> list[tuple[bytes, bytes] | None]:
-        """Return the bytes around the payloads of archives as we write them; None for a length that none has."""
-        return [ours and (ours.head, ours.tail) for ours in map(build_own_archive, dtypes, shapes, lengths)]
+    def take_contiguous(self, tensors: RequestedTensors) -> FramedRegions | None:
+        """Take small archives of ours, which are copied without being parsed; most of another library's are parsed."""
+        return None if self.reader.manifest.record is None else tensors.take_framed(_find_frames)
 
     def find_payloads(self, chunks: Sequence[tuple[Chunk, torch.dtype, str]]) -> Iterator[int | None]:
         """Yield where the payload of each chunk begins, if its archive begins, byte for byte, as we write it.
@@ -88,7 +81,7 @@ class ArchiveReader(ItemReader):
         if isinstance(source, ReadAhead) and takes_bytes:  # without parsing the archive, if it is as we write it
             ours = build_own_archive(dtype, chunk.box.shape, item.length)
             end = item.offset + item.length
-            if ours and source.copy_framed(item.offset, end, (ours.head, ours.tail), target.data_ptr()):
+            if ours and source.copy_framed(item.offset, end, 0, target.nbytes, target.data_ptr(), ours.frame):
                 return
         # One read of a small archive, instead of one for its directory and one for its payload.
         archive = source.read_range(*item, key) if item.length <= SMALL_ITEM else None
@@ -148,6 +141,17 @@ class OurArchive(NamedTuple):
     head: bytes
     tail: bytes
     payload: StoredPayload
+
+    @property
+    def frame(self) -> tuple[bytes, bytes]:
+        """The bytes around the payload."""
+        return self.head, self.tail
+
+
+def _find_frames(
+    dtypes: Sequence[torch.dtype], shapes: Sequence[Ints], lengths: Sequence[int]
+) -> list[tuple[bytes, bytes] | None]:
+    return [ours and ours.frame for ours in map(build_own_archive, dtypes, shapes, lengths)]
 
 
 @functools.lru_cache(1024)  # at most 4 MiB; the layers of a model repeat dtypes and shapes, and so does the next load

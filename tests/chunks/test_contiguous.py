@@ -16,6 +16,7 @@ from tests.resources import watch_reads
 from tests.tables import table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -102,3 +103,56 @@ def test_small_tensors_are_read_once(
     loaded = dc.load(state, tmp_path / "c", allow_dtype_cast=True)
     assert all(torch.equal(loaded[key].float(), value) for key, value in saved.items())
     assert sum(read.nbytes for read in reads if read.name == data.name) <= data.stat().st_size
+
+
+@table("backend", ["safetensors", "torch_dist"])
+@table("seed", range(4))
+def test_any_box_of_tensors_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, backend: str) -> None:
+    """A box of rows, columns, or single elements has its values, whichever chunks have them."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(read_ahead, "BLOCK_BYTES", 1 << 16)
+    full, saved, wanted = {}, {}, {}
+    for number in range(90):  # more than few
+        shape = [rng.choice([2, 4, 6]) * rng.choice([1, 1, 1, 40]) for _ in range(rng.randint(1, 3))]
+        key = f"t{number}"
+        full[key] = torch.randint(0, 1 << 30, shape, dtype=rng.choice([torch.int32, torch.int64]))
+        halves = full[key].chunk(2, axis := rng.randrange(len(shape)))
+        parts = [
+            _box(full[key], key, [(0, half.shape[axis] * n)[i == axis] for i in range(len(shape))], half.shape)
+            for n, half in enumerate(halves)
+        ]
+        saved.update({f"{key}/{n}": part for n, part in enumerate(parts)})
+        corner = [rng.randrange(size) for size in shape]
+        sizes = [
+            rng.choice([1, size - low, rng.randint(1, size - low)]) for size, low in zip(shape, corner, strict=True)
+        ]
+        wanted[key] = _box(full[key], key, corner, sizes)
+    expected = {key: box.data.clone() for key, box in wanted.items()}
+    for box in wanted.values():
+        box.data.zero_()
+    dc.save(saved, tmp_path / "c", backend)
+    loaded = dc.load(wanted, tmp_path / "c", validate_access_integrity=False)
+    assert all(torch.equal(loaded[key], values) for key, values in expected.items())
+
+
+@table("backend", ["safetensors", "torch_dist"])
+def test_the_same_rows_for_several_shards(tmp_path: Path, backend: str) -> None:
+    """Shards that ask for other rows of the same small tensors, some of them twice, all have theirs."""
+    full = {f"t{number}": torch.rand(16, 8) for number in range(20)}
+    dc.save(states.entire(full), tmp_path / "c", backend)
+    lows = [8, 0, 3, 0, 12]
+    wanted = {
+        f"{key}/{n}": _box(value, key, [low, 0], [4, 8]) for key, value in full.items() for n, low in enumerate(lows)
+    }
+    for box in wanted.values():
+        box.data.zero_()
+    loaded = dc.load(wanted, tmp_path / "c", validate_access_integrity=False)
+    assert all(
+        torch.equal(loaded[f"{key}/{n}"], full[key][low : low + 4]) for key in full for n, low in enumerate(lows)
+    )
+
+
+def _box(full: torch.Tensor, key: str, corner: Sequence[int], sizes: Sequence[int]) -> Any:
+    """A shard that is a box of a tensor, with a copy of its values."""
+    data = full[tuple(slice(low, low + size) for low, size in zip(corner, sizes, strict=True))].clone()
+    return ShardedTensor(key, data, data.dtype, tuple(sizes), tuple(full.shape), tuple(corner), None)

@@ -1,0 +1,188 @@
+"""Regions that are contiguous in a file and in memory, in columns: large ones in place, small neighbours at once."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from shardckpt.chunks.read_ahead import SMALL_ITEM, ReadAhead, group_neighbours
+from shardckpt.storage.range_reads import RangeRead
+from shardckpt.tensors.raw_memory import view_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import TypeAlias
+
+    from shardckpt.chunks.regions import Region
+    from shardckpt.planning.boxes import Ints
+    from shardckpt.storage.reader import CheckpointReader
+
+    #: The bytes before and after the values in an item.
+    Frame: TypeAlias = tuple[bytes, bytes]
+    #: Returns the frames of items, by the dtypes, the shapes and the lengths in bytes; None for one that is not known.
+    FindFrames: TypeAlias = Callable[[Sequence[torch.dtype], Sequence[Ints], Sequence[int]], Sequence[Frame | None]]
+    #: Reads a region by itself.
+    ReadOne: TypeAlias = Callable[[Region, ReadAhead], None]
+    #: Reads small neighbours at once into a buffer, and copies them.
+    ReadNeighbours: TypeAlias = Callable[[CheckpointReader, ReadOne], None]
+
+
+class ContiguousRegions(NamedTuple):
+    """Regions whose elements follow each other in the file as in the CPU memory of a shard, which the caller keeps.
+
+    They are in the order of the files.
+
+    Attributes:
+        file: The number of each region's file: int64 of shape (regions,), as the other columns.
+        start: Where the item of its chunk begins in the file.
+        stop: Where the item ends.
+        offset: Bytes of the item's values that are before the region.
+        nbytes: Bytes of the region.
+        address: Where they go in memory.
+        tensor: The number of its tensor.
+        number: Its number, for ``make_regions``.
+        files: The names of the files, by number.
+        keys: The keys of the tensors, by number, for errors.
+        make_regions: Returns regions by their numbers: how one is read that cannot be read so, or is damaged.
+    """
+
+    file: torch.Tensor
+    start: torch.Tensor
+    stop: torch.Tensor
+    offset: torch.Tensor
+    nbytes: torch.Tensor
+    address: torch.Tensor
+    tensor: torch.Tensor
+    number: torch.Tensor
+    files: Sequence[str]
+    keys: Sequence[str]
+    make_regions: Callable[[torch.Tensor], Sequence[Region]]
+
+    def select(self, is_kept: torch.Tensor) -> ContiguousRegions:
+        """Return some of them, by a bool for each."""
+        if bool(is_kept.all()):
+            return self
+        return self._replace(
+            file=self.file[is_kept],
+            start=self.start[is_kept],
+            stop=self.stop[is_kept],
+            offset=self.offset[is_kept],
+            nbytes=self.nbytes[is_kept],
+            address=self.address[is_kept],
+            tensor=self.tensor[is_kept],
+            number=self.number[is_kept],
+        )
+
+    def list_regions(self) -> Sequence[Region]:
+        """Return all of them as objects."""
+        return self.make_regions(self.number)
+
+    def plan_reads(self) -> tuple[list[RangeRead], list[ReadNeighbours]]:
+        """Return the ranges that are read in place, in the order of the files, and the reads of small neighbours.
+
+        Regions that follow each other in memory as they do in a file are one range.
+        """
+        ranges: list[RangeRead] = []
+        neighbours: list[ReadNeighbours] = []
+        if not len(self.file):
+            return ranges, neighbours
+        runs = self._join()
+        small = [stop - start <= SMALL_ITEM for start, stop in zip(runs.start, runs.stop, strict=True)]
+        for low, high, stop in group_neighbours(runs.file, runs.start, runs.stop, small):
+            if high - low > 1:
+                neighbours.append(partial(self._read_runs, runs, low, high, stop))
+                continue
+            memory = view_memory(runs.address[low], runs.end[low] - runs.begin[low], None)
+            key = self.keys[int(self.tensor[runs.row[low]])]
+            ranges.append(RangeRead(self.files[runs.file[low]], runs.begin[low], memory, key))
+        return ranges, neighbours
+
+    def _join(self) -> _Runs:
+        """Return the regions, those in one that follow each other in their file and in memory."""
+        file, address = self.file, self.address
+        begin = self.start + self.offset
+        end = begin + self.nbytes
+        follows = (file[1:] == file[:-1]) & (begin[1:] == end[:-1]) & (address[1:] == (address + self.nbytes)[:-1])
+        first = torch.cat([~follows.new_zeros(1), ~follows]).nonzero().view(-1)
+        last = torch.cat([first[1:], first.new_tensor([len(file)])]) - 1
+        columns = first, file[first], self.start[first], self.stop[last], begin[first], end[last], address[first]
+        return _Runs(*(column.tolist() for column in columns))
+
+    def _read_runs(
+        self, runs: _Runs, low: int, high: int, stop: int, reader: CheckpointReader, read_one: ReadOne
+    ) -> None:
+        """Read runs ``low`` to before ``high``; if a byte is damaged, each region by itself: its error names it."""
+        with ReadAhead(reader, self.files[runs.file[low]], runs.start[low], stop) as ahead:
+            if ahead:
+                copies = zip(runs.begin[low:high], runs.end[low:high], runs.address[low:high], strict=True)
+                for begin, end, address in copies:
+                    ctypes.memmove(address, ahead.base + begin, end - begin)
+                return
+            last = runs.row[high] if high < len(runs.row) else len(self.file)
+            for region in self.make_regions(self.number[runs.row[low] : last]):
+                read_one(region, ahead)
+
+
+class _Runs(NamedTuple):
+    """Regions that follow each other in a file and in memory.
+
+    Attributes:
+        row: The row of the first region of each run.
+        file: The number of its file.
+        start: Where the item of its first region begins in the file, in bytes.
+        stop: Where the item of its last region ends.
+        begin: Where the run itself begins.
+        end: Where it ends.
+        address: Where it begins in memory.
+    """
+
+    row: list[int]
+    file: list[int]
+    start: list[int]
+    stop: list[int]
+    begin: list[int]
+    end: list[int]
+    address: list[int]
+
+
+class FramedRegions(NamedTuple):
+    """Contiguous regions of small items that have other bytes around the values.
+
+    Attributes:
+        regions: The regions.
+        frames: The frame that the item of each is expected to have. One that has another is read by itself.
+    """
+
+    regions: ContiguousRegions
+    frames: Sequence[Frame]
+
+    def list_regions(self) -> Sequence[Region]:
+        """Return all of them as objects."""
+        return self.regions.list_regions()
+
+    def plan_reads(self) -> tuple[list[RangeRead], list[ReadNeighbours]]:
+        """Return the reads of neighbours; see :meth:`ContiguousRegions.plan_reads`."""
+        regions = self.regions
+        starts, stops = regions.start.tolist(), regions.stop.tolist()
+        places = regions.offset.tolist(), regions.nbytes.tolist(), regions.address.tolist()
+        copies = [*zip(starts, stops, *places, self.frames, strict=True)]
+        groups = group_neighbours(regions.file.tolist(), starts, stops, [True] * len(starts))
+        return [], [partial(self._read_items, copies, low, high, end) for low, high, end in groups]
+
+    def _read_items(
+        self,
+        copies: Sequence[tuple[int, int, int, int, int, Frame]],
+        low: int,
+        high: int,
+        end: int,
+        reader: CheckpointReader,
+        read_one: ReadOne,
+    ) -> None:
+        regions = self.regions
+        with ReadAhead(reader, regions.files[int(regions.file[low])], copies[low][0], end) as ahead:
+            others = [row for row in range(low, high) if not ahead.copy_framed(*copies[row])]
+            for region in regions.make_regions(regions.number[others]) if others else ():
+                read_one(region, ahead)
