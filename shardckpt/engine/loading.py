@@ -47,7 +47,7 @@ from shardckpt.strategy import (
     lists_columns,
 )
 from shardckpt.tensors.casts import can_change_values
-from shardckpt.tensors.memory import overlaps_itself
+from shardckpt.tensors.memory import find_addresses, overlaps_itself
 from shardckpt.tensors.wrappers import fill
 from shardckpt.validation.descriptions import validate_descriptions
 from shardckpt.validation.keys import KeyMismatch, StrictHandling, compare_keys, stored_key, use_bare_keys
@@ -419,8 +419,7 @@ def _make_template(
     with checkpoint.operation.local_phase("preparing the state dict"):
         template = LoadTemplate(wanted, list_stored)
         validate_descriptions(template.shards)
-        for shard in template.shards:
-            _refuse_unfillable(shard)
+        _refuse_unfillable(template.shards)
         # copies are not compared: their values are about to be overwritten
         template.shards = choose_main_replicas(template.shards, checkpoint.context.comm, compare=False)
     return template
@@ -538,11 +537,16 @@ def _log_casts(casts: Casts) -> None:
     logger.log(level, "stored tensors are cast as they are loaded: %s", describe_casts(casts))
 
 
-def _refuse_unfillable(shard: ShardedBase) -> None:
+def _refuse_unfillable(shards: Sequence[ShardedBase]) -> None:
     """Raise for a destination that no values can be written to, before any other is filled."""
-    data = shard.data if isinstance(shard, ShardedTensor) else None
-    if data is None:
-        return
+    destinations = [(shard, shard.data) for shard in shards if isinstance(shard, ShardedTensor)]
+    filled = [(shard, data) for shard, data in destinations if data is not None]
+    if find_addresses([data for _, data in filled]) is None:  # some may be no contiguous memory
+        for shard, data in filled:
+            _refuse_unfillable_tensor(shard, data)
+
+
+def _refuse_unfillable_tensor(shard: ShardedTensor, data: torch.Tensor) -> None:
     if data.is_meta:
         raise ShardingError(
             f"{shard.key!r}: its data is on the meta device, which cannot be filled: give it memory (to_empty), or "

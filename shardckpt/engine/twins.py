@@ -22,13 +22,20 @@ def find_twins(wanted: Sequence[ShardedBase], not_stored: Collection[str] = ()) 
     """Return for each shard whose data another one has, under another key, the number of the first of these."""
     first: dict[tuple[Any, ...], int] = {}
     twins: dict[int, int] = {}
-    for number, shard in enumerate(wanted):
-        data = shard.data if type(shard) is ShardedTensor else None
+    found = [
+        (number, shard.key, data)
+        for number, shard in enumerate(wanted)
         # wrapper tensors have no memory of their own
-        if data is None or type(data) not in ORDINARY or shard.key in not_stored or not (address := data.data_ptr()):
+        if type(shard) is ShardedTensor and (data := shard.data) is not None and type(data) in ORDINARY
+    ]
+    addresses = [data.data_ptr() for _, _, data in found]
+    if len(set(addresses)) == len(addresses):  # most models have none
+        return twins
+    for (number, key, data), address in zip(found, addresses, strict=True):
+        if not address or key in not_stored:
             continue
         other = first.setdefault((address, data.shape, data.stride(), data.dtype), number)
-        if other != number and wanted[other].key != shard.key:
+        if other != number and wanted[other].key != key:
             twins[number] = other
     return twins
 

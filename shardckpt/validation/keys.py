@@ -279,13 +279,17 @@ def _describe_unused(
     ``stored`` has the key of each stored tensor and object by its name, the same on every rank. ``counts`` says of a
     key whether it should have been asked for. If there are some, and ``on_unused`` is ``"error"``, every rank raises.
     """
-    names = sorted(name for name, key in stored.items() if counts(key) and not is_version_key(key))
-    left = [name for name in names if name not in mine]
+
+    def list_counted(names: Iterable[str]) -> list[str]:
+        return sorted(name for name in names if counts(key := stored[name]) and not is_version_key(key))
+
+    left = list_counted(stored.keys() - mine)
     # nearly always all ranks ask for the same; pipeline stages do not, and only together know what is left
     if not comm.all_alike("\n".join(left).encode()):
+        names = list_counted(stored)
         used = comm.largest(*(name in mine for name in names))
         left = [name for name, is_used in zip(names, used, strict=True) if not is_used]
-    if not left or len(left) == len(names):  # a load of the common state alone asks for nothing
+    if not left or len(left) == len(list_counted(stored)):  # a load of the common state alone asks for nothing
         return ""
     unused = dict.fromkeys(stored[name] for name in left)
     parts = Counter(key.partition(".")[0] for key in unused)
