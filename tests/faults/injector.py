@@ -148,6 +148,7 @@ def try_fault(injector: Injector, fault: Fault) -> Ending:
         ending = injector.ending(fault)
         if ending.injected or ending.later or ending.state not in HARMLESS:
             break
+        fault = fault._replace(point=injector.find_again(fault.point))
     return ending
 
 

@@ -51,12 +51,17 @@ _CHANGES = re.compile(
 
 
 class Point(NamedTuple):
-    """The n-th call of a kind in a thread, the call as strace shows it, and whether the thread is the main one."""
+    """The n-th call of a kind in a thread, the call as strace shows it, and whether the thread is the main one.
+
+    ``earlier`` is how many calls, of all threads, had its head before it: that of a file, which a thread may write
+    where the main one does in another run, is the same then, and ``number`` is not.
+    """
 
     call: str
     number: int
     line: str
     in_main_thread: bool = True
+    earlier: int = 0
 
     @property
     def changes(self) -> bool:
@@ -114,6 +119,7 @@ class Killer:
         if status != 0:
             raise SystemExit(f"the undisturbed save ended with {status}")
         counts: dict[tuple[str, str], int] = {}
+        heads: dict[str, int] = {}
         found = []
         for line in self._trace.read_text().splitlines():
             match = _CALL.match(line)
@@ -123,8 +129,15 @@ class Killer:
             counts[thread, call] = counts.get((thread, call), 0) + 1
             if str(self._run) in line:
                 in_main_thread = thread == str(self._traced)
-                found.append(Point(call, counts[thread, call], self._anonymous(line), in_main_thread))
+                shown = self._anonymous(line)
+                earlier = heads[_head(shown)] = heads.get(_head(shown), -1) + 1
+                found.append(Point(call, counts[thread, call], shown, in_main_thread, earlier))
         return found
+
+    def find_again(self, point: Point) -> Point:
+        """The same call in another undisturbed run, in which its thread may have made more or fewer calls before it."""
+        same = (p for p in self.points() if (_head(p.line), p.earlier) == (_head(point.line), point.earlier))
+        return next(same, point)
 
     def try_point(self, point: Point) -> Outcome:
         """Kill at the point, again where its call had another number in that run; what did harm is kept."""
@@ -132,6 +145,7 @@ class Killer:
             outcome = self.outcome(point)
             if outcome.killed or outcome.later or outcome.state not in HARMLESS:
                 break
+            point = self.find_again(point)
         return outcome
 
     def outcome(self, point: Point) -> Outcome:
@@ -151,7 +165,7 @@ class Killer:
         killed = status is not None and "+++ killed by SIGKILL +++" in self._trace.read_text() and same
         left = self._beside()
         state, later = self._state(), self._later()
-        return Outcome(*point, killed, state, later, left, self._beside())
+        return Outcome(*point[:4], killed, state, later, left, self._beside())
 
     def _target(self) -> Path:
         """A fresh save makes the directory above its target too, where its scenario says so."""
