@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import partial
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -42,11 +43,11 @@ class ContiguousRegions(NamedTuple):
         offset: Bytes of the item's values that are before the region.
         nbytes: Bytes of the region.
         address: Where they go in memory.
-        tensor: The number of its tensor.
-        number: Its number, for ``make_regions``.
+        tensor: The number of its tensor in the index.
+        row: Its row among the regions of the load; the argument of ``make_regions``.
         files: The names of the files, by number.
         keys: The keys of the tensors, by number, for errors.
-        make_regions: Returns regions by their numbers: how one is read that cannot be read so, or is damaged.
+        make_regions: Returns regions as objects, by their rows, to read one by itself; keeps the shards alive.
     """
 
     file: torch.Tensor
@@ -56,7 +57,7 @@ class ContiguousRegions(NamedTuple):
     nbytes: torch.Tensor
     address: torch.Tensor
     tensor: torch.Tensor
-    number: torch.Tensor
+    row: torch.Tensor
     files: Sequence[str]
     keys: Sequence[str]
     make_regions: Callable[[torch.Tensor], Sequence[Region]]
@@ -73,12 +74,14 @@ class ContiguousRegions(NamedTuple):
             nbytes=self.nbytes[is_kept],
             address=self.address[is_kept],
             tensor=self.tensor[is_kept],
-            number=self.number[is_kept],
+            row=self.row[is_kept],
         )
 
-    def list_regions(self) -> Sequence[Region]:
-        """Return all of them as objects."""
-        return self.make_regions(self.number)
+    def list_joined(self) -> Sequence[Region]:
+        """Return the regions that are read as one range with others: an error of the range names the first of them."""
+        bounds = [*self._join().row, len(self.file)]
+        several = [range(low, high) for low, high in pairwise(bounds) if high - low > 1]
+        return self.make_regions(self.row[[*chain(*several)]]) if several else ()
 
     def plan_reads(self) -> tuple[list[RangeRead], list[ReadNeighbours]]:
         """Return the ranges that are read in place, in the order of the files, and the reads of small neighbours.
@@ -95,7 +98,7 @@ class ContiguousRegions(NamedTuple):
             if high - low > 1:
                 neighbours.append(partial(self._read_runs, runs, low, high, stop))
                 continue
-            memory = view_memory(runs.address[low], runs.end[low] - runs.begin[low], None)
+            memory = view_memory(runs.address[low], runs.end[low] - runs.begin[low], self.make_regions)
             key = self.keys[int(self.tensor[runs.row[low]])]
             ranges.append(RangeRead(self.files[runs.file[low]], runs.begin[low], memory, key))
         return ranges, neighbours
@@ -108,13 +111,23 @@ class ContiguousRegions(NamedTuple):
         follows = (file[1:] == file[:-1]) & (begin[1:] == end[:-1]) & (address[1:] == (address + self.nbytes)[:-1])
         first = torch.cat([~follows.new_zeros(1), ~follows]).nonzero().view(-1)
         last = torch.cat([first[1:], first.new_tensor([len(file)])]) - 1
-        columns = first, file[first], self.start[first], self.stop[last], begin[first], end[last], address[first]
-        return _Runs(*(column.tolist() for column in columns))
+        return _Runs(
+            row=first.tolist(),
+            file=file[first].tolist(),
+            start=self.start[first].tolist(),
+            stop=self.stop[last].tolist(),
+            begin=begin[first].tolist(),
+            end=end[last].tolist(),
+            address=address[first].tolist(),
+        )
 
     def _read_runs(
         self, runs: _Runs, low: int, high: int, stop: int, reader: CheckpointReader, read_one: ReadOne
     ) -> None:
-        """Read runs ``low`` to before ``high``; if a byte is damaged, each region by itself: its error names it."""
+        """Read some runs with one request, and copy them to memory.
+
+        If a digest of the range differs, each region is read by itself, so that the error names the damaged tensor.
+        """
         with ReadAhead(reader, self.files[runs.file[low]], runs.start[low], stop) as ahead:
             if ahead:
                 copies = zip(runs.begin[low:high], runs.end[low:high], runs.address[low:high], strict=True)
@@ -122,15 +135,15 @@ class ContiguousRegions(NamedTuple):
                     ctypes.memmove(address, ahead.base + begin, end - begin)
                 return
             last = runs.row[high] if high < len(runs.row) else len(self.file)
-            for region in self.make_regions(self.number[runs.row[low] : last]):
+            for region in self.make_regions(self.row[runs.row[low] : last]):
                 read_one(region, ahead)
 
 
 class _Runs(NamedTuple):
-    """Regions that follow each other in a file and in memory.
+    """Runs: one region, or several that follow each other in a file and in memory.
 
     Attributes:
-        row: The row of the first region of each run.
+        row: The place of the first region of each run among the :class:`ContiguousRegions`.
         file: The number of its file.
         start: Where the item of its first region begins in the file, in bytes.
         stop: Where the item of its last region ends.
@@ -159,9 +172,9 @@ class FramedRegions(NamedTuple):
     regions: ContiguousRegions
     frames: Sequence[Frame]
 
-    def list_regions(self) -> Sequence[Region]:
-        """Return all of them as objects."""
-        return self.regions.list_regions()
+    def list_joined(self) -> Sequence[Region]:
+        """Return no region: an error names the tensor of the damaged item."""
+        return ()
 
     def plan_reads(self) -> tuple[list[RangeRead], list[ReadNeighbours]]:
         """Return the reads of neighbours; see :meth:`ContiguousRegions.plan_reads`."""
@@ -181,8 +194,9 @@ class FramedRegions(NamedTuple):
         reader: CheckpointReader,
         read_one: ReadOne,
     ) -> None:
+        """Read some items with one request, and copy their values; an item with another frame is read by itself."""
         regions = self.regions
         with ReadAhead(reader, regions.files[int(regions.file[low])], copies[low][0], end) as ahead:
             others = [row for row in range(low, high) if not ahead.copy_framed(*copies[row])]
-            for region in regions.make_regions(regions.number[others]) if others else ():
+            for region in regions.make_regions(regions.row[others]) if others else ():
                 read_one(region, ahead)

@@ -83,11 +83,11 @@ class ItemReader:
         ``source`` is the reader, or a :class:`ReadAhead` that has the item in memory with its small neighbours.
         """
         chunk, target = region.chunk, region.target
+        file, first = chunk.item.file, chunk.item.offset + chunk.first * dtype.itemsize
         if not isinstance(source, ReadAhead):
-            stored = StoredArray(chunk.item.file, chunk.item.offset, dtype, chunk.box.shape)
-            read_box(source, stored, region.start, target, key)
+            read_box(source, StoredArray(file, first, dtype, chunk.box.shape), region.start, target, key)
         elif target.numel():
-            data = bytearray(source.read_range(*chunk.item, key))
+            data = bytearray(source.read_range(file, first, chunk.box.volume * dtype.itemsize, key))
             values = torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(chunk.box.shape)
             copy_box(values, region.start, target)
 
@@ -123,7 +123,7 @@ class ItemReader:
             self.reader.read_ranges([*ranges, *filter(None, in_place)], read_others)
         except CorruptCheckpointError:
             if contiguous is not None:  # the error of a range of several regions names the first: find the damaged one
-                self.read_in_order(contiguous.list_regions())
+                self.read_in_order(contiguous.list_joined())
             raise
 
     def read_in_order(self, requests: Iterable[ReadRequest]) -> None:

@@ -2,55 +2,58 @@
 
 from __future__ import annotations
 
-from itertools import compress, repeat
-from operator import add, gt, lt, sub
-from typing import TYPE_CHECKING
+from itertools import compress
+from operator import sub
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from shardckpt.chunks.contiguous import ContiguousRegions, FramedRegions
 from shardckpt.chunks.read_ahead import SMALL_ITEM
 from shardckpt.chunks.regions import Region
-from shardckpt.chunks.stored import Chunk, Item
 from shardckpt.planning.box_overlaps import Overlaps, find_overlaps
-from shardckpt.planning.boxes import Box, FlatPart, part_view, unflattened_box
+from shardckpt.planning.boxes import Box, FlatPart, intersect, part_view, unflattened_box
 from shardckpt.planning.table import FEW, Table, count_volumes, find_untiled, make_column, sort_unique
 from shardckpt.tensors.memory import find_addresses, is_ordinary
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from shardckpt.chunks.contiguous import FindFrames
-    from shardckpt.chunks.stored import ChunkIndex, Chunks
+    from shardckpt.chunks.stored import Chunk, ChunkIndex, Chunks
     from shardckpt.mapping.sharded_tensor import ShardedTensor
     from shardckpt.planning.boxes import Ints
 
+#: Numbers of elements below it are exact in float64, and as bytes in int64.
+_MOST_ELEMENTS = 1 << 53
+
+
+class _Part(NamedTuple):
+    """A shard, the number of its tensor, the chunk that has all its elements, and where it begins in the chunk."""
+
+    shard: ShardedTensor
+    number: int
+    chunk: Chunk
+    start: Ints
+
 
 class FewShards:
-    """A few shards, each a part of one stored chunk, as those of most slices: matched without a column.
+    """A few shards, each a part of one chunk, as those of most slices: columns would take longer than the reads.
 
-    ``numbers`` is the number of each one's tensor. ``parts`` has the chunk that has each, and where the shard begins in
-    it.
+    Attributes:
+        uncovered: The shards whose elements are not all stored exactly once: none.
     """
 
-    #: One chunk has all of each shard.
     uncovered: Sequence[ShardedTensor] = ()
 
-    def __init__(
-        self, shards: Sequence[ShardedTensor], numbers: Sequence[int], parts: Sequence[tuple[Chunk, Ints]]
-    ) -> None:
-        self._shards = shards
-        self._numbers = numbers
+    def __init__(self, parts: Sequence[_Part]) -> None:
         self._parts = parts
 
     def list_regions(self) -> list[Region]:
         """Return the regions to read; shards without data get CPU memory."""
-        for shard in self._shards:
-            if shard.data is None:
-                shard.init_data("cpu")
+        _allocate(part.shard for part in self._parts)
         return [
-            Region(number, chunk, start, _view_unflattened(shard), False)
-            for shard, number, (chunk, start) in zip(self._shards, self._numbers, self._parts, strict=True)
+            Region(part.number, part.chunk, part.start, _view_unflattened(part.shard), False) for part in self._parts
         ]
 
 
@@ -64,48 +67,49 @@ def match_few(
 ) -> FewShards | None:
     """Match shards that are boxes of stored tensors of the same global shape, if they are few.
 
-    None if they are many, or one is not a part of one chunk that shares no element with another. ``numbers`` is the
-    number of each one's tensor, ``specs`` its place among the requested ones.
+    Return None, so that the caller uses :class:`MatchedShards`, if there are more than ``FEW`` shards or chunks, or if
+    a shard is an entire chunk, or has elements of several chunks or of none.
+
+    Args:
+        shards: The shards.
+        numbers: The number of each one's tensor in the index.
+        specs: The place of each one's tensor among the requested ones.
+        chunks: The chunks of the requested tensors.
+        bounds: As :meth:`ChunkIndex.select_chunks` returns them.
+        files: The names of the files, by number.
     """
-    if max(len(shards), len(chunks.file)) > FEW:
-        return None
     ends = bounds.tolist()
-    if sum(ends[spec + 1] - ends[spec] for spec in specs) > FEW:
+    if max(len(shards), len(chunks.file), sum(ends[spec + 1] - ends[spec] for spec in specs)) > FEW:
         return None
-    offsets, extents = chunks.box.offset.tolist(), chunks.box.extent.tolist()
-    rows: list[int] = []
-    boxes: list[Box] = []
-    starts: list[Ints] = []
-    for shard, spec in zip(shards, specs, strict=True):
-        extent = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
-        before = len(rows)
-        for row in range(ends[spec], ends[spec + 1]):
-            # columns have as many axes as the tensor with the most
-            box = Box(tuple(offsets[row][: len(extent)]), tuple(extents[row][: len(extent)]))
-            start = tuple(map(sub, shard.global_offset, box.offset))
-            ends_at = tuple(map(add, start, extent))
-            if all(map(gt, ends_at, repeat(0))) and all(map(lt, start, box.shape)):
-                if extent == box.shape or min(start) < 0 or any(map(gt, ends_at, box.shape)):
-                    return None
-                rows.append(row)
-                boxes.append(box)
-                starts.append(start)
-        if len(rows) != before + 1 or 0 in extent:
-            return None
-    places = (chunks.file.tolist(), chunks.start.tolist(), chunks.length.tolist())
-    first, volume = chunks.first.tolist(), chunks.volume.tolist()
+    stored = list(chunks.list(slice(None), chunks.box, files))
     parts = []
-    for row, box, start in zip(rows, boxes, starts, strict=True):
-        file, begin, length = (column[row] for column in places)
-        parts.append((Chunk(box, Item(files[file], begin, length), first[row], volume[row]), start))
-    return FewShards(shards, numbers, parts)
+    for shard, number, spec in zip(shards, numbers, specs, strict=True):
+        wanted = unflattened_box(shard)
+        axes = len(wanted.shape)  # columns have as many as the tensor with the most
+        candidates = [_cut_axes(chunk, axes) for chunk in stored[ends[spec] : ends[spec + 1]]]
+        touched = [(chunk, common) for chunk in candidates if (common := intersect(wanted, chunk.box))]
+        if len(touched) != 1:
+            return None
+        ((chunk, common),) = touched
+        if common != wanted or common == chunk.box:
+            return None
+        parts.append(_Part(shard, number, chunk, wanted.offset_in(chunk.box)))
+    return FewShards(parts)
 
 
 class MatchedShards:
     """Shards that are boxes of stored tensors of the same global shape, matched by columns.
 
-    ``uncovered`` are those of them whose elements are not all stored exactly once. ``numbers`` is the number of each
-    requested tensor in the index, int64.
+    Args:
+        shards: The shards.
+        requested: The box of each; tensors are numbered by their places among the requested ones.
+        chunks: The chunks of the requested tensors.
+        bounds: As :meth:`ChunkIndex.select_chunks` returns them.
+        index: The checkpoint's tensors.
+        numbers: The number of each requested tensor in the index, int64.
+
+    Attributes:
+        uncovered: The shards whose elements are not all stored exactly once. They are not matched.
     """
 
     def __init__(
@@ -134,122 +138,125 @@ class MatchedShards:
         self._numbers = numbers
 
     def take_contiguous(self) -> ContiguousRegions | None:
-        """Take out the contiguous regions of items that are the values of a chunk; None if there are none."""
-        contiguous = self._find_contiguous()
-        if contiguous is None:
+        """Take out the contiguous regions of items that are the values of a chunk, or None if there are none.
+
+        Shards without data get CPU memory.
+        """
+        _allocate(self._shards)
+        regions = self._find_contiguous()
+        if regions is None:
             return None
-        itemsizes = make_column([dtype.itemsize for dtype in self._list_dtypes(contiguous.tensor)])
-        volume = self._chunks.volume[self._found.stored[contiguous.number]]
-        taken = contiguous.select(contiguous.stop - contiguous.start == volume * itemsizes)
-        self._leave_out(taken.number)
+        itemsizes = make_column([dtype.itemsize for dtype in self._list_dtypes(regions.tensor)])
+        volume = self._chunks.volume[self._found.stored[regions.row]]
+        taken = regions.select(regions.stop - regions.start == volume * itemsizes)
+        self._leave_out(taken.row)
         return taken
 
     def take_framed(self, find_frames: FindFrames) -> FramedRegions | None:
-        """Take out the contiguous regions of small items that have known bytes around the values of a chunk."""
-        contiguous = self._find_contiguous()
-        if contiguous is None:
+        """Take out the contiguous regions of small items that have known bytes around the values of a chunk.
+
+        Shards without data get CPU memory.
+        """
+        _allocate(self._shards)
+        regions = self._find_contiguous()
+        if regions is None:
             return None
         chunks, found = self._chunks, self._found
-        stored = found.stored[contiguous.number]
-        is_small = contiguous.stop - contiguous.start <= SMALL_ITEM
-        small = contiguous.select(is_small & (chunks.volume[stored] == chunks.box.volume()[stored]))
+        stored = found.stored[regions.row]
+        is_small = regions.stop - regions.start <= SMALL_ITEM
+        small = regions.select(is_small & (chunks.volume[stored] == chunks.box.volume()[stored]))
         axes = [len(self._index.shapes[number]) for number in small.tensor.tolist()]
-        extents = chunks.box.extent[found.stored[small.number]].tolist()  # columns have those of the tensor with most
+        extents = chunks.box.extent[found.stored[small.row]].tolist()  # with as many axes as the tensor with the most
         shapes = [tuple(extent[:ndim]) for extent, ndim in zip(extents, axes, strict=True)]
         frames = find_frames(self._list_dtypes(small.tensor), shapes, (small.stop - small.start).tolist())
         taken = small.select(torch.tensor([frame is not None for frame in frames], dtype=torch.bool, device="cpu"))
-        self._leave_out(taken.number)
+        self._leave_out(taken.row)
         return FramedRegions(taken, [frame for frame in frames if frame is not None])
+
+    def list_regions(self) -> list[Region]:
+        """Return the regions that were not taken out; shards without data get CPU memory."""
+        _allocate(self._shards)
+        return self._make_regions(self._found)
 
     def _find_contiguous(self) -> ContiguousRegions | None:
         """Return the regions whose elements follow each other in their chunk, and in memory that takes their bytes."""
-        self._allocate()
-        found, chunks, requested = self._found, self._chunks, self._requested
-        extent, stored = found.extent, chunks.box.pad_axes(found.extent.shape[1])
-        is_run = _are_runs(extent, stored.extent[found.stored]) & _are_runs(extent, requested.extent[found.wanted])
-        is_run &= chunks.first[found.stored] + stored.volume()[found.stored] <= chunks.volume[found.stored]
-        rows = (is_run & (count_volumes(extent) > 0)).nonzero().view(-1)
+        found, chunks = self._found, self._chunks
+        rows = self._find_contiguous_rows().nonzero().view(-1)
         if not len(rows):
             return None
         rows = _sort_by_place(rows, chunks, found.stored[rows])
-        places, owners = found.stored[rows], found.wanted[rows]
-        tensors: list[torch.Tensor] = [self._shards[n].data for n in owners.tolist()]
-        numbers = self._numbers[chunks.box.spec[places]]
+        stored, owners = found.stored[rows], found.wanted[rows]
+        numbers = self._numbers[chunks.box.spec[stored]]
         dtypes = self._list_dtypes(numbers)
-        fits = None
-        addresses = find_addresses(tensors) if dtypes == [tensor.dtype for tensor in tensors] else None
-        if addresses is None:  # some may be on other devices, have strides or another dtype
-            fits = [is_ordinary(t) and t.dtype == dtype for t, dtype in zip(tensors, dtypes, strict=True)]
-            addresses = [t.data_ptr() if is_fit else 0 for t, is_fit in zip(tensors, fits, strict=True)]
+        addresses, takes_bytes = _find_memory([self._shards[owner].data for owner in owners.tolist()], dtypes)
         itemsize = make_column([dtype.itemsize for dtype in dtypes])
-        in_item = chunks.first[places] + _find_first(found.offset[rows], stored.rows(places))
-        in_memory = _find_first(found.offset[rows], requested.rows(owners))
-        start = chunks.start[places]
+        offset = found.offset[rows]
         regions = ContiguousRegions(
-            chunks.file[places],
-            start,
-            start + chunks.length[places],
-            in_item * itemsize,
-            count_volumes(extent[rows]) * itemsize,
-            make_column(addresses) + in_memory * itemsize,
-            numbers,
-            rows,
-            self._index.files,
-            self._index.keys,
-            lambda these: self._make_regions(Overlaps(*(column[these] for column in found))),
+            file=chunks.file[stored],
+            start=chunks.start[stored],
+            stop=chunks.start[stored] + chunks.length[stored],
+            offset=(chunks.first[stored] + _find_element(offset, chunks.box.rows(stored))) * itemsize,
+            nbytes=count_volumes(found.extent[rows]) * itemsize,
+            address=make_column(addresses) + _find_element(offset, self._requested.rows(owners)) * itemsize,
+            tensor=numbers,
+            row=rows,
+            files=self._index.files,
+            keys=self._index.keys,
+            make_regions=lambda these: self._make_regions(Overlaps(*(column[these] for column in found))),
         )
-        # what an index claims of its chunks may be too large for an int64
-        is_sound = (regions.offset >= 0) & (regions.offset + regions.nbytes <= chunks.length[places])
-        if fits is not None:
-            is_sound &= torch.tensor(fits, dtype=torch.bool, device="cpu")
-        return regions.select(is_sound)
+        is_inside = regions.offset + regions.nbytes <= chunks.length[stored]
+        return regions.select(is_inside if takes_bytes is None else is_inside & takes_bytes)
+
+    def _find_contiguous_rows(self) -> torch.Tensor:
+        """Return whether the elements of each region follow each other in its chunk and in its shard: bool.
+
+        It is False for a chunk that claims more elements than its item has, or too many for exact arithmetic:
+        :meth:`ItemReader.read_region` refuses those.
+        """
+        extent, chunks = self._found.extent, self._chunks
+        stored, owners = self._found.stored, self._found.wanted
+        axes = extent.shape[1]
+        claimed = chunks.first.double() + chunks.box.extent.double().prod(1)
+        is_sound = (chunks.first >= 0) & (claimed <= chunks.volume) & (chunks.volume < _MOST_ELEMENTS)
+        return (
+            _are_contiguous_in(extent, chunks.box.pad_axes(axes).extent[stored])
+            & _are_contiguous_in(extent, self._requested.extent[owners])
+            & is_sound[stored]
+            & (extent > 0).all(1)
+        )
 
     def _list_dtypes(self, numbers: torch.Tensor) -> list[torch.dtype]:
         return [self._index.dtypes[number] for number in numbers.tolist()]
 
-    def _leave_out(self, regions: torch.Tensor) -> None:
-        if len(regions):
+    def _leave_out(self, rows: torch.Tensor) -> None:
+        if len(rows):
             stays = torch.ones(len(self._found.wanted), dtype=torch.bool, device="cpu")
-            stays[regions] = False
+            stays[rows] = False
             self._found = Overlaps(*(column[stays] for column in self._found))
-
-    def _allocate(self) -> None:
-        for shard in self._shards:
-            if shard.data is None:  # a call for each takes time
-                shard.init_data("cpu")
-
-    def list_regions(self) -> list[Region]:
-        """Return the regions to read; shards without data get CPU memory."""
-        self._allocate()
-        return self._make_regions(self._found)
 
     def _make_regions(self, found: Overlaps) -> list[Region]:
         """Return regions as objects; their shards have memory."""
-        stored = self._chunks.box.rows(found.stored)
-        chunks = self._chunks.list(found.stored, stored, self._index.files)
+        boxes = self._chunks.box.rows(found.stored)
+        chunks = self._chunks.list(found.stored, boxes, self._index.files)
         columns = (
             found.wanted.tolist(),
             self._requested.offset[found.wanted].tolist(),
-            self._numbers[stored.spec].tolist(),
+            self._numbers[boxes.spec].tolist(),
             found.offset.tolist(),
             found.extent.tolist(),
         )
         regions = []
-        # By lists: each region becomes an object in any case, and most loads have few that are not entire chunks.
-        for requested, begins, number, offset, extent, chunk in zip(*columns, chunks, strict=True):
-            target = _view_unflattened(self._shards[requested])
-            whole = tuple(target.shape)
-            dims = len(whole)
-            shape = tuple(extent[:dims])
-            if len(chunk.box.shape) > dims:  # columns have as many axes as the tensor with the most
-                chunk = chunk._replace(box=Box(chunk.box.offset[:dims], chunk.box.shape[:dims]))  # noqa: PLW2901
-            if shape != whole:  # other chunks have the rest of it
-                for axis, (size, low, begin) in enumerate(zip(shape, offset, begins, strict=False)):
-                    if size != whole[axis]:
+        # by lists: each region becomes an object in any case, and of most loads few are left
+        for owner, corner, number, offset, extent, wide_chunk in zip(*columns, chunks, strict=True):
+            target = _view_unflattened(self._shards[owner])
+            axes = target.ndim
+            chunk, shape = _cut_axes(wide_chunk, axes), tuple(extent[:axes])
+            if shape != target.shape:  # other chunks have the rest of it
+                for axis, (size, low, begin) in enumerate(zip(shape, offset, corner, strict=False)):
+                    if size != target.shape[axis]:
                         target = target.narrow(axis, low - begin, size)
-            box = chunk.box
-            start = tuple(map(sub, offset[:dims], box.offset))
-            regions.append(Region(number, chunk, start, target, shape == box.shape))
+            start = tuple(map(sub, offset[:axes], chunk.box.offset))
+            regions.append(Region(number, chunk, start, target, shape == chunk.box.shape))
         return regions
 
 
@@ -275,25 +282,49 @@ def _find_covered(requested: Table, found: Overlaps) -> torch.Tensor:
     return covered
 
 
-def _are_runs(extent: torch.Tensor, container: torch.Tensor) -> torch.Tensor:
+def _are_contiguous_in(extent: torch.Tensor, container: torch.Tensor) -> torch.Tensor:
     """Return whether boxes are contiguous in the row-major memory of others: bool of shape (n,).
 
-    Both have extents of shape (n, axes). A box is if it has one element along the first axes, any number along the
-    next, and all of the other along those that follow.
+    Both have extents of shape (n, axes). A box is contiguous if there is an axis before which its extent is 1, and
+    behind which its extent is the container's.
     """
     if torch.equal(extent, container):
         return extent.new_ones(len(extent), dtype=torch.bool)
-    one = extent.new_ones(len(extent), 1)
-    ones_before = torch.cat([one, (extent == 1).cumprod(1)], 1)
-    full_behind = torch.cat([(extent == container).flip(1).cumprod(1).flip(1), one, one], 1)[:, 1:]
-    return (ones_before * full_behind).any(1)
+    ones = extent.new_ones(len(extent), 1)
+    is_one_before = torch.cat([ones, (extent == 1).cumprod(1)], 1)
+    is_full_behind = torch.cat([(extent == container).flip(1).cumprod(1).flip(1), ones, ones], 1)[:, 1:]
+    return (is_one_before * is_full_behind).any(1)
 
 
-def _find_first(offset: torch.Tensor, box: Table) -> torch.Tensor:
-    """Return the place of the element at each global offset, (n, axes), in the row-major memory of a box."""
+def _find_element(offset: torch.Tensor, box: Table) -> torch.Tensor:
+    """Return the number of the element at each global offset, (n, axes), in the row-major memory of its box."""
+    box = box.pad_axes(offset.shape[1])
     ones = box.extent.new_ones(len(box.extent), 1)
     steps = torch.cat([box.extent, ones], 1)[:, 1:].flip(1).cumprod(1).flip(1)
     return ((offset - box.offset) * steps).sum(1)
+
+
+def _find_memory(tensors: list[Any], dtypes: list[torch.dtype]) -> tuple[list[int], torch.Tensor | None]:
+    """Return the addresses of tensors, and which take the bytes of these dtypes as they are: bool; None if all do."""
+    addresses = find_addresses(tensors) if dtypes == [tensor.dtype for tensor in tensors] else None
+    if addresses is not None:
+        return addresses, None
+    # some may be on other devices, have strides or another dtype
+    takes = [is_ordinary(tensor) and tensor.dtype == dtype for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    addresses = [tensor.data_ptr() if does else 0 for tensor, does in zip(tensors, takes, strict=True)]
+    return addresses, torch.tensor(takes, dtype=torch.bool, device="cpu")
+
+
+def _allocate(shards: Iterable[ShardedTensor]) -> None:
+    for shard in shards:
+        if shard.data is None:  # a call for each takes time
+            shard.init_data("cpu")
+
+
+def _cut_axes(chunk: Chunk, axes: int) -> Chunk:
+    """Return a chunk without the axes that its tensor does not have: columns have those of the tensor with the most."""
+    box = chunk.box
+    return chunk if len(box.shape) == axes else chunk._replace(box=Box(box.offset[:axes], box.shape[:axes]))
 
 
 def _sort_by_place(rows: torch.Tensor, chunks: Chunks, stored: torch.Tensor) -> torch.Tensor:

@@ -24,9 +24,9 @@ def is_below(key: str, names: Collection[str]) -> bool:
 
 
 def check_patterns(argument: str, patterns: Collection[str], names: Collection[str], comm: Comm | None = None) -> None:
-    """Raise CheckpointingException if a pattern of an argument, the same on all ranks, matches none of the names.
+    """Raise CheckpointingException if a pattern of an argument matches none of the names; collective with ``comm``.
 
-    Collective with ``comm``: then one that matches a name of any rank will do, since stages have their own.
+    With ``comm`` a pattern, the same on all ranks, may match a name of any rank alone: pipeline stages have their own.
     """
     matched = [any(fnmatchcase(name, pattern) for name in names) for pattern in patterns]
     if comm is not None and patterns:
