@@ -162,7 +162,7 @@ def in_progress_name(save_id: str) -> str:
 def parse_in_progress(name: str) -> str:
     """Return the id of the save that has an in-progress object; ``""`` for any other name."""
     save_id = name.removeprefix(_UNDER_WAY)
-    return save_id if name == in_progress_name(save_id) and re.match(SAVE_ID, save_id) else ""
+    return save_id if name == in_progress_name(save_id) and re.fullmatch(SAVE_ID, save_id) else ""
 
 
 def is_mark(name: str) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardckpt.commit.owner import Owner
-from shardckpt.errors import CorruptCheckpointError, StorageError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
 from shardckpt.manifest.strict_json import parse_json
 from shardckpt.storage.abilities import has_local_files
 from shardckpt.storage.directory import refresh_listing
@@ -78,8 +78,12 @@ class SmallFiles:
         return refresh_listing(self.place)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file, and make the directory; replace that of the same name."""
+        """Write a file, and make the directory; replace that of the same name. One that is too large is an error."""
         place = self.place
+        if len(data) > _LARGEST:
+            raise CheckpointingException(
+                f"{place / name} would have {len(data)} bytes, and no reader takes more than {_LARGEST}: give less text"
+            )
         for _ in range(_ATTEMPTS):
             # another process may remove the directory, which is empty, before this file is in it
             with contextlib.suppress(FileNotFoundError):

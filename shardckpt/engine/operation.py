@@ -247,7 +247,7 @@ def note_failure(kind: str, directory: object, rank: int, error: Exception, star
     log_failure(kind, directory, rank, error, started)
 
 
-def report_failed(kind: str, directory: object, error: Exception, phase: str) -> None:
+def report_failed(kind: str, directory: object, error: Exception | SystemExit, phase: str) -> None:
     """Report an operation that failed in a phase, and that its caller does without, by an event: the caller logs it."""
     vars(error)["phase"] = phase
     _report_unbegun(kind, mask_password(str(directory)), 0, error, 0.0)
@@ -280,7 +280,7 @@ def log_failure(kind: str, directory: object, rank: int, error: BaseException, s
             )
 
 
-def _report_unbegun(kind: str, directory: str, rank: int, error: Exception, seconds: float) -> None:
+def _report_unbegun(kind: str, directory: str, rank: int, error: Exception | SystemExit, seconds: float) -> None:
     start = Event(kind, "", "start", directory, rank, number=next(_numbers))
     plugins = get_plugin_manager()
     plugins.report(start)

@@ -198,8 +198,8 @@ def find_held(folder: StepFolder, *, keeps_linked: bool = True, own_links: Colle
 def discard_steps_after(folder: StepFolder, step: int) -> list[int]:
     """Remove the checkpoints of all steps after one; return them in ascending order.
 
-    If no complete checkpoint up to this step would be left, or a later one is held, that is an error, and nothing is
-    removed. It is an error, too, if some could not be removed: a load would take the newest of them.
+    If no complete checkpoint up to this step would be left, or a later one is held or a symbolic link, that is an
+    error, and nothing is removed. It is an error, too, if some could not be removed: a load would take the newest.
     """
     later = [each for each in folder.steps() if each > step]
     if not later:
@@ -217,6 +217,12 @@ def discard_steps_after(folder: StepFolder, step: int) -> list[int]:
         raise CheckpointingException(
             f"{folder}: nothing was removed, since steps after {step} are held: {listed(said, '; ')}; end these holds "
             "first"
+        )
+    links = [each for each in later if (folder.place / folder.names.name(each)).is_symlink()]
+    if links:
+        raise CheckpointingException(
+            f"{folder}: nothing was removed, since steps after {step} are symbolic links, whose files are elsewhere: "
+            f"{listed([*map(str, links)])}; remove these links first"
         )
     # the newest first: after a kill a restart does not find what was left longest ago
     deadline = time.monotonic() + _PATIENCE
@@ -296,23 +302,32 @@ class GarbageCollector:
         self._clear_uploads()
         for protected in iter(self._queue.get, None):
             try:
-                collect_garbage(self._folder, self._policies, protected, links=self._links)
-            except Exception as exc:  # no error here may end the training or the thread: the next collection retries
-                text = f"{type(exc).__qualname__}: {exc}"
-                if text != self._failure:  # a policy that raises does so after each save
-                    logger.warning("cannot remove old checkpoints from %s: %s", self._folder, exc, exc_info=True)
-                report_failed("prune", self._folder, exc, "removing old steps")
-                self._failure = text
-            else:
-                self._failure = ""
-            self._queue.task_done()
+                self._collect(protected)
+            finally:
+                self._queue.task_done()
         self._queue.task_done()  # of the None that ends the loop, so that a later `wait` returns
+
+    def _collect(self, protected: Collection[int]) -> None:
+        """Collect, and log what goes wrong: no error may end the training or this thread. The next collection retries.
+
+        A policy that exits would end the thread alone, without a word, and all ranks would wait for it.
+        """
+        try:
+            collect_garbage(self._folder, self._policies, protected, links=self._links)
+        except (Exception, SystemExit) as exc:
+            text = f"{type(exc).__qualname__}: {exc}"
+            if text != self._failure:  # a policy that raises does so after each save
+                logger.warning("cannot remove old checkpoints from %s: %s", self._folder, exc, exc_info=True)
+            report_failed("prune", self._folder, exc, "removing old steps")
+            self._failure = text
+        else:
+            self._failure = ""
 
     def _clear_uploads(self) -> None:
         """Abort, once in a training, the old uploads of saves that have left nothing else."""
         try:
             clear_uploads(self._folder.place, self._folder.plugins, dry_run=False)
-        except Exception:  # as in a collection
+        except (Exception, SystemExit):  # as in a collection
             logger.warning("cannot look for uploads to %s that have not ended", self._folder, exc_info=True)
 
 

@@ -41,8 +41,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".json"
-_LISTED = 5  # faults that a mark names
-_NAMED = 100  # files: where more are damaged, data is among them
+#: Faults that a mark lists, and characters of each.
+_MOST_FAULTS, _LONGEST_FAULT = 5, 1000
+#: Damaged files that a mark lists, and characters of all their names. Longer lists are dropped: data is among so many.
+_MOST_DAMAGED, _LONGEST_NAMES = 100, 5000
 
 #: What a verification found.
 Verdict = Literal["verified", "failed"]
@@ -161,14 +163,16 @@ def mark_checkpoint(
         raise CheckpointingException(
             f"{checkpoint} was replaced by another save while it was verified: it is not marked; verify it again"
         )
+    names = [*map(_make_text, damaged)]
+    is_listed = len(names) <= _MOST_DAMAGED and sum(map(len, names)) <= _LONGEST_NAMES
     mark = Mark(
         verdict=verdict,
         save_id=save[0],
         root=save[1],
         checked=checked,
         files=files,
-        faults=tuple(faults)[:_LISTED],
-        damaged=tuple(damaged) if len(damaged) <= _NAMED else (),
+        faults=tuple(_make_text(fault)[:_LONGEST_FAULT] for fault in [*faults][:_MOST_FAULTS]),
+        damaged=tuple(names) if is_listed else (),
         time=time.time(),
         writer=f"shardckpt {importlib.metadata.version('shardckpt')}",
     )
@@ -188,9 +192,14 @@ def drop_marks(place: Path, list_existing: Callable[[], Collection[str]]) -> Non
     existing = list_existing() if names else ()
     for name in names:
         is_gone = name.removesuffix(_SUFFIX) not in existing
-        if is_gone and not (place / name).is_dir():  # no mark is a directory
+        if is_gone and not (place / name).is_dir():  # a directory is somebody else's
             marks.drop(name)
     marks.clear()
+
+
+def _make_text(text: str) -> str:
+    """Return a text as JSON takes it: in the name of a file, bytes that are no UTF-8 are lone surrogates."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _identify(record: PlainRecord | Record) -> tuple[str, str]:

@@ -72,9 +72,9 @@ def sum_boxes(boxes: Sequence[_Box]) -> list[tuple[int, int]]:
             found = forms[kind] = _Form.of(*kind), {}
         form, starts = found
         if form.is_cut:
-            wide = list(_widen(_view_bytes(tensor, form), (*offset[:-1], offset[-1] * form.itemsize), form))
-            totals = [sum(part) % (1 << 64) for part in zip(*sum_boxes(wide), strict=True)]
-            sums[number] = torch.tensor([_as_int64(total) for total in totals], device="cpu")
+            for wide in _widen(_view_bytes(tensor, form), (*offset[:-1], offset[-1] * form.itemsize), form):
+                (added,) = sum_boxes([wide])  # one at a time: all of them have the rows' whole width
+                sums[number] += torch.tensor([*map(_as_int64, added)], device="cpu")
         elif form.height * form.width:
             base, start = form.place(offset)
             if start not in starts:

@@ -50,6 +50,8 @@ VERSIONS = "_versions"
 #: Their key ends with a digest; that of an object may be followed by its place in it.
 _VERSION_KEY = re.compile(rf"(?:^|\.){VERSIONS}\.[0-9a-f]{{16}}(?:/|$)")
 _DIGITS = re.compile(r"\d+")
+#: The end of the name of an object in a grid of ranks.
+_IN_GRID = re.compile(r"/shard_(\d+(\.\d+)*)?_(\d+(\.\d+)*)?$")
 #: What a load does about stored tensors and objects that nothing asks for.
 OnUnused: TypeAlias = Literal["warn", "error", "ignore"]
 
@@ -255,7 +257,7 @@ def _advise_of_grids(wanted: Sequence[ShardedBase], absent: Collection[str], sto
         key: f"{key} as {grid}, wanted as {grids[key]}"
         for name, key in stored.items()
         if key in grids
-        and key != name
+        and _IN_GRID.search(name)  # of a damaged index it may be anything
         # an object may be missing in a grid of the same shape
         and (grid := ShardedObject.empty_from_unique_key(name).global_shape) != grids[key]
     }

@@ -331,6 +331,33 @@ def test_the_thread_survives_an_error(tmp_path: Path, caplog: pytest.LogCaptureF
     assert folders.names_in(run) == {"step-2"}
 
 
+def test_the_thread_survives_a_policy_that_exits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A SystemExit ends neither the thread nor, by a queue that nobody empties, the training."""
+
+    class Exits(KeepLatest):
+        def __call__(self, steps: StepMetrics) -> list[int]:
+            raise SystemExit(3)
+
+    folders.save_all(tmp_path, 1, 2)
+    collector = GarbageCollector(folders.steps_of(tmp_path), [Exits(1)])
+    collector.submit()
+    collector.submit()
+    collector.wait()
+    collector.close()
+    assert f"cannot remove old checkpoints from {tmp_path}: 3" in caplog.text
+
+
+def test_going_back_before_a_link_removes_nothing(tmp_path: Path) -> None:
+    """A later step that is a link could not be removed: that is said before any other is."""
+    folders.save_all(tmp_path / "elsewhere", 3)
+    run = tmp_path / "run"
+    folders.save_all(run, 1, 2, 4)
+    (run / "step-3").symlink_to(tmp_path / "elsewhere/step-3")
+    with pytest.raises(CheckpointingException, match=r"nothing was removed.*are symbolic links.*: 3; remove"):
+        discard_steps_after(folders.steps_of(run), 1)
+    assert folders.names_in(run) == {"step-1", "step-2", "step-3", "step-4"}
+
+
 def test_a_removal_that_fails_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What could not be deleted of a step that is no checkpoint any more counts as a failure to prune."""
     folders.save_all(tmp_path, 1, 2)

@@ -16,10 +16,12 @@ from shardckpt.commit import Owner
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.manager import KeepLatest, KeepVerified, Metrics, mark_checkpoint, prune_steps
 from shardckpt.manager.garbage_collection import collect_garbage, discard_steps_after
-from shardckpt.manager.marks import identify_save
+from shardckpt.manager.marks import find_mark_of, identify_save
 from shardckpt.manager.retention import steps_to_remove
 from shardckpt.manager.step_names import MARKS_NAME
 from shardckpt.manager.step_resolution import check_step, find_newest
+from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.resolver import read_manifest
 from tests import backends
 from tests.cli.checkpoints import save_plain_dcp
 from tests.commit import owners
@@ -172,6 +174,22 @@ def test_what_a_killed_mark_leaves_is_removed(tmp_path: Path) -> None:
     alive.unlink()
     collect_garbage(folders.steps_of(tmp_path), [KeepLatest(2)])
     assert folders.names_in(tmp_path) == {"step-1", "step-2"}
+
+
+def test_a_mark_can_be_read_whatever_the_faults_are(tmp_path: Path) -> None:
+    """Long texts are cut, long lists of files left out, and bytes of names that are no text escaped."""
+    folders.save_all(tmp_path, 1)
+    checkpoint = tmp_path / "step-1"
+    record = read_manifest(checkpoint, get_plugin_manager()).record
+    for faults, damaged, kept in [
+        (["\x01" * 20_000] * 9, [f"{n}{'x' * 900}" for n in range(90)], 0),
+        (["\udcff"], ["\udcff.safetensors"], 1),
+    ]:
+        mark = mark_checkpoint(
+            checkpoint, identify_save(checkpoint), "failed", checked="digests", files=9, faults=faults, damaged=damaged
+        )
+        assert find_mark_of(checkpoint, record) == mark
+        assert len(mark.damaged) == kept
 
 
 def test_a_mark_that_is_none_counts_for_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from typing import TYPE_CHECKING
+import weakref
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -180,6 +182,26 @@ def test_columns_of_short_rows_are_summed_in_little_memory(monkeypatch: pytest.M
     tensor = _bits((50, 70, 9), torch.int32)
     boxes = [((0, 0, 0), (50, 70, 4)), ((0, 0, 4), (50, 33, 5)), ((0, 33, 4), (50, 37, 5))]
     assert _sum_of_boxes(tensor, boxes) == [*_sum_box(tensor, (0, 0, 0), tensor.shape)]
+
+
+def test_columns_are_made_wide_one_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a box of few columns, the memory that its zeros take does not grow with it."""
+    monkeypatch.setattr(fingerprint, "_AT_ONCE", 4)
+    living: set[int] = set()
+    most = 0
+
+    def watched(*sizes: int, **options: Any) -> torch.Tensor:
+        nonlocal most
+        made = torch.zeros(*sizes, **options)
+        if options.get("dtype") == torch.int8:
+            living.add(id(made))
+            weakref.finalize(made, living.discard, id(made))
+            most = max(most, len(living))
+        return made
+
+    monkeypatch.setattr(fingerprint, "torch", SimpleNamespace(**{**vars(torch), "zeros": watched}))
+    _sum_box(torch.ones(500, 4, dtype=torch.int32), (0, 0), (500, 9))
+    assert 0 < most <= 2
 
 
 def test_a_large_box_is_summed_as_its_parts_are() -> None:

@@ -184,6 +184,14 @@ def test_an_object_of_another_grid_of_ranks_is_told_from_one_that_is_not_stored(
     assert "another grid" not in str(error.value)
 
 
+def test_names_of_a_damaged_index_do_not_hide_the_keys_that_do_not_match() -> None:
+    """A name that is none of an object in a grid is passed over by what explains the mismatch."""
+    stored = {"rng/junk": "rng", "rng/shard_x_2": "rng"}
+    for mode in (StrictHandling.ASSUME_OK_UNEXPECTED, StrictHandling.RAISE_ALL):
+        with pytest.raises(KeyMismatchError, match="rng"):
+            compare_keys(_cells_of("rng", 0, count=1), stored, mode, Comm(alone=True))
+
+
 def test_keys_that_are_stored_behind_a_prefix_are_said_with_what_loads_them(tmp_path: Path) -> None:
     """Of a model that was saved with its optimizer, the error names the prefix; with that the model is loaded."""
     model = torch.nn.Linear(4, 4)
