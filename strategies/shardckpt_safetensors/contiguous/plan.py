@@ -140,7 +140,7 @@ class ContiguousPlan:
                     pair[0].name,
                     pair[1].name,
                 )
-            adapted = adapt_config(config, tensors, is_cast=False, refuses=False)
+            adapted = adapt_config(config, tensors, add_dtype=False, raise_on_vocabulary=False)
             others |= {} if adapted is None else {CONFIG: adapted}
         return others
 
