@@ -1,8 +1,9 @@
-"""Packages whose names are imported at first use, listed once: in the stub of the package."""
+"""Offer a package's names without importing the modules that define them: each is imported at first use."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import sys
@@ -11,19 +12,41 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-#: The modules of shardckpt that users import from, in the order in which a name is looked for in them.
-_PUBLIC = (
-    *("dist_checkpointing", "manager", "adapters", "huggingface", "maintenance", "local", "async_save", "parallel"),
-    *("mapping", "strategy", "plugins", "storage", "errors", "manifest", "chunks", "planning", "archive"),
-    *("distributed", "testing", "optimizer", "optimizer_state", "quantized", "state_dict", "stubs", "tensors"),
+#: The modules of shardckpt that users import from. An error advises the first one that offers a name.
+_PUBLIC_MODULES = (
+    "dist_checkpointing",
+    "manager",
+    "adapters",
+    "huggingface",
+    "maintenance",
+    "local",
+    "async_save",
+    "parallel",
+    "mapping",
+    "strategy",
+    "plugins",
+    "storage",
+    "errors",
+    "manifest",
+    "chunks",
+    "planning",
+    "archive",
+    "distributed",
+    "testing",
+    "optimizer",
+    "optimizer_state",
+    "quantized",
+    "state_dict",
+    "stubs",
+    "tensors",
     "settings",
 )
 
 
 def attach_stub(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Make a package offer what its stub lists, each name imported when it is first used.
+    """Make a package offer the names in its stub; the module of each is imported when the name is first used.
 
-    The stub, ``__init__.pyi`` in the package, is what type checkers read: one list for both.
+    The stub is ``__init__.pyi`` in the package. Type checkers read the same file.
 
     Args:
         package: The package's name. Each line of its stub reads ``from MODULE import NAME as NAME``.
@@ -31,26 +54,26 @@ def attach_stub(package: str) -> tuple[Callable[[str], Any], Callable[[], list[s
     Returns:
         The package's ``__getattr__``, ``__dir__`` and ``__all__``.
     """
-    door = sys.modules[package]
-    stub = door.__spec__.loader.get_data(door.__file__ + "i")  # type: ignore[union-attr, operator]
-    modules = _list_stub(ast.parse(stub))
+    module = sys.modules[package]
+    stub = module.__spec__.loader.get_data(module.__file__ + "i")  # type: ignore[union-attr, operator]
+    origins = _list_stub(ast.parse(stub))
 
     def __getattr__(name: str) -> Any:  # noqa: N807 - becomes the package's
-        if name not in modules:
-            caller = sys._getframe(1).f_code.co_name  # noqa: SLF001 - nothing public says that an import asks
-            _refuse(package, name, is_import=caller == "_handle_fromlist")
-        if modules[name] == package:
-            found: Any = importlib.import_module(f"{package}.{name}")
+        if name not in origins:
+            caller = sys._getframe(1).f_code.co_name  # noqa: SLF001 - nothing public tells an import from an attribute
+            _raise_missing(package, name, is_import=caller == "_handle_fromlist")
+        if origins[name] == package:
+            value: Any = importlib.import_module(f"{package}.{name}")
         else:
-            found = getattr(importlib.import_module(modules[name]), name)
-        # the next use finds the name itself
-        return vars(door).setdefault(name, found)
+            value = getattr(importlib.import_module(origins[name]), name)
+        # Python finds the name in the package from now on, and does not call __getattr__
+        return vars(module).setdefault(name, value)
 
-    return __getattr__, lambda: sorted({*vars(door), *modules}), sorted(modules)
+    return __getattr__, lambda: sorted({*vars(module), *origins}), sorted(origins)
 
 
 def _list_stub(tree: ast.Module) -> dict[str, str]:
-    """Return the names that a stub offers, each with the module that it is imported from."""
+    """Return the names that a stub offers, each with the module that defines it."""
     return {
         alias.name: node.module
         for node in tree.body
@@ -60,35 +83,42 @@ def _list_stub(tree: ast.Module) -> dict[str, str]:
     }
 
 
-def _refuse(package: str, name: str, *, is_import: bool) -> NoReturn:
-    """Raise the error of a name that a package has not; if another module has it, with the line that imports it.
+def _raise_missing(package: str, name: str, *, is_import: bool) -> NoReturn:
+    """Raise the error for a name that a package lacks; it shows the import from the public module that has the name.
 
     Args:
-        is_import: Whether ``from PACKAGE import NAME`` asks, which gives an AttributeError a text of its own.
+        is_import: Whether ``from PACKAGE import NAME`` asks. Python replaces the text of an AttributeError then, so
+            an ImportError is raised.
     """
     text = f"module {package!r} has no attribute {name!r}"
-    is_private, is_module = name.startswith("_"), importlib.util.find_spec(f"{package}.{name}") is not None
-    if is_private or is_module or not (home := _find_home(name)):
+    public_module = _map_public_names().get(name) if name.isidentifier() and not name.startswith("_") else None
+    # Python imports a submodule only after a plain AttributeError
+    if public_module is None or importlib.util.find_spec(f"{package}.{name}") is not None:
         raise AttributeError(text)
-    text += f": from {home} import {name}"
+    text += f": from {public_module} import {name}"
     if is_import:
         raise ImportError(text, name=package)
-    raise AttributeError(text, name=None, obj=None)  # else Python adds the name that is spelt most like it
+    raise AttributeError(text, name=None, obj=None)  # with a name, Python would suggest one with a similar spelling
 
 
-def _find_home(name: str) -> str:
-    """Return the public module that has a name; ``""`` if none has. None is imported: it may take torch."""
-    for module in (f"{__package__}.{each}" for each in _PUBLIC):
-        spec = importlib.util.find_spec(module)
-        loader, path = spec.loader, spec.origin  # type: ignore[union-attr]
-        try:
-            offered: Collection[str] = _list_stub(ast.parse(loader.get_data(f"{path}i")))  # type: ignore[union-attr]
-        except OSError:  # it has no stub
-            tree = ast.parse(loader.get_data(path))  # type: ignore[union-attr]
-            lists = [
-                each for each in tree.body if isinstance(each, ast.Assign) and "__all__" in ast.dump(each.targets[0])
-            ]
-            offered = [each for found in lists for each in ast.literal_eval(found.value)]
-        if name in offered:
-            return module
-    return ""
+@functools.cache
+def _map_public_names() -> dict[str, str]:
+    """Return the first public module that offers each name."""
+    modules = [f"{__package__}.{name}" for name in reversed(_PUBLIC_MODULES)]  # of equal names, a dict keeps the last
+    return {name: module for module in modules for name in _list_offered(module)}
+
+
+def _list_offered(module: str) -> Collection[str]:
+    """Return the names in a module's stub; without a stub, those in its ``__all__``.
+
+    Reads source text and imports nothing, because an import would load torch.
+    """
+    spec = importlib.util.find_spec(module)
+    loader, path = spec.loader, spec.origin  # type: ignore[union-attr]
+    try:
+        return _list_stub(ast.parse(loader.get_data(f"{path}i")))  # type: ignore[union-attr]
+    except OSError:  # the module has no stub
+        tree = ast.parse(loader.get_data(path))  # type: ignore[union-attr]
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    lists = [ast.literal_eval(node.value) for node in assigned if ast.unparse(node.targets[0]) == "__all__"]
+    return [name for names in lists for name in names]

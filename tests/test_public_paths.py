@@ -158,6 +158,14 @@ def test_a_public_name_that_is_elsewhere_says_where() -> None:
         _ = package.no_such_name
 
 
+def test_a_name_that_is_none_is_only_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``hasattr`` says False of any text; the public modules are parsed once, and not for each name that is absent."""
+    package = importlib.import_module("shardckpt.manager")
+    assert [name for name in ("a.b", "settings.", "", "no name", "no_such_name") if hasattr(package, name)] == []
+    monkeypatch.setattr("shardckpt.lazy.ast.parse", None)
+    assert not hasattr(package, "no_other_name")
+
+
 def _ours(value: Any) -> bool:
     return (getattr(value, "__module__", None) or "").startswith("shardckpt")
 

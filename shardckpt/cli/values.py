@@ -101,15 +101,13 @@ def describe_statistics(statistics: Statistics) -> list[str]:
 
 def list_statistics(checkpoint: StoredCheckpoint, keys: Sequence[str]) -> list[Statistics | None]:
     """Return the statistics of tensors, read block by block; None of one whose dtype torch does not compute with."""
-    import torch
-
     from shardckpt.engine.display import show_progress
     from shardckpt.engine.progress import Progress
-    from shardckpt.maintenance.statistics import compute_statistics, has_numbers
+    from shardckpt.maintenance.statistics import compute_statistics, is_numeric
     from shardckpt.plugins.manager import get_plugin_manager
 
     tensors = [checkpoint[key] for key in keys]
-    chosen = {each.key for each in tensors if has_numbers(torch.empty(0, dtype=each.dtype, device="cpu"))}
+    chosen = {each.key for each in tensors if is_numeric(each.dtype)}
     total = sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors if each.key in chosen)
     with show_progress("inspect"):
         progress = Progress("inspect", "", total, get_plugin_manager())

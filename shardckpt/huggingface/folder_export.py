@@ -186,7 +186,7 @@ class FolderExport:
         tied = find_tied(config, self.plan.tensors)
         if tied is not None:
             self._check_tied(*tied, config.source)
-        return adapt_config(config, self.plan.tensors, is_cast=bool(self.plan.planned.cast))
+        return adapt_config(config, self.plan.tensors, add_dtype=bool(self.plan.planned.cast))
 
     def _check_tied(self, one: HubTensor, other: HubTensor, config: Path) -> None:
         """Raise if two tensors that the config says are one have other values."""

@@ -64,8 +64,11 @@ class FileLayout(NamedTuple):
         return max(tail.start + len(tail.data), self.tensors[-1].stop if self.tensors else 0)
 
     def find_tensor(self, at: int) -> int:
-        """Return the number of the tensor that has a byte of the file."""
-        return bisect_right(self.tensors, at, key=lambda span: span.start) - 1
+        """Return the number of the tensor that has a byte of the file; a byte of a header is an IndexError."""
+        number = bisect_right(self.tensors, at, key=lambda span: span.start) - 1
+        if number < 0 or at >= self.tensors[number].stop:
+            raise IndexError(f"byte {at} is of no tensor")
+        return number
 
 
 class FileTensor(NamedTuple):

@@ -19,7 +19,7 @@ from shardckpt.maintenance.diff_report import DiffReport, TensorDifference
 from shardckpt.maintenance.fingerprint_diff import find_same
 from shardckpt.maintenance.object_diff import diff_objects
 from shardckpt.maintenance.sources import Reading, have_same_bytes, list_unread_files, open_source
-from shardckpt.maintenance.statistics import has_numbers
+from shardckpt.maintenance.statistics import is_numeric
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.batches import batch_by_bytes
 from shardckpt.planning.boxes import Box, cut_box
@@ -275,7 +275,7 @@ class _Comparison:
             differs = None if is_same else self._find_different(first, second)
             # norms of a tensor that is here whole and equal are not shown, and cost as much as all else
             is_done = is_same and first.numel() == math.prod(one.tensor.global_shape)
-            if not is_done and has_numbers(first) and has_numbers(second):
+            if not is_done and is_numeric(first.dtype) and is_numeric(second.dtype):
                 one.norm = math.hypot(one.norm, _norm(_widen(first)))
                 # what is within the tolerances has changed, too
                 one.changed = math.hypot(one.changed, 0.0 if is_same else _norm(_subtract(first, second)))
@@ -292,9 +292,9 @@ class _Comparison:
     def _find_different(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
         """Return which elements differ of values whose dtypes or bits do; None if none does."""
         if first.dtype == second.dtype:
-            if not (self.rtol or self.atol) or not has_numbers(first):
+            if not (self.rtol or self.atol) or not is_numeric(first.dtype):
                 return (_view_bytes(first) != _view_bytes(second)).any(-1).view(first.shape)
-        elif not (has_numbers(first) and has_numbers(second)):
+        elif not (is_numeric(first.dtype) and is_numeric(second.dtype)):
             return torch.ones(first.shape, dtype=torch.bool, device="cpu") if first.numel() else None
         close = torch.isclose(_widen(first), _widen(second), rtol=self.rtol, atol=self.atol, equal_nan=True)
         return None if bool(close.all()) else ~close
@@ -344,7 +344,7 @@ def _norm(values: torch.Tensor) -> float:
 
 def _measure(first: torch.Tensor, second: torch.Tensor, differs: torch.Tensor) -> list[float]:
     """Return the largest absolute and relative difference of the elements that differ; none of dtypes without any."""
-    if not (has_numbers(first) and has_numbers(second)):
+    if not (is_numeric(first.dtype) and is_numeric(second.dtype)):
         return []
     one, other = first[differs], second[differs]
     absolute = _subtract(one, other).abs()

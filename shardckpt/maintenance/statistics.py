@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
     from shardckpt.engine.lazy import StoredTensor
 
-#: Bytes of a block; its values take up to eight times that as float64, and those that are finite as much again.
+#: Bytes of a block. Peak memory is about 18 times this for 1-byte dtypes: the block (1), its float64 copy (8), a mask
+#: (1) and the finite values (8).
 _BLOCK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of the values in a region; of a complex dtype, statistics of the absolute values.
+    """Statistics of the values in a region; of a complex dtype, of the absolute values, computed in float64.
 
     Attributes:
         count: The number of elements.
@@ -69,10 +70,10 @@ def compute_statistics(
         infs += int(values.isinf().sum())
         finite_count += finite.numel()
         if finite.numel():
-            # float64 would round integers beyond 2**53
-            comparable = block if _has_exact_extrema(block.dtype) else finite
-            minima.append(comparable.min().item())
-            maxima.append(comparable.max().item())
+            # integers are all finite, so the whole block is comparable; float64 would round those beyond 2**53
+            for_extrema = block if _has_exact_extrema(block.dtype) else finite
+            minima.append(for_extrema.min().item())
+            maxima.append(for_extrema.max().item())
             sums.append(finite.sum().item())
             norms.append(finite.norm().item())
     return Statistics(
@@ -86,24 +87,26 @@ def compute_statistics(
     )
 
 
-def has_numbers(values: torch.Tensor) -> bool:
-    """Return whether torch can convert the values to float64; it cannot for packed dtypes, such as float4."""
+def is_numeric(dtype: torch.dtype) -> bool:
+    """Return whether torch computes with values of a dtype; it does not for packed dtypes, such as float4."""
     try:
-        values[:0].double() if values.dim() else values.double()  # the dtype decides: no value need be converted
+        # an empty tensor would be converted from any dtype; complex128, because float64 would warn of complex dtypes
+        torch.empty(1, dtype=dtype, device="cpu").to(torch.complex128)
     except (RuntimeError, TypeError):
         return False
     return True
 
 
 def _to_float64(stored: StoredTensor, block: torch.Tensor) -> torch.Tensor:
-    """Return a block's values, absolute ones of a complex dtype, as a flat tensor of float64."""
+    """Return a block's values, flattened, in float64; of a complex dtype, the absolute values."""
     try:
-        values = block.abs() if block.dtype.is_complex else block
-        return values.to(torch.float64).flatten()
+        # in complex128, because the absolute value of a finite complex64 may be beyond float32
+        values = block.to(torch.complex128).abs() if block.dtype.is_complex else block.to(torch.float64)
     except (RuntimeError, TypeError) as exc:  # packed dtypes, such as float4
         raise CheckpointingException(
             f"{stored.key!r} has no statistics: torch does not convert {stored.dtype} to numbers ({exc})"
         ) from exc
+    return values.flatten()
 
 
 def _sum_exactly(sums: Sequence[float]) -> float:

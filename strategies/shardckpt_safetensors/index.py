@@ -25,14 +25,14 @@ from shardckpt.planning import Table, are_full, find_untiled, list_rows, make_bo
 from shardckpt.storage import LENGTH_BYTES, Columns, ParseCache, check_file_name, header_length
 from shardckpt.strategy import StoredColumns, find_error
 from shardckpt_safetensors.index_columns import (
-    COUNTABLE,
-    are_countable,
-    count_elements,
+    SIZE_LIMIT,
+    are_below_limit,
+    check_column,
     find_limits,
+    multiply_sizes,
     read_column,
     read_tensors,
     read_unchecked,
-    require,
 )
 from shardckpt_safetensors.index_header import parse_header
 from shardckpt_safetensors.index_names import BLOCK_SCALES, COMMON_FILE, FEATURE, HEADER, INDEX_FILE, UNALIGNED
@@ -93,11 +93,11 @@ class StoredIndex(ChunkIndex):
         tensors = read_tensors(columns, strings, self.header.dtypes)
         self._boxes: _Columns | IndexParts
         if FEATURE in self.header.required_features:
-            require(not tensors.keys, "tensor", "has rows, and the index is in parts")
+            check_column(not tensors.keys, "tensor", "has rows, and the index is in parts")
             if reader is None:
                 raise CorruptCheckpointError("it is in parts, which are in other files")
             parts = _list_parts(columns, strings)
-            require(not {name for name, _ in parts} & {*self.files}, "part", "has a data file")
+            check_column(not {name for name, _ in parts} & {*self.files}, "part", "has a data file")
             self._boxes = IndexParts(parts, reader, self._align)
             tensors = self._boxes.tensors
         else:
@@ -235,9 +235,10 @@ class StoredIndex(ChunkIndex):
         offset, extent, file, start = boxes.take(which)
         table = Table(spec, offset, extent)
         itemsizes = make_column([self.dtypes[number].itemsize for number in numbers.tolist()])
-        if not are_countable(torch.cat([self._extents[numbers].long(), itemsizes.view(-1, 1)], 1)):
-            many = count_elements(self._extents[numbers]) * itemsizes >= COUNTABLE
-            self._refuse(many, lambda: numbers, "has a shape of too many bytes")
+        sizes = torch.cat([self._extents[numbers].long(), itemsizes.view(-1, 1)], 1)
+        if not are_below_limit(sizes):
+            too_many = multiply_sizes(sizes) >= SIZE_LIMIT
+            self._refuse(too_many, lambda: numbers, "has a shape of too many bytes")
         volume = self._check_boxes(table, numbers, is_all=is_all)
         chunks = Chunks(
             table,
@@ -444,7 +445,7 @@ def _list_parts(columns: Columns, strings: Strings) -> list[tuple[str, int]]:
     names = strings.get(read_column(columns, "part", (-1,), len(strings)).tolist())
     for name in names:
         _check_data_name(name)
-    require(len({*names}) == len(names), "part", "has a file twice")
+    check_column(len({*names}) == len(names), "part", "has a file twice")
     return list(zip(names, read_column(columns, "part_head", (len(names),)).tolist(), strict=True))
 
 

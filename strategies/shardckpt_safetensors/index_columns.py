@@ -1,4 +1,4 @@
-"""The columns of the index: read one by one, and those of tensors together; names and shapes when they are needed."""
+"""Read and check the columns of the index; names, dtypes and shapes are decoded on first use."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ if TYPE_CHECKING:
     from shardckpt.storage import Columns
     from shardckpt_safetensors.names import Strings
 
-_MOST_AXES = 64
-#: What the bytes of a tensor, sizes of 0 left out, must be below. Floats compute products up to here exactly.
-COUNTABLE = 2.0**53
+_MAX_AXES = 64
+#: Upper bound on a tensor's bytes (a size of 0 counted as 1): products below 2**53 are exact in float64. The elements
+#: are compared here when an index is opened, the bytes in ``index.py`` when boxes are read.
+SIZE_LIMIT = 2.0**53
 
 
 class TensorColumns(NamedTuple):
     """The tensors of an index, in columns.
 
     Attributes:
-        keys: Their names.
-        shapes: Their global shapes.
-        axes: Their numbers of axes, of shape (tensors,).
-        extents: Their shapes, of shape (tensors, axes), with 1 along the axes that a tensor does not have.
+        keys: The names of the tensors, decoded on first use.
+        dtypes: The dtypes, decoded on first use.
+        shapes: The global shapes, decoded on first use.
+        axes: The numbers of axes: integers of the stored dtype, of shape (tensors,).
+        extents: The global shapes as a matrix: integers of the stored dtype, of shape (tensors, most axes). A row of a
+            tensor with fewer axes ends with ones.
         bounds: int64 of shape (tensors + 1,): the boxes of tensor ``n`` are rows ``bounds[n]`` to ``bounds[n + 1]``.
     """
 
@@ -45,24 +48,29 @@ class TensorColumns(NamedTuple):
 
 
 def read_tensors(columns: Columns, strings: Strings, dtypes: Sequence[str]) -> TensorColumns:
-    """Return the tensors of a file: names, dtypes and shapes are decoded when they are asked for."""
-    pairs = read_column(columns, "tensor", (-1, 2), len(strings))
-    count = len(pairs)
-    codes = read_column(columns, "tensor_dtype", (count,), len(dtypes))
-    axes = read_column(columns, "tensor_axes", (count,), _MOST_AXES + 1)
-    least, width = find_limits(axes) if count else (0, 0)
-    extents = read_column(columns, "tensor_shape", (count, width))
-    if least < width:
-        lacked = torch.arange(width, device="cpu") >= axes.view(-1, 1)
-        require(bool((~lacked | (extents == 1)).all()), "tensor_shape", "has a size of an axis too many")
-    require(are_countable(extents), "tensor_shape", "has too many elements")
+    """Return the tensors of a file, after a check of all columns that need no decoding.
+
+    Args:
+        strings: The strings of the file, two of which make a tensor's name.
+        dtypes: The names of dtypes in the file's header, which the column ``tensor_dtype`` numbers.
+    """
+    name_pairs = read_column(columns, "tensor", (-1, 2), len(strings))
+    count = len(name_pairs)
+    dtype_numbers = read_column(columns, "tensor_dtype", (count,), len(dtypes))
+    axes = read_column(columns, "tensor_axes", (count,), _MAX_AXES + 1)
+    fewest, most = find_limits(axes) if count else (0, 0)
+    extents = read_column(columns, "tensor_shape", (count, most))
+    if fewest < most:
+        is_axis = torch.arange(most, device="cpu") < axes.view(-1, 1)
+        check_column(bool((is_axis | (extents == 1)).all()), "tensor_shape", "has a size of an axis too many")
+    check_column(are_below_limit(extents), "tensor_shape", "has too many elements")
     ends = read_column(columns, "tensor_end", (count,)).long()
     bounds = torch.cat([ends.new_zeros(1), ends])
-    require(bool((bounds[:-1] <= bounds[1:]).all()), "tensor_end", "does not ascend")
+    check_column(bool((bounds[:-1] <= bounds[1:]).all()), "tensor_end", "does not ascend")
     return TensorColumns(
-        Lazy(count, lambda: strings.names("tensor", pairs)),
-        Lazy(count, lambda: _parse_dtypes(dtypes, codes)),
-        Lazy(count, lambda: _trim(extents, axes)),
+        Lazy(count, lambda: strings.names("tensor", name_pairs)),
+        Lazy(count, lambda: _decode_dtypes(dtypes, dtype_numbers)),
+        Lazy(count, lambda: _decode_shapes(extents, axes)),
         axes,
         extents,
         bounds,
@@ -70,9 +78,9 @@ def read_tensors(columns: Columns, strings: Strings, dtypes: Sequence[str]) -> T
 
 
 def join_tensors(parts: Sequence[TensorColumns]) -> TensorColumns:
-    """Return the tensors of several files, whose boxes follow each other in the same order."""
-    count, width = sum(len(part.keys) for part in parts), max((part.extents.shape[1] for part in parts), default=0)
-    extents = torch.ones(count, width, dtype=torch.int64, device="cpu")
+    """Return the tensors of several files as one index; the boxes follow each other in the same order."""
+    count, most = sum(len(part.keys) for part in parts), max((part.extents.shape[1] for part in parts), default=0)
+    extents = torch.ones(count, most, dtype=torch.int64, device="cpu")
     bounds = torch.zeros(count + 1, dtype=torch.int64, device="cpu")
     first = boxes = 0
     for part in parts:
@@ -91,23 +99,25 @@ def join_tensors(parts: Sequence[TensorColumns]) -> TensorColumns:
 
 
 def read_column(columns: Columns, name: str, shape: Ints, below: int | None = None) -> torch.Tensor:
-    """Return a column in its stored dtype, uint8 to int64, after a check of its values.
+    """Return a column in its stored dtype, uint8 to int64, after a check of its shape and values.
 
-    The file must have it, in the given shape; -1 stands for any size.
+    Args:
+        shape: The expected shape; -1 stands for any size.
+        below: What every value must be less than. No value may be negative.
     """
-    found = read_unchecked(columns, name, shape)
-    low, high = find_limits(found)
+    column = read_unchecked(columns, name, shape)
+    low, high = find_limits(column)
     if low < 0:
         raise CorruptCheckpointError(f"its column {name!r} has {low}")
     if below is not None and high >= below:
         raise CorruptCheckpointError(f"its column {name!r} has {high}, expected less than {below}")
-    return found
+    return column
 
 
 def find_limits(column: torch.Tensor) -> tuple[int, int]:
-    """Return the smallest and the largest value; 0 and -1 if there is none."""
+    """Return the smallest and the largest value of a column; 0 and -1 if the column is empty."""
     count = column.numel()
-    if count <= FEW:
+    if count <= FEW:  # for a few values, Python is faster than a call of torch
         values: list[int] = column.view(-1).tolist() if count else []
         return min(values, default=0), max(values, default=-1)
     low, high = column.aminmax()
@@ -115,40 +125,42 @@ def find_limits(column: torch.Tensor) -> tuple[int, int]:
 
 
 def read_unchecked(columns: Columns, name: str, shape: Ints) -> torch.Tensor:
-    """Return a column in its stored dtype, whatever its values; the arguments are those of :func:`read_column`."""
-    found = columns.stored(name)
-    actual = found.shape
+    """Return a column after a check of its shape alone; the arguments are those of :func:`read_column`."""
+    column = columns.stored(name)
+    actual = column.shape
     if len(actual) != len(shape) or any(size not in (-1, has) for size, has in zip(shape, actual, strict=True)):
         expected = ", ".join("any" if size < 0 else str(size) for size in shape)
         raise CorruptCheckpointError(f"its column {name!r} is of shape {tuple(actual)}, expected ({expected})")
-    return found
+    return column
 
 
-def are_countable(extents: torch.Tensor) -> bool:
-    """Return whether tensors have few enough elements, sizes of 0 left out, to count them exactly."""
-    if not len(extents):
+def are_below_limit(sizes: torch.Tensor) -> bool:
+    """Return whether the product of each row of sizes, of shape (tensors, sizes), is below ``SIZE_LIMIT``."""
+    if not len(sizes):
         return True
-    # the largest size of each axis first: with those no tensor has more
-    largest = math.prod(max(size, 1) for size in extents.amax(0).tolist())
-    return largest < COUNTABLE or bool((count_elements(extents) < COUNTABLE).all())
+    # the largest size of each column bounds all products, mostly far below the limit
+    bound = math.prod(max(size, 1) for size in sizes.amax(0).tolist())
+    return bound < SIZE_LIMIT or bool((multiply_sizes(sizes) < SIZE_LIMIT).all())
 
 
-def count_elements(extents: torch.Tensor) -> torch.Tensor:
-    """Return the products of sizes as floats, sizes of 0 left out."""
-    return extents.clamp(min=1).double().prod(1)
+def multiply_sizes(sizes: torch.Tensor) -> torch.Tensor:
+    """Return the product of each row of sizes as float64; a size of 0 counts as 1."""
+    return sizes.clamp(min=1).double().prod(1)
 
 
-def require(fine: bool, name: str, fault: str) -> None:
-    """Raise CorruptCheckpointError with the fault of a column unless all is fine."""
-    if not fine:
+def check_column(is_sound: bool, name: str, fault: str) -> None:
+    """Raise CorruptCheckpointError with the fault of a column unless the column is sound."""
+    if not is_sound:
         raise CorruptCheckpointError(f"its column {name!r} {fault}")
 
 
-def _parse_dtypes(names: Sequence[str], codes: torch.Tensor) -> list[torch.dtype]:
-    found = codes.tolist()
-    known = {code: parse_dtype(names[code]) for code in set(found)}
-    return [known[code] for code in found]
+def _decode_dtypes(names: Sequence[str], numbers: torch.Tensor) -> list[torch.dtype]:
+    """Return the dtype of each tensor by the number of its name; each name is parsed once."""
+    listed = numbers.tolist()
+    dtypes = {number: parse_dtype(names[number]) for number in set(listed)}
+    return [dtypes[number] for number in listed]
 
 
-def _trim(extents: torch.Tensor, axes: torch.Tensor) -> list[Ints]:
+def _decode_shapes(extents: torch.Tensor, axes: torch.Tensor) -> list[Ints]:
+    """Return the global shape of each tensor: its row of the matrix, as far as it has axes."""
     return [tuple(row[:count]) for row, count in zip(extents.tolist(), axes.tolist(), strict=True)]

@@ -15,7 +15,7 @@ from shardckpt.errors import CorruptCheckpointError
 from shardckpt.planning import Table, list_rows, make_bounds, make_column, make_matrix, number_groups, sort_unique
 from shardckpt.storage import INTEGERS, LENGTH_BYTES, Columns, header_length, narrow_dtype, pack_columns, parse_json
 from shardckpt_safetensors.dtypes import dtype_name
-from shardckpt_safetensors.index_columns import join_tensors, read_column, read_tensors, require
+from shardckpt_safetensors.index_columns import check_column, join_tensors, read_column, read_tensors
 from shardckpt_safetensors.index_names import HEADER
 from shardckpt_safetensors.names import Strings, StringTable
 
@@ -257,14 +257,14 @@ class _PartFile:
         self.tensors = read_tensors(columns, strings, header.dtypes)
         self.count, self.rows = len(self.tensors.keys), int(self.tensors.bounds[-1])
         axes = self.tensors.extents.shape[1]
-        require(set(header.row) <= _DTYPES.keys(), "box", f"has fields of {header.row!r:.100}")
+        check_column(set(header.row) <= _DTYPES.keys(), "box", f"has fields of {header.row!r:.100}")
         self._kinds = [_DTYPES[name] for name in header.row]
         self._sizes = [kind.itemsize * cells for kind, cells in zip(self._kinds, (axes, axes, 1, 1), strict=True)]
         self.width = sum(self._sizes)
         self.page_rows, self.pages = header.page, -(-self.rows // header.page)
         kind, shape, start, stop = columns.locate("box")
-        require((kind, tuple(shape)) == ("U8", (self.rows, self.width)), "box", f"is of {kind} and shape {shape}")
-        require(
+        check_column((kind, tuple(shape)) == ("U8", (self.rows, self.width)), "box", f"is of {kind} and shape {shape}")
+        check_column(
             (start, stop) == (self.head, size), "box", f"has bytes {start} to {stop}, expected {self.head} to {size}"
         )
         self.offset = read_column(columns, "page_offset", (self.pages, axes))

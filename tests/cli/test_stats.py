@@ -39,6 +39,15 @@ def test_inspect_has_the_statistics_of_each_tensor(tmp_path: Path, capsys: pytes
     assert (found["a"]["statistics"]["nans"], found["b"]["statistics"]["mean"]) == (1, 1.0)
 
 
+def test_a_packed_dtype_has_no_statistics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Torch converts no element of it to a number: the other tensors have theirs."""
+    packed = torch.arange(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    _save(tmp_path / "c", a=torch.tensor([3.0, -4.0]), p=packed)
+    assert main(["inspect", str(tmp_path / "c"), "--stats", "--json"]) == 0
+    found: dict[str, Any] = {each["key"]: each for each in json.loads(capsys.readouterr().out)["tensors"]}
+    assert (found["a"]["statistics"]["norm"], found["p"].get("statistics")) == (5.0, None)
+
+
 def test_statistics_of_no_tensor_are_a_table_without_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,7 @@ def test_a_json_file_that_no_engine_reads_is_damage(tmp_path: Path, name: str, t
     code, found = _found(folder)
     assert code == (DAMAGED if is_damage else INTACT)
     assert (f"{name} is damaged" in found.get(name, "")) == is_damage
-    assert "which are float32, as bfloat16" in found["config.json"]
+    assert "config says bfloat16, and the weights are float32" in found["config.json"]
 
 
 def test_a_fault_of_the_config_hides_no_note(
@@ -109,7 +109,7 @@ def test_a_fault_of_the_config_hides_no_note(
     assert main(["verify", str(folder)]) == DAMAGED
     out = capsys.readouterr().out
     assert "has 8 rows" in out
-    assert "which are float32, as bfloat16" in out
+    assert "config says bfloat16, and the weights are float32" in out
     (line,) = (line for line in out.splitlines() if "extra.safetensors" in line)
     assert "vLLM and SGLang load it, too" in line
     assert "\033" not in line
@@ -136,7 +136,7 @@ def test_a_config_with_another_dtype_is_said(tmp_path: Path) -> None:
     """Engines cast the weights as the config says: no damage, but a note; so is that no class was asked."""
     code, found = _found(_folder(tmp_path / "hf", {"dtype": "bfloat16", "vocab_size": 8}))
     assert code == INTACT
-    assert "which are float32, as bfloat16" in found["config.json"]
+    assert "config says bfloat16, and the weights are float32" in found["config.json"]
     assert "names and shapes were not compared: it names no class" in found["config.json"]
     assert _found(_folder(tmp_path / "other" / "hf")) == (INTACT, {"model.safetensors": ""})
 

@@ -89,6 +89,16 @@ def test_each_kind_of_difference_is_named(tmp_path: Path) -> None:
     assert (zero.different, zero.max_absolute, zero.max_relative) == (1, 0.0, 0.0)  # the bits differ
 
 
+def test_a_packed_dtype_is_compared_by_its_bytes(tmp_path: Path) -> None:
+    """Torch converts no element of it to a number: it has no norm, and no distance."""
+    codes = torch.arange(8, dtype=torch.uint8)
+    for name, values in (("one", codes), ("two", codes.flip(0))):
+        save_values(tmp_path / name, {"w": values.view(torch.float4_e2m1fn_x2)})
+    (found,) = diff_checkpoints(tmp_path / "one", tmp_path / "two").differences
+    assert (found.kind, found.elements, found.different, found.index) == ("values", 8, 8, (0,))
+    assert (found.max_absolute, found.relative_norm) == (None, None)
+
+
 def test_dtypes_alone_are_no_difference_if_they_are_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Values that a cast keeps are equal, with a count of them; what a cast has rounded still differs."""
     values = {"kept": torch.arange(8.0), "rounded": torch.tensor([1.0, 0.1]), "same": torch.ones(2)}

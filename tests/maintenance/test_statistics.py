@@ -38,7 +38,7 @@ def test_statistics_do_not_depend_on_the_blocks(tmp_path: Path, monkeypatch: pyt
     with dc.open_checkpoint(tmp_path / "c") as checkpoint:
         for key, tensor in TENSORS.items():
             found = compute_statistics(checkpoint[key])
-            values = (tensor.abs() if tensor.is_complex() else tensor).double()
+            values = tensor.to(torch.complex128).abs() if tensor.is_complex() else tensor.double()
             finite = values[values.isfinite()]
             assert (found.count, found.nans) == (tensor.numel(), int(values.isnan().sum()))
             assert found.norm == pytest.approx(finite.norm().item())
@@ -72,3 +72,14 @@ def test_a_sum_beyond_float64_is_no_error(tmp_path: Path, monkeypatch: pytest.Mo
     assert (found.minimum, found.maximum) == (min(values), max(values))
     assert found.mean is not None
     assert not math.isfinite(found.mean)
+
+
+def test_a_finite_complex_value_is_finite(tmp_path: Path) -> None:
+    """Its absolute value may be beyond the dtype of its parts, and is computed in float64."""
+    tensor = torch.tensor([3e38 + 3e38j, 0], dtype=torch.complex64)
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / "c")
+    with dc.open_checkpoint(tmp_path / "c") as checkpoint:
+        found = compute_statistics(checkpoint["w"])
+    length = abs(complex(tensor[0]))
+    assert (found.infs, found.minimum, found.maximum) == (0, 0.0, pytest.approx(length))
+    assert (found.mean, found.norm) == (pytest.approx(length / 2), pytest.approx(length))

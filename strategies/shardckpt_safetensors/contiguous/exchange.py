@@ -137,7 +137,7 @@ def assign_owners(
     is_large = [start < layout.files[file].rest for file, start in layout.places]
     # of a payload in ranges, an owner gets the ends of the ranges alone
     sizes = [
-        (PAGE if in_ranges[payload.tensor] else payload.nbytes) if large else 0
+        (PAGE if in_ranges[payload.tensor_number] else payload.nbytes) if large else 0
         for payload, large in zip(layout.payloads, is_large, strict=True)
     ]
     rests = [file.size - file.rest + len(file.frame[0].data) for file in layout.files]
@@ -181,7 +181,7 @@ def _plan_local(
     """Return the views of what this rank has, what it writes from them, and what goes to each owner."""
     payloads: list[list[int]] = [[] for _ in layout.tensors]
     for number, payload in enumerate(layout.payloads):
-        payloads[payload.tensor].append(number)
+        payloads[payload.tensor_number].append(number)
     views: list[View] = []
     writes: list[Write] = []
     messages: dict[int, list[Message]] = {}
@@ -215,7 +215,7 @@ def _plan_local(
 
 
 def _make_write(layout: FolderLayout, file: int, offset: int, source: int, start: int, stop: int) -> Write:
-    return Write(file, offset, source, start, stop, *layout.segments(file, offset, offset + stop - start))
+    return Write(file, offset, source, start, stop, *layout.cut_range(file, offset, offset + stop - start))
 
 
 def _pack(messages: Sequence[Message]) -> bytes:
@@ -259,7 +259,7 @@ def _plan_buffers(layout: FolderLayout, messages: Sequence[Message]) -> list[Buf
 
 
 def _make_error(layout: FolderLayout, number: int) -> ShardingError:
-    key = layout.tensors[layout.payloads[number].tensor].key
+    key = layout.tensors[layout.payloads[number].tensor_number].key
     return ShardingError(
         f"the shards of all ranks do not fill 1 tensor exactly: {key!r}; save with validate_access_integrity=True to "
         "see which regions"
@@ -352,6 +352,6 @@ def _fill(
     if message.box is None:
         rest[: message.nbytes] = values
         return
-    itemsize = layout.tensors[payload.tensor].dtype.itemsize
+    itemsize = layout.tensors[payload.tensor_number].dtype.itemsize
     whole = rest[: payload.nbytes].view(*payload.box.shape, itemsize)
     whole[message.box.within(payload.box)] = values.view(*message.box.shape, itemsize)

@@ -101,7 +101,7 @@ class ContiguousPlan:
         tensors, payloads = layout.tensors, layout.payloads
         axes = max((len(shape) for shape in (*items.shapes, *(info.shape for info in tensors))), default=0)
         contiguous = Table(
-            make_column([payload.tensor + len(items.keys) for payload in payloads]),
+            make_column([payload.tensor_number + len(items.keys) for payload in payloads]),
             make_matrix([payload.box.offset for payload in payloads], axes, 0),
             make_matrix([payload.box.shape for payload in payloads], axes, 1),
         )
@@ -110,7 +110,7 @@ class ContiguousPlan:
         places = make_matrix(layout.places, 2, 0)
         places[:, 0] += len(files)
         locations: dict[str, Column] = {
-            "files": [*files, *layout.names],
+            "files": [*files, *layout.file_names],
             "boxes": torch.cat([boxes, places]),
             "objects": columns.integers("objects"),
         }
@@ -126,8 +126,8 @@ class ContiguousPlan:
 
     def small_files(self, options: ContiguousOptions) -> dict[str, bytes]:
         """Return the files that only the main rank writes: the index of the folder, and copies of other files."""
-        tensors = [payload.written for payload in self.layout.payloads]
-        others = {HUB_INDEX: self.layout.weights_index(), **{path.name: read_asset(path) for path in options.assets}}
+        tensors = [payload.hub_tensor for payload in self.layout.payloads]
+        others = {HUB_INDEX: self.layout.encode_index(), **{path.name: read_asset(path) for path in options.assets}}
         config = find_config(options.assets)
         if config is not None:
             refuse_codes(tensor.name for tensor in tensors)
@@ -140,7 +140,7 @@ class ContiguousPlan:
                     pair[0].name,
                     pair[1].name,
                 )
-            adapted = adapt_config(config, tensors, is_cast=False, refuses=False)
+            adapted = adapt_config(config, tensors, add_dtype=False, raise_on_vocabulary=False)
             others |= {} if adapted is None else {CONFIG: adapted}
         return others
 
@@ -202,9 +202,9 @@ def plan_contiguous(
     exchange = plan_exchange(layout, boxes, flags, owners, comm, shared=shared)
     with comm.local_phase("laying out contiguous tensors"):
         keys = [tensors[boxes.spec[view.item]].key for view in exchange.views]
-        keys += [f"contiguous tensors of {layout.names[buffer.file]}" for buffer in exchange.buffers]
+        keys += [f"contiguous tensors of {layout.file_names[buffer.file]}" for buffer in exchange.buffers]
         heads = {n: file.frame[0].data for n, file in enumerate(layout.files) if of_files[n] == comm.rank}
-        files = [(name, file.size) for name, file in zip(layout.names, layout.files, strict=True)]
+        files = [(name, file.size) for name, file in zip(layout.file_names, layout.files, strict=True)]
         viewed = Boxes(
             [items.boxes.spec[view.item] for view in exchange.views],
             [view.box.offset for view in exchange.views],
@@ -273,22 +273,23 @@ def _split_tensors(
     It is a ShardingError if one that must be cannot, or two would have one name.
     """
     found: dict[str, list[tuple[HubTensor, Box]]] = {}
-    names: dict[str, str] = {}
+    keys: dict[str, str] = {}  # by the name in the folder
     for info in tensors:
         check_names([info.key])
         split = split_tensor(info, sections.model, options.mapping)
-        if isinstance(split, list):
-            found[info.key] = split
-            for written, _ in split:
-                if (other := names.setdefault(written.name, info.key)) != info.key:
-                    raise ShardingError(
-                        f"{info.key!r} and {other!r} would both be {written.name!r} in the folder: "
-                        "give one of them layout='boxes', or another mapping"
-                    )
-        elif options.choose(info.key, sections) == "contiguous":
+        if split.obstacle and options.choose(info.key, sections) == "contiguous":
             raise ShardingError(
-                f"tensor {info.key!r} cannot be stored contiguously: it {split}; give it the layout 'boxes', or 'auto'"
+                f"tensor {info.key!r} cannot be stored contiguously: it {split.obstacle}; give it the layout 'boxes', "
+                "or 'auto'"
             )
+        if split.parts:
+            found[info.key] = split.parts
+        for hub_tensor, _ in split.parts:
+            if (other := keys.setdefault(hub_tensor.name, info.key)) != info.key:
+                raise ShardingError(
+                    f"{info.key!r} and {other!r} would both be {hub_tensor.name!r} in the folder: "
+                    "give one of them layout='boxes', or another mapping"
+                )
     return found
 
 
