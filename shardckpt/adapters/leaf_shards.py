@@ -1,4 +1,4 @@
-"""Describe leaves that a job saves again and again: anew only if one has another shape, dtype or sharding."""
+"""Describe the leaves that each save of a job has; reuse descriptions while shapes, dtypes and shardings stay."""
 
 from __future__ import annotations
 
@@ -23,23 +23,32 @@ if TYPE_CHECKING:
 
     from shardckpt.mapping.base import Replicated
 
-#: Classes whose shards follow from a :class:`_Signature`; with a leaf of another, all are described in each save.
+#: Classes of leaves whose shards a :class:`_Signature` determines. A leaf of another class stops the reuse of them all.
 _CLASSES = frozenset((*ORDINARY, DTensor))
 
 
-class _Signature(NamedTuple):
-    """What the shards of leaves follow from. Leaves with an equal signature have the same shards, with other data.
+class _Options(NamedTuple):
+    """The arguments of a description: see :meth:`LeafShards.describe`."""
 
-    Layouts and strides are not in it: a save refuses a leaf that is not strided, and stores any strides alike.
+    prefix: str
+    replicated: Replicated
+    unchecked: AbstractSet[str]
+
+
+class _Signature(NamedTuple):
+    """All that determines the shards of leaves. Leaves with equal signatures have equal shards, with other data.
+
+    A signature has no layouts and strides: a save refuses a leaf that is not strided, and stores any strides alike.
 
     Attributes:
         names: The names of the leaves.
         is_dtensor: Whether each leaf is a DTensor.
-        specs: The DTensorSpec of each DTensor: its mesh, placements, shape and dtype. torch replaces this object, and
-            does not change it. A local tensor whose shape or dtype does not follow from it is refused by the save.
+        specs: The DTensorSpec of each DTensor: its mesh, placements, shape and dtype. torch replaces a spec, and never
+            changes one. The save refuses a local tensor that contradicts its spec.
         shapes: The shape of each other leaf.
         dtypes: The dtype of each other leaf.
-        options: The arguments of the description, this rank and the number of ranks.
+        options: The arguments of the description.
+        ranks: This rank and the number of ranks: descriptions have both, and a job may make another group.
     """
 
     names: list[str]
@@ -47,32 +56,34 @@ class _Signature(NamedTuple):
     specs: list[Any]
     shapes: list[torch.Size]
     dtypes: list[torch.dtype]
-    options: tuple[Any, ...]
+    options: _Options
+    ranks: tuple[int, int]
 
     def equals(self, other: _Signature) -> bool:
-        """Return whether leaves of the other signature have the same shards."""
+        """Return whether leaves of the other signature have equal shards."""
         return (
-            self.names == other.names  # the same list, where the caller has compared them
+            self.names == other.names
             and self.is_dtensor == other.is_dtensor
             and all(map(is_, self.specs, other.specs))
             and self.shapes == other.shapes
             and self.dtypes == other.dtypes
             and self.options == other.options
+            and self.ranks == other.ranks
         )
 
 
 class LeafShards:
-    """Describes the leaves of a state in each save; reuses the last save's shards if the leaves have not changed.
+    """Describes the leaves of a state in each save; reuses the last save's shards while the signature stays equal.
 
     To describe 20,000 tensors takes several times as long as to copy them. Between two saves the shards have no data:
-    it would stay in memory when the model is gone.
+    shards with data would keep a model's memory after the model is gone.
 
-    For saves only: a load would return plain tensors where a module has DTensors.
+    For saves only: a load by these shards would return plain tensors where a module has DTensors.
     """
 
     def __init__(self) -> None:
         self._signature: _Signature | None = None
-        #: The shard of each leaf by name; None for a leaf that is described in each save.
+        #: The reusable shard of each leaf by name; None for a leaf that is described in each save.
         self._shards: dict[str, ShardedTensor | None] = {}
 
     def describe(
@@ -80,15 +91,15 @@ class LeafShards:
     ) -> dict[str, Any]:
         """Return the shards of leaves by name, each as :func:`describe_leaf` makes it, with factories built.
 
-        A leaf that is several boxes has a list of shards. They share the leaves' memory: use them until
+        A leaf that is several boxes has a list of shards. Shards share the leaves' memory: use them until
         :meth:`release`.
         """
-        names, values, options = list(leaves), list(leaves.values()), (prefix, replicated, unchecked)
+        names, values, options = list(leaves), list(leaves.values()), _Options(prefix, replicated, unchecked)
         shards = self.reuse(names, values, *options)
         if shards is None:
             signature, local_tensors = _read_signature(names, values, options)
-            self._signature, self._shards = None, {}  # kept only if no leaf is refused
-            shards = _describe_each(leaves, *options)
+            self._signature, self._shards = None, {}  # describing may raise: then nothing is reusable
+            shards = _describe_each(leaves, options)
             if signature is not None:
                 self._keep(signature, local_tensors, shards)
         return shards
@@ -101,32 +112,34 @@ class LeafShards:
         replicated: Replicated,
         unchecked: AbstractSet[str] = frozenset(),
     ) -> dict[str, Any] | None:
-        """Return what :meth:`describe` does, with the shards of the last save; None if leaves have changed since.
+        """Return what :meth:`describe` does, with the shards of the last save; None if the signature has changed.
 
-        The arguments are those of that method, with the names and the leaves in two lists.
+        The arguments are those of :meth:`describe`, with the names and the leaves in two lists.
         """
         if self._signature is None or names != self._signature.names:
             return None
-        options = (prefix, replicated, unchecked)
+        options = _Options(prefix, replicated, unchecked)
         signature, local_tensors = _read_signature(names, leaves, options)
         if signature is None or not signature.equals(self._signature):
             return None
-        described_anew: dict[str, Any] = {}
-        for name, leaf, shard, local in zip(names, leaves, self._shards.values(), local_tensors, strict=True):
-            if shard is None:
-                described_anew[name] = leaf
-            else:
+        shards = self._shards.values()
+        # describing may raise: the other shards have no data then
+        described = _describe_each(
+            {name: leaf for name, leaf, shard in zip(names, leaves, shards, strict=True) if shard is None}, options
+        )
+        for shard, local in zip(shards, local_tensors, strict=True):
+            if shard is not None:
                 shard.data = local.detach() if local.requires_grad else local  # to detach takes longer than to ask
-        return self._shards | _describe_each(described_anew, *options)
+        return self._shards | described
 
     def release(self) -> None:
-        """Let go of the tensors; what :meth:`describe` has returned must not be used any more."""
+        """Let go of the tensors; the shards that :meth:`describe` returned are of no use from then on."""
         for shard in self._shards.values():
             if shard is not None:
                 shard.data = None
 
     def _keep(self, signature: _Signature, local_tensors: list[torch.Tensor], described: dict[str, Any]) -> None:
-        """Keep the shards for the next save, except of leaves whose local tensor is not the data of one shard."""
+        """For the next save, keep the shard of each leaf whose whole local tensor is the data of that shard."""
         self._signature = signature
         self._shards = {
             name: shard if type(shard) is ShardedTensor and _holds_all(shard, local) else None
@@ -137,33 +150,33 @@ class LeafShards:
 
 
 def _read_signature(
-    names: list[str], leaves: list[Any], options: tuple[Any, ...]
+    names: list[str], leaves: list[Any], options: _Options
 ) -> tuple[_Signature | None, list[torch.Tensor]]:
-    """Return the signature of leaves and their local tensors; None if the shards of a leaf do not follow from one."""
+    """Return the signature of leaves and their local tensors; (None, []) if each save must describe the leaves."""
     kinds = list(map(type, leaves))
     if not set(kinds) <= _CLASSES:
         return None, []
     is_dtensor = [kind is DTensor for kind in kinds]
     dtensors = list(compress(leaves, is_dtensor))
-    of_dtensors = read_local_tensors(dtensors)
-    if not set(map(type, of_dtensors)) <= set(ORDINARY):  # an AsyncCollectiveTensor is to be waited for
+    dtensor_locals = read_local_tensors(dtensors)
+    if not set(map(type, dtensor_locals)) <= set(ORDINARY):  # describing waits for an AsyncCollectiveTensor
         return None, []
     plain = list(compress(leaves, map(not_, is_dtensor))) if dtensors else leaves
     try:
         shapes = list(map(torch.Tensor.size, plain))
-    except RuntimeError:  # nested tensors have none
+    except RuntimeError:  # a nested tensor has no shape
         return None, []
     dtypes = list(map(attrgetter("dtype"), plain))
-    options = (*options, *_find_ranks())
-    signature = _Signature(names, is_dtensor, read_specs(dtensors), shapes, dtypes, options)
+    signature = _Signature(names, is_dtensor, read_specs(dtensors), shapes, dtypes, options, _get_ranks())
     if not dtensors:
         return signature, leaves
-    next_local = iter(of_dtensors).__next__
-    return signature, [next_local() if found else leaf for leaf, found in zip(leaves, is_dtensor, strict=True)]
+    remaining = iter(dtensor_locals)
+    local_tensors = [next(remaining) if kind is DTensor else leaf for kind, leaf in zip(kinds, leaves, strict=True)]
+    return signature, local_tensors
 
 
-def _find_ranks() -> tuple[int, int]:
-    """Return this rank and the number of ranks: descriptions have them, and a job may make another group."""
+def _get_ranks() -> tuple[int, int]:
+    """Return this rank and the number of ranks."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
@@ -172,14 +185,13 @@ def _holds_all(shard: ShardedTensor, local: torch.Tensor) -> bool:
     return shard.data is not None and shard.data.shape == local.shape and shard.flattened_range is None
 
 
-def _describe_each(
-    leaves: Mapping[str, Any], prefix: str, replicated: Replicated, unchecked: AbstractSet[str]
-) -> dict[str, Any]:
+def _describe_each(leaves: Mapping[str, Any], options: _Options) -> dict[str, Any]:
+    """Describe leaves by name with :func:`describe_leaf`, and build factories."""
     alike = AlikeTensors()
     described = {}
     for name, leaf in leaves.items():
-        replication = "unchecked" if name in unchecked else replicated
-        shard = describe_leaf(leaf, f"{prefix}{name}", replication, alike=alike, detached=True)
+        replicated = "unchecked" if name in options.unchecked else options.replicated
+        shard = describe_leaf(leaf, f"{options.prefix}{name}", replicated, alike=alike, detached=True)
         if isinstance(shard, ShardedTensorFactory):
             shards = shard.build()
             shard = shards[0] if isinstance(shards, list) and len(shards) == 1 else shards

@@ -1,4 +1,4 @@
-"""Callers: each runs the background part of requests, in threads of this process or in another process."""
+"""Run the ``async_fn`` of save requests in the background: in threads (Temporal) or a child process (Persistent)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class AsyncCaller(ABC):
-    """Runs the ``async_fn`` of requests in the background."""
+    """Runs the ``async_fn`` of requests in the background; a queue has one caller."""
 
     @abstractmethod
     def schedule_async_call(self, request: AsyncRequest) -> Future[Any]:
@@ -23,46 +23,49 @@ class AsyncCaller(ABC):
 
     @abstractmethod
     def close(self, abort: bool = False) -> None:
-        """Wait until all requests have run; with ``abort``, end what is running where that is possible."""
+        """Wait until all requests have run; with ``abort``, kill the child process instead, if there is one."""
 
 
 class TemporalAsyncCaller(AsyncCaller):
-    """Runs each request in a thread of its own: nothing is sent to another process, and no process has to start.
+    """Runs each request in a thread of its own: no process has to start, and no request is pickled.
 
-    The thread competes with the training for Python's interpreter lock (GIL). At its exit the interpreter waits for the
-    threads.
+    The threads compete with the training for Python's interpreter lock (GIL). They are not daemons: the interpreter
+    does not exit before a save has finished.
     """
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
 
     def schedule_async_call(self, request: AsyncRequest) -> Future[Any]:
-        """Start a thread that runs ``async_fn``, and return the Future of its result or error."""
+        """Start a thread that runs ``async_fn``, and return the Future of the result or error."""
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # a cancelled Future would refuse the result that the thread sets
-        thread = threading.Thread(target=_run, args=(request, future), name="shardckpt-background")
+        # a thread would else be a daemon where the caller's thread is one
+        thread = threading.Thread(target=_run, args=(request, future), name="shardckpt-background", daemon=False)
         thread.start()
         self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
         return future
 
-    def close(self, abort: bool = False) -> None:  # noqa: ARG002 - threads cannot be ended
-        """Wait for the threads: they cannot be ended from outside."""
+    def close(self, abort: bool = False) -> None:  # noqa: ARG002 - a thread cannot be killed
+        """Wait until all requests have run, with ``abort``, too: a thread cannot be killed."""
         for thread in self._threads:
             thread.join()
 
 
 class PersistentAsyncCaller(AsyncCaller):
-    """Runs requests one after the other in one process, which does not compete for the training's GIL.
+    """Runs requests one after the other in one child process, which does not compete for the training's GIL.
 
-    The process starts with the first request, or before by :meth:`warmup`. It does not import the program's main
-    module: no ``__main__`` guard is needed. Requests must be picklable; staged tensors are mapped, not copied.
+    The process starts with the first request, or earlier by :meth:`warmup`. The process does not import the program's
+    main module, so programs need no ``__main__`` guard. Requests must be picklable; staged tensors are mapped, not
+    copied.
 
     Raises:
-        CheckpointingException: staged tensors cannot be mapped on this machine: there is no ``/proc``.
+        CheckpointingException: this machine has no ``/proc``, by which the process maps staged tensors.
     """
 
-    #: The process that :meth:`warmup` started, for the first caller that needs one. Callers may be in several threads.
+    #: The process that :meth:`warmup` started, for the first caller that needs one.
     _warm: ClassVar[WorkerProcess | None] = None
+    #: Held to read or replace ``_warm``: callers may be in several threads.
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
@@ -70,38 +73,42 @@ class PersistentAsyncCaller(AsyncCaller):
         self._worker: WorkerProcess | None = None
 
     def schedule_async_call(self, request: AsyncRequest) -> Future[Any]:
-        """Send the request to the process, and return the Future of its result or error."""
-        if self._worker is None or not self._worker.alive:
-            if self._worker is not None:
-                self._worker.warn_of_end(request.name)
+        """Send the request to the process, and return the Future of the result or error."""
+        if self._worker is not None and not self._worker.alive:
+            self._worker.warn_of_end(request.name)
+            self._worker = None
+        if self._worker is None:
             warm = self._pop_warm()
             self._worker = warm if warm is not None and warm.alive else WorkerProcess()
         return self._worker.submit(request)
 
     def close(self, abort: bool = False) -> None:
-        """End the process: after its requests, or at once with ``abort``."""
+        """End the process once all requests have run; with ``abort``, kill the process at once."""
         if self._worker is not None:
-            self._worker.close(kill=abort)
+            self._worker.close(abort=abort)
             self._worker = None
 
-    @classmethod
-    def warmup(cls) -> None:
-        """Start the process of the next caller, so that its first request need not wait for the start."""
-        with cls._lock:
-            if cls._warm is None or not cls._warm.alive:
+    @staticmethod
+    def warmup() -> None:
+        """Start the process of the next caller, so that the first request need not wait for the start."""
+        with PersistentAsyncCaller._lock:  # not cls: subclasses share one warm process
+            if PersistentAsyncCaller._warm is None or not PersistentAsyncCaller._warm.alive:
                 PersistentAsyncCaller._warm = WorkerProcess()
 
-    @classmethod
-    def _pop_warm(cls) -> WorkerProcess | None:
-        with cls._lock:
+    @staticmethod
+    def _pop_warm() -> WorkerProcess | None:
+        """Return the process that :meth:`warmup` started, and leave none for other callers."""
+        with PersistentAsyncCaller._lock:
             warm, PersistentAsyncCaller._warm = PersistentAsyncCaller._warm, None
         return warm
 
 
 def _run(request: AsyncRequest, future: Future[Any]) -> None:
+    """Set the Future to the outcome of the request's ``async_fn``."""
     try:
-        result = request.run()
+        future.set_result(request.run())
     except BaseException as exc:  # noqa: BLE001 - the training's thread raises it, from the Future
         future.set_exception(exc)
-    else:
-        future.set_result(result)
+    finally:
+        # Future -> error -> traceback -> this frame -> Future would be a cycle that keeps the staged tensors
+        del request, future

@@ -124,13 +124,13 @@ class WorkerProcess:
             self._fail_all()
         return future
 
-    def close(self, *, kill: bool) -> None:
-        """End the child: at once with ``kill``, else after its calls."""
+    def close(self, *, abort: bool) -> None:
+        """End the child: at once with ``abort``, else after its calls."""
         if self._owner != os.getpid():
             return
-        if kill:
+        if abort:
             self._process.kill()
-        for future in [] if kill else list(self._calls.values()):
+        for future in [] if abort else list(self._calls.values()):
             future.exception()
         self._outbox.put(None)  # asks the child to end
         self._end()

@@ -28,7 +28,7 @@ from shardckpt.manifest.names import (
 )
 from shardckpt.storage.abilities import has_local_files
 from shardckpt.storage.input_file import read_file
-from shardckpt.storage.places import find_bucket
+from shardckpt.storage.places import get_bucket
 from shardckpt.storage.store_abilities import CreatesObjects
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Claim:
         self._text = text
         # the answer may be a lie: some servers ignore the condition. There the in-progress objects decide: of two saves
         # that see each other's, none commits
-        store = type(folder), find_bucket(folder.url)
+        store = type(folder), get_bucket(folder.url)
         if store in _honours_conditions:
             return
         if not path.create(text):

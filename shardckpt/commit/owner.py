@@ -1,7 +1,7 @@
-"""The process that owns a temporary directory, encoded in the directory's name: others can check whether it is alive.
+"""The process that owns a temporary directory, encoded in the directory's name: others check whether it is alive.
 
-A process id alone is not enough: ids are reused, and two containers or hosts that share a file system have the same
-ones. So the name also has a digest of the host, its boot and the namespaces, and the start time of the process.
+A process id alone identifies no process: a host reuses ids, and hosts and containers that share a file system have
+equal ids. So the name also has the start time of the process, and a digest of the host, the boot and the namespaces.
 """
 
 from __future__ import annotations
@@ -18,15 +18,20 @@ _HOST_BYTES = 6
 _START_MASK = (1 << 48) - 1  # a name has 48 bits of the start time
 _PROC = Path("/proc")
 
-#: Names of the temporary directories in use by this process. Others with this process as owner are of failed calls.
+#: Names of the temporary directories that this process uses. A directory owned by this process and not in here was left
+#: by a failed call, and may be removed.
 _claimed: set[str] = set()
 
 
 class Owner(NamedTuple):
-    """A process, by its id in its namespace, and its start time in clock ticks since the boot.
+    """A process on a host.
 
-    ``host`` is a digest of the host's name, its boot, and the namespaces that give process ids and start times their
-    meaning. Host or start is 0 if the system does not say it.
+    Attributes:
+        host: A digest of the host's name, the boot, and the namespaces of process ids and start times. 0 if the system
+            does not tell these: then :meth:`is_alive` returns None.
+        pid: The process id in its namespace.
+        start: The start time in clock ticks since the boot. 0 if the system does not tell it: then a reused process id
+            passes for the process.
     """
 
     host: int
@@ -37,49 +42,49 @@ class Owner(NamedTuple):
     def current(cls) -> Owner:
         """Return this process."""
         try:
-            _, start = _status("self")
+            _, start = _read_stat("self")  # not the id: /proc may be of another pid namespace
         except OSError:
             start = 0
-        return cls(_host(), os.getpid(), start)
+        return cls(_digest_host(), os.getpid(), start)
 
     @classmethod
     def from_text(cls, text: str) -> Owner:
-        """Return the process with this :attr:`text`."""
+        """Return the owner with this :attr:`text`."""
         return cls(int(text[:12], 16), int(text[12:20], 16), int(text[20:], 16))
 
     @property
     def text(self) -> str:
-        """The process as 32 hex digits, for a name: 12 of the host, 8 of the id, 12 of the start time."""
+        """The owner as 32 hex digits, for a name: 12 of the host, 8 of the id, 12 of the start time."""
         return f"{self.host:012x}{self.pid:08x}{self.start & _START_MASK:012x}"
 
     def is_alive(self) -> bool | None:
-        """Return whether the process is alive; None if it is of another host, boot or container, and unknown here.
+        """Return False if the process has certainly ended, True if it is alive or hidden, None if it is out of sight.
 
-        False is certain: the caller may delete what the process owned. True may be wrong for a process that ends at
-        this moment, or that the system hides.
+        After False the caller may delete what the process owned. True may be wrong for a process that ends at this
+        moment, or that the system hides from this user. None stands for a process of another host, boot or container.
         """
-        if not self.host or self.host != _host():
+        if not self.host or self.host != _digest_host():
             return None
         try:
-            os.kill(self.pid, 0)  # signal 0 is not sent: it only asks whether the process exists
+            os.kill(self.pid, 0)  # signal 0 is never delivered: the call only tells whether the process exists
         except (ProcessLookupError, OverflowError):
             return False
         except PermissionError:
-            pass  # it exists, and belongs to another user
+            pass  # the process exists, and belongs to another user
         try:
             if (_PROC / "self").readlink().name != str(os.getpid()):
                 return True  # /proc is of another pid namespace, where the id is another process's
-            state, start = _status(str(self.pid))
+            state, start = _read_stat(str(self.pid))
             if self.start and start & _START_MASK != self.start:
                 return False  # the id was reused
-            # a killed process is a zombie (Z) until its parent waits for it; with other threads left it still runs
+            # a dead process is a zombie (Z) until the parent waits for it; one with further threads still runs
             return state not in "ZX" or len(list((_PROC / str(self.pid) / "task").iterdir())) > 1
-        except OSError:  # it ended in between, or is hidden from other users (hidepid)
+        except OSError:  # the process ended in between, or is hidden from other users (hidepid)
             return True
 
 
 def claim_name(name: str) -> None:
-    """Note that this process uses the temporary directory: garbage collection in other threads keeps it."""
+    """Note that this process uses the temporary directory: cleanups in other threads keep a claimed one."""
     _claimed.add(name)
 
 
@@ -93,8 +98,8 @@ def is_claimed(name: str) -> bool:
     return name in _claimed
 
 
-def _host() -> int:
-    """Return a digest that identifies this host, boot and container; 0 if the system does not say."""
+def _digest_host() -> int:
+    """Return a digest that identifies this host, boot and container; 0 if the system does not tell them."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         pids = (_PROC / "self/ns/pid").readlink()
@@ -103,11 +108,12 @@ def _host() -> int:
     except (OSError, StorageError):
         return 0
     digest = hashlib.sha256(repr((os.uname().nodename, boot, pids, times)).encode()).digest()
-    return int.from_bytes(digest[:_HOST_BYTES], "little") or 1
+    return int.from_bytes(digest[:_HOST_BYTES], "little") or 1  # 0 means unknown
 
 
-def _status(process: str) -> tuple[str, int]:
-    """Return the state and start time of a process; an OSError if it does not exist."""
-    # the fields after the last parenthesis, because a process name may have any bytes
+def _read_stat(process: str) -> tuple[str, int]:
+    """Return the state and start time of a process, given by its id or as "self"; an OSError if it does not exist."""
+    # Fields 3 and 22 of proc_pid_stat(5). Field 2 is the name in parentheses, which may have any bytes: spaces and
+    # parentheses, too. Fields are counted from the last parenthesis.
     fields = (_PROC / process / "stat").read_bytes().rpartition(b")")[2].split()
-    return fields[0].decode(), int(fields[19])
+    return fields[3 - 3].decode(), int(fields[22 - 3])

@@ -16,7 +16,7 @@ from shardckpt.plugins.stores import open_folder
 from shardckpt.storage.abilities import has_links, takes_requests
 from shardckpt.storage.disk_usage import freed_bytes, used_bytes
 from shardckpt.storage.filesystem import is_there, wrap_os_errors
-from shardckpt.storage.places import find_real_name, read_listing
+from shardckpt.storage.places import read_listing, resolve_name
 from shardckpt.storage.remote import RemotePath
 from shardckpt.storage.store_errors import mask_password
 
@@ -110,7 +110,7 @@ _MEMBER = "is a file of the source, {source}"
 
 def _find_overlap(source: Path, target: Path) -> str:
     """Return how a target overlaps a source, or ``""``."""
-    one, other = find_real_name(source), find_real_name(target)
+    one, other = resolve_name(source), resolve_name(target)
     if one == other:
         return _SAME
     if one in other.parents:

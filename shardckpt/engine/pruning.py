@@ -36,7 +36,7 @@ from shardckpt.plugins.stores import ABSENT, open_below
 from shardckpt.storage.abilities import find_ability, takes_requests
 from shardckpt.storage.disk_usage import freed_bytes
 from shardckpt.storage.filesystem import file_size, is_there, name_siblings, sync_directory, wrap_os_errors
-from shardckpt.storage.places import find_bucket, find_url, list_folders, list_names
+from shardckpt.storage.places import get_bucket, get_url, list_folders, list_names
 from shardckpt.storage.remote import ListsFolders, attempt
 from shardckpt.storage.store_abilities import AbortsUploads
 from shardckpt.strategy import OwnsFiles
@@ -344,7 +344,7 @@ def _list_uploads(place: Path) -> list[PendingUpload] | None:
     try:
         return attempt("list the uploads to", place, store.uploads)
     except StorageError as exc:  # a permission of its own, of another client: all else goes on without it
-        bucket = find_bucket(find_url(place))
+        bucket = get_bucket(get_url(place))
         # prune asks three times, and a manager after each save: the first warning says it
         logger.log(logging.DEBUG if bucket in _warned else logging.WARNING, "%s", exc)
         _warned.add(bucket)

@@ -17,7 +17,7 @@ from shardckpt.manifest.names import MARKER_NAME
 from shardckpt.mapping.base import is_main_replica
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.storage.abilities import takes_requests
-from shardckpt.storage.places import find_parent, list_names
+from shardckpt.storage.places import get_parent, list_names
 from shardckpt.storage.store_errors import mask_password
 from shardckpt.tensors.memory import ORDINARY
 
@@ -162,11 +162,11 @@ def _describe_free(directory: Path) -> str:
 
 def _show_folder(target: Path) -> str:
     """Return the folder of a target as errors show it."""
-    return mask_password(find_parent(target))
+    return mask_password(get_parent(target))
 
 
 def _find_system_bytes(target: Path) -> int:
-    return UNKNOWN if takes_requests(target) else find_free_bytes(find_parent(target))
+    return UNKNOWN if takes_requests(target) else find_free_bytes(get_parent(target))
 
 
 def refuse_full(
@@ -246,7 +246,7 @@ def explain_full(error: NotEnoughSpaceError, target: Path) -> NotEnoughSpaceErro
 
 def _advise_of_space(target: Path) -> tuple[int, str]:
     """Return the bytes that interrupted saves have left beside a target, and what removes these, or others."""
-    folder = find_parent(target)
+    folder = get_parent(target)
     runs = None if takes_requests(target) else _find_used_runs(Path(folder))
     leftover = sum(_count_leftovers(place) for place in ([folder] if runs is None else runs))
     call = ("prune", *["-r"] * (runs is not None), _show_folder(target))

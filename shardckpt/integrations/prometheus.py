@@ -32,7 +32,7 @@ from shardckpt.plugins.hookspecs import hookimpl
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.storage.abilities import has_local_files, lacks_directory
 from shardckpt.storage.memory_budget import parse_size
-from shardckpt.storage.places import find_url
+from shardckpt.storage.places import get_url
 from shardckpt.storage.remote import quiet_attempts
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _find_free(place: Path) -> float | None:
 
 def _measure_checkpoints(place: Path) -> dict[str, float]:
     """Return the gauges of a folder's checkpoints; there are none before a save has made it."""
-    found = [] if lacks_directory(place) else list_checkpoints(find_url(place))
+    found = [] if lacks_directory(place) else list_checkpoints(get_url(place))
     steps = [each for each in found if each.state == "whole" and each.step is not None]
     times = [each.saved_at for each in steps if each.saved_at is not None]
     return {

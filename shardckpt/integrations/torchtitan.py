@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from shardckpt.manager.retention import RetentionPolicy
     from shardckpt.manager.save_policies import SavePolicy
 
-#: Options of torchtitan that CheckpointConfig names differently or does not have.
-_NOT_PASSED = ("enable", "initial_load_in_hf_quantized")
+#: Options of torchtitan that CheckpointConfig does not have by their names.
+_NOT_PASSED = (
+    "enable",  # passed as enable_checkpoint
+    "initial_load_in_hf_quantized",  # needless: a load recognizes quantized weights by their scales
+)
 
 
 class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
@@ -31,28 +34,35 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
     Args:
         config: torchtitan's options, with those of shardckpt.
-        dataloader: This rank's loader; the state of each is saved. After a change of the number of ranks every rank
-            gets the states of all, by their ``dp_rank_<n>``; the loader takes its own or raises.
+        dataloader: This rank's loader. Each rank's state is saved. A load on another number of ranks gives every loader
+            the states of all, by ``dp_rank_<n>``: the loader finds the state of its own rank, or raises.
         model_parts: The parts of the model on this rank.
         optimizers: torchtitan's container, or any optimizers of these parts.
         lr_schedulers: Schedulers with the same state on all ranks.
-        states: Further states, the same on all ranks; torchtitan passes its ``train_state``.
+        states: Further states, the same on all ranks; torchtitan passes the Trainer's ``train_state``.
         sd_adapter: Ignored: ``config.hf_mapping`` converts names to Hugging Face's.
         base_folder: The folder that ``config.folder`` is relative to.
-        ft_manager: torchtitan's wrapper of torchft (``enabled``, ``manager``, ``replica_id``), for one of several
-            replicas.
+        ft_manager: torchtitan's wrapper of torchft (``enabled``, ``manager``, ``replica_id``), where this job is one of
+            several replicas.
+
+    Attributes:
+        manager: The manager that saves and loads. Only an enabled one has it.
 
     Raises:
-        CheckpointingException: the options ask for something that is not supported.
+        CheckpointingException: the options contradict each other, or need ``hf_mapping``.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
-        """torchtitan's options, and those of :class:`shardckpt.manager.CheckpointConfig` that it lacks.
+        """torchtitan's options, and those of :class:`shardckpt.manager.CheckpointConfig` that torchtitan lacks.
 
-        Set ``retention`` and ``save_when`` in code: the command line cannot give policies. There is no ``keep_best_k``,
-        and ``KeepBest`` keeps no step: torchtitan's ``save`` has no metrics. Of step 0 the model alone is loaded, and
-        the keys of the last save of weights are bare, as torchtitan's manager has it.
+        Set ``retention`` and ``save_when`` in code: the command line cannot give policies. torchtitan's ``save`` has no
+        metrics, so there is no ``keep_best_k``, and ``KeepBest`` keeps no step.
+
+        As with torchtitan's own manager, a load of step 0 restores the model alone. The keys of the last save, if that
+        has the model only, do not begin with ``model.``, as with torchtitan's own manager, too.
+
+        ``initial_load_in_hf_quantized`` has no effect: a load dequantizes weights with block scales without being told.
         """
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
@@ -89,7 +99,7 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         on_unused: Literal["warn", "error", "ignore"] = "warn"
         show_progress: bool = False
 
-    #: Part of the protocol. None: torchtitan waits for saves by ``maybe_wait_for_saving`` alone.
+    #: The protocol's Future of the last save. Always None: :meth:`maybe_wait_for_saving` asks the manager instead.
     save_future = None
 
     def __init__(
@@ -105,7 +115,7 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         base_folder: str = "",
         ft_manager: Any = None,
     ) -> None:
-        self.enable = config.enable
+        self.enable = False  # until the manager is made: the protocol's methods do nothing before
         if not config.enable:
             return
         if (config.last_save_in_hf or config.initial_load_in_hf) and config.hf_mapping is None:
@@ -114,14 +124,15 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 "names to Hugging Face's, which a plugin's shardckpt_key_mapping returns; torchtitan's sd_adapter is "
                 "not used"
             )
-        named = {**states, "model": list(model_parts), "optimizer": optimizers, "lr_scheduler": lr_schedulers}
+        all_states = {**states, "model": list(model_parts), "optimizer": optimizers, "lr_scheduler": lr_schedulers}
         if dataloader is not None:
-            named["dataloader"] = PerRank(dataloader, merge_loader_states)
+            all_states["dataloader"] = PerRank(dataloader, merge_loader_states)
+        options = make_checkpoint_config(config, base_folder)
         replica = None
         if ft_manager and ft_manager.enabled:
             replica = FaultTolerance(ft_manager.manager, ft_manager.replica_id)
-        #: The manager that saves and loads.
-        self.manager = CheckpointManager(checkpoint_config(config, base_folder), named, fault_tolerance=replica)
+        self.manager = CheckpointManager(options, all_states, fault_tolerance=replica)
+        self.enable = True
 
     def maybe_wait_for_saving(self) -> None:
         """Collective: wait until all saves are durable."""
@@ -141,17 +152,20 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self.manager.maybe_wait_for_staging()
 
     def _close(self) -> None:
-        if hasattr(self, "manager"):  # else __init__ raised
-            self.manager.close()
+        self.manager.close()
 
 
-def checkpoint_config(config: TitanCheckpointManager.Config, base_folder: str = "") -> CheckpointConfig:
+def make_checkpoint_config(config: TitanCheckpointManager.Config, base_folder: str = "") -> CheckpointConfig:
     """Convert torchtitan's options to those of a CheckpointManager.
 
-    ``base_folder`` is the folder or URL that ``config.folder`` is relative to, unless that is a URL.
+    ``config.folder`` is relative to ``base_folder``, a folder or URL, unless ``config.folder`` is a URL itself.
     """
     options = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in _NOT_PASSED}
     return make_titan_config({"enable_checkpoint": config.enable, **options}, base_folder)
 
 
-__all__ = ["TitanCheckpointManager", "checkpoint_config"]
+#: The earlier name.
+checkpoint_config = make_checkpoint_config
+
+
+__all__ = ["TitanCheckpointManager", "checkpoint_config", "make_checkpoint_config"]

@@ -53,7 +53,7 @@ from shardckpt.storage.abilities import has_local_files
 from shardckpt.storage.directory import is_read_again, open_directory
 from shardckpt.storage.filesystem import is_there, wrap_os_errors
 from shardckpt.storage.input_file import open_existing
-from shardckpt.storage.places import find_url, list_entries
+from shardckpt.storage.places import get_url, list_entries
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.safetensors_header import header_length
 from shardckpt.strategy import ChecksFiles, LoadContext, find_error
@@ -324,7 +324,7 @@ def _check_trainer_step(
     found = _check_archives(place, checked) | checked
     for part in find_trainer_parts(names):
         if part not in found:
-            found |= _check_part(f"{find_url(location)}/{part}", plugins)
+            found |= _check_part(f"{get_url(location)}/{part}", plugins)
     if unfinished := explain_unfinished_step(location.name, names):
         found[TRAINER_STATE] = Checked(CorruptCheckpointError(unfinished))
     elif model_only := explain_step_without_optimizer(location.name, names):

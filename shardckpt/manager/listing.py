@@ -64,9 +64,9 @@ from shardckpt.storage.filesystem import is_there, name_siblings, wrap_os_errors
 from shardckpt.storage.fingerprint_file import combine_fingerprints, parse_fingerprints
 from shardckpt.storage.places import (
     attach_listing,
-    find_parent,
-    find_url,
     get_attached_listing,
+    get_parent,
+    get_url,
     list_by_folder,
     list_entries,
     read_listing,
@@ -342,7 +342,7 @@ def _add_training(
         return replace(summary, state="damaged", reason=_shorten(cut, directory))
     folders = [part for part in find_trainer_parts(names) if not part.endswith(FILE_SUFFIXES)]
     for part in folders:
-        found = _summarize(locate(f"{find_url(directory)}/{part}", plugins), plugins)
+        found = _summarize(locate(f"{get_url(directory)}/{part}", plugins), plugins)
         summary = replace(summary, strategy=summary.strategy or found.strategy)
         if found.state != "whole":
             return replace(summary, state=found.state, reason=f"{part}: {found.reason}")
@@ -353,7 +353,7 @@ def _describe_hub_folder(directory: Path, summary: CheckpointSummary, names: lis
     """Return the summary of a folder of the Hub's layout, or a Trainer's step in it."""
     summary = replace(summary, strategy="huggingface", library="Hugging Face")
     try:
-        found = read_hub_folder(find_url(directory))
+        found = read_hub_folder(get_url(directory))
     except CheckpointingException as exc:
         return replace(summary, state="damaged", reason=_shorten(exc, directory))
     if found.adapter is not None:
@@ -384,7 +384,7 @@ def _count_inside(directory: Path) -> int:
     """Return how many checkpoints there may be below a directory, as names say; of a store, by its listing, if any."""
     if takes_requests(directory):
         return count_inside(list_stored_names(get_attached_listing(directory)))
-    return count_inside(list_local_names(directory, find_parent(directory)))
+    return count_inside(list_local_names(directory, get_parent(directory)))
 
 
 def _describe_torch_files(directory: Path, summary: CheckpointSummary, names: list[str]) -> CheckpointSummary | None:

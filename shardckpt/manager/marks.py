@@ -30,7 +30,7 @@ from shardckpt.manifest.names import RECORD_NAME
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import hold_checkpoint
 from shardckpt.storage.directory import retry_if_replaced
-from shardckpt.storage.places import find_url
+from shardckpt.storage.places import get_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -121,7 +121,7 @@ def find_mark(place: Path, name: str, record: PlainRecord | Record | None) -> Ma
 
 def find_mark_of(checkpoint: Path, record: PlainRecord | Record | None) -> Mark | None:
     """Return the mark of a checkpoint at a path or URL; see :func:`find_mark`."""
-    return find_mark(*_find_place(find_url(checkpoint)), record)
+    return find_mark(*_find_place(get_url(checkpoint)), record)
 
 
 def identify_save(checkpoint: str | os.PathLike[str]) -> tuple[str, str]:

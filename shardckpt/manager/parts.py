@@ -25,7 +25,7 @@ from shardckpt.manager.step_pruning import prune_steps
 from shardckpt.manager.steps import MODEL_PREFIX, StepFolder
 from shardckpt.manager.writer import StepWriter, free_step
 from shardckpt.storage.filesystem import put_file
-from shardckpt.storage.places import find_url
+from shardckpt.storage.places import get_url
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -145,7 +145,7 @@ class Retention(ManagerPart):
         """Return the steps that are there, the newest first, each with what keeps it."""
         protected = dict.fromkeys({*self._protected} & {*self._folder.steps()}, "this job has loaded or saved it")
         try:
-            found = prune_steps(find_url(self._folder.place), self._policies, protected, names="step-", dry_run=True)
+            found = prune_steps(get_url(self._folder.place), self._policies, protected, names="step-", dry_run=True)
             held = self._folder.holds.find()
         except Exception:  # as above
             logger.warning("cannot say what keeps the steps of %s", self._folder, exc_info=True)

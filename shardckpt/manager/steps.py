@@ -32,7 +32,7 @@ from shardckpt.plugins.resolver import choose_reader, hold_checkpoint
 from shardckpt.storage.abilities import has_links, takes_requests
 from shardckpt.storage.directory import detect_replacement, retry_if_replaced
 from shardckpt.storage.filesystem import file_size, wrap_os_errors
-from shardckpt.storage.places import attach_listing, find_url, list_by_folder, list_folders
+from shardckpt.storage.places import attach_listing, get_url, list_by_folder, list_folders
 from shardckpt.storage.reader import CheckpointReader
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class StepFolder:
 
     def location(self, step: int) -> str:
         """Return a step's directory or URL for ``save`` and ``load``; a URL contains its password."""
-        return find_url(self.place / self.names.name(step))
+        return get_url(self.place / self.names.name(step))
 
     def path(self, step: int) -> Path:
         """Return a step's directory or URL, with symbolic links resolved."""
@@ -183,7 +183,7 @@ class StepFolder:
 
     def find(self, name: str) -> Path:
         """Return any directory in the folder, or its URL, with symbolic links resolved."""
-        return locate(find_url(self.place / name), self.plugins)
+        return locate(get_url(self.place / name), self.plugins)
 
     def directories(self) -> list[str]:
         """Return the names of all directories in the folder, of steps or not; none if the folder does not exist."""
@@ -191,7 +191,7 @@ class StepFolder:
 
     def list_namings(self, prefix: str | None = None) -> list[Self]:
         """Return the folder once for each way in which steps are named in it; see :func:`find_namings`."""
-        folder = find_url(self.place)
+        folder = get_url(self.place)
         return [type(self)(folder, self.plugins, names) for names in find_namings(self.directories(), prefix)]
 
     def steps(self) -> list[int]:

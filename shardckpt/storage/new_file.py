@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import StorageError
 from shardckpt.storage.buffers import BLOCK_BYTES, block_pool
-from shardckpt.storage.direct import address, allocate, open_direct
+from shardckpt.storage.direct import allocate, find_address, open_direct
 from shardckpt.storage.filesystem import open_new, wrap_os_errors, write_all, write_some
 from shardckpt.tensors.memory import PAGE
 
@@ -72,8 +72,7 @@ class NewFile:
     def reserve(self, size: int) -> None:
         """Open the file for direct writes, and allocate at least ``size`` bytes; for one thread at a time."""
         if not self._tried_direct:
-            self._tried_direct = True
-            self._direct, self._alignment = open_direct(self.path, self._fd)
+            self._open_direct()
         if self._alignment and self._allocates and size > self._allocated:
             # an eighth more each time: a file that grows record by record is extended in few calls
             ahead = self.expected if size <= self.expected else size + min(size // 8, _AHEAD)
@@ -82,8 +81,7 @@ class NewFile:
 
     def reserve_all(self) -> None:
         """Open the file for direct writes, and give it its size: for a file that other ranks write to, too."""
-        self._tried_direct = True
-        self._direct, self._alignment = open_direct(self.path, self._fd)
+        self._open_direct()
         self._allocates = False
         if not allocate(self._fd, self.expected):
             # no error: without space for all of it, or without the call, a full disk shows when it is written to
@@ -101,7 +99,7 @@ class NewFile:
         The page cache copies. A direct write does not, if address and offset are equal modulo the alignment; else the
         pages go through a block.
         """
-        start, alignment = address(view), self._alignment
+        start, alignment = find_address(view), self._alignment
         return start is None or not alignment or (start - offset) % alignment != 0
 
     def write(self, view: memoryview, offset: int, what: str = "") -> None:
@@ -143,6 +141,12 @@ class NewFile:
             for fd in opened:
                 if fd != _CLOSED:
                     stack.callback(self._close, fd)
+
+    def _open_direct(self) -> None:
+        """Open the file for direct writes, where the file system has them."""
+        self._tried_direct = True
+        if (direct := open_direct(self.path, self._fd)) is not None:
+            self._direct, self._alignment = direct
 
     def _close(self, fd: int) -> None:
         with wrap_os_errors("close", self.path):

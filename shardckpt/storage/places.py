@@ -1,13 +1,14 @@
 """Operations on a place: a directory, or a folder on a store, with one call for both.
 
-A listing of a folder on a store has the size in bytes of each object below it, by path. A folder of checkpoints is
-listed once, not once for each of them: :func:`list_by_folder` splits its listing, and :func:`attach_listing` gives each
-checkpoint its own.
+The listing of a folder on a store has the size in bytes of each object below the folder, by path. One request lists a
+folder of checkpoints: :func:`list_by_folder` splits the listing, and :func:`attach_listing` gives each checkpoint its
+own.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
@@ -22,47 +23,59 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-#: The usual scheme of a store, by the others that open the same objects.
+logger = logging.getLogger(__name__)
+
+#: The usual scheme of a store, by the other schemes that open the same objects.
 _ALIASES = {"s3a": "s3", "gcs": "gs", **dict.fromkeys(("azure", "abfs", "abfss"), "az")}
+#: Errors of a link that leads to no directory: it leads to itself, through a file, or to too long a path.
+_LEADS_NOWHERE = {errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG}
+#: The links that this process has warned of.
+_reported: set[str] = set()
 
 
-def find_url(place: Path) -> str:
+def get_url(place: Path) -> str:
     """Return the path or URL that opens a place again, in any process; a URL with any password in it."""
     return place.url if isinstance(place, OpenPath) else str(place)
 
 
-def find_parent(place: Path) -> str:
-    """Return the path or URL of the folder that a place is in."""
-    return os.path.dirname(find_url(place)) or "."  # noqa: PTH120 - of a URL, too
+def get_parent(place: Path) -> str:
+    """Return the path or URL of the folder that a place is in; a bucket or the root directory is its own parent."""
+    url = get_url(place)
+    parent = os.path.dirname(url) or "."  # noqa: PTH120 - of a URL, too
+    if "://" in url:
+        return max(parent, get_bucket(url), key=len)
+    if url == ".":
+        return ".."
+    return f"{url}/.." if place.name == ".." else parent
 
 
-def find_real_name(place: Path) -> PurePosixPath:
-    """Return a name that is equal for all paths and URLs of a place: without links, with the store's usual scheme."""
+def resolve_name(place: Path) -> PurePosixPath:
+    """Return one name for all paths and URLs of a place: links are followed, and a store has its usual scheme."""
     if (remote := on_store(place)) is None:
         return PurePosixPath(os.path.realpath(place))
     scheme, _, rest = remote.url.rpartition("::")[2].partition("://")
     return PurePosixPath(f"{_ALIASES.get(scheme, scheme)}:/{rest}")
 
 
-def find_bucket(url: str) -> str:
+def get_bucket(url: str) -> str:
     """Return a URL's scheme and host: ``s3://bucket``."""
     return "/".join(url.split("/", 3)[:3])
 
 
 def list_names(place: Path) -> list[str]:
-    """Return the names of all entries of a directory, or of the objects directly in a URL; none if it does not exist.
+    """Return the names of all entries of a directory, or of the objects directly in a URL; [] for a missing place.
 
     A URL is listed anew.
     """
     if (remote := on_store(place)) is not None:
         return skip_impossible(remote.url, attempt("list", remote, remote.folder.files))
-    return _scan(place, lambda _: True)
+    return _scan_directory(place, lambda _: True)
 
 
 def list_entries(place: Path) -> list[str]:
-    """Return the names of the files and folders directly in a place, of a URL by :func:`read_listing`.
+    """Return the names of the files and folders directly in a place, those of a URL by :func:`read_listing`.
 
-    It is a StorageError if a directory does not exist.
+    A missing directory raises StorageError. A URL without objects has no names: a store does not know empty folders.
     """
     if (listing := read_listing(place)) is not None:
         return [*dict.fromkeys(path.partition("/")[0] for path in listing)]
@@ -71,12 +84,12 @@ def list_entries(place: Path) -> list[str]:
 
 
 def list_folders(place: Path) -> list[str]:
-    """Return the names of the folders directly in a place; none if it does not exist.
+    """Return the names of the folders directly in a place, links to folders included; [] for a missing place.
 
-    A URL is listed anew. It is a StorageError if the plugin of a store cannot list folders.
+    A URL is listed anew. A store whose plugin cannot list folders raises StorageError.
     """
     if (remote := on_store(place)) is None:
-        return _scan(place, _is_directory)
+        return _scan_directory(place, _is_directory)
     folder = remote.folder
     if not isinstance(folder, ListsFolders):
         raise StorageError(
@@ -88,7 +101,7 @@ def list_folders(place: Path) -> list[str]:
 
 
 def can_list_folders(place: Path) -> bool:
-    """Return whether :func:`list_folders` lists the folders in a place."""
+    """Return whether :func:`list_folders` can list the folders in a place."""
     remote = on_store(place)
     return remote is None or isinstance(remote.folder, ListsFolders)
 
@@ -101,18 +114,18 @@ def read_listing(place: Path) -> Mapping[str, int] | None:
 
 
 def list_tree(place: Path) -> Mapping[str, int] | None:
-    """Return the listing of a URL, which is requested once for all paths of it; None for a directory.
+    """Return the listing of a URL; None for a directory. All paths made from one path share one request.
 
-    It is a StorageError if the plugin of a store cannot list inner folders.
+    A store whose plugin cannot list inner folders raises StorageError.
     """
     remote = on_store(place)
     return None if remote is None else remote.list_tree()
 
 
 def list_by_folder(place: Path) -> dict[str, dict[str, int]] | None:
-    """Return the listing of each folder directly in a URL, by name, and that of the URL itself as ``""``.
+    """Return the listing of each folder directly in a URL, by name, and the listing of the URL itself as ``""``.
 
-    It is None for a directory, and if the plugin of a store cannot list inner folders.
+    None for a directory, and for a store whose plugin cannot list inner folders.
     """
     if find_ability(place, HasFolders) is None:
         return None
@@ -125,17 +138,17 @@ def list_by_folder(place: Path) -> dict[str, dict[str, int]] | None:
 
 
 def attach_listing(place: Path, listings: Mapping[str, dict[str, int]] | None, name: str = "") -> Path:
-    """Return a folder of a store with its listing of :func:`list_by_folder`: who reads it requests none."""
+    """Return a folder of a store with a listing attached, so that readers need no request; a directory unchanged.
+
+    ``listings`` are those of :func:`list_by_folder`. A name that they lack counts as an empty folder.
+    """
     if listings is None or (remote := on_store(place)) is None:
         return place
-    listing = listings.get(name, {})
-    path = remote.use_listing(listing)
-    path.listing = listing
-    return path
+    return remote.attach_listing(listings.get(name, {}))
 
 
 def get_attached_listing(place: Path) -> Mapping[str, int]:
-    """Return the listing that is attached to a folder of a store; empty if there is none, and for a directory."""
+    """Return the listing that is attached to a folder of a store; empty without one, and for a directory."""
     remote = on_store(place)
     return {} if remote is None else remote.listing or {}
 
@@ -149,7 +162,8 @@ def remove_file(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _scan(place: Path, is_wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
+def _scan_directory(place: Path, is_wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
+    """Return the names of the wanted entries of a directory; [] for a missing one."""
     with wrap_os_errors("list", place):
         try:
             with os.scandir(place) as entries:
@@ -159,10 +173,23 @@ def _scan(place: Path, is_wanted: Callable[[os.DirEntry[str]], bool]) -> list[st
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a directory or a link to one; a link to itself is neither."""
+    """Return whether an entry is a directory or a link to one; False, with a warning, for a target without access.
+
+    It raises any other OSError, which may be a passing one: the directory may be the newest checkpoint.
+    """
     try:
         return entry.is_dir()
     except OSError as exc:
-        if exc.errno != errno.ELOOP:
+        if exc.errno in _LEADS_NOWHERE:
+            return False
+        if exc.errno != errno.EACCES or not entry.is_symlink():
             raise
+        if entry.path not in _reported:
+            _reported.add(entry.path)
+            logger.warning(
+                "%s is skipped: it is a link, and this user has no access to the target (%s); give access, or remove "
+                "the link",
+                entry.path,
+                exc.strerror,
+            )
         return False

@@ -129,10 +129,10 @@ class RemotePath(OpenPath):
     #: Read by :mod:`shardckpt.storage.abilities`.
     has_local_files = has_links = False
     takes_requests = True
-    #: The size in bytes of each object below, by path, where the folder has just been listed, with others: as for
-    #: :meth:`use_listing`. What opens the folder for the first time asks for no listing of its own.
+    #: The listing of :meth:`attach_listing`, as for :meth:`use_listing`. Only the first :meth:`hold` uses it: the
+    #: result has none attached, so that a second one requests a new listing.
     listing: Mapping[str, int] | None = None
-    #: Whether its own listing is one of before it was opened. Who gave that looks again at what seems wrong.
+    #: Whether the listing in use is older than the path. Who gave the listing looks again at what seems wrong.
     is_listed_before = False
 
     def __init__(self, folder: RemoteFolder, name: str = "") -> None:
@@ -165,6 +165,12 @@ class RemotePath(OpenPath):
         path._sizes = functools.cache(lambda: sizes)
         path._tree = functools.cache(lambda: {**listing})
         path.is_listed_before = True
+        return path
+
+    def attach_listing(self, listing: Mapping[str, int]) -> RemotePath:
+        """Return the folder with a listing, as :meth:`use_listing` does, for the first :meth:`hold`, too."""
+        path = self.use_listing(listing)
+        path.listing = listing
         return path
 
     @property

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import SavedModules, to_sharded_state_dict
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedTensorFactory
 from shardckpt.state_dict import nested_values
+from tests.adapters.layouts import S1, SS0, Layout, Meshes, values
 from tests.adapters.models import made_model, sharded
 
 if TYPE_CHECKING:
@@ -127,32 +127,46 @@ def test_any_change_of_sharded_parameters_is_seen(ranks: Ranks) -> None:
     ranks.run(2, _change_sharded)
 
 
-def _describe_boxes() -> tuple[int, int]:
+def _make_boxes() -> Any:
     """A local tensor that is several boxes, beside one that is one box."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = nn.ParameterList(
-        [
-            nn.Parameter(distribute_tensor(torch.arange(24.0).view(8, 3), mesh["tp"], [Shard(0)])),
-            nn.Parameter(distribute_tensor(torch.ones(8, 3), mesh["tp"], [Shard(1)])),
-        ]
-    )
-    inner = nn.Module()
-    inner.weight = model[0]
-    fully_shard(inner, mesh=mesh["dp"])
-    model[0] = inner.weight
+    meshes = Meshes()
+    kinds = [Layout((2,), (placement,)) for placement in (SS0, S1)]
+    return nn.ParameterList([nn.Parameter(meshes.spread(values((8, 4)), kind)) for kind in kinds])
+
+
+def _describe_boxes() -> list[int]:
+    model = _make_boxes()
     saved = SavedModules()
     for _ in range(3):
-        found, expected = _list_shards(saved.describe(model)), _list_shards(to_sharded_state_dict(model))
+        described = saved.describe(model)
+        found, expected = _list_shards(described), _list_shards(to_sharded_state_dict(model))
         assert [_fields(shard) for shard in found] == [_fields(each) for each in expected]
         for here, there in zip(found, expected, strict=True):
             assert here.data.equal(there.data)
         saved.release()
-    return len(found), len(model)
+    return [len(_list_shards({name: each})) for name, each in described.items()]
 
 
 def test_several_boxes_are_described_in_each_save(ranks: Ranks) -> None:
     """A local tensor of several boxes, as of FSDP2 over tensor parallelism, is described right each time."""
-    assert {dist_found[1] for dist_found in ranks.run(4, _describe_boxes)} == {2}
+    assert ranks.run(2, _describe_boxes) == [[2, 1]] * 2
+
+
+def _describe_broken_boxes() -> None:
+    model = _make_boxes()
+    saved = SavedModules()
+    saved.describe(model)
+    saved.release()
+    model[0]._local_tensor = torch.ones(5)
+    with pytest.raises(ShardingError, match=r"shape \(5,\)"):
+        saved.describe(model)
+    kept = [shard for shard in saved._tensors._shards.values() if shard is not None]
+    assert [shard.data for shard in kept] == [None]
+
+
+def test_shards_get_no_tensors_from_a_description_that_fails(ranks: Ranks) -> None:
+    """A leaf that is refused when it is described anew leaves the kept shards of the others without tensors."""
+    ranks.run(2, _describe_broken_boxes)
 
 
 def test_what_is_kept_holds_no_tensors() -> None:

@@ -20,7 +20,7 @@ def worker() -> Iterator[WorkerProcess]:
     """A process that takes calls."""
     process = WorkerProcess()
     yield process
-    process.close(kill=False)
+    process.close(abort=False)
 
 
 def run_program(program: str) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-from shardckpt.commit.owner import Owner, _status
+from shardckpt.commit.owner import Owner, _read_stat
 from shardckpt.commit.staging_names import STAGING, new_save_id, temporary_name
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def dead() -> Owner:
 def living() -> Owner:
     """Another living process of this host: that which started the tests."""
     parent = os.getppid()
-    return Owner.current()._replace(pid=parent, start=_status(str(parent))[1])
+    return Owner.current()._replace(pid=parent, start=_read_stat(str(parent))[1])
 
 
 @contextmanager

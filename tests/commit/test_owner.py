@@ -52,7 +52,7 @@ def test_a_hidden_process_is_alive(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     for name in ("sys", "self"):
         (tmp_path / name).symlink_to((own / name).readlink() if name == "self" else own / name)
     monkeypatch.setattr(module, "_PROC", tmp_path)
-    monkeypatch.setattr(module, "_host", lambda: current.host)
+    monkeypatch.setattr(module, "_digest_host", lambda: current.host)
     assert current.is_alive() is True
 
 
@@ -66,8 +66,8 @@ def test_without_proc_nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_a_save_has_one_owner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A system that tells less of the process when the save begins than a moment later does not make it fail."""
-    tell = module._host
-    monkeypatch.setattr(module, "_host", lambda: tell() if any(tmp_path.iterdir()) else 0)
+    tell = module._digest_host
+    monkeypatch.setattr(module, "_digest_host", lambda: tell() if any(tmp_path.iterdir()) else 0)
     value = ShardedTensor.from_rank_offsets("w", torch.arange(4.0))
     dist_checkpointing.save({"w": value}, tmp_path / "ckpt")
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]

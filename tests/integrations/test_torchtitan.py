@@ -12,7 +12,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, KeepEvery, KeepLatest
 from tests.integrations import small, titan  # first: it finds torchtitan, or what stands in for it
 
-from shardckpt.integrations.torchtitan import TitanCheckpointManager, checkpoint_config  # isort: skip
+from shardckpt.integrations.torchtitan import TitanCheckpointManager, make_checkpoint_config  # isort: skip
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,7 +83,7 @@ def test_every_option_has_its_meaning(tmp_path: Path) -> None:
     """Torchtitan's options arrive under our names; those that there are none for are known."""
     policies = (KeepLatest(3), KeepEvery(100))
     config = config_of(retention=policies, exclude_from_loading=["dataloader"], strategy="torch_dist")
-    ours = checkpoint_config(config, str(tmp_path))
+    ours = make_checkpoint_config(config, str(tmp_path))
     assert ours.folder == str(tmp_path / "checkpoint")
     assert (config.export_dtype, ours.export_dtype) == ("float32", None)  # it casts nothing up
     others = {"enable", "folder", "initial_load_in_hf_quantized", "export_dtype"}
@@ -92,8 +92,8 @@ def test_every_option_has_its_meaning(tmp_path: Path) -> None:
         assert (
             taken.value if name == "async_mode" else list(taken) if name == "exclude_from_loading" else taken
         ) == given
-    assert checkpoint_config(config_of(folder="s3://bucket/x"), str(tmp_path)).folder == "s3://bucket/x"
-    assert checkpoint_config(config_of(folder="x"), "s3://bucket/dump").folder == "s3://bucket/dump/x"
+    assert make_checkpoint_config(config_of(folder="s3://bucket/x"), str(tmp_path)).folder == "s3://bucket/x"
+    assert make_checkpoint_config(config_of(folder="x"), "s3://bucket/dump").folder == "s3://bucket/dump/x"
 
 
 def test_the_options_of_the_manager_are_those_of_torchtitan_too(tmp_path: Path) -> None:
@@ -108,7 +108,9 @@ def test_the_options_of_the_manager_are_those_of_torchtitan_too(tmp_path: Path) 
     }
     names = {each.name for each in fields(config_of())}
     assert CheckpointConfig.model_fields.keys() - decided <= names
-    ours = checkpoint_config(config_of(save_on_signals=("SIGTERM", "SIGUSR1"), keep_options=("lr",)), str(tmp_path))
+    ours = make_checkpoint_config(
+        config_of(save_on_signals=("SIGTERM", "SIGUSR1"), keep_options=("lr",)), str(tmp_path)
+    )
     assert (ours.save_on_signals, ours.keep_options) == (("SIGTERM", "SIGUSR1"), ("lr",))
 
 
@@ -125,7 +127,7 @@ def test_a_signal_saves_the_next_step(tmp_path: Path) -> None:
 
 
 def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
-    """Hugging Face names without a mapping are an error when the job begins."""
+    """Hugging Face names without a mapping are an error when the job begins, unless checkpoints are disabled."""
     runtime = {
         "dataloader": None,
         "model_parts": [small.model()],
@@ -135,6 +137,9 @@ def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
     }
     with pytest.raises(CheckpointingException, match="hf_mapping"):
         config_of(last_save_in_hf=True).build(**runtime, base_folder=str(tmp_path))
+    disabled = config_of(enable=False, last_save_in_hf=True).build(**runtime, base_folder=str(tmp_path))
+    assert not disabled.save(2)
+    disabled.close()
 
 
 class Torchft:

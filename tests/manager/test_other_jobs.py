@@ -11,7 +11,7 @@ import pytest
 
 from shardckpt.commit import Owner
 from shardckpt.commit.holds import make_hold
-from shardckpt.commit.owner import _host, _status
+from shardckpt.commit.owner import _digest_host, _read_stat
 from shardckpt.errors import OtherJobError, StorageError
 from shardckpt.manager import CheckpointConfig, CheckpointManager, other_jobs
 from shardckpt.testing import FaultyStore
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 #: Another process of this host that is alive, one that is dead, and one of another host.
-ALIVE = Owner(_host(), os.getppid(), int(_status(str(os.getppid()))[1]))
+ALIVE = Owner(_digest_host(), os.getppid(), int(_read_stat(str(os.getppid()))[1]))
 DEAD = ALIVE._replace(start=1)
 ELSEWHERE = ALIVE._replace(host=1)
 

@@ -15,7 +15,7 @@ from shardckpt.engine.loading import LoadOptions, OpenCheckpoint, load_checkpoin
 from shardckpt.errors import CheckpointingException, PluginError, StrategyMismatchError
 from shardckpt.manifest.models import Manifest
 from shardckpt.plugins.manager import get_plugin_manager
-from shardckpt.storage.places import find_url
+from shardckpt.storage.places import get_url
 from shardckpt.strategy import LoadContext, LoadStrategy
 from shardckpt.validation.keys import StrictHandling
 
@@ -115,7 +115,7 @@ class LoadsByPath:
             The state dict with tensors and objects for shards; to the core, the values of the shards.
         """
         if isinstance(checkpoint_dir, LoadContext):
-            self._loaded = find_url(checkpoint_dir.reader.directory)
+            self._loaded = get_url(checkpoint_dir.reader.directory)
             return super().load(sharded_state_dict, checkpoint_dir)  # type: ignore[misc]
 
         def read(checkpoint: OpenCheckpoint) -> Any:
