@@ -48,6 +48,8 @@ def attach_stub(package: str) -> tuple[Callable[[str], Any], Callable[[], list[s
 
     The stub is ``__init__.pyi`` in the package. Type checkers read the same file.
 
+    A package calls it as ``__getattr__, __dir__, __all__ = attach_stub(__name__)``.
+
     Args:
         package: The package's name. Each line of its stub reads ``from MODULE import NAME as NAME``.
 
@@ -66,7 +68,7 @@ def attach_stub(package: str) -> tuple[Callable[[str], Any], Callable[[], list[s
             value: Any = importlib.import_module(f"{package}.{name}")
         else:
             value = getattr(importlib.import_module(origins[name]), name)
-        # Python finds the name in the package from now on, and does not call __getattr__
+        # Python finds the name in the package from now on; of two threads that import at once, both get the first value
         return vars(module).setdefault(name, value)
 
     return __getattr__, lambda: sorted({*vars(module), *origins}), sorted(origins)
@@ -91,9 +93,13 @@ def _raise_missing(package: str, name: str, *, is_import: bool) -> NoReturn:
             an ImportError is raised.
     """
     text = f"module {package!r} has no attribute {name!r}"
-    public_module = _map_public_names().get(name) if name.isidentifier() and not name.startswith("_") else None
-    # Python imports a submodule only after a plain AttributeError
-    if public_module is None or importlib.util.find_spec(f"{package}.{name}") is not None:
+    if name.startswith("_") or not name.isidentifier():
+        raise AttributeError(text)
+    # Python asks for each submodule that it imports from a package, and imports it after a plain AttributeError. A look
+    # for a submodule is cheap, and to parse all stubs is not.
+    is_submodule = importlib.util.find_spec(f"{package}.{name}") is not None
+    public_module = None if is_submodule else _map_public_names().get(name)
+    if public_module is None:
         raise AttributeError(text)
     text += f": from {public_module} import {name}"
     if is_import:
@@ -119,6 +125,7 @@ def _list_offered(module: str) -> Collection[str]:
         return _list_stub(ast.parse(loader.get_data(f"{path}i")))  # type: ignore[union-attr]
     except OSError:  # the module has no stub
         tree = ast.parse(loader.get_data(path))  # type: ignore[union-attr]
-    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
-    lists = [ast.literal_eval(node.value) for node in assigned if ast.unparse(node.targets[0]) == "__all__"]
-    return [name for names in lists for name in names]
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)  # type: ignore[no-any-return]
+    return ()

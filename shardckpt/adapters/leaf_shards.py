@@ -170,9 +170,8 @@ def _read_signature(
     signature = _Signature(names, is_dtensor, read_specs(dtensors), shapes, dtypes, options, _get_ranks())
     if not dtensors:
         return signature, leaves
-    remaining = iter(dtensor_locals)
-    local_tensors = [next(remaining) if kind is DTensor else leaf for kind, leaf in zip(kinds, leaves, strict=True)]
-    return signature, local_tensors
+    locals_in_order = iter(dtensor_locals)
+    return signature, [next(locals_in_order) if flag else leaf for flag, leaf in zip(is_dtensor, leaves, strict=True)]
 
 
 def _get_ranks() -> tuple[int, int]:

@@ -40,14 +40,14 @@ class TemporalAsyncCaller(AsyncCaller):
         """Start a thread that runs ``async_fn``, and return the Future of the result or error."""
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # a cancelled Future would refuse the result that the thread sets
-        # a thread would else be a daemon where the caller's thread is one
+        # a thread inherits the flag, and the caller's may be a daemon
         thread = threading.Thread(target=_run, args=(request, future), name="shardckpt-background", daemon=False)
         thread.start()
         self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
         return future
 
     def close(self, abort: bool = False) -> None:  # noqa: ARG002 - a thread cannot be killed
-        """Wait until all requests have run, with ``abort``, too: a thread cannot be killed."""
+        """Wait until all requests have run. ``abort`` changes nothing: a thread cannot be killed."""
         for thread in self._threads:
             thread.join()
 
@@ -91,7 +91,7 @@ class PersistentAsyncCaller(AsyncCaller):
     @staticmethod
     def warmup() -> None:
         """Start the process of the next caller, so that the first request need not wait for the start."""
-        with PersistentAsyncCaller._lock:  # not cls: subclasses share one warm process
+        with PersistentAsyncCaller._lock:  # this class and its subclasses share one warm process
             if PersistentAsyncCaller._warm is None or not PersistentAsyncCaller._warm.alive:
                 PersistentAsyncCaller._warm = WorkerProcess()
 

@@ -1,4 +1,4 @@
-"""Regions that are contiguous in a file and in memory, in columns: large ones in place, small neighbours at once."""
+"""Regions contiguous in a file and in memory: which are read in place, and which small neighbours together."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ class ContiguousRegions(NamedTuple):
 
     def list_joined(self) -> Sequence[Region]:
         """Return the regions that are read as one range with others: an error of the range names the first of them."""
-        bounds = [*self._join().row, len(self.file)]
+        if not len(self.file):
+            return ()
+        bounds = [*self._join().first, len(self.file)]
         several = [range(low, high) for low, high in pairwise(bounds) if high - low > 1]
         return self.make_regions(self.row[[*chain(*several)]]) if several else ()
 
@@ -99,20 +101,21 @@ class ContiguousRegions(NamedTuple):
                 neighbours.append(partial(self._read_runs, runs, low, high, stop))
                 continue
             memory = view_memory(runs.address[low], runs.end[low] - runs.begin[low], self.make_regions)
-            key = self.keys[int(self.tensor[runs.row[low]])]
+            key = self.keys[int(self.tensor[runs.first[low]])]
             ranges.append(RangeRead(self.files[runs.file[low]], runs.begin[low], memory, key))
         return ranges, neighbours
 
     def _join(self) -> _Runs:
-        """Return the regions, those in one that follow each other in their file and in memory."""
+        """Merge regions that are adjacent in the file and in memory; there is at least one region."""
         file, address = self.file, self.address
         begin = self.start + self.offset
         end = begin + self.nbytes
         follows = (file[1:] == file[:-1]) & (begin[1:] == end[:-1]) & (address[1:] == (address + self.nbytes)[:-1])
-        first = torch.cat([~follows.new_zeros(1), ~follows]).nonzero().view(-1)
+        is_first = torch.cat([follows.new_ones(1), ~follows])
+        first = is_first.nonzero().view(-1)
         last = torch.cat([first[1:], first.new_tensor([len(file)])]) - 1
         return _Runs(
-            row=first.tolist(),
+            first=first.tolist(),
             file=file[first].tolist(),
             start=self.start[first].tolist(),
             stop=self.stop[last].tolist(),
@@ -134,8 +137,8 @@ class ContiguousRegions(NamedTuple):
                 for begin, end, address in copies:
                     ctypes.memmove(address, ahead.base + begin, end - begin)
                 return
-            last = runs.row[high] if high < len(runs.row) else len(self.file)
-            for region in self.make_regions(self.row[runs.row[low] : last]):
+            last = runs.first[high] if high < len(runs.first) else len(self.file)
+            for region in self.make_regions(self.row[runs.first[low] : last]):
                 read_one(region, ahead)
 
 
@@ -143,7 +146,7 @@ class _Runs(NamedTuple):
     """Runs: one region, or several that follow each other in a file and in memory.
 
     Attributes:
-        row: The place of the first region of each run among the :class:`ContiguousRegions`.
+        first: The place of the first region of each run among the :class:`ContiguousRegions`.
         file: The number of its file.
         start: Where the item of its first region begins in the file, in bytes.
         stop: Where the item of its last region ends.
@@ -152,7 +155,7 @@ class _Runs(NamedTuple):
         address: Where it begins in memory.
     """
 
-    row: list[int]
+    first: list[int]
     file: list[int]
     start: list[int]
     stop: list[int]

@@ -55,7 +55,7 @@ class ItemReader:
     """Reads regions of stored tensors, and objects, with several threads: overridden methods must be thread-safe.
 
     The bytes of an item are the values of its chunk. A format that wraps them, as ``torch.save`` does, overrides
-    :meth:`find_payloads`, :meth:`read_region` and :meth:`take_contiguous`.
+    :meth:`find_payloads`, :meth:`read_region` and :meth:`pop_contiguous`.
 
     Attributes:
         reader: Reads the files.
@@ -73,9 +73,9 @@ class ItemReader:
         """
         return [chunk.item.offset for chunk, _, _ in chunks]
 
-    def take_contiguous(self, tensors: RequestedTensors) -> ContiguousRegions | FramedRegions | None:
-        """Take chunks to be read in columns, and not one by one by :meth:`read_region`; None if there are none."""
-        return tensors.take_contiguous()
+    def pop_contiguous(self, tensors: RequestedTensors) -> ContiguousRegions | FramedRegions | None:
+        """Remove and return the regions that :meth:`read_region` need not read one by one; None if there are none."""
+        return tensors.pop_contiguous()
 
     def read_region(self, region: Region, dtype: torch.dtype, key: str, source: CheckpointReader | ReadAhead) -> None:
         """Fill the target of a region, with a cast if its dtype is not the stored one.
@@ -196,7 +196,7 @@ class LoadPlan:
 
     def read(self) -> None:
         """Read everything into the destinations."""
-        contiguous = self._items.take_contiguous(self._tensors)
+        contiguous = self._items.pop_contiguous(self._tensors)
         units: list[Sequence[ReadRequest]] = [*self._tensors.units()]
         if self._objects:
             units += ((request,) for request in self._objects)

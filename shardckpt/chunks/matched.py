@@ -53,7 +53,8 @@ class FewShards:
         """Return the regions to read; shards without data get CPU memory."""
         _allocate(part.shard for part in self._parts)
         return [
-            Region(part.number, part.chunk, part.start, _view_unflattened(part.shard), False) for part in self._parts
+            Region(part.number, part.chunk, part.start, _view_unflattened(part.shard), is_entire=False)
+            for part in self._parts
         ]
 
 
@@ -137,8 +138,8 @@ class MatchedShards:
         self._index = index
         self._numbers = numbers
 
-    def take_contiguous(self) -> ContiguousRegions | None:
-        """Take out the contiguous regions of items that are the values of a chunk, or None if there are none.
+    def pop_contiguous(self) -> ContiguousRegions | None:
+        """Remove and return the contiguous regions of items that are the values of a chunk; None if there are none.
 
         Shards without data get CPU memory.
         """
@@ -148,33 +149,33 @@ class MatchedShards:
             return None
         itemsizes = make_column([dtype.itemsize for dtype in self._list_dtypes(regions.tensor)])
         volume = self._chunks.volume[self._found.stored[regions.row]]
-        taken = regions.select(regions.stop - regions.start == volume * itemsizes)
-        self._leave_out(taken.row)
-        return taken
+        popped = regions.select(regions.stop - regions.start == volume * itemsizes)
+        return popped if self._remove(popped.row) else None
 
-    def take_framed(self, find_frames: FindFrames) -> FramedRegions | None:
-        """Take out the contiguous regions of small items that have known bytes around the values of a chunk.
+    def pop_framed(self, find_frames: FindFrames) -> FramedRegions | None:
+        """Remove and return the contiguous regions of small items that have known bytes around the values of a chunk.
 
-        Shards without data get CPU memory.
+        None if there are none. Shards without data get CPU memory.
         """
         _allocate(self._shards)
         regions = self._find_contiguous()
         if regions is None:
             return None
         chunks, found = self._chunks, self._found
-        stored = found.stored[regions.row]
+        chunk_rows = found.stored[regions.row]
         is_small = regions.stop - regions.start <= SMALL_ITEM
-        small = regions.select(is_small & (chunks.volume[stored] == chunks.box.volume()[stored]))
+        small = regions.select(is_small & (chunks.volume[chunk_rows] == chunks.box.volume()[chunk_rows]))
         axes = [len(self._index.shapes[number]) for number in small.tensor.tolist()]
         extents = chunks.box.extent[found.stored[small.row]].tolist()  # with as many axes as the tensor with the most
         shapes = [tuple(extent[:ndim]) for extent, ndim in zip(extents, axes, strict=True)]
         frames = find_frames(self._list_dtypes(small.tensor), shapes, (small.stop - small.start).tolist())
-        taken = small.select(torch.tensor([frame is not None for frame in frames], dtype=torch.bool, device="cpu"))
-        self._leave_out(taken.row)
-        return FramedRegions(taken, [frame for frame in frames if frame is not None])
+        popped = small.select(torch.tensor([frame is not None for frame in frames], dtype=torch.bool, device="cpu"))
+        if not self._remove(popped.row):
+            return None
+        return FramedRegions(popped, [frame for frame in frames if frame is not None])
 
     def list_regions(self) -> list[Region]:
-        """Return the regions that were not taken out; shards without data get CPU memory."""
+        """Return the regions that were not removed; shards without data get CPU memory."""
         _allocate(self._shards)
         return self._make_regions(self._found)
 
@@ -185,26 +186,26 @@ class MatchedShards:
         if not len(rows):
             return None
         rows = _sort_by_place(rows, chunks, found.stored[rows])
-        stored, owners = found.stored[rows], found.wanted[rows]
-        numbers = self._numbers[chunks.box.spec[stored]]
+        chunk_rows, shard_rows = found.stored[rows], found.wanted[rows]
+        numbers = self._numbers[chunks.box.spec[chunk_rows]]
         dtypes = self._list_dtypes(numbers)
-        addresses, takes_bytes = _find_memory([self._shards[owner].data for owner in owners.tolist()], dtypes)
+        addresses, takes_bytes = _find_memory([self._shards[row].data for row in shard_rows.tolist()], dtypes)
         itemsize = make_column([dtype.itemsize for dtype in dtypes])
         offset = found.offset[rows]
         regions = ContiguousRegions(
-            file=chunks.file[stored],
-            start=chunks.start[stored],
-            stop=chunks.start[stored] + chunks.length[stored],
-            offset=(chunks.first[stored] + _find_element(offset, chunks.box.rows(stored))) * itemsize,
+            file=chunks.file[chunk_rows],
+            start=chunks.start[chunk_rows],
+            stop=chunks.start[chunk_rows] + chunks.length[chunk_rows],
+            offset=(chunks.first[chunk_rows] + _find_element(offset, chunks.box.rows(chunk_rows))) * itemsize,
             nbytes=count_volumes(found.extent[rows]) * itemsize,
-            address=make_column(addresses) + _find_element(offset, self._requested.rows(owners)) * itemsize,
+            address=make_column(addresses) + _find_element(offset, self._requested.rows(shard_rows)) * itemsize,
             tensor=numbers,
             row=rows,
             files=self._index.files,
             keys=self._index.keys,
             make_regions=lambda these: self._make_regions(Overlaps(*(column[these] for column in found))),
         )
-        is_inside = regions.offset + regions.nbytes <= chunks.length[stored]
+        is_inside = regions.offset + regions.nbytes <= chunks.length[chunk_rows]
         return regions.select(is_inside if takes_bytes is None else is_inside & takes_bytes)
 
     def _find_contiguous_rows(self) -> torch.Tensor:
@@ -214,25 +215,28 @@ class MatchedShards:
         :meth:`ItemReader.read_region` refuses those.
         """
         extent, chunks = self._found.extent, self._chunks
-        stored, owners = self._found.stored, self._found.wanted
+        chunk_rows, shard_rows = self._found.stored, self._found.wanted
         axes = extent.shape[1]
         claimed = chunks.first.double() + chunks.box.extent.double().prod(1)
         is_sound = (chunks.first >= 0) & (claimed <= chunks.volume) & (chunks.volume < _MOST_ELEMENTS)
         return (
-            _are_contiguous_in(extent, chunks.box.pad_axes(axes).extent[stored])
-            & _are_contiguous_in(extent, self._requested.extent[owners])
-            & is_sound[stored]
+            _are_contiguous_in(extent, chunks.box.pad_axes(axes).extent[chunk_rows])
+            & _are_contiguous_in(extent, self._requested.extent[shard_rows])
+            & is_sound[chunk_rows]
             & (extent > 0).all(1)
         )
 
     def _list_dtypes(self, numbers: torch.Tensor) -> list[torch.dtype]:
         return [self._index.dtypes[number] for number in numbers.tolist()]
 
-    def _leave_out(self, rows: torch.Tensor) -> None:
-        if len(rows):
-            stays = torch.ones(len(self._found.wanted), dtype=torch.bool, device="cpu")
-            stays[rows] = False
-            self._found = Overlaps(*(column[stays] for column in self._found))
+    def _remove(self, rows: torch.Tensor) -> bool:
+        """Remove some of the regions; return whether there are such."""
+        if not len(rows):
+            return False
+        stays = torch.ones(len(self._found.wanted), dtype=torch.bool, device="cpu")
+        stays[rows] = False
+        self._found = Overlaps(*(column[stays] for column in self._found))
+        return True
 
     def _make_regions(self, found: Overlaps) -> list[Region]:
         """Return regions as objects; their shards have memory."""
@@ -247,14 +251,13 @@ class MatchedShards:
         )
         regions = []
         # by lists: each region becomes an object in any case, and of most loads few are left
-        for owner, corner, number, offset, extent, wide_chunk in zip(*columns, chunks, strict=True):
-            target = _view_unflattened(self._shards[owner])
+        for shard_row, shard_offset, number, offset, extent, wide_chunk in zip(*columns, chunks, strict=True):
+            target = _view_unflattened(self._shards[shard_row])
             axes = target.ndim
             chunk, shape = _cut_axes(wide_chunk, axes), tuple(extent[:axes])
-            if shape != target.shape:  # other chunks have the rest of it
-                for axis, (size, low, begin) in enumerate(zip(shape, offset, corner, strict=False)):
-                    if size != target.shape[axis]:
-                        target = target.narrow(axis, low - begin, size)
+            for axis in range(axes) if shape != target.shape else ():  # other chunks have the rest of it
+                if shape[axis] != target.shape[axis]:
+                    target = target.narrow(axis, offset[axis] - shard_offset[axis], shape[axis])
             start = tuple(map(sub, offset[:axes], chunk.box.offset))
             regions.append(Region(number, chunk, start, target, shape == chunk.box.shape))
         return regions

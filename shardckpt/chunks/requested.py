@@ -77,17 +77,17 @@ class RequestedTensors:
         if any(unallocated):
             self._check_sizes(sort_unique(specs[torch.tensor(unallocated, device="cpu")]), reader)
 
-    def take_contiguous(self) -> ContiguousRegions | None:
-        """Take out the regions that are contiguous in items and in memory; None if there are none.
+    def pop_contiguous(self) -> ContiguousRegions | None:
+        """Remove and return the regions that are contiguous in items and in memory; None if there are none.
 
         Call it before :meth:`units`, which then leaves them out, and after all ranks have planned: shards without data
         get CPU memory.
         """
-        return None if isinstance(self._matched, FewShards) else self._matched.take_contiguous()
+        return None if isinstance(self._matched, FewShards) else self._matched.pop_contiguous()
 
-    def take_framed(self, find_frames: FindFrames) -> FramedRegions | None:
-        """Take out those of small items that have known bytes around the values; see :meth:`take_contiguous`."""
-        return None if isinstance(self._matched, FewShards) else self._matched.take_framed(find_frames)
+    def pop_framed(self, find_frames: FindFrames) -> FramedRegions | None:
+        """Remove and return those of small items with known bytes around the values; see :meth:`pop_contiguous`."""
+        return None if isinstance(self._matched, FewShards) else self._matched.pop_framed(find_frames)
 
     def units(self) -> list[Unit]:
         """Return the regions to read, in units that one thread reads, in the order of the files.

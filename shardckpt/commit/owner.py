@@ -42,7 +42,7 @@ class Owner(NamedTuple):
     def current(cls) -> Owner:
         """Return this process."""
         try:
-            _, start = _read_stat("self")  # not the id: /proc may be of another pid namespace
+            _, start = _read_stat("self")  # not os.getpid(): /proc may be of another pid namespace
         except OSError:
             start = 0
         return cls(_digest_host(), os.getpid(), start)
@@ -113,7 +113,7 @@ def _digest_host() -> int:
 
 def _read_stat(process: str) -> tuple[str, int]:
     """Return the state and start time of a process, given by its id or as "self"; an OSError if it does not exist."""
-    # Fields 3 and 22 of proc_pid_stat(5). Field 2 is the name in parentheses, which may have any bytes: spaces and
-    # parentheses, too. Fields are counted from the last parenthesis.
+    # Field 2 of proc_pid_stat(5) is the name in parentheses, which may have any bytes: spaces and parentheses, too. So
+    # fields are counted from the last parenthesis on.
     fields = (_PROC / process / "stat").read_bytes().rpartition(b")")[2].split()
-    return fields[3 - 3].decode(), int(fields[22 - 3])
+    return fields[0].decode(), int(fields[19])  # fields 3 and 22

@@ -28,7 +28,7 @@ _DTYPE, _DTYPE_BEFORE_4_56 = "dtype", "torch_dtype"  # the key of transformers 4
 _DTYPES = (_DTYPE, _DTYPE_BEFORE_4_56)
 #: The keys of settings by which weights are quantized. A dtype in these settings is not the dtype of weights.
 QUANTIZATIONS = ("quantization_config", "compression_config")
-#: The integer dtypes of codes in quantized weights. A tensor of two or more axes has codes in such a dtype.
+#: The integer dtypes of codes in quantized weights. A tensor of one axis in such a dtype has counts or indices instead.
 _CODES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint32)
 #: Ends of names that only quantized models have: GPTQ and AWQ, bitsandbytes, 8-bit KV caches. No other scale counts:
 #: codes beside a scale count by their dtype, and ordinary models have scales, such as CLIP's ``logit_scale``.
@@ -82,7 +82,7 @@ def adapt_config(
 
     Args:
         add_dtype: Whether a config without a dtype gets one.
-        raise_on_vocabulary: Whether another vocabulary than that of the tensors is an error; else it is a warning.
+        raise_on_vocabulary: Whether a vocabulary size that contradicts the tensors is an error, and not a warning.
 
     Raises:
         CheckpointingException: The embedding or the output layer has other rows than the vocabulary.
@@ -204,8 +204,9 @@ def _select_part(config: dict[str, Any], key: str, tensors: Sequence[HubTensor])
 
 def _is_of_part(tensor: HubTensor, key: str) -> bool:
     """Return whether a tensor is of the part with a key in the config, by the components of the tensor's name."""
-    stem = key.removesuffix(_PART)
-    return any(component.startswith(_PREFIXES_OF_PARTS.get(stem, (stem,))) for component in tensor.name.split("."))
+    part = key.removesuffix(_PART)
+    prefixes = _PREFIXES_OF_PARTS.get(part, (part,))
+    return any(component.startswith(prefixes) for component in tensor.name.split("."))
 
 
 def _name_common_dtype(tensors: Iterable[HubTensor]) -> str | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.retention import RetentionPolicy
     from shardckpt.manager.save_policies import SavePolicy
 
-#: Options of torchtitan that CheckpointConfig does not have by their names.
+#: Options of torchtitan that are not passed on by their names.
 _NOT_PASSED = (
     "enable",  # passed as enable_checkpoint
     "initial_load_in_hf_quantized",  # needless: a load recognizes quantized weights by their scales
@@ -59,8 +59,8 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         Set ``retention`` and ``save_when`` in code: the command line cannot give policies. torchtitan's ``save`` has no
         metrics, so there is no ``keep_best_k``, and ``KeepBest`` keeps no step.
 
-        As with torchtitan's own manager, a load of step 0 restores the model alone. The keys of the last save, if that
-        has the model only, do not begin with ``model.``, as with torchtitan's own manager, too.
+        As with torchtitan's own manager, a load of step 0 restores the model alone, and a last save of the model alone
+        has keys without the ``model.`` prefix.
 
         ``initial_load_in_hf_quantized`` has no effect: a load dequantizes weights with block scales without being told.
         """
@@ -158,7 +158,7 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 def make_checkpoint_config(config: TitanCheckpointManager.Config, base_folder: str = "") -> CheckpointConfig:
     """Convert torchtitan's options to those of a CheckpointManager.
 
-    ``config.folder`` is relative to ``base_folder``, a folder or URL, unless ``config.folder`` is a URL itself.
+    ``config.folder`` is relative to ``base_folder``, a folder or URL, unless it is a URL or an absolute path.
     """
     options = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in _NOT_PASSED}
     return make_titan_config({"enable_checkpoint": config.enable, **options}, base_folder)

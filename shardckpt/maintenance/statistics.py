@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,7 @@ class Statistics:
         minimum: The least finite value, exact for int8 to int64 and uint8, else a float64; None if no value is finite.
         maximum: The greatest finite value, of the same type.
         mean: The mean of the finite values, computed in float64; None if no value is finite.
-        norm: The Euclidean norm of the finite values, computed in float64: infinite if their squares are beyond it.
+        norm: The Euclidean norm of the finite values, computed in float64: infinite if a sum of squares is beyond it.
     """
 
     count: int
@@ -110,13 +111,17 @@ def _to_float64(stored: StoredTensor, block: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_exactly(sums: Sequence[float]) -> float:
-    """Return the exact sum, rounded once; infinite or NaN, as float64 adds, if it is beyond float64."""
+    """Return the exact sum, rounded once; infinite or NaN, as float64 adds, where a number or the sum is."""
     try:
         return math.fsum(sums)
+    except (OverflowError, ValueError):
+        pass
+    try:
+        return float(sum(map(Fraction, sums)))  # fsum gives up where a sum on the way is beyond float64
     except (OverflowError, ValueError):
         return sum(sums)
 
 
 def _has_exact_extrema(dtype: torch.dtype) -> bool:
-    """Return whether torch has ``min`` and ``max`` for a dtype of integers; those of other dtypes come from float64."""
+    """Return whether a dtype is an integer one that torch's ``min`` and ``max`` take; others go by float64."""
     return dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

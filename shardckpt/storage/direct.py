@@ -19,7 +19,7 @@ _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
 #: Offset in struct statx of two numbers: the alignments of memory and of file offsets, since Linux 6.1.
 _STATX_ALIGNMENTS = 152
-#: f_type of ext2 to ext4, XFS, F2FS, Lustre; used only where the kernel is too old to tell alignments.
+#: f_type of ext2 to ext4, XFS, F2FS, Lustre; used where an old kernel, or the file system, tells no alignments.
 _DIRECT_TYPES = {0xEF53, 0x58465342, 0xF2F52010, 0x0BD00BD0}
 
 
@@ -58,7 +58,7 @@ def bypasses_cache(directory: Path) -> bool | None:
     except (AttributeError, OSError):
         return None
     try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)  # an error where open_direct meets one
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)  # raises where open_direct's open does
         return _read_alignment(fd) > 0
     except OSError:
         return False
@@ -92,7 +92,7 @@ def allocate(fd: int, size: int) -> bool:
 
 
 def _read_alignment(fd: int) -> int:
-    """Return the alignment in bytes that direct writes need of memory addresses; 0 if the file can have none."""
+    """Return the alignment in bytes that direct writes need of memory addresses; 0 if the file takes none."""
     found = ctypes.create_string_buffer(256)
     statx = _find_libc_function("statx")
     if statx is not None and statx(fd, b"", _AT_EMPTY_PATH, ctypes.c_uint(_STATX_DIOALIGN), found) == 0:

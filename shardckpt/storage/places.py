@@ -34,7 +34,7 @@ _reported: set[str] = set()
 
 
 def get_url(place: Path) -> str:
-    """Return the path or URL that opens a place again, in any process; a URL with any password in it."""
+    """Return the path or URL that opens a place again, in any process; passwords in a URL stay."""
     return place.url if isinstance(place, OpenPath) else str(place)
 
 
@@ -43,7 +43,7 @@ def get_parent(place: Path) -> str:
     url = get_url(place)
     parent = os.path.dirname(url) or "."  # noqa: PTH120 - of a URL, too
     if "://" in url:
-        return max(parent, get_bucket(url), key=len)
+        return max(parent, get_bucket(url), key=len)  # the parent of s3://bucket would be s3:
     if url == ".":
         return ".."
     return f"{url}/.." if place.name == ".." else parent
@@ -175,7 +175,7 @@ def _scan_directory(place: Path, is_wanted: Callable[[os.DirEntry[str]], bool]) 
 def _is_directory(entry: os.DirEntry[str]) -> bool:
     """Return whether an entry is a directory or a link to one; False, with a warning, for a target without access.
 
-    It raises any other OSError, which may be a passing one: the directory may be the newest checkpoint.
+    Any other OSError is raised: it may be transient, and the entry may be the newest checkpoint.
     """
     try:
         return entry.is_dir()

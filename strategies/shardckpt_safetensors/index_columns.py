@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from shardckpt_safetensors.names import Strings
 
 _MAX_AXES = 64
-#: Upper bound on a tensor's bytes (a size of 0 counted as 1): products below 2**53 are exact in float64. The elements
-#: are compared here when an index is opened, the bytes in ``index.py`` when boxes are read.
+#: Limit on a tensor's elements, checked here, and bytes, checked in ``index.py`` when boxes are read: products below
+#: 2**53 are exact in float64. A size of 0 counts as 1.
 SIZE_LIMIT = 2.0**53
 
 
@@ -62,7 +62,11 @@ def read_tensors(columns: Columns, strings: Strings, dtypes: Sequence[str]) -> T
     extents = read_column(columns, "tensor_shape", (count, most))
     if fewest < most:
         is_axis = torch.arange(most, device="cpu") < axes.view(-1, 1)
-        check_column(bool((is_axis | (extents == 1)).all()), "tensor_shape", "has a size of an axis too many")
+        check_column(
+            bool((is_axis | (extents == 1)).all()),
+            "tensor_shape",
+            "has a size other than 1 behind a tensor's last axis",
+        )
     check_column(are_below_limit(extents), "tensor_shape", "has too many elements")
     ends = read_column(columns, "tensor_end", (count,)).long()
     bounds = torch.cat([ends.new_zeros(1), ends])

@@ -156,3 +156,21 @@ def _box(full: torch.Tensor, key: str, corner: Sequence[int], sizes: Sequence[in
     """A shard that is a box of a tensor, with a copy of its values."""
     data = full[tuple(slice(low, low + size) for low, size in zip(corner, sizes, strict=True))].clone()
     return ShardedTensor(key, data, data.dtype, tuple(sizes), tuple(full.shape), tuple(corner), None)
+
+
+@table("backend", ["safetensors", "torch_dist"])
+@table("kib", [4, 4096])
+@table("kind", ["strided", "cast"])
+def test_the_damaged_tensor_is_named_where_none_is_read_in_columns(
+    tmp_path: Path, kind: str, kib: int, backend: str
+) -> None:
+    """Destinations that take no bytes as they are, as those on a device, get the same error."""
+    saved = {f"t{number}": torch.rand(2, kib << 7) for number in range(3)}
+    dc.save(states.entire(saved), tmp_path / "c", backend)
+    data = max((tmp_path / "c").iterdir(), key=lambda path: path.stat().st_size)
+    flip(data, saved["t1"].numpy().tobytes())
+    wanted = states.entire({key: torch.zeros(2, kib << 7, dtype=torch.float64) for key in saved})
+    if kind == "strided":
+        wanted = states.entire({key: torch.zeros(kib << 7, 2).T for key in saved})
+    with pytest.raises(CorruptCheckpointError, match=r"\bt1\b.*digest differs"):
+        dc.load(wanted, tmp_path / "c", allow_dtype_cast=True)

@@ -43,5 +43,5 @@ def test_chunks_that_claim_too_much_are_not_read_in_columns(
     index: Any = SimpleNamespace(dtypes=[torch.float32], shapes=[(_WIDE, _WIDE)], files=["data"], keys=["w"])
     matched = MatchedShards([shard], list_boxes([shard], column), chunks, torch.tensor([0, 1]), index, column)
     assert not matched.uncovered
-    found = matched.take_contiguous()
+    found = matched.pop_contiguous()
     assert (0 if found is None else len(found.file)) == taken

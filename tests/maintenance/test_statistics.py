@@ -74,6 +74,15 @@ def test_a_sum_beyond_float64_is_no_error(tmp_path: Path, monkeypatch: pytest.Mo
     assert not math.isfinite(found.mean)
 
 
+def test_a_sum_that_passes_float64_on_the_way_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks whose sums add up to a float64 have their mean, whatever their order."""
+    monkeypatch.setattr(statistics, "_BLOCK_BYTES", 8)
+    tensor = torch.tensor([1e308, 1e308, -1e308], dtype=torch.float64)
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / "c")
+    with dc.open_checkpoint(tmp_path / "c") as checkpoint:
+        assert compute_statistics(checkpoint["w"]).mean == 1e308 / 3
+
+
 def test_a_finite_complex_value_is_finite(tmp_path: Path) -> None:
     """Its absolute value may be beyond the dtype of its parts, and is computed in float64."""
     tensor = torch.tensor([3e38 + 3e38j, 0], dtype=torch.complex64)

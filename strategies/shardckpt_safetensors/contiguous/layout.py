@@ -84,7 +84,8 @@ class FolderLayout:
     def __init__(self, tensors: Sequence[TensorInfo], payloads: Sequence[FolderPayload], limit: int) -> None:
         self.tensors = tensors
         self.payloads = payloads
-        self._payload_numbers = numbers = {payload.hub_tensor.name: n for n, payload in enumerate(payloads)}
+        numbers = {payload.hub_tensor.name: n for n, payload in enumerate(payloads)}
+        self._payload_numbers = numbers
         self.file_names: list[str] = []
         self.files: list[FileLayout] = []
         self.places = [(0, 0)] * len(payloads)
@@ -96,15 +97,15 @@ class FolderLayout:
             self.file_names.append(file_name)
             self.files.append(file)
 
-    def find_payload(self, file_number: int, at: int) -> int:
+    def find_payload(self, file_number: int, offset: int) -> int:
         """Return the number of the payload that has a byte of a file."""
         file = self.files[file_number]
-        return self._payload_numbers[file.tensors[file.find_tensor(at)].tensor.name]
+        return self._payload_numbers[file.tensors[file.find_tensor(offset)].tensor.name]
 
     def cut_range(self, file_number: int, start: int, stop: int) -> tuple[list[int], int]:
         """Cut a range of a file into segments; return their lengths, and how many payloads begin in the range.
 
-        A payload above ``SMALL_RECORD``, 72 KiB, has segments of its own. Smaller neighbours share segments of at most
+        A payload above ``SMALL_RECORD`` has segments of its own. Smaller neighbours share segments of at most
         ``SMALL_RECORD``::
 
             payloads   | large                       | 8K | 30K | 40K | large         |
@@ -117,11 +118,11 @@ class FolderLayout:
         lengths: list[int] = []
         shared = 0  # bytes of the segment that small payloads share, so far
         for number in range(max(first - 1, 0), last):  # the payload before the first may reach into the range
-            tensor, begin, end = file.tensors[number]
-            length = min(stop, end) - max(start, begin)
+            span = file.tensors[number]
+            length = min(stop, span.stop) - max(start, span.start)
             if length <= 0:
                 continue
-            is_large = tensor.nbytes > SMALL_RECORD
+            is_large = span.tensor.nbytes > SMALL_RECORD
             if shared and (is_large or shared + length > SMALL_RECORD):
                 lengths.append(shared)
                 shared = 0

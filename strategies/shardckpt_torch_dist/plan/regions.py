@@ -37,9 +37,9 @@ _HEADS = 512
 class ArchiveReader(ItemReader):
     """Reads regions of tensors that are archives of ``torch.save``, each with a zip directory and a pickle."""
 
-    def take_contiguous(self, tensors: RequestedTensors) -> FramedRegions | None:
-        """Take small archives of ours, which are copied without being parsed; most of another library's are parsed."""
-        return None if self.reader.manifest.record is None else tensors.take_framed(_find_frames)
+    def pop_contiguous(self, tensors: RequestedTensors) -> FramedRegions | None:
+        """Remove and return small archives of ours, which need not be parsed; most of another library's are parsed."""
+        return None if self.reader.manifest.record is None else tensors.pop_framed(_find_frames)
 
     def find_payloads(self, chunks: Sequence[tuple[Chunk, torch.dtype, str]]) -> Iterator[int | None]:
         """Yield where the payload of each chunk begins, if its archive begins, byte for byte, as we write it.
