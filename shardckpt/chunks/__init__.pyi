@@ -2,6 +2,7 @@ from shardckpt.chunks.append import append_run as append_run
 from shardckpt.chunks.append import append_tensor as append_tensor
 from shardckpt.chunks.append import cut_runs as cut_runs
 from shardckpt.chunks.casts import check_cast as check_cast
+from shardckpt.chunks.contiguous import ContiguousRegions as ContiguousRegions
 from shardckpt.chunks.contiguous import FramedRegions as FramedRegions
 from shardckpt.chunks.item_reader import ItemReader as ItemReader
 from shardckpt.chunks.item_reader import LoadPlan as LoadPlan

@@ -83,11 +83,17 @@ class ItemReader:
         ``source`` is the reader, or a :class:`ReadAhead` that has the item in memory with its small neighbours.
         """
         chunk, target = region.chunk, region.target
+        nbytes = chunk.box.volume * dtype.itemsize
+        if not 0 <= chunk.first * dtype.itemsize <= chunk.item.length - nbytes:
+            raise CorruptCheckpointError(
+                f"{key}: the index claims {nbytes} bytes from element {chunk.first} on of an item of "
+                f"{chunk.item.length} bytes ({chunk.item.file} at {chunk.item.offset})"
+            )
         file, first = chunk.item.file, chunk.item.offset + chunk.first * dtype.itemsize
         if not isinstance(source, ReadAhead):
             read_box(source, StoredArray(file, first, dtype, chunk.box.shape), region.start, target, key)
         elif target.numel():
-            data = bytearray(source.read_range(file, first, chunk.box.volume * dtype.itemsize, key))
+            data = bytearray(source.read_range(file, first, nbytes, key))
             values = torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(chunk.box.shape)
             copy_box(values, region.start, target)
 

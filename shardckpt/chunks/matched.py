@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 #: Numbers of elements below it are exact in float64, and as bytes in int64.
 _MOST_ELEMENTS = 1 << 53
+_MOST_BYTES = (1 << 63) - 1
 
 
 class _Part(NamedTuple):
@@ -158,13 +159,12 @@ class MatchedShards:
         None if there are none. Shards without data get CPU memory.
         """
         _allocate(self._shards)
-        regions = self._find_contiguous()
+        regions = self._find_contiguous(SMALL_ITEM)
         if regions is None:
             return None
         chunks, found = self._chunks, self._found
         chunk_rows = found.stored[regions.row]
-        is_small = regions.stop - regions.start <= SMALL_ITEM
-        small = regions.select(is_small & (chunks.volume[chunk_rows] == chunks.box.volume()[chunk_rows]))
+        small = regions.select(chunks.volume[chunk_rows] == chunks.box.volume()[chunk_rows])
         axes = [len(self._index.shapes[number]) for number in small.tensor.tolist()]
         extents = chunks.box.extent[found.stored[small.row]].tolist()  # with as many axes as the tensor with the most
         shapes = [tuple(extent[:ndim]) for extent, ndim in zip(extents, axes, strict=True)]
@@ -179,17 +179,26 @@ class MatchedShards:
         _allocate(self._shards)
         return self._make_regions(self._found)
 
-    def _find_contiguous(self) -> ContiguousRegions | None:
-        """Return the regions whose elements follow each other in their chunk, and in memory that takes their bytes."""
+    def _find_contiguous(self, most_bytes: int = _MOST_BYTES) -> ContiguousRegions | None:
+        """Return the regions whose elements follow each other in their chunk, and in memory that takes their bytes.
+
+        Those of larger items than ``most_bytes`` are left out. None if there are none.
+        """
         found, chunks = self._found, self._chunks
-        rows = self._find_contiguous_rows().nonzero().view(-1)
-        if not len(rows):
-            return None
+        is_read = self._find_contiguous_rows() & (chunks.length[found.stored] <= most_bytes)
+        rows = is_read.nonzero().view(-1)
         rows = _sort_by_place(rows, chunks, found.stored[rows])
-        chunk_rows, shard_rows = found.stored[rows], found.wanted[rows]
-        numbers = self._numbers[chunks.box.spec[chunk_rows]]
+        numbers = self._numbers[chunks.box.spec[found.stored[rows]]]
         dtypes = self._list_dtypes(numbers)
-        addresses, takes_bytes = _find_memory([self._shards[row].data for row in shard_rows.tolist()], dtypes)
+        tensors = [self._shards[row].data for row in found.wanted[rows].tolist()]
+        address = make_column(_find_addresses(tensors, dtypes))
+        takes_bytes = address != 0
+        if not bool(takes_bytes.all()):
+            rows, numbers, address = rows[takes_bytes], numbers[takes_bytes], address[takes_bytes]
+            dtypes = list(compress(dtypes, takes_bytes.tolist()))
+        if not dtypes:
+            return None
+        chunk_rows, shard_rows = found.stored[rows], found.wanted[rows]
         itemsize = make_column([dtype.itemsize for dtype in dtypes])
         offset = found.offset[rows]
         regions = ContiguousRegions(
@@ -198,21 +207,20 @@ class MatchedShards:
             stop=chunks.start[chunk_rows] + chunks.length[chunk_rows],
             offset=(chunks.first[chunk_rows] + _find_element(offset, chunks.box.rows(chunk_rows))) * itemsize,
             nbytes=count_volumes(found.extent[rows]) * itemsize,
-            address=make_column(addresses) + _find_element(offset, self._requested.rows(shard_rows)) * itemsize,
+            address=address + _find_element(offset, self._requested.rows(shard_rows)) * itemsize,
             tensor=numbers,
             row=rows,
             files=self._index.files,
             keys=self._index.keys,
             make_regions=lambda these: self._make_regions(Overlaps(*(column[these] for column in found))),
         )
-        is_inside = regions.offset + regions.nbytes <= chunks.length[chunk_rows]
-        return regions.select(is_inside if takes_bytes is None else is_inside & takes_bytes)
+        return regions.select(regions.offset + regions.nbytes <= chunks.length[chunk_rows])
 
     def _find_contiguous_rows(self) -> torch.Tensor:
         """Return whether the elements of each region follow each other in its chunk and in its shard: bool.
 
-        It is False for a chunk that claims more elements than its item has, or too many for exact arithmetic:
-        :meth:`ItemReader.read_region` refuses those.
+        It is False for a chunk that claims more elements than its item has, which :meth:`ItemReader.read_region`
+        refuses, or too many for exact arithmetic.
         """
         extent, chunks = self._found.extent, self._chunks
         chunk_rows, shard_rows = self._found.stored, self._found.wanted
@@ -307,15 +315,16 @@ def _find_element(offset: torch.Tensor, box: Table) -> torch.Tensor:
     return ((offset - box.offset) * steps).sum(1)
 
 
-def _find_memory(tensors: list[Any], dtypes: list[torch.dtype]) -> tuple[list[int], torch.Tensor | None]:
-    """Return the addresses of tensors, and which take the bytes of these dtypes as they are: bool; None if all do."""
+def _find_addresses(tensors: list[Any], dtypes: list[torch.dtype]) -> list[int]:
+    """Return the address of each tensor's memory; 0 if the memory does not take the bytes of a dtype as they are."""
     addresses = find_addresses(tensors) if dtypes == [tensor.dtype for tensor in tensors] else None
     if addresses is not None:
-        return addresses, None
+        return addresses
     # some may be on other devices, have strides or another dtype
-    takes = [is_ordinary(tensor) and tensor.dtype == dtype for tensor, dtype in zip(tensors, dtypes, strict=True)]
-    addresses = [tensor.data_ptr() if does else 0 for tensor, does in zip(tensors, takes, strict=True)]
-    return addresses, torch.tensor(takes, dtype=torch.bool, device="cpu")
+    return [
+        tensor.data_ptr() if tensor.dtype == dtype and is_ordinary(tensor) else 0
+        for tensor, dtype in zip(tensors, dtypes, strict=True)
+    ]
 
 
 def _allocate(shards: Iterable[ShardedTensor]) -> None:

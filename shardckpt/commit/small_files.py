@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-_LARGEST = 64 << 10  # bytes of a file; ours have some 300
+_LARGEST = 64 << 10  # bytes of a file; ours have some 300, and marks up to 60 kB, as their limits of texts say
 #: A time in seconds since 1970, up to the year 9999: beyond it there is no date to show.
 Time = Annotated[float, Field(ge=0, le=253_402_300_799)]
 

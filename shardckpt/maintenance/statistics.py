@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.errors import CheckpointingException
+from shardckpt.tensors.memory import QUANTIZED_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -90,9 +91,10 @@ def compute_statistics(
 
 def is_numeric(dtype: torch.dtype) -> bool:
     """Return whether torch computes with values of a dtype; it does not for packed dtypes, such as float4."""
+    if dtype.is_complex or dtype in QUANTIZED_DTYPES:  # torch warns of some of these
+        return dtype.is_complex
     try:
-        # an empty tensor would be converted from any dtype; complex128, because float64 would warn of complex dtypes
-        torch.empty(1, dtype=dtype, device="cpu").to(torch.complex128)
+        torch.empty(1, dtype=dtype, device="cpu").to(torch.float64)  # an empty tensor would be converted from any dtype
     except (RuntimeError, TypeError):
         return False
     return True

@@ -57,3 +57,20 @@ def test_a_damaged_object_does_not_have_the_tensors_read_again(
     with pytest.raises(CorruptCheckpointError, match=r"\bo\b.*digest differs"):
         dc.load({**states.entire(wanted), "o": ShardedObject("o", None, (1,), (0,))}, tmp_path / "c")
     assert sum(read.nbytes for read in reads if read.name == data.name) <= data.stat().st_size
+
+
+@table("first", [-4, 8])
+@table("copies", [1, 40])
+def test_a_box_beyond_its_item_is_damage(tmp_path: Path, first: int, copies: int) -> None:
+    """What an index claims of an item that has fewer elements is an error, and not its neighbours' values."""
+    (tmp_path / "data").write_bytes(bytes(48 * copies + 96))
+    index: Any = SimpleNamespace(keys=["w"], dtypes=[torch.float32])
+    regions = [
+        Region(0, Chunk(Box((0, 0), (2, 4)), Item("data", 48 + 48 * n, 48), first, 12), (0, 0), target, True)
+        for n, target in enumerate(torch.zeros(copies, 4, 2).mT)
+    ]
+    with (
+        CheckpointReader(tmp_path, Manifest(backend="rows", version=1)) as reader,
+        pytest.raises(CorruptCheckpointError, match=r"w: the index claims 32 bytes from element -?\d on"),
+    ):
+        ItemReader(reader, index).read_units([(region,) for region in regions])
