@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import re
 import weakref
 import zlib
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from shardckpt_torch_checkpointing.metadata import METADATA_FILE, Piece, drop_co
 from shardckpt_torch_dist import NestedState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     import torch
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from shardckpt_torch_checkpointing.metadata import DeclaredItem, Layout
 
 logger = logging.getLogger(__name__)
+
+#: The key under which torchtitan's data loader has its state.
+_LOADER_KEY = re.compile(r"dp_rank_[0-9]+")
 
 _PARTS = (
     "%s: the ranks have saved different tensors in %r, and no %s says that they are parts of one: they are loaded as "
@@ -44,7 +48,7 @@ class StoredTensor:
         path: The path under which the files have it.
         shape: Its global shape.
         pieces: Its boxes in the files, each once.
-        copies: Ranks that may have all of it; empty if it is cut, or was compared already.
+        copies: Ranks that hold a full copy not yet compared; empty for cut tensors.
         is_exact: Whether a local tensor has nothing but its pieces.
     """
 
@@ -108,7 +112,7 @@ class Index:
         files: The file of each item on each rank.
         tensors: The tensors, by key.
         values: The other values, by path; those on which all ranks agree.
-        per_rank: For each item that differs between ranks as a whole: its content on each rank, by path.
+        per_rank: For each item that is an object of each rank: its content on each rank, by path.
         nbytes: Bytes of all files.
         identity: Identifies the save, to compare it across ranks.
     """
@@ -146,7 +150,9 @@ class Index:
         A file that has another tensor than is declared is a CorruptCheckpointError.
         """
         tensor = self.tensors[key]
-        return [self.locate(tensor, tensor.pieces[number], common) for number, common in tensor.finder.touching(wanted)]
+        return [
+            self.locate(tensor, tensor.pieces[number], overlap) for number, overlap in tensor.finder.touching(wanted)
+        ]
 
     def check_stored(self, key: str, wanted: Box) -> None:
         """Raise CorruptCheckpointError if elements of a box of a tensor are not stored."""
@@ -191,7 +197,7 @@ class Index:
                     f"{self.files[item][rank].file}"
                 )
 
-    def locate(self, tensor: StoredTensor, piece: Piece, common: Box) -> Part:
+    def locate(self, tensor: StoredTensor, piece: Piece, overlap: Box) -> Part:
         """Return where a box of a tensor is in the file that has a piece of it.
 
         A file that has no such tensor, or another one than is declared, is a CorruptCheckpointError.
@@ -208,8 +214,8 @@ class Index:
                 f"{file}: {tensor.key!r} is of {local.dtype} and shape {local.shape}, and {METADATA_FILE}, or the mesh "
                 f"in the file, says {tensor.dtype} and {least}"
             )
-        steps = zip(common.offset, piece.box.offset, piece.place, strict=True)
-        return Part(local, tuple(first - offset + place for first, offset, place in steps), common)
+        steps = zip(overlap.offset, piece.box.offset, piece.place, strict=True)
+        return Part(local, tuple(first - offset + place for first, offset, place in steps), overlap)
 
     def _add_item(self, item: str, layouts: dict[int, Layout], declared: DeclaredItem | None) -> None:
         """Add the declared tensors of an item, then whatever else its files have."""
@@ -222,14 +228,16 @@ class Index:
                 if join_path(path) not in known:
                     others.setdefault(path, {})[rank] = value
         inner = {path[:end] for path in others for end in range(1, len(path))}
-        different = {p for p, found in others.items() if p in inner or not self._are_same(list(found.values()))}
+        # of the ranks that have the path: _is_per_rank judges what the others lack
+        different = {path for path, by_rank in others.items() if path in inner or not self._are_same(by_rank)}
+        uneven = {path: by_rank for path, by_rank in others.items() if len(by_rank) < len(contents)}
         is_cut = bool(known) or any(t.global_shape is not None for found in others.values() for t in _tensors(found))
-        if is_cut or not different:
+        if is_cut or not (different or _is_per_rank(uneven, set(contents))):
             self._add_others(others, different, inner)
             return
         self.per_rank[item] = {rank: content.values for rank, content in contents.items()}
         # states of random generators and data loaders are integers
-        if any(t.dtype.is_floating_point for path in different for t in _tensors(others[path])):
+        if any(t.dtype.is_floating_point for path in (*different, *uneven) for t in _tensors(others[path])):
             logger.warning(_PARTS, self._reader.directory, item, METADATA_FILE, METADATA_FILE)
 
     def _add_others(self, others: dict[Path, dict[int, Any]], different: set[Path], inner: set[Path]) -> None:
@@ -254,9 +262,13 @@ class Index:
         known = set()
         for nested, found in declared.tensors.items():
             path = content.rename((item, *nested))
-            way = (found.dtype, found.shape, found.pieces, found.copies, found.is_exact)
-            self._add_tensor(StoredTensor(join_path(path), path, *way))
-            known.add(join_path(path))
+            key = join_path(path)
+            self._add_tensor(
+                StoredTensor(
+                    key, path, found.dtype, found.shape, found.pieces, copies=found.copies, is_exact=found.is_exact
+                )
+            )
+            known.add(key)
         return known
 
     def _add_undeclared(self, path: Path, found: dict[int, Any]) -> None:
@@ -272,7 +284,7 @@ class Index:
             pieces = drop_copies([piece for rank, tensor in tensors.items() for piece in tensor.cut(rank)])
             self._add_tensor(StoredTensor(join_path(path), path, first.dtype, first.global_shape, pieces))
             return
-        if not self._are_same(list(tensors.values())):
+        if not self._are_same(tensors):
             raise CorruptCheckpointError(
                 f"{self._reader.directory}: the ranks have saved different values of the tensor {join_path(path)!r}, "
                 f"and {METADATA_FILE} does not say how it is cut"
@@ -285,8 +297,9 @@ class Index:
             raise CorruptCheckpointError(f"{self._reader.directory}: two tensors have the key {tensor.key!r}")
         self.tensors[tensor.key] = tensor
 
-    def _are_same(self, values: list[Any]) -> bool:
-        return all(_is_same(values[0], other, self._reader) for other in values[1:])
+    def _are_same(self, by_rank: Mapping[int, Any]) -> bool:
+        first, *others = by_rank.values()
+        return all(_is_same(first, other, self._reader) for other in others)
 
     def _read_value(self, path: Path) -> Any:
         if path in self._conflicts:
@@ -295,6 +308,16 @@ class Index:
                 "with parts of tensors: of these, none can be chosen"
             )
         return self.values[path]
+
+
+def _is_per_rank(uneven: Mapping[Path, Mapping[int, Any]], ranks: set[int]) -> bool:
+    """Return whether an item with paths that some ranks lack is an object of each rank.
+
+    Otherwise the ranks have it between them: pipeline stages, which all have tensors that others lack, and torchtitan's
+    data loaders, which all have a key with their rank.
+    """
+    holders = {rank for found in uneven.values() for rank, value in found.items() if isinstance(value, LocalTensor)}
+    return holders != ranks and not all(_LOADER_KEY.fullmatch(str(key)) for path in uneven for key in path[1:2])
 
 
 def _tensors(found: dict[int, Any]) -> list[LocalTensor]:

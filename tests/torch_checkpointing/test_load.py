@@ -17,6 +17,7 @@ from shardckpt.manager import PerRank
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.interop.stock import Kept
 from tests.ranks import RankError, Ranks
+from tests.tables import table
 from tests.torch_checkpointing.golden import (
     GOLDEN,
     SHAPES,
@@ -146,6 +147,38 @@ def test_items_of_the_ranks_are_compared_value_by_value(tmp_path: Path) -> None:
         assert "apart" not in common
         assert checkpoint.read_object("apart/shard_0_2") == {"state": None, "count": 2}
         assert checkpoint.read_object("apart/shard_1_2") == {"state": {"deep": [{"a": 1}]}, "count": 2}
+
+
+@table(
+    "one, other",
+    [
+        ({"carry": {"tokens": 7}}, {}),
+        ({"carry": torch.tensor([7, 8])}, {}),
+        ({"carry": [{"a": 1}, {"b": 2}]}, {"carry": [{"a": 1}]}),
+    ],
+)
+def test_what_a_rank_lacks_it_does_not_get_from_another(
+    tmp_path: Path, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    """A state of each rank that has a key, a tensor or an entry of a list on one rank alone is that rank's."""
+    folder = copy_golden("torch-2", tmp_path / "step")
+    states: list[Any] = [{**one, "epoch": 1}, {**other, "epoch": 1}]
+    for rank, state in enumerate(states):
+        torch.save(state, folder / f"data_{rank}.pt")
+    wanted = {rank: ShardedObject("data", None, (2,), (rank,)) for rank in range(2)}
+    loaded = dist_checkpointing.load(dict(wanted), folder)
+    assert [str(loaded[rank]) for rank in range(2)] == [str(state) for state in states]
+    assert "data" not in dist_checkpointing.load_common_state_dict(folder)
+
+
+def test_plain_tensors_of_pipeline_stages_are_one_item(tmp_path: Path) -> None:
+    """Without metadata, stages that each have other tensors, with values of their own, have a model between them."""
+    folder = copy_golden("torch-2", tmp_path / "step")
+    for rank in range(2):
+        torch.save({f"{rank}.weight": torch.ones(2) * rank, f"{rank}.extra": b"%d" % rank}, folder / f"net_{rank}.pt")
+    with dist_checkpointing.open_checkpoint(folder) as checkpoint:
+        assert [checkpoint[f"net.{rank}.weight"][...].tolist() for rank in range(2)] == [[0, 0], [1, 1]]
+        assert checkpoint.common["net"] == {"0.extra": b"0", "1.extra": b"1"}
 
 
 def test_values_that_differ_beside_parts_of_tensors_are_refused_by_name(tmp_path: Path) -> None:
