@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardckpt.planning import Ints
     from shardckpt.storage import CheckpointReader
     from shardckpt_torch_checkpointing.files import Content, Path
-    from shardckpt_torch_checkpointing.metadata import DeclaredItem, Layout
+    from shardckpt_torch_checkpointing.metadata import DeclaredItem
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,8 @@ class Index:
         values: The other values, by path; those on which all ranks agree.
         per_rank: For each item that is an object of each rank: its content on each rank, by path.
         nbytes: Bytes of all files.
-        identity: Identifies the save, to compare it across ranks.
+        identity: Identifies the save, to compare it across ranks: the sizes of all files, and the CRC-32 of those that
+            were read.
     """
 
     def __init__(self, reader: CheckpointReader, allow_globals: tuple[Any, ...]) -> None:
@@ -125,13 +126,19 @@ class Index:
         self.files = listing.files
         sizes = {layout.file: reader.size(layout.file) for ranks in self.files.values() for layout in ranks.values()}
         self.nbytes = sum(sizes.values())
-        self.identity = repr((zlib.crc32(listing.metadata), sorted(sizes.items()))).encode()
         self.tensors: dict[str, StoredTensor] = {}
         self.values: dict[Path, Any] = {}
         self.per_rank: dict[str, dict[int, dict[Path, Any]]] = {}
         self._conflicts: set[Path] = set()
+        crcs: dict[str, int] = {}
         for item, layouts in self.files.items():
-            self._add_item(item, layouts, listing.declared.get(item))
+            declared = listing.declared.get(item)
+            ranks = sorted(layouts) if declared is None else declared.holders
+            contents = {rank: self.content(item, rank) for rank in ranks}
+            crcs.update((layouts[rank].file, content.crc) for rank, content in contents.items())
+            self._add_item(item, contents, declared)
+        # not the times or inodes of files: nodes may see others of one file on a shared file system
+        self.identity = repr((zlib.crc32(listing.metadata), sorted(sizes.items()), sorted(crcs.items()))).encode()
 
     @cached_property
     def nested(self) -> NestedState:
@@ -217,11 +224,10 @@ class Index:
         steps = zip(overlap.offset, piece.box.offset, piece.place, strict=True)
         return Part(local, tuple(first - offset + place for first, offset, place in steps), overlap)
 
-    def _add_item(self, item: str, layouts: dict[int, Layout], declared: DeclaredItem | None) -> None:
+    def _add_item(self, item: str, contents: dict[int, Content], declared: DeclaredItem | None) -> None:
         """Add the declared tensors of an item, then whatever else its files have."""
-        ranks = sorted(layouts) if declared is None else declared.holders
-        contents = {rank: self.content(item, rank) for rank in ranks}
-        known = self._add_declared(item, declared, contents[ranks[0]]) if declared is not None and ranks else set()
+        first = next(iter(contents.values()), None)
+        known = self._add_declared(item, declared, first) if declared is not None and first is not None else set()
         others: dict[Path, dict[int, Any]] = {}
         for rank, content in contents.items():
             for path, value in content.values.items():

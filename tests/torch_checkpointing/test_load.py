@@ -15,6 +15,7 @@ from shardckpt.errors import IncompleteCheckpointError, KeyMismatchError, Shardi
 from shardckpt.huggingface import export_to_huggingface
 from shardckpt.manager import PerRank
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.strategy import LoadContext
 from tests.interop.stock import Kept
 from tests.ranks import RankError, Ranks
 from tests.tables import table
@@ -219,6 +220,31 @@ def test_a_checkpoint_on_a_store_loads_and_is_exported(tmp_path: Path) -> None:
     exported = safetensors.torch.load_file(tmp_path / "exported" / "model.safetensors")
     assert set(exported) == set(SHAPES)
     assert all(torch.equal(tensor, values(name)) for name, tensor in exported.items())
+
+
+def write_state(file: Path, value: int) -> None:
+    """Write a state that takes as many bytes whatever the value is."""
+    state = {"a": torch.arange(3000), "b": torch.full((300,), value)}
+    if file.suffix == ".safetensors":
+        safetensors.torch.save_file(state, file)
+    elif file.suffix == ".pt":
+        torch.save(state, file)
+    else:
+        file.write_text(str(value))
+
+
+@table("name", ["extra_0.pt", "extra_0.json", "extra_0.bin", "extra_0.safetensors"])
+def test_saves_of_one_layout_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Saves whose files have the same names and sizes are told apart by their content: no load mixes two of them."""
+    identities: list[bytes] = []
+    monkeypatch.setattr(LoadContext, "require_same_save", lambda _, identity, *args: identities.append(identity))
+    wanted = {"w": ShardedTensor.from_rank_offsets("model.0.weight", torch.zeros(8, 6))}
+    for number, value in enumerate((5, 5, 6)):
+        folder = copy_golden("safetensors-2", tmp_path / str(number))
+        write_state(folder / name, value)
+        dist_checkpointing.load(dict(wanted), folder)
+    one, same, other = identities
+    assert one == same != other
 
 
 def test_a_save_that_did_not_end_is_no_checkpoint(tmp_path: Path) -> None:
