@@ -15,7 +15,7 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.huggingface import parse_head
 from shardckpt.state_dict import DictKey
 from shardckpt.storage import read_header
-from shardckpt_torch_checkpointing.metadata import METADATA_FILE, Layout, Piece, cut_for_rank, parse_placement
+from shardckpt_torch_checkpointing.metadata import METADATA_FILE, Chunk, Layout, cut_for_rank, parse_placement
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -62,7 +62,7 @@ class LocalTensor:
         """Its shape."""
         return self.payload.shape
 
-    def cut(self, rank: int) -> list[Piece]:
+    def cut(self, rank: int) -> list[Chunk]:
         """Return the boxes of a DTensor that this is, as its pickled mesh and placements describe them.
 
         A mesh that is described in a way that is not known here is a CorruptCheckpointError.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.errors import CorruptCheckpointError, ShardingError
 from shardckpt.planning import Box, BoxFinder, find_uncovered
 from shardckpt_torch_checkpointing.files import LocalTensor, find_files, join_path, read_content
-from shardckpt_torch_checkpointing.metadata import METADATA_FILE, Piece, drop_copies, parse_metadata
+from shardckpt_torch_checkpointing.metadata import METADATA_FILE, Chunk, drop_copies, parse_metadata
 from shardckpt_torch_dist import NestedState
 
 if TYPE_CHECKING:
@@ -47,16 +47,16 @@ class StoredTensor:
         key: Its key: the item's and the path in it, joined by dots.
         path: The path under which the files have it.
         shape: Its global shape.
-        pieces: Its boxes in the files, each once.
+        chunks: Its boxes in the files, each once.
         copies: Ranks that hold a full copy not yet compared; empty for cut tensors.
-        is_exact: Whether a local tensor has nothing but its pieces.
+        is_exact: Whether a local tensor has nothing but its chunks.
     """
 
     key: str
     path: Path
     dtype: torch.dtype
     shape: Ints
-    pieces: list[Piece]
+    chunks: list[Chunk]
     copies: Ints = ()
     is_exact: bool = True
 
@@ -64,19 +64,19 @@ class StoredTensor:
     def local_shapes(self) -> dict[int, Ints]:
         """The least shape of each rank's local tensor."""
         found: dict[int, Ints] = {}
-        for box, place, rank in self.pieces:
+        for box, place, rank in self.chunks:
             end = tuple(map(add, place, box.shape))
             found[rank] = tuple(map(max, end, found.get(rank, end)))
         return found
 
     @cached_property
     def finder(self) -> BoxFinder:
-        """Finds the pieces that a box touches."""
-        return BoxFinder([piece.box for piece in self.pieces])
+        """Finds the chunks that a box touches."""
+        return BoxFinder([chunk.box for chunk in self.chunks])
 
 
 @dataclass(frozen=True)
-class Part:
+class Region:
     """A box of a tensor that is in one file.
 
     It begins at ``start`` in the tensor of the file, along every axis; ``box`` is in the global tensor.
@@ -151,14 +151,14 @@ class Index:
         layout = self.files[item][rank]
         return self._reader.parsed(layout.file, lambda: read_content(self._reader, item, layout, self._allow_globals))
 
-    def find_parts(self, key: str, wanted: Box) -> list[Part]:
+    def find_regions(self, key: str, wanted: Box) -> list[Region]:
         """Return where the elements of a box of a tensor are; the box may reach beyond the tensor.
 
         A file that has another tensor than is declared is a CorruptCheckpointError.
         """
         tensor = self.tensors[key]
         return [
-            self.locate(tensor, tensor.pieces[number], overlap) for number, overlap in tensor.finder.touching(wanted)
+            self.locate(tensor, tensor.chunks[number], overlap) for number, overlap in tensor.finder.touching(wanted)
         ]
 
     def check_stored(self, key: str, wanted: Box) -> None:
@@ -184,13 +184,13 @@ class Index:
                 self._compare_copies(tensor, share, shares)
 
     def _is_copied(self, tensor: StoredTensor) -> bool:
-        if len(tensor.copies) <= 1 or not tensor.pieces:
+        if len(tensor.copies) <= 1 or not tensor.chunks:
             return False
-        local = self.content(str(tensor.path[0]), tensor.pieces[0].rank).by_key.get(tensor.key)
+        local = self.content(str(tensor.path[0]), tensor.chunks[0].rank).by_key.get(tensor.key)
         return isinstance(local, LocalTensor) and local.global_shape is None
 
     def _compare_copies(self, tensor: StoredTensor, share: int, shares: int) -> None:
-        item, first = str(tensor.path[0]), tensor.pieces[0].rank
+        item, first = str(tensor.path[0]), tensor.chunks[0].rank
         one = self.content(item, first).by_key[tensor.key]
         for rank in tensor.copies:
             if rank == first or rank % shares != share:
@@ -204,25 +204,25 @@ class Index:
                     f"{self.files[item][rank].file}"
                 )
 
-    def locate(self, tensor: StoredTensor, piece: Piece, overlap: Box) -> Part:
-        """Return where a box of a tensor is in the file that has a piece of it.
+    def locate(self, tensor: StoredTensor, chunk: Chunk, overlap: Box) -> Region:
+        """Return where a box of a tensor is in the file that has a chunk of it.
 
         A file that has no such tensor, or another one than is declared, is a CorruptCheckpointError.
         """
         item = str(tensor.path[0])
-        local = self.content(item, piece.rank).by_key.get(tensor.key)
-        file = self._reader.directory / self.files[item][piece.rank].file
+        local = self.content(item, chunk.rank).by_key.get(tensor.key)
+        file = self._reader.directory / self.files[item][chunk.rank].file
         if not isinstance(local, LocalTensor):
             raise CorruptCheckpointError(f"{file} has no tensor {tensor.key!r}, which {METADATA_FILE} lists")
-        least = tensor.local_shapes[piece.rank]
+        least = tensor.local_shapes[chunk.rank]
         is_there = len(local.shape) == len(least) and all(map(eq if tensor.is_exact else le, least, local.shape))
         if local.dtype != tensor.dtype or not is_there:
             raise CorruptCheckpointError(
                 f"{file}: {tensor.key!r} is of {local.dtype} and shape {local.shape}, and {METADATA_FILE}, or the mesh "
                 f"in the file, says {tensor.dtype} and {least}"
             )
-        steps = zip(overlap.offset, piece.box.offset, piece.place, strict=True)
-        return Part(local, tuple(first - offset + place for first, offset, place in steps), overlap)
+        steps = zip(overlap.offset, chunk.box.offset, chunk.place, strict=True)
+        return Region(local, tuple(first - offset + place for first, offset, place in steps), overlap)
 
     def _add_item(self, item: str, contents: dict[int, Content], declared: DeclaredItem | None) -> None:
         """Add the declared tensors of an item, then whatever else its files have."""
@@ -271,7 +271,7 @@ class Index:
             key = join_path(path)
             self._add_tensor(
                 StoredTensor(
-                    key, path, found.dtype, found.shape, found.pieces, copies=found.copies, is_exact=found.is_exact
+                    key, path, found.dtype, found.shape, found.chunks, copies=found.copies, is_exact=found.is_exact
                 )
             )
             known.add(key)
@@ -287,15 +287,15 @@ class Index:
                 f"{self._reader.directory}: the files of the ranks have different tensors {join_path(path)!r}"
             )
         if first.global_shape is not None:
-            pieces = drop_copies([piece for rank, tensor in tensors.items() for piece in tensor.cut(rank)])
-            self._add_tensor(StoredTensor(join_path(path), path, first.dtype, first.global_shape, pieces))
+            chunks = drop_copies([chunk for rank, tensor in tensors.items() for chunk in tensor.cut(rank)])
+            self._add_tensor(StoredTensor(join_path(path), path, first.dtype, first.global_shape, chunks))
             return
         if not self._are_same(tensors):
             raise CorruptCheckpointError(
                 f"{self._reader.directory}: the ranks have saved different values of the tensor {join_path(path)!r}, "
                 f"and {METADATA_FILE} does not say how it is cut"
             )
-        full = Piece(Box.from_shape(first.shape), (0,) * len(first.shape), next(iter(tensors)))
+        full = Chunk(Box.from_shape(first.shape), (0,) * len(first.shape), next(iter(tensors)))
         self._add_tensor(StoredTensor(join_path(path), path, first.dtype, first.shape, [full]))
 
     def _add_tensor(self, tensor: StoredTensor) -> None:
