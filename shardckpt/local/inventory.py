@@ -25,14 +25,15 @@ class Inventory:
         #: The ranks with damaged parts, and what is wrong with each.
         self.faults = [(rank, why) for rank, parts in enumerate(parts_of_ranks) for why in parts.values() if why]
         found = {part.save for parts in parts_of_ranks for part in parts}
-        #: The saves of as many ranks as there are now, the newest last; then those of another number of ranks.
+        #: The saves of as many ranks as there are now, the newest last.
         self.saves = sorted(save for save in found if save.world_size == self.world_size)
+        #: The saves of another number of ranks, the newest last.
         self.foreign = sorted(found - set(self.saves))
         #: The saves with every part on some disk, the newest last.
         self.complete = [save for save in self.saves if not self.find_missing(save)]
 
     def find_missing(self, save: SaveId) -> list[int]:
-        """Return the ranks whose part of a save is on no disk."""
+        """Return the ranks whose part of a save is undamaged on no disk."""
         return [rank for rank in range(save.world_size) if PartId(save, rank) not in self.holders]
 
     def find_latest(self) -> SaveId | None:
@@ -50,16 +51,18 @@ class Inventory:
         kept = older[max(len(older) - keep + 1, 0) :]
         return {other for other in (*self.saves, *self.foreign) if other < save} - set(kept)
 
+    def list_later(self, step: int) -> set[SaveId]:
+        """Return the saves of later steps, complete or not."""
+        return {save for save in (*self.saves, *self.foreign) if save.step > step}
+
     def list_loadable(self, step: int | None) -> list[SaveId]:
         """Return the complete saves of a step, or of all steps for None, the newest first.
 
         If there is none, that is a CannotLoadError: the subclass and the text say why.
         """
-        complete, incomplete, foreign = (
-            [save for save in saves if step in (None, save.step)] for saves in (self.complete, self.saves, self.foreign)
-        )
-        if complete:
+        if complete := _of_step(self.complete, step):
             return complete[::-1]
+        incomplete, foreign = _of_step(self.saves, step), _of_step(self.foreign, step)
         instead = "load the last global checkpoint with dist_checkpointing.load()"
         steps = ", ".join(str(save.step) for save in self.complete)
         steps = f" (complete steps: {steps})" if steps else ""
@@ -83,9 +86,23 @@ class Inventory:
             texts.append(f"{self._describe_foreign(self.foreign[-1])}: it is ignored")
         return texts
 
+    def describe_later(self, step: int) -> str:
+        """Return a warning of complete steps after one that is saved, or ``""`` if there is none."""
+        latest = self.find_latest()
+        if latest is None or latest.step <= step:
+            return ""
+        return (
+            f"there are steps after {step}, the newest is {latest.step}: a later load takes that one; "
+            f"manager.discard_after({step}) removes them"
+        )
+
     def _describe_lost(self, save: SaveId) -> str:
         ranks = ", ".join(map(str, self.find_missing(save)))
         return f"step {save.step} is incomplete: no disk has an undamaged part of ranks {ranks}"
 
     def _describe_foreign(self, save: SaveId) -> str:
         return f"step {save.step} was saved by {save.world_size} ranks, and there are {self.world_size}"
+
+
+def _of_step(saves: Sequence[SaveId], step: int | None) -> list[SaveId]:
+    return [save for save in saves if step in (None, save.step)]

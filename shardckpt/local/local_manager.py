@@ -83,6 +83,7 @@ class LocalCheckpointManager:
         self._group = process_group
         self._keep = keep
         self._allow_globals = parse_globals(allow_globals)
+        self._has_warned_of_later = False
 
     def __reduce__(self) -> NoReturn:
         refuse_copy(self, "a process group, and the disk", "of the same arguments")
@@ -90,7 +91,8 @@ class LocalCheckpointManager:
     def save(self, state: TensorAwareStateDict, step: int) -> None:
         """Collective: save a step; once every rank has its part and the copies that it keeps, remove older steps.
 
-        An earlier save of the same step stays until the new one is complete; later steps stay.
+        An earlier save of the same step stays until the new one is complete. Later steps stay, with a warning: after
+        going back to an earlier step, remove them with :meth:`discard_after`.
 
         Args:
             state: This rank's part, with its tensors in place; it is not changed.
@@ -106,8 +108,7 @@ class LocalCheckpointManager:
                     f"expected a TensorAwareStateDict, got a {type(state).__name__}: pass the first of the two values "
                     "that TensorAwareStateDict.from_state_dict returns"
                 )
-            if type(step) is not int or not 0 <= step < 10**18:
-                raise CheckpointingException(f"step={step!r}: expected an integer from 0 to 10**18 - 1")
+            _check_step(step)
             comm.agree(step=step)
             listing, inventory = self._list_all_parts(comm)
             self._folder.clear(listing.leftovers)
@@ -119,6 +120,39 @@ class LocalCheckpointManager:
             save = SaveId(step, comm.broadcast(max([time.time_ns(), *least_stamps])), comm.world_size)
             self._write(state, save, comm)
             self._remove(listing, inventory.list_superseded(save, self._keep))
+            later = inventory.describe_later(step)
+            if later and comm.is_main and not self._has_warned_of_later:  # once: each save is another step
+                self._has_warned_of_later = True
+                logger.warning("local checkpoints: %s", later)
+
+    def discard_after(self, step: int) -> list[int]:
+        """Collective: remove all later steps from all disks, after a training went back to this one.
+
+        Else a restart would load the newest, which the training has left.
+
+        Args:
+            step: The last step that stays, the same on every rank.
+
+        Returns:
+            The steps that were removed, in ascending order.
+
+        Raises:
+            CheckpointingException: the same on every rank, and nothing is removed. No complete step would be left.
+        """
+        comm = Comm(self._group)
+        with comm.local_phase("discarding local checkpoints"):
+            _check_step(step)
+            comm.agree(step=step)
+            listing, inventory = self._list_all_parts(comm)
+            later = inventory.list_later(step)
+            with comm.collective_phase("looking for a step that stays"):
+                if later and all(save.step > step for save in inventory.complete):
+                    raise CheckpointingException(
+                        f"discard_after({step}): no complete step up to it is on the disks: none would be left; "
+                        "save one first"
+                    )
+            self._remove(listing, later)
+        return sorted({save.step for save in later})
 
     def find_latest(self) -> int | None:
         """Collective: find the newest step with every rank's part on some rank's disk.
@@ -256,6 +290,11 @@ class LocalCheckpointManager:
             return load_local(self._folder.path(part), allow_globals=self._allow_globals), ""
         except _DAMAGED as exc:
             return None, str(exc)
+
+
+def _check_step(step: int) -> None:
+    if type(step) is not int or not 0 <= step < 10**18:
+        raise CheckpointingException(f"step={step!r}: expected an integer from 0 to 10**18 - 1")
 
 
 def _check_arguments(replication: CliqueReplication | None, keep: int, comm: Comm) -> None:

@@ -25,8 +25,8 @@ def list_files(reader: CheckpointReader) -> list[StoredFile]:
         keys.update((layout.file, set()) for layout in layouts.values())
         declared = listing.declared.get(item)
         for path, tensor in declared.tensors.items() if declared is not None else ():
-            for piece in tensor.pieces:
-                keys[layouts[piece.rank].file].add(join_path((item, *path)))
+            for chunk in tensor.chunks:
+                keys[layouts[chunk.rank].file].add(join_path((item, *path)))
         for layout in layouts.values() if declared is None else ():
             keys[layout.file].add(item)
     return [StoredFile(name, keys=tuple(sorted(found))) for name, found in keys.items()]
@@ -49,9 +49,9 @@ def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | 
             first = METADATA_FILE if listing.metadata else files[min(files)].file
             full = Box.from_shape(tensor.shape)
             found[first] = found[first] or find_error(index.check_stored, key, full)
-            for piece in tensor.pieces:
-                name = files[piece.rank].file
-                found[name] = found[name] or find_error(index.locate, tensor, piece, piece.box)
+            for chunk in tensor.chunks:
+                name = files[chunk.rank].file
+                found[name] = found[name] or find_error(index.locate, tensor, chunk, chunk.box)
     return found
 
 

@@ -15,7 +15,7 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.huggingface import parse_head
 from shardckpt.state_dict import DictKey
 from shardckpt.storage import read_header
-from shardckpt_torch_checkpointing.metadata import METADATA_FILE, Layout, Piece, cut_for_rank, parse_placement
+from shardckpt_torch_checkpointing.metadata import METADATA_FILE, Chunk, Layout, cut_for_rank, parse_placement
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -33,6 +33,8 @@ _NAME = re.compile(r"(?P<item>[A-Za-z0-9_-]+?)_(?P<rank>0|[1-9][0-9]{0,6})\.(?P<
 _FORMS = {"pt": "torch", "json": "json", "safetensors": "safetensors"}
 #: Values that a pickle of n bytes may have: some, and some a byte. It can name one list any number of times.
 _FREE, _VALUES = 1 << 16, 8
+#: Bytes at the end of a safetensors file, which has no checksum, that tell its saves apart.
+_LAST_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class LocalTensor:
         """Its shape."""
         return self.payload.shape
 
-    def cut(self, rank: int) -> list[Piece]:
+    def cut(self, rank: int) -> list[Chunk]:
         """Return the boxes of a DTensor that this is, as its pickled mesh and placements describe them.
 
         A mesh that is described in a way that is not known here is a CorruptCheckpointError.
@@ -100,11 +102,13 @@ class Content:
     """The content of a file.
 
     ``values`` are by path, which begins with the item's key; each tensor is a :class:`LocalTensor`. ``names`` has the
-    names of parameters by their number, where an optimizer's state has numbers, and its groups names.
+    names of parameters by their number, where an optimizer's state has numbers, and its groups names. ``crc`` tells the
+    files of two saves apart: of an archive the CRC-32 of its members, of safetensors its header and last tensors.
     """
 
     values: dict[Path, Any]
     names: dict[Any, str]
+    crc: int
 
     @cached_property
     def by_key(self) -> dict[str, Any]:
@@ -170,28 +174,38 @@ def read_content(reader: CheckpointReader, item: str, layout: Layout, allow_glob
     source = f"{reader.directory / layout.file}"
     size = reader.size(layout.file)
     if layout.form == "safetensors":
-        return Content({(item, name): tensor for name, tensor in _read_safetensors(reader, layout.file, size)}, {})
+        header = read_header(reader, layout.file)
+        tensors: dict[Path, Any] = {
+            (item, name): tensor for name, tensor in _parse_safetensors(header, layout.file, size, source)
+        }
+        start = max(size - _LAST_BYTES, 0)
+        end = reader.read_range(layout.file, start, size - start, source)
+        return Content(tensors, {}, zlib.crc32(end, zlib.crc32(header)))
     if layout.form == "raw":
-        return Content({(item,): reader.read(layout.file)}, {})
+        data = reader.read(layout.file)
+        return Content({(item,): data}, {}, zlib.crc32(data))
     try:
         if layout.form == "json":
-            loaded = json.loads(str(reader.read(layout.file), "utf-8"))  # of bytes it would guess the encoding
+            data = reader.read(layout.file)
+            crc = zlib.crc32(data)
+            loaded = json.loads(str(data, "utf-8"))  # of bytes it would guess the encoding
         else:
-            loaded = Archive.of_file(reader, layout.file).describe(allow_globals)
+            archive = Archive.of_file(reader, layout.file)
+            crc = zlib.crc32(repr([member.crc for member in archive.members.values()]).encode())
+            loaded = archive.describe(allow_globals)
         names: dict[Any, str] = {}
         loaded = _name_parameters(loaded, names)
         values = dict(_Flattener(size).flatten(loaded, (item,)))
-        tensors = {path: _locate(t, layout.file) for path, t in values.items() if isinstance(t, LazyTensor)}
-        return Content({**values, **tensors}, names)
+        located = {path: _locate(t, layout.file) for path, t in values.items() if isinstance(t, LazyTensor)}
+        return Content({**values, **located}, names, crc)
     except CheckpointingException as exc:
         raise exc if str(exc).startswith(source) else type(exc)(f"{source}: {exc}") from exc
     except (ValueError, RecursionError) as exc:
         raise CorruptCheckpointError(f"{source} is damaged: {exc}") from exc
 
 
-def _read_safetensors(reader: CheckpointReader, file: str, size: int) -> Iterator[tuple[str, LocalTensor]]:
-    source = f"{reader.directory / file}"
-    for name, tensor in parse_head(read_header(reader, file), size, source)[0].items():
+def _parse_safetensors(header: bytes, file: str, size: int, source: str) -> Iterator[tuple[str, LocalTensor]]:
+    for name, tensor in parse_head(header, size, source)[0].items():
         if tensor.dtype is None:
             raise CorruptCheckpointError(f"{source}: this torch has no dtype {tensor.kind} for {name!r}")
         nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import re
 import weakref
 import zlib
 from dataclasses import dataclass
@@ -14,20 +15,23 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.errors import CorruptCheckpointError, ShardingError
 from shardckpt.planning import Box, BoxFinder, find_uncovered
 from shardckpt_torch_checkpointing.files import LocalTensor, find_files, join_path, read_content
-from shardckpt_torch_checkpointing.metadata import METADATA_FILE, Piece, drop_copies, parse_metadata
+from shardckpt_torch_checkpointing.metadata import METADATA_FILE, Chunk, drop_copies, parse_metadata
 from shardckpt_torch_dist import NestedState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     import torch
 
     from shardckpt.planning import Ints
     from shardckpt.storage import CheckpointReader
     from shardckpt_torch_checkpointing.files import Content, Path
-    from shardckpt_torch_checkpointing.metadata import DeclaredItem, Layout
+    from shardckpt_torch_checkpointing.metadata import DeclaredItem
 
 logger = logging.getLogger(__name__)
+
+#: The key under which torchtitan's data loader has its state.
+_LOADER_KEY = re.compile(r"dp_rank_[0-9]+")
 
 _PARTS = (
     "%s: the ranks have saved different tensors in %r, and no %s says that they are parts of one: they are loaded as "
@@ -43,16 +47,16 @@ class StoredTensor:
         key: Its key: the item's and the path in it, joined by dots.
         path: The path under which the files have it.
         shape: Its global shape.
-        pieces: Its boxes in the files, each once.
-        copies: Ranks that may have all of it; empty if it is cut, or was compared already.
-        is_exact: Whether a local tensor has nothing but its pieces.
+        chunks: Its boxes in the files, each once.
+        copies: Ranks that hold a full copy not yet compared; empty for cut tensors.
+        is_exact: Whether a local tensor has nothing but its chunks.
     """
 
     key: str
     path: Path
     dtype: torch.dtype
     shape: Ints
-    pieces: list[Piece]
+    chunks: list[Chunk]
     copies: Ints = ()
     is_exact: bool = True
 
@@ -60,19 +64,19 @@ class StoredTensor:
     def local_shapes(self) -> dict[int, Ints]:
         """The least shape of each rank's local tensor."""
         found: dict[int, Ints] = {}
-        for box, place, rank in self.pieces:
+        for box, place, rank in self.chunks:
             end = tuple(map(add, place, box.shape))
             found[rank] = tuple(map(max, end, found.get(rank, end)))
         return found
 
     @cached_property
     def finder(self) -> BoxFinder:
-        """Finds the pieces that a box touches."""
-        return BoxFinder([piece.box for piece in self.pieces])
+        """Finds the chunks that a box touches."""
+        return BoxFinder([chunk.box for chunk in self.chunks])
 
 
 @dataclass(frozen=True)
-class Part:
+class Region:
     """A box of a tensor that is in one file.
 
     It begins at ``start`` in the tensor of the file, along every axis; ``box`` is in the global tensor.
@@ -108,9 +112,10 @@ class Index:
         files: The file of each item on each rank.
         tensors: The tensors, by key.
         values: The other values, by path; those on which all ranks agree.
-        per_rank: For each item that differs between ranks as a whole: its content on each rank, by path.
+        per_rank: For each item that is an object of each rank: its content on each rank, by path.
         nbytes: Bytes of all files.
-        identity: Identifies the save, to compare it across ranks.
+        identity: Identifies the save, to compare it across ranks: the sizes of all files, and the CRC-32 of those that
+            were read.
     """
 
     def __init__(self, reader: CheckpointReader, allow_globals: tuple[Any, ...]) -> None:
@@ -121,13 +126,19 @@ class Index:
         self.files = listing.files
         sizes = {layout.file: reader.size(layout.file) for ranks in self.files.values() for layout in ranks.values()}
         self.nbytes = sum(sizes.values())
-        self.identity = repr((zlib.crc32(listing.metadata), sorted(sizes.items()))).encode()
         self.tensors: dict[str, StoredTensor] = {}
         self.values: dict[Path, Any] = {}
         self.per_rank: dict[str, dict[int, dict[Path, Any]]] = {}
         self._conflicts: set[Path] = set()
+        crcs: dict[str, int] = {}
         for item, layouts in self.files.items():
-            self._add_item(item, layouts, listing.declared.get(item))
+            declared = listing.declared.get(item)
+            ranks = sorted(layouts) if declared is None else declared.holders
+            contents = {rank: self.content(item, rank) for rank in ranks}
+            crcs.update((layouts[rank].file, content.crc) for rank, content in contents.items())
+            self._add_item(item, contents, declared)
+        # not the times or inodes of files: nodes may see others of one file on a shared file system
+        self.identity = repr((zlib.crc32(listing.metadata), sorted(sizes.items()), sorted(crcs.items()))).encode()
 
     @cached_property
     def nested(self) -> NestedState:
@@ -140,13 +151,15 @@ class Index:
         layout = self.files[item][rank]
         return self._reader.parsed(layout.file, lambda: read_content(self._reader, item, layout, self._allow_globals))
 
-    def find_parts(self, key: str, wanted: Box) -> list[Part]:
+    def find_regions(self, key: str, wanted: Box) -> list[Region]:
         """Return where the elements of a box of a tensor are; the box may reach beyond the tensor.
 
         A file that has another tensor than is declared is a CorruptCheckpointError.
         """
         tensor = self.tensors[key]
-        return [self.locate(tensor, tensor.pieces[number], common) for number, common in tensor.finder.touching(wanted)]
+        return [
+            self.locate(tensor, tensor.chunks[number], overlap) for number, overlap in tensor.finder.touching(wanted)
+        ]
 
     def check_stored(self, key: str, wanted: Box) -> None:
         """Raise CorruptCheckpointError if elements of a box of a tensor are not stored."""
@@ -171,13 +184,13 @@ class Index:
                 self._compare_copies(tensor, share, shares)
 
     def _is_copied(self, tensor: StoredTensor) -> bool:
-        if len(tensor.copies) <= 1 or not tensor.pieces:
+        if len(tensor.copies) <= 1 or not tensor.chunks:
             return False
-        local = self.content(str(tensor.path[0]), tensor.pieces[0].rank).by_key.get(tensor.key)
+        local = self.content(str(tensor.path[0]), tensor.chunks[0].rank).by_key.get(tensor.key)
         return isinstance(local, LocalTensor) and local.global_shape is None
 
     def _compare_copies(self, tensor: StoredTensor, share: int, shares: int) -> None:
-        item, first = str(tensor.path[0]), tensor.pieces[0].rank
+        item, first = str(tensor.path[0]), tensor.chunks[0].rank
         one = self.content(item, first).by_key[tensor.key]
         for rank in tensor.copies:
             if rank == first or rank % shares != share:
@@ -191,45 +204,46 @@ class Index:
                     f"{self.files[item][rank].file}"
                 )
 
-    def locate(self, tensor: StoredTensor, piece: Piece, common: Box) -> Part:
-        """Return where a box of a tensor is in the file that has a piece of it.
+    def locate(self, tensor: StoredTensor, chunk: Chunk, overlap: Box) -> Region:
+        """Return where a box of a tensor is in the file that has a chunk of it.
 
         A file that has no such tensor, or another one than is declared, is a CorruptCheckpointError.
         """
         item = str(tensor.path[0])
-        local = self.content(item, piece.rank).by_key.get(tensor.key)
-        file = self._reader.directory / self.files[item][piece.rank].file
+        local = self.content(item, chunk.rank).by_key.get(tensor.key)
+        file = self._reader.directory / self.files[item][chunk.rank].file
         if not isinstance(local, LocalTensor):
             raise CorruptCheckpointError(f"{file} has no tensor {tensor.key!r}, which {METADATA_FILE} lists")
-        least = tensor.local_shapes[piece.rank]
+        least = tensor.local_shapes[chunk.rank]
         is_there = len(local.shape) == len(least) and all(map(eq if tensor.is_exact else le, least, local.shape))
         if local.dtype != tensor.dtype or not is_there:
             raise CorruptCheckpointError(
                 f"{file}: {tensor.key!r} is of {local.dtype} and shape {local.shape}, and {METADATA_FILE}, or the mesh "
                 f"in the file, says {tensor.dtype} and {least}"
             )
-        steps = zip(common.offset, piece.box.offset, piece.place, strict=True)
-        return Part(local, tuple(first - offset + place for first, offset, place in steps), common)
+        steps = zip(overlap.offset, chunk.box.offset, chunk.place, strict=True)
+        return Region(local, tuple(first - offset + place for first, offset, place in steps), overlap)
 
-    def _add_item(self, item: str, layouts: dict[int, Layout], declared: DeclaredItem | None) -> None:
+    def _add_item(self, item: str, contents: dict[int, Content], declared: DeclaredItem | None) -> None:
         """Add the declared tensors of an item, then whatever else its files have."""
-        ranks = sorted(layouts) if declared is None else declared.holders
-        contents = {rank: self.content(item, rank) for rank in ranks}
-        known = self._add_declared(item, declared, contents[ranks[0]]) if declared is not None and ranks else set()
+        first = next(iter(contents.values()), None)
+        known = self._add_declared(item, declared, first) if declared is not None and first is not None else set()
         others: dict[Path, dict[int, Any]] = {}
         for rank, content in contents.items():
             for path, value in content.values.items():
                 if join_path(path) not in known:
                     others.setdefault(path, {})[rank] = value
         inner = {path[:end] for path in others for end in range(1, len(path))}
-        different = {p for p, found in others.items() if p in inner or not self._are_same(list(found.values()))}
+        # of the ranks that have the path: _is_per_rank judges what the others lack
+        different = {path for path, by_rank in others.items() if path in inner or not self._are_same(by_rank)}
+        uneven = {path: by_rank for path, by_rank in others.items() if len(by_rank) < len(contents)}
         is_cut = bool(known) or any(t.global_shape is not None for found in others.values() for t in _tensors(found))
-        if is_cut or not different:
+        if is_cut or not (different or _is_per_rank(uneven, set(contents))):
             self._add_others(others, different, inner)
             return
         self.per_rank[item] = {rank: content.values for rank, content in contents.items()}
         # states of random generators and data loaders are integers
-        if any(t.dtype.is_floating_point for path in different for t in _tensors(others[path])):
+        if any(t.dtype.is_floating_point for path in (*different, *uneven) for t in _tensors(others[path])):
             logger.warning(_PARTS, self._reader.directory, item, METADATA_FILE, METADATA_FILE)
 
     def _add_others(self, others: dict[Path, dict[int, Any]], different: set[Path], inner: set[Path]) -> None:
@@ -254,9 +268,13 @@ class Index:
         known = set()
         for nested, found in declared.tensors.items():
             path = content.rename((item, *nested))
-            way = (found.dtype, found.shape, found.pieces, found.copies, found.is_exact)
-            self._add_tensor(StoredTensor(join_path(path), path, *way))
-            known.add(join_path(path))
+            key = join_path(path)
+            self._add_tensor(
+                StoredTensor(
+                    key, path, found.dtype, found.shape, found.chunks, copies=found.copies, is_exact=found.is_exact
+                )
+            )
+            known.add(key)
         return known
 
     def _add_undeclared(self, path: Path, found: dict[int, Any]) -> None:
@@ -269,15 +287,15 @@ class Index:
                 f"{self._reader.directory}: the files of the ranks have different tensors {join_path(path)!r}"
             )
         if first.global_shape is not None:
-            pieces = drop_copies([piece for rank, tensor in tensors.items() for piece in tensor.cut(rank)])
-            self._add_tensor(StoredTensor(join_path(path), path, first.dtype, first.global_shape, pieces))
+            chunks = drop_copies([chunk for rank, tensor in tensors.items() for chunk in tensor.cut(rank)])
+            self._add_tensor(StoredTensor(join_path(path), path, first.dtype, first.global_shape, chunks))
             return
-        if not self._are_same(list(tensors.values())):
+        if not self._are_same(tensors):
             raise CorruptCheckpointError(
                 f"{self._reader.directory}: the ranks have saved different values of the tensor {join_path(path)!r}, "
                 f"and {METADATA_FILE} does not say how it is cut"
             )
-        full = Piece(Box.from_shape(first.shape), (0,) * len(first.shape), next(iter(tensors)))
+        full = Chunk(Box.from_shape(first.shape), (0,) * len(first.shape), next(iter(tensors)))
         self._add_tensor(StoredTensor(join_path(path), path, first.dtype, first.shape, [full]))
 
     def _add_tensor(self, tensor: StoredTensor) -> None:
@@ -285,8 +303,9 @@ class Index:
             raise CorruptCheckpointError(f"{self._reader.directory}: two tensors have the key {tensor.key!r}")
         self.tensors[tensor.key] = tensor
 
-    def _are_same(self, values: list[Any]) -> bool:
-        return all(_is_same(values[0], other, self._reader) for other in values[1:])
+    def _are_same(self, by_rank: Mapping[int, Any]) -> bool:
+        first, *others = by_rank.values()
+        return all(_is_same(first, other, self._reader) for other in others)
 
     def _read_value(self, path: Path) -> Any:
         if path in self._conflicts:
@@ -295,6 +314,16 @@ class Index:
                 "with parts of tensors: of these, none can be chosen"
             )
         return self.values[path]
+
+
+def _is_per_rank(uneven: Mapping[Path, Mapping[int, Any]], ranks: set[int]) -> bool:
+    """Return whether an item with paths that some ranks lack is an object of each rank.
+
+    Otherwise the ranks have it between them: pipeline stages, which all have tensors that others lack, and torchtitan's
+    data loaders, which all have a key with their rank.
+    """
+    holders = {rank for found in uneven.values() for rank, value in found.items() if isinstance(value, LocalTensor)}
+    return holders != ranks and not all(_LOADER_KEY.fullmatch(str(key)) for path in uneven for key in path[1:2])
 
 
 def _tensors(found: dict[int, Any]) -> list[LocalTensor]:

@@ -37,14 +37,14 @@ class TorchCheckpointingLoadStrategy(ChunkLoadStrategy):
     version = 1
 
     def list_chunks(self, context: LoadContext) -> Iterator[StoredChunk]:
-        """Yield the pieces of all tensors; of one whose files are all missing, a box without elements."""
+        """Yield the chunks of all tensors; of one whose files are all missing, a box without elements."""
         index = _read_index(context)
         for tensor in index.tensors.values():
-            chunk = StoredChunk(tensor.key, tensor.dtype, tensor.shape, Box.from_shape((0,) * len(tensor.shape)), "")
+            empty = StoredChunk(tensor.key, tensor.dtype, tensor.shape, Box.from_shape((0,) * len(tensor.shape)), "")
             layouts = index.files[str(tensor.path[0])]
-            yield from (chunk._replace(box=piece.box, file=layouts[piece.rank].file) for piece in tensor.pieces)
-            if not tensor.pieces:
-                yield chunk
+            yield from (empty._replace(box=chunk.box, file=layouts[chunk.rank].file) for chunk in tensor.chunks)
+            if not tensor.chunks:
+                yield empty
 
     def match(self, shard: ShardedTensor, context: LoadContext) -> Mapping[FlatPart, Sequence[tuple[StoredChunk, Box]]]:
         """Return the parts of files that a shard needs, after a check that its elements are stored; see the base."""
@@ -55,7 +55,7 @@ class TorchCheckpointingLoadStrategy(ChunkLoadStrategy):
             if not shard.allow_shape_mismatch:
                 index.check_stored(shard.key, part.box)
             found[part] = [
-                (make_chunk(shard.key, tensor, each), each.box) for each in index.find_parts(shard.key, part.box)
+                (make_chunk(shard.key, tensor, each), each.box) for each in index.find_regions(shard.key, part.box)
             ]
         return found
 

@@ -26,10 +26,10 @@ METADATA_FILE = "metadata.pkl"
 
 _VERSIONS = ("1.0", "2.0")
 #: More ranks than any job has, and more boxes than a tensor is cut into: a few bytes could ask for any number.
-_MOST_RANKS, _MOST_PIECES = 1 << 20, 1 << 22
+_MOST_RANKS, _MOST_CHUNKS = 1 << 20, 1 << 22
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """A box of a global tensor, and where it is: its offset, along every axis, in the local tensor of a rank's file."""
 
     box: Box
@@ -50,14 +50,14 @@ class Declared:
 
     Attributes:
         shape: Its global shape.
-        pieces: Its boxes in the files of the ranks; each box once.
+        chunks: Its boxes in the files of the ranks; each box once.
         copies: Ranks that have all of it, or nothing of it if they have other parts of the model; empty if it is cut.
-        is_exact: Whether a local tensor has nothing but its pieces.
+        is_exact: Whether a local tensor has nothing but its chunks.
     """
 
     dtype: torch.dtype
     shape: Ints
-    pieces: list[Piece]
+    chunks: list[Chunk]
     copies: Ints = ()
     is_exact: bool = True
 
@@ -155,37 +155,37 @@ def _parse_tensor(name: str, groups: Sequence[dict[str, Any]], ranks: int) -> De
             mesh = data["mesh_spec"]
             placements = tuple(map(parse_placement, map(dict.copy, data["placements"])))
             holders = _parse_ints(mesh["mesh_data"])
-            pieces = cut_by_mesh(shape, _parse_ints(mesh["mesh_shape"]), holders, placements)
+            chunks = cut_by_mesh(shape, _parse_ints(mesh["mesh_shape"]), holders, placements)
             copies = copies if any(placements) else holders
         elif packed["type"] == "default_tensor_v1":
             corners = (data["global_offsets"], data["local_offsets"], data["local_sizes"])
             boxes = [tuple(map(_parse_ints, corner)) for corner in zip(*corners, strict=True)]
-            first = min(map(int, group["ranks"]))  # of equal pieces one is enough
-            pieces = tuple(Piece(Box(offset, size), place, first) for offset, place, size in boxes)
+            first = min(map(int, group["ranks"]))  # of equal chunks one is enough
+            chunks = tuple(Chunk(Box(offset, size), place, first) for offset, place, size in boxes)
         else:
             raise CorruptCheckpointError(
                 f"{name} is described by {packed['type']!r:.80}, a class of another library: load it there and save it "
                 "with plain tensors or DTensors"
             )
-        if any(not 0 <= rank < ranks for rank in (*copies, *(piece.rank for piece in pieces))):
+        if any(not 0 <= rank < ranks for rank in (*copies, *(chunk.rank for chunk in chunks))):
             raise CorruptCheckpointError(f"{name} is on a rank that did not save: {ranks} ranks did")
         if found is None:
-            found = Declared(dtype, shape, list(pieces))
+            found = Declared(dtype, shape, list(chunks))
         elif (found.dtype, found.shape) != (dtype, shape):
             raise CorruptCheckpointError(f"{name} has shape {found.shape} on one rank and {shape} on another")
         else:
-            found.pieces.extend(pieces)
+            found.chunks.extend(chunks)
     if found is None:
         raise CorruptCheckpointError(f"{name} is on no rank")
     is_exact = all(group["sharding_metadata"]["type"] == "DTensorShardingMetadata" for group in groups)
-    return Declared(found.dtype, found.shape, drop_copies(found.pieces), copies, is_exact)
+    return Declared(found.dtype, found.shape, drop_copies(found.chunks), copies, is_exact)
 
 
-def drop_copies(pieces: Sequence[Piece]) -> list[Piece]:
+def drop_copies(chunks: Sequence[Chunk]) -> list[Chunk]:
     """Return each box once: of equal boxes the one of the first rank."""
-    found: dict[Box, Piece] = {}
-    for piece in pieces:
-        found.setdefault(piece.box, piece)
+    found: dict[Box, Chunk] = {}
+    for chunk in chunks:
+        found.setdefault(chunk.box, chunk)
     return list(found.values())
 
 
@@ -218,26 +218,26 @@ def parse_placement(raw: dict[str, Any]) -> tuple[int, int] | None:
 @functools.lru_cache(4096)
 def cut_by_mesh(
     shape: Ints, mesh_shape: Ints, ranks: Ints, placements: tuple[tuple[int, int] | None, ...]
-) -> tuple[Piece, ...]:
+) -> tuple[Chunk, ...]:
     """Return the boxes that the ranks of a mesh hold of a tensor; of replicas that of the first rank.
 
     Cached, because the layers of a model repeat shapes.
     """
     if len(mesh_shape) != len(placements) or math.prod(mesh_shape) != len(ranks):
         raise CorruptCheckpointError(f"a mesh of shape {mesh_shape} has {len(ranks)} ranks")
-    _check_pieces(shape, placements, len(ranks))
-    pieces: list[Piece] = []
+    _check_chunks(shape, placements, len(ranks))
+    chunks: list[Chunk] = []
     for rank, place in zip(ranks, product(*map(range, mesh_shape)), strict=True):
         replicates = any(index and not way for index, way in zip(place, placements, strict=True))
         if not replicates:
-            pieces += cut_for_rank(shape, mesh_shape, place, placements, rank)
-    return tuple(pieces)
+            chunks += cut_for_rank(shape, mesh_shape, place, placements, rank)
+    return tuple(chunks)
 
 
-def _check_pieces(shape: Ints, placements: Sequence[tuple[int, int] | None], ranks: int) -> None:
+def _check_chunks(shape: Ints, placements: Sequence[tuple[int, int] | None], ranks: int) -> None:
     """Raise CorruptCheckpointError if a tensor is cut into more boxes than any is."""
-    if ranks * math.prod(way[1] for way in placements if way is not None) > _MOST_PIECES:
-        raise CorruptCheckpointError(f"a tensor of shape {shape} is cut into more than {_MOST_PIECES:,} boxes")
+    if ranks * math.prod(way[1] for way in placements if way is not None) > _MOST_CHUNKS:
+        raise CorruptCheckpointError(f"a tensor of shape {shape} is cut into more than {_MOST_CHUNKS:,} boxes")
 
 
 def cut_for_rank(
@@ -246,9 +246,9 @@ def cut_for_rank(
     coordinates: Sequence[int],
     placements: Sequence[tuple[int, int] | None],
     rank: int,
-) -> list[Piece]:
+) -> list[Chunk]:
     """Return the boxes that a rank holds of a tensor; ``placements`` are, by mesh axis, of :func:`parse_placement`."""
-    _check_pieces(shape, placements, 1)
+    _check_chunks(shape, placements, 1)
     steps = zip(placements, mesh_shape, coordinates, strict=True)
     splits = [Split(way[0], count, index, way[1]) for way, count, index in steps if way is not None]
-    return [Piece(box, place, rank) for box, place in list_held_boxes(shape, splits)]
+    return [Chunk(box, place, rank) for box, place in list_held_boxes(shape, splits)]

@@ -12,7 +12,7 @@ from shardckpt.chunks import ChunkRead, StoredChunk, read_chunks
 from shardckpt.errors import CorruptCheckpointError, ShardingError
 from shardckpt.planning import Box
 from shardckpt_torch_checkpointing.files import LocalTensor, join_path
-from shardckpt_torch_checkpointing.index import Part
+from shardckpt_torch_checkpointing.index import Region
 from shardckpt_torch_dist import NestedState
 
 if TYPE_CHECKING:
@@ -27,23 +27,23 @@ _FREE = 1 << 20
 
 
 class _Tensor(NamedTuple):
-    """A tensor of an object, and the parts of it."""
+    """A tensor of an object, and its regions in the files."""
 
     dtype: torch.dtype
     shape: Ints
-    parts: list[Part]
+    regions: list[Region]
 
 
-def make_chunk(key: str, tensor: StoredTensor | _Tensor, part: Part) -> StoredChunk:
-    """Return a part of a tensor as a chunk, which :func:`read_part` reads."""
-    local = part.local
-    return StoredChunk(key, tensor.dtype, tensor.shape, part.box, local.file, part, local.payload.offset)
+def make_chunk(key: str, tensor: StoredTensor | _Tensor, region: Region) -> StoredChunk:
+    """Return a region of a tensor as a chunk, which :func:`read_part` reads."""
+    local = region.local
+    return StoredChunk(key, tensor.dtype, tensor.shape, region.box, local.file, region, local.payload.offset)
 
 
 def read_part(read: ChunkRead, reader: CheckpointReader) -> None:
-    """Fill a tensor with a part, all of it."""
-    part: Part = read.chunk.source
-    read_payload(reader, part.local.file, part.local.payload, part.start, read.target, read.chunk.key)
+    """Fill a tensor with all elements of a region."""
+    region: Region = read.chunk.source
+    read_payload(reader, region.local.file, region.local.payload, region.start, read.target, read.chunk.key)
 
 
 def read_object(shard: ShardedObject, index: Index, reader: CheckpointReader) -> Any:
@@ -66,12 +66,12 @@ def read_object(shard: ShardedObject, index: Index, reader: CheckpointReader) ->
     values = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for key, tensor in found.items()}
     reads = [
         ChunkRead(
-            make_chunk(key, tensor, part),
+            make_chunk(key, tensor, region),
             (0,) * len(tensor.shape),
-            values[key][part.box.within(Box.from_shape(tensor.shape))],
+            values[key][region.box.within(Box.from_shape(tensor.shape))],
         )
         for key, tensor in found.items()
-        for part in tensor.parts
+        for region in tensor.regions
     ]
     read_chunks(reads, lambda read: read_part(read, reader), reader)
     return nested.build(shard.key, values)
@@ -84,7 +84,7 @@ def _find_tensors(key: str, index: Index) -> dict[str, _Tensor]:
         tensor = index.tensors[name]
         whole = Box.from_shape(tensor.shape)
         index.check_stored(name, whole)
-        found[name] = _Tensor(tensor.dtype, tensor.shape, index.find_parts(name, whole))
+        found[name] = _Tensor(tensor.dtype, tensor.shape, index.find_regions(name, whole))
     return found
 
 
@@ -95,7 +95,7 @@ def _find_content(content: dict[Path, Any]) -> tuple[NestedState, dict[str, _Ten
     nested = NestedState(values, {join_path(path): path for path in found}, content.__getitem__)
     return nested, {
         join_path(path): _Tensor(
-            local.dtype, local.shape, [Part(local, (0,) * len(local.shape), Box.from_shape(local.shape))]
+            local.dtype, local.shape, [Region(local, (0,) * len(local.shape), Box.from_shape(local.shape))]
         )
         for path, local in found.items()
     }

@@ -34,6 +34,7 @@ from tests.local.disks import (
     save_steps,
 )
 from tests.local.local_manager import MIB, latest_of
+from tests.logs import collect_warnings
 from tests.shared import shared_by_ranks
 
 if TYPE_CHECKING:
@@ -223,6 +224,29 @@ def test_a_step_saved_again_takes_the_place_of_the_first(ranks: Ranks, tmp_path:
     ranks.run(2, save_steps, str(tmp_path), (1, 2), [1, 2, 3], 3)
     names = ranks.run(2, _saved_again, str(tmp_path))
     assert names == [[(s, r) for s in (1, 2, 3) for r in (0, 1)]] * 2
+
+
+def test_after_a_rewind_later_steps_are_said_and_can_be_discarded(ranks: Ranks, tmp_path: Path) -> None:
+    """A save before a newer step warns once that a restart takes that one; discard_after removes it from all disks."""
+    ranks.run(2, save_steps, str(tmp_path), (1, 2), [1, 9], 3)
+    said = (
+        "there are steps after 2, the newest is 9: a later load takes that one; manager.discard_after(2) removes them"
+    )
+    for rank, (refused, logged, gone, latest, names) in enumerate(ranks.run(2, _rewound, str(tmp_path))):
+        assert "discard_after(0): no complete step up to it is on the disks" in refused
+        assert [text for text in logged if "later load" in text] == ([f"local checkpoints: {said}"] if not rank else [])
+        assert (gone, latest) == ([9], 3)
+        assert names == [(step, part) for step in (1, 2, 3) for part in (0, 1)]
+
+
+def _rewound(base: str) -> Any:
+    manager = make_manager(base, (1, 2), 3)
+    with pytest.raises(CheckpointingException) as refused:
+        manager.discard_after(0)
+    with collect_warnings() as logged:
+        for step in (2, 3):
+            manager.save(make_part(step), step)
+    return str(refused.value), logged, manager.discard_after(3), manager.find_latest(), list_names(base)
 
 
 def _saved_again(base: str) -> Any:

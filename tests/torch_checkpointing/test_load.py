@@ -15,8 +15,10 @@ from shardckpt.errors import IncompleteCheckpointError, KeyMismatchError, Shardi
 from shardckpt.huggingface import export_to_huggingface
 from shardckpt.manager import PerRank
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.strategy import LoadContext
 from tests.interop.stock import Kept
 from tests.ranks import RankError, Ranks
+from tests.tables import table
 from tests.torch_checkpointing.golden import (
     GOLDEN,
     SHAPES,
@@ -148,6 +150,38 @@ def test_items_of_the_ranks_are_compared_value_by_value(tmp_path: Path) -> None:
         assert checkpoint.read_object("apart/shard_1_2") == {"state": {"deep": [{"a": 1}]}, "count": 2}
 
 
+@table(
+    "one, other",
+    [
+        ({"carry": {"tokens": 7}}, {}),
+        ({"carry": torch.tensor([7, 8])}, {}),
+        ({"carry": [{"a": 1}, {"b": 2}]}, {"carry": [{"a": 1}]}),
+    ],
+)
+def test_what_a_rank_lacks_it_does_not_get_from_another(
+    tmp_path: Path, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    """A state of each rank that has a key, a tensor or an entry of a list on one rank alone is that rank's."""
+    folder = copy_golden("torch-2", tmp_path / "step")
+    states: list[Any] = [{**one, "epoch": 1}, {**other, "epoch": 1}]
+    for rank, state in enumerate(states):
+        torch.save(state, folder / f"data_{rank}.pt")
+    wanted = {rank: ShardedObject("data", None, (2,), (rank,)) for rank in range(2)}
+    loaded = dist_checkpointing.load(dict(wanted), folder)
+    assert [str(loaded[rank]) for rank in range(2)] == [str(state) for state in states]
+    assert "data" not in dist_checkpointing.load_common_state_dict(folder)
+
+
+def test_plain_tensors_of_pipeline_stages_are_one_item(tmp_path: Path) -> None:
+    """Without metadata, stages that each have other tensors, with values of their own, have a model between them."""
+    folder = copy_golden("torch-2", tmp_path / "step")
+    for rank in range(2):
+        torch.save({f"{rank}.weight": torch.ones(2) * rank, f"{rank}.extra": b"%d" % rank}, folder / f"net_{rank}.pt")
+    with dist_checkpointing.open_checkpoint(folder) as checkpoint:
+        assert [checkpoint[f"net.{rank}.weight"][...].tolist() for rank in range(2)] == [[0, 0], [1, 1]]
+        assert checkpoint.common["net"] == {"0.extra": b"0", "1.extra": b"1"}
+
+
 def test_values_that_differ_beside_parts_of_tensors_are_refused_by_name(tmp_path: Path) -> None:
     """The tensors and the other values of such an item load; the value itself is no rank's."""
     folder = copy_golden("unlisted-2", tmp_path / "step")
@@ -186,6 +220,31 @@ def test_a_checkpoint_on_a_store_loads_and_is_exported(tmp_path: Path) -> None:
     exported = safetensors.torch.load_file(tmp_path / "exported" / "model.safetensors")
     assert set(exported) == set(SHAPES)
     assert all(torch.equal(tensor, values(name)) for name, tensor in exported.items())
+
+
+def write_state(file: Path, value: int) -> None:
+    """Write a state that takes as many bytes whatever the value is."""
+    state = {"a": torch.arange(3000), "b": torch.full((300,), value)}
+    if file.suffix == ".safetensors":
+        safetensors.torch.save_file(state, file)
+    elif file.suffix == ".pt":
+        torch.save(state, file)
+    else:
+        file.write_text(str(value))
+
+
+@table("name", ["extra_0.pt", "extra_0.json", "extra_0.bin", "extra_0.safetensors"])
+def test_saves_of_one_layout_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Saves whose files have the same names and sizes are told apart by their content: no load mixes two of them."""
+    identities: list[bytes] = []
+    monkeypatch.setattr(LoadContext, "require_same_save", lambda _, identity, *args: identities.append(identity))
+    wanted = {"w": ShardedTensor.from_rank_offsets("model.0.weight", torch.zeros(8, 6))}
+    for number, value in enumerate((5, 5, 6)):
+        folder = copy_golden("safetensors-2", tmp_path / str(number))
+        write_state(folder / name, value)
+        dist_checkpointing.load(dict(wanted), folder)
+    one, same, other = identities
+    assert one == same != other
 
 
 def test_a_save_that_did_not_end_is_no_checkpoint(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""The fault tolerance options of a CheckpointManager: which replica this is, and which manager of replicas to ask."""
+"""Options that make a CheckpointManager one of several fault-tolerant replicas."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from weakref import WeakValueDictionary
 
 from shardckpt.errors import CheckpointingException
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 _ID = re.compile(r"[A-Za-z0-9._-]+")
 #: The key under which torchft registers our functions.
 _KEY = "shardckpt"
+#: The managers of replicas with which a CheckpointManager has registered, by id: they may not be hashable.
+_registered: WeakValueDictionary[int, ReplicaManager] = WeakValueDictionary()
 
 
 @runtime_checkable
@@ -44,12 +47,13 @@ class FaultTolerance:
         manager: This rank's torchft ``Manager``, or a similar object. Only one CheckpointManager can register with it.
         replica_id: A name of this replica that is unique and the same after a restart. Letters, digits, ``.``, ``_``,
             ``-``.
-        healed: Called with the step after this replica has loaded the states of another and set its data loader to the
-            position that belongs to that step. Start a new iterator there if the loader's iterators do not follow
-            ``load_state_dict`` (torchdata's StatefulDataLoader).
+        healed: Called with the step once this replica has loaded the states of another, and its data loader is at the
+            position of that step. If the loader's iterators do not follow ``load_state_dict`` (torchdata's
+            StatefulDataLoader), start a new one in it.
 
     Raises:
-        CheckpointingException: ``manager`` has no ``participating_rank()``, or ``replica_id`` has other characters.
+        CheckpointingException: ``manager`` has no ``participating_rank()``, or ``replica_id`` is neither an integer nor
+            a name of these characters.
     """
 
     manager: ReplicaManager
@@ -61,10 +65,11 @@ class FaultTolerance:
             raise CheckpointingException(
                 f"fault tolerance: a {type(self.manager).__name__} has no participating_rank(): give torchft's Manager"
             )
-        if not _ID.fullmatch(str(self.replica_id)):
+        is_number = isinstance(self.replica_id, int) and not isinstance(self.replica_id, bool)
+        if not is_number and not (isinstance(self.replica_id, str) and _ID.fullmatch(self.replica_id)):
             raise CheckpointingException(
-                f"fault tolerance: the replica_id {self.replica_id!r} becomes part of a directory's name: use letters, "
-                "digits, '.', '_' and '-' only"
+                f"fault tolerance: the replica_id {self.replica_id!r} becomes part of a directory's name: give an "
+                "integer, or text of letters, digits, '.', '_' and '-' only"
             )
 
     @property
@@ -82,20 +87,21 @@ class FaultTolerance:
         Raises:
             CheckpointingException: the manager has no method for it, or another CheckpointManager has registered.
         """
-        by_key = getattr(self.manager, "register_state_dict_fn", None)
-        without_key = getattr(self.manager, "set_state_dict_fns", None)
-        if by_key is None and without_key is None:
+        register_by_key = getattr(self.manager, "register_state_dict_fn", None)
+        set_functions = getattr(self.manager, "set_state_dict_fns", None)
+        if register_by_key is None and set_functions is None:
             raise CheckpointingException(
                 f"fault tolerance: a {type(self.manager).__name__} has neither register_state_dict_fn nor "
                 "set_state_dict_fns: a replica that joins would not get the weights of the others"
             )
-        if by_key is None:
-            without_key(load_state_dict, state_dict)  # type: ignore[misc]
-            return
-        try:
-            by_key(_KEY, load_state_dict, state_dict)
-        except AssertionError as exc:  # torchft asserts that the key is new
+        # torchft 0.1 would replace the functions of the first; later releases refuse a second one by an assert
+        if id(self.manager) in _registered:
             raise CheckpointingException(
                 "fault tolerance: another CheckpointManager has registered with this manager already: make a new one "
                 "for each"
-            ) from exc
+            )
+        if register_by_key is None:
+            set_functions(load_state_dict, state_dict)  # type: ignore[misc]
+        else:
+            register_by_key(_KEY, load_state_dict, state_dict)
+        _registered[id(self.manager)] = self.manager

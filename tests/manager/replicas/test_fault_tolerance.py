@@ -14,6 +14,7 @@ from tests.manager.folders import steps_of
 from tests.manager.replicas import jobs as replicas
 from tests.manager.replicas.jobs import Manager, OldManager
 from tests.manager.training import Loader
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,11 +94,35 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         _manager(tmp_path, {"model": model}, quorum=mute)
 
 
-def test_one_checkpoint_manager_for_each(tmp_path: Path) -> None:
-    """A second one that registers with the same replica manager is told so."""
-    quorum, model = Manager(0), torch.nn.Linear(2, 2)
-    with _manager(tmp_path, {"model": model}, quorum=quorum), pytest.raises(CheckpointingException, match="another"):
-        _manager(tmp_path, {"model": model}, quorum=quorum)
+@table("kind", [Manager, OldManager])
+def test_one_checkpoint_manager_for_each(tmp_path: Path, kind: type[Manager]) -> None:
+    """A second one that registers with the same replica manager is told so, and replaces nothing of the first."""
+    quorum, model, other = kind(0), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    with _manager(tmp_path, {"model": model}, quorum=quorum):
+        before = quorum.sent()
+        with pytest.raises(CheckpointingException, match="another CheckpointManager has registered"):
+            _manager(tmp_path, {"model": other}, quorum=quorum)
+        assert quorum.sent() == before
+
+
+def test_an_assertion_of_the_replica_manager_is_said_as_it_is(tmp_path: Path) -> None:
+    """What the replica manager asserts when it is registered with is not taken for another CheckpointManager."""
+    quorum = Manager(0)
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("the lighthouse is gone")
+
+    quorum.register_state_dict_fn = fail  # type: ignore[method-assign]
+    with pytest.raises(CheckpointingException, match="the lighthouse is gone") as found:
+        _manager(tmp_path, {"model": torch.nn.Linear(2, 2)}, quorum=quorum)
+    assert "another CheckpointManager" not in str(found.value)
+
+
+@table("replica", [True, 1.5, None])
+def test_a_replica_id_is_text_or_an_integer(tmp_path: Path, replica: Any) -> None:
+    """A bool or a float names no folder."""
+    with pytest.raises(CheckpointingException, match=f"replica_id {replica!r} becomes part of a directory's name"):
+        _manager(tmp_path, {"model": torch.nn.Linear(2, 2)}, replica)
 
 
 def test_no_state_of_its_own(tmp_path: Path) -> None:
