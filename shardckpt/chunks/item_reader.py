@@ -71,7 +71,7 @@ class ItemReader:
 
         Each chunk comes with its stored dtype and its tensor's key.
         """
-        return [chunk.item.offset for chunk, _, _ in chunks]
+        return [chunk.item.offset if chunk.find_bytes(dtype) else None for chunk, dtype, _ in chunks]
 
     def pop_contiguous(self, tensors: RequestedTensors) -> ContiguousRegions | FramedRegions | None:
         """Remove and return the regions that :meth:`read_region` need not read one by one; None if there are none."""
@@ -83,17 +83,17 @@ class ItemReader:
         ``source`` is the reader, or a :class:`ReadAhead` that has the item in memory with its small neighbours.
         """
         chunk, target = region.chunk, region.target
-        nbytes = chunk.box.volume * dtype.itemsize
-        if not 0 <= chunk.first * dtype.itemsize <= chunk.item.length - nbytes:
+        found = chunk.find_bytes(dtype)
+        if found is None:
             raise CorruptCheckpointError(
-                f"{key}: the index claims {nbytes} bytes from element {chunk.first} on of an item of "
-                f"{chunk.item.length} bytes ({chunk.item.file} at {chunk.item.offset})"
+                f"{key}: the index claims {chunk.box.volume} elements of {dtype} from element {chunk.first} on of an "
+                f"item of {chunk.item.length} bytes ({chunk.item.file} at {chunk.item.offset})"
             )
-        file, first = chunk.item.file, chunk.item.offset + chunk.first * dtype.itemsize
+        file, (offset, nbytes) = chunk.item.file, found
         if not isinstance(source, ReadAhead):
-            read_box(source, StoredArray(file, first, dtype, chunk.box.shape), region.start, target, key)
+            read_box(source, StoredArray(file, offset, dtype, chunk.box.shape), region.start, target, key)
         elif target.numel():
-            data = bytearray(source.read_range(file, first, nbytes, key))
+            data = bytearray(source.read_range(file, offset, nbytes, key))
             values = torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(chunk.box.shape)
             copy_box(values, region.start, target)
 

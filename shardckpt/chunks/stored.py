@@ -44,6 +44,14 @@ class Chunk(NamedTuple):
     first: int
     volume: int
 
+    def find_bytes(self, dtype: torch.dtype) -> tuple[int, int] | None:
+        """Return the offset of the box in its file, and its number of bytes; None if it is not inside of its item.
+
+        The bytes of the item are elements of this dtype, and nothing else.
+        """
+        offset, nbytes = self.first * dtype.itemsize, self.box.volume * dtype.itemsize
+        return (self.item.offset + offset, nbytes) if 0 <= offset <= self.item.length - nbytes else None
+
 
 @dataclass(frozen=True)
 class StoredTensor:

@@ -91,7 +91,7 @@ class LocalCheckpointManager:
     def save(self, state: TensorAwareStateDict, step: int) -> None:
         """Collective: save a step; once every rank has its part and the copies that it keeps, remove older steps.
 
-        An earlier save of the same step stays until the new one is complete. Later steps stay, with a warning: after
+        An earlier save of the same step stays until the new one is complete. Later steps stay, with one warning: after
         going back to an earlier step, remove them with :meth:`discard_after`.
 
         Args:
@@ -137,7 +137,8 @@ class LocalCheckpointManager:
             The steps that were removed, in ascending order.
 
         Raises:
-            CheckpointingException: the same on every rank, and nothing is removed. No complete step would be left.
+            CheckpointingException: the same on every rank: no complete step would be left, and nothing is removed; or
+                a StorageError: a disk still has a part.
         """
         comm = Comm(self._group)
         with comm.local_phase("discarding local checkpoints"):
@@ -152,6 +153,15 @@ class LocalCheckpointManager:
                         "save one first"
                     )
             self._remove(listing, later)
+            self._has_warned_of_later = False
+            _, inventory = self._list_all_parts(comm)
+            with comm.collective_phase("looking for what stays"):
+                if left := inventory.list_later(step):
+                    steps = ", ".join(sorted({str(save.step) for save in left}))
+                    raise StorageError(
+                        f"discard_after({step}): parts of later steps could not be removed (see the log): {steps}; a "
+                        "load would take a complete one: look whether the disks are writable, and call again"
+                    )
         return sorted({save.step for save in later})
 
     def find_latest(self) -> int | None:

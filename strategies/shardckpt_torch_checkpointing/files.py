@@ -103,7 +103,8 @@ class Content:
 
     ``values`` are by path, which begins with the item's key; each tensor is a :class:`LocalTensor`. ``names`` has the
     names of parameters by their number, where an optimizer's state has numbers, and its groups names. ``crc`` tells the
-    files of two saves apart: of an archive the CRC-32 of its members, of safetensors its header and last tensors.
+    files of two saves apart, as far as little reading does: it is of the CRC-32 of an archive's members, which few
+    writers leave out, and of the header and the last 4 KiB of a safetensors file.
     """
 
     values: dict[Path, Any]

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 _LOADER_KEY = re.compile(r"dp_rank_[0-9]+")
 
 _PARTS = (
-    "%s: the ranks have saved different tensors in %r, and no %s says that they are parts of one: they are loaded as "
-    "an object of each rank. If they are parts, copy %s of an earlier save of the training into the directory"
+    "%s: the ranks have saved different tensors or keys in %r, and no %s says that they are parts of one: they are "
+    "loaded as an object of each rank. If they are parts, copy %s of an earlier save of the training into the directory"
 )
 
 
@@ -114,8 +114,8 @@ class Index:
         values: The other values, by path; those on which all ranks agree.
         per_rank: For each item that is an object of each rank: its content on each rank, by path.
         nbytes: Bytes of all files.
-        identity: Identifies the save, to compare it across ranks: the sizes of all files, and the CRC-32 of those that
-            were read.
+        identity: Identifies the save, to compare it across ranks: the sizes of all files, and :attr:`Content.crc` of
+            those that were read.
     """
 
     def __init__(self, reader: CheckpointReader, allow_globals: tuple[Any, ...]) -> None:
@@ -234,16 +234,16 @@ class Index:
                 if join_path(path) not in known:
                     others.setdefault(path, {})[rank] = value
         inner = {path[:end] for path in others for end in range(1, len(path))}
-        # of the ranks that have the path: _is_per_rank judges what the others lack
+        # of the ranks that have the path
         different = {path for path, by_rank in others.items() if path in inner or not self._are_same(by_rank)}
         uneven = {path: by_rank for path, by_rank in others.items() if len(by_rank) < len(contents)}
         is_cut = bool(known) or any(t.global_shape is not None for found in others.values() for t in _tensors(found))
-        if is_cut or not (different or _is_per_rank(uneven, set(contents))):
+        is_per_rank = bool(different) or (not _has_floats(others) and not _are_of_loaders(uneven))
+        if is_cut or not is_per_rank:
             self._add_others(others, different, inner)
             return
         self.per_rank[item] = {rank: content.values for rank, content in contents.items()}
-        # states of random generators and data loaders are integers
-        if any(t.dtype.is_floating_point for path in (*different, *uneven) for t in _tensors(others[path])):
+        if _has_floats({path: others[path] for path in (*different, *uneven)}):
             logger.warning(_PARTS, self._reader.directory, item, METADATA_FILE, METADATA_FILE)
 
     def _add_others(self, others: dict[Path, dict[int, Any]], different: set[Path], inner: set[Path]) -> None:
@@ -316,17 +316,21 @@ class Index:
         return self.values[path]
 
 
-def _is_per_rank(uneven: Mapping[Path, Mapping[int, Any]], ranks: set[int]) -> bool:
-    """Return whether an item with paths that some ranks lack is an object of each rank.
+def _has_floats(by_path: Mapping[Path, Mapping[int, Any]]) -> bool:
+    """Return whether an item has floating-point tensors, as models and optimizers do.
 
-    Otherwise the ranks have it between them: pipeline stages, which all have tensors that others lack, and torchtitan's
-    data loaders, which all have a key with their rank.
+    Pipeline stages have those between them. States of random generators and data loaders, which are each rank's own,
+    have integers.
     """
-    holders = {rank for found in uneven.values() for rank, value in found.items() if isinstance(value, LocalTensor)}
-    return holders != ranks and not all(_LOADER_KEY.fullmatch(str(key)) for path in uneven for key in path[1:2])
+    return any(tensor.dtype.is_floating_point for found in by_path.values() for tensor in _tensors(found))
 
 
-def _tensors(found: dict[int, Any]) -> list[LocalTensor]:
+def _are_of_loaders(uneven: Iterable[Path]) -> bool:
+    """Return whether all paths that some ranks lack have torchtitan's key of a data loader, which names its rank."""
+    return all(_LOADER_KEY.fullmatch(str(key)) for path in uneven for key in path[1:2])
+
+
+def _tensors(found: Mapping[int, Any]) -> list[LocalTensor]:
     return [value for value in found.values() if isinstance(value, LocalTensor)]
 
 

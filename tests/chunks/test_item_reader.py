@@ -60,17 +60,20 @@ def test_a_damaged_object_does_not_have_the_tensors_read_again(
 
 
 @table("first", [-4, 8])
-@table("copies", [1, 40])
-def test_a_box_beyond_its_item_is_damage(tmp_path: Path, first: int, copies: int) -> None:
+@table(("copies", "rows"), [(1, 2), (40, 2), (2, 1 << 15)])
+@table("is_plain", [True, False])
+def test_a_box_beyond_its_item_is_damage(tmp_path: Path, first: int, copies: int, rows: int, is_plain: bool) -> None:
     """What an index claims of an item that has fewer elements is an error, and not its neighbours' values."""
-    (tmp_path / "data").write_bytes(bytes(48 * copies + 96))
+    nbytes = rows * 16
+    (tmp_path / "data").write_bytes(bytes(nbytes * (copies + 2)))
     index: Any = SimpleNamespace(keys=["w"], dtypes=[torch.float32])
+    targets = torch.zeros(copies, rows, 4) if is_plain else torch.zeros(copies, 4, rows).mT
     regions = [
-        Region(0, Chunk(Box((0, 0), (2, 4)), Item("data", 48 + 48 * n, 48), first, 12), (0, 0), target, True)
-        for n, target in enumerate(torch.zeros(copies, 4, 2).mT)
+        Region(0, Chunk(Box((0, 0), (rows, 4)), Item("data", nbytes * (n + 1), nbytes), first, 4), (0, 0), target, True)
+        for n, target in enumerate(targets)
     ]
     with (
         CheckpointReader(tmp_path, Manifest(backend="rows", version=1)) as reader,
-        pytest.raises(CorruptCheckpointError, match=r"w: the index claims 32 bytes from element -?\d on"),
+        pytest.raises(CorruptCheckpointError, match=r"w: the index claims \d+ elements of torch.float32 from element"),
     ):
         ItemReader(reader, index).read_units([(region,) for region in regions])

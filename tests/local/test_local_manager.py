@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardckpt.errors import CheckpointingException, NotACheckpointError
+from shardckpt.errors import CheckpointingException, NotACheckpointError, StorageError
 from shardckpt.local import CliqueReplication, LocalCheckpointManager, TensorAwareStateDict, messages
 from shardckpt.local.parts import PartId
 from shardckpt.mapping import ShardedTensor
@@ -237,6 +237,20 @@ def test_after_a_rewind_later_steps_are_said_and_can_be_discarded(ranks: Ranks, 
         assert [text for text in logged if "later load" in text] == ([f"local checkpoints: {said}"] if not rank else [])
         assert (gone, latest) == ([9], 3)
         assert names == [(step, part) for step in (1, 2, 3) for part in (0, 1)]
+
+
+def test_later_steps_that_a_disk_keeps_are_an_error(tmp_path: Path) -> None:
+    """What could not be removed is not called removed: a restart would load it."""
+    manager = LocalCheckpointManager(tmp_path, keep=3)
+    for step in (1, 9):
+        manager.save(TensorAwareStateDict.from_state_dict({"step": step})[0], step)
+    with (
+        mock.patch("shardckpt.local.parts.make_tombstone", side_effect=OSError("read-only file system")),
+        pytest.raises(StorageError, match=r"discard_after\(1\): parts of later steps could not be removed.*: 9;"),
+    ):
+        manager.discard_after(1)
+    assert manager.find_latest() == 9
+    assert manager.discard_after(1) == [9]
 
 
 def _rewound(base: str) -> Any:

@@ -155,6 +155,7 @@ def test_items_of_the_ranks_are_compared_value_by_value(tmp_path: Path) -> None:
     [
         ({"carry": {"tokens": 7}}, {}),
         ({"carry": torch.tensor([7, 8])}, {}),
+        ({"cuda:0": torch.tensor([7])}, {"cuda:1": torch.tensor([7])}),
         ({"carry": [{"a": 1}, {"b": 2}]}, {"carry": [{"a": 1}]}),
     ],
 )
@@ -204,7 +205,7 @@ def test_parts_that_nothing_describes_are_named(tmp_path: Path, caplog: pytest.L
     wanted = {"w": ShardedTensor.from_rank_offsets("model.0.weight", torch.zeros(8, 6))}
     with pytest.raises(KeyMismatchError, match=r"model\.0\.weight"):
         dist_checkpointing.load(wanted, folder)
-    assert "different tensors in 'model', and no metadata.pkl says that they are parts of one" in caplog.text
+    assert "different tensors or keys in 'model', and no metadata.pkl says that they are parts of one" in caplog.text
     shutil.copy(GOLDEN / "safetensors-2" / "metadata.pkl", folder)
     assert torch.equal(dist_checkpointing.load(wanted, folder)["w"], values("0.weight"))
 
@@ -220,6 +221,17 @@ def test_a_checkpoint_on_a_store_loads_and_is_exported(tmp_path: Path) -> None:
     exported = safetensors.torch.load_file(tmp_path / "exported" / "model.safetensors")
     assert set(exported) == set(SHAPES)
     assert all(torch.equal(tensor, values(name)) for name, tensor in exported.items())
+
+
+def test_a_key_of_one_rank_leaves_the_tensors_where_they_are(tmp_path: Path) -> None:
+    """A model that all ranks have is one, also if a rank has saved a value with it, or a stage has no tensor."""
+    folder = copy_golden("torch-2", tmp_path / "step")
+    for rank, more in enumerate(({"decay": 0.9}, {})):
+        torch.save({"weight": torch.ones(2), **more}, folder / f"net_{rank}.pt")
+        torch.save({"step": 1, **({"bias": torch.ones(2)} if rank else {})}, folder / f"stage_{rank}.pt")
+    with dist_checkpointing.open_checkpoint(folder) as checkpoint:
+        assert [checkpoint[key][...].tolist() for key in ("net.weight", "stage.bias")] == [[1, 1], [1, 1]]
+        assert checkpoint.common["net"] == {"decay": 0.9}
 
 
 def write_state(file: Path, value: int) -> None:
