@@ -205,7 +205,7 @@ RETENTION = PolicyKind(
 )
 
 
-#: Why a policy keeps a step.
+#: Why a policy keeps a step. A class that is not here counts as a user's function: it is shown steps that failed, too.
 _REASONS: dict[type[Any], str] = {
     KeepLatest: "among the newest {count}",
     KeepEvery: "a multiple of {interval}",

@@ -25,7 +25,8 @@ _METADATA = "__metadata__"
 _MOST_PARTS = 1 << 18
 #: Most axes of a tensor.
 _MOST_AXES = 64
-#: Bits of an element, by the format's name of its dtype; of a packed one it counts the values.
+#: Bits of an element, by the format's name of its dtype; of a packed one it counts the values. Names of packed dtypes
+#: stand for them alone: a dtype with a byte for each value needs another name.
 _BITS = {
     **{known.safetensors_name: 8 * known.itemsize for known in KNOWN_DTYPES if known.safetensors_name},
     **dict.fromkeys(("F4", "F4_E2M1_X2"), 4),

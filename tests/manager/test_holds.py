@@ -11,8 +11,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shardckpt.cli import main
 from shardckpt.commit import Owner
@@ -21,16 +19,12 @@ from shardckpt.errors import CannotLoadError, CheckpointingException, StorageErr
 from shardckpt.manager import (
     CheckpointConfig,
     CheckpointManager,
-    KeepNear,
-    KeepRecent,
-    Metrics,
     find_holds,
     lease_step,
     pin_step,
     prune_steps,
     unpin_step,
 )
-from shardckpt.manager.garbage_collection import collect_garbage
 from shardckpt.manager.holds import Lease
 from tests.manager import folders
 from tests.manager.holds import NEWEST, collect_newest
@@ -376,25 +370,3 @@ def test_the_pointer_names_the_newest_durable_step(tmp_path: Path) -> None:
     assert folders.names_in(tmp_path) == {"step-3", "step-4", "latest"}
     with pytest.raises(ValueError, match="is the name of a step's directory"):
         CheckpointConfig(latest_pointer="step-3")
-
-
-@given(st.sets(st.integers(0, 300), max_size=30), st.integers(1, 60))
-def test_the_closest_to_every_multiple_is_kept(steps: set[int], interval: int) -> None:
-    """For each multiple that a step is nearest to, exactly one is kept, and none is closer to it."""
-    kept = KeepNear(interval)({step: {} for step in sorted(steps)})
-    groups: dict[int, list[int]] = {}
-    for step in steps:
-        low = step // interval * interval
-        groups.setdefault(low if step - low < low + interval - step else low + interval, []).append(step)
-    assert kept == sorted(min(group, key=lambda s: (abs(s - multiple), s)) for multiple, group in groups.items())
-
-
-def test_steps_of_the_last_hours_are_kept(tmp_path: Path, clock: Clock) -> None:
-    """By the time that the manager wrote, else by the file's; a step of an unknown time is kept."""
-    now = clock.now
-    steps = {1: Metrics({}, now - 7300), 2: Metrics({}, now - 7100), 3: Metrics({}), 4: {"loss": 1.0}}
-    assert KeepRecent(hours=2)(steps) == [2, 3, 4]
-    folders.save_all(tmp_path, 1, 2, 3)
-    for number in (1, 2):
-        os.utime(tmp_path / f"step-{number}" / "metadata.json", (now - 9000, now - 9000 * (2 - number)))
-    assert collect_garbage(folders.steps_of(tmp_path), [KeepRecent(hours=2)]) == [1]

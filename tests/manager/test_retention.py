@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +13,27 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig
+from shardckpt.manager.garbage_collection import collect_garbage
 from shardckpt.manager.retention import (
     RETENTION,
     KeepBest,
     KeepEvery,
     KeepLatest,
+    KeepNear,
     KeepPinned,
+    KeepRecent,
+    Metrics,
     UnknownMetricError,
     steps_to_remove,
 )
+from tests.manager import folders
 from tests.tables import table
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from shardckpt.manager.retention import RetentionPolicy, StepMetrics
+    from tests.clock import Clock
 
 STEPS = st.lists(st.integers(0, 200), unique=True, max_size=20)
 METRIC = st.one_of(st.none(), st.just(math.nan), st.integers(-5, 5), st.floats(allow_nan=False), st.text(max_size=2))
@@ -197,3 +206,25 @@ def test_the_error_of_an_unknown_metric_can_be_pickled() -> None:
     error = UnknownMetricError("los", ["loss"])
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.metric, copy.known) == (str(error), "los", ["loss"])
+
+
+@given(st.sets(st.integers(0, 300), max_size=30), st.integers(1, 60))
+def test_the_closest_to_every_multiple_is_kept(steps: set[int], interval: int) -> None:
+    """For each multiple that a step is nearest to, exactly one is kept, and none is closer to it."""
+    kept = KeepNear(interval)({step: {} for step in sorted(steps)})
+    groups: dict[int, list[int]] = {}
+    for step in steps:
+        low = step // interval * interval
+        groups.setdefault(low if step - low < low + interval - step else low + interval, []).append(step)
+    assert kept == sorted(min(group, key=lambda s: (abs(s - multiple), s)) for multiple, group in groups.items())
+
+
+def test_steps_of_the_last_hours_are_kept(tmp_path: Path, clock: Clock) -> None:
+    """By the time that the manager wrote, else by the file's; a step of an unknown time is kept."""
+    now = clock.now
+    steps = {1: Metrics({}, now - 7300), 2: Metrics({}, now - 7100), 3: Metrics({}), 4: {"loss": 1.0}}
+    assert KeepRecent(hours=2)(steps) == [2, 3, 4]
+    folders.save_all(tmp_path, 1, 2, 3)
+    for number in (1, 2):
+        os.utime(tmp_path / f"step-{number}" / "metadata.json", (now - 9000, now - 9000 * (2 - number)))
+    assert collect_garbage(folders.steps_of(tmp_path), [KeepRecent(hours=2)]) == [1]

@@ -14,6 +14,7 @@ DTYPES_OF_SAFETENSORS = tuple(
         # and complex32, which torch warns of
         *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
     )
+    if hasattr(torch, name)
 )
 
 

@@ -97,8 +97,8 @@ class FaultTolerance:
         # torchft 0.1 would replace the functions of the first; later releases refuse a second one by an assert
         if id(self.manager) in _registered:
             raise CheckpointingException(
-                "fault tolerance: another CheckpointManager, perhaps one that failed to open, has registered with this "
-                "manager already: make a new one for each"
+                "fault tolerance: another CheckpointManager has registered with this manager already (if only one that "
+                "failed to open): make a new one for each"
             )
         if register_by_key is None:
             set_functions(load_state_dict, state_dict)  # type: ignore[misc]
