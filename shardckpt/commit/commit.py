@@ -21,7 +21,8 @@ import logging
 import os
 import shutil
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardckpt.commit.holds import find_holds_beside, hold_place
@@ -43,7 +44,6 @@ from shardckpt.storage.filesystem import is_there, sync_directory, sync_file, sy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
-    from pathlib import Path
 
     from shardckpt.commit.owner import Owner
 
@@ -132,12 +132,17 @@ def is_free(target: Path) -> bool:
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Raise an error if the target is not free and must not be overwritten, or is held.
+    """Raise an error if the target is not free and must not be overwritten, is held, or is where this process works.
 
     A lease or a pin is a CheckpointingException. A StorageError names the target and what to do.
     """
     with wrap_os_errors("look at", target):
         is_taken = target.exists()
+    if is_taken and target in (around := _list_current_directories()):
+        raise StorageError(
+            f"{target} would be replaced as a whole, and this process works in it ({around[0]}), in a directory that "
+            "would then be gone: change to another directory first, or give a new one below it"
+        )
     if overwrite and is_taken and (holds := find_holds_beside(target)) is not None:
         holds.refuse(target.name)
     if not overwrite and not is_free(target):
@@ -155,6 +160,14 @@ def check_target(target: Path, *, overwrite: bool) -> None:
             + of_export
             * any(name.startswith(_OF_EXPORTS) for name in names)
         )
+
+
+def _list_current_directories() -> list[Path]:
+    """Return the directory that this process works in, and all that it is in; none if it is gone."""
+    with suppress(FileNotFoundError):
+        here = Path.cwd()
+        return [here, *here.parents]
+    return []
 
 
 def commit_staging(staging: Path, target: Path, list_owned: Callable[[], Collection[str]], *, overwrite: bool) -> None:

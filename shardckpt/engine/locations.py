@@ -192,10 +192,17 @@ def expand_home(path: str | os.PathLike[str]) -> str:
 def find_local(text: str) -> Path | None:
     """Return the directory that a path or a ``file://`` URL names; None for another URL.
 
-    A URL that lacks a slash, or that names another machine, is a StorageError.
+    An empty path, and a URL that lacks a slash, or that names another machine, is a StorageError.
     """
     local = _find_local_text(text)
-    return None if local is None else _make_path(os.path.realpath(local))
+    if local is None:
+        return None
+    try:
+        return _make_path(os.path.realpath(local))
+    except FileNotFoundError as exc:
+        raise StorageError(
+            f"{text} is a relative path, and the current directory of this process is gone: give an absolute path"
+        ) from exc
 
 
 def _find_local_text(text: str) -> str | None:
@@ -209,6 +216,8 @@ def _find_local_text(text: str) -> str | None:
         text = unquote(parts.path)
     elif _URL.match(text):
         return None
+    if not text:  # it would be the current directory: that of a setting that was not made
+        raise StorageError("the path of a checkpoint is empty: give a directory ('.' is the current one) or a URL")
     if "\0" in text:
         raise StorageError(f"{text!r} has a null byte, which no file system has in a name")
     cut = _CUT_URL.match(text)

@@ -175,7 +175,7 @@ def _find_time(entry: dict[str, Any]) -> float | None:
     """Return when an object was written, in seconds since 1970; None if its filesystem does not say."""
     found = next((entry[name] for name in _TIMES if entry.get(name) is not None), None)
     if isinstance(found, str):
-        found = dt.datetime.fromisoformat(found)
+        found = dt.datetime.fromisoformat(found.replace("Z", "+00:00"))  # Python 3.10 does not read the Z
     if isinstance(found, dt.datetime):  # one without a time zone is of UTC
         found = (found if found.tzinfo else found.replace(tzinfo=dt.timezone.utc)).timestamp()
     return float(found) if isinstance(found, int | float) else None
