@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import types
 from collections import deque
+from contextlib import suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.archive.lazy_tensors import LazyTensor
@@ -23,7 +26,7 @@ _EXPANDED = 1 << 20
 class LazyReads:
     """Puts the values of tensors in the places of the :class:`LazyTensor` that :meth:`Archive.describe` has left.
 
-    It looks into dicts, lists, tuples, sets, deques and the attributes of objects. Each object is visited once, however
+    It looks into dicts, lists, tuples, named ones too, sets, deques and the attributes and slots of objects. Each object is visited once, however
     often it is referred to: a pickle of 60 tuples, each with the one before twice, names 2^60 places. ``read`` returns
     a tensor; it gets the key that :meth:`fill` got, for errors.
     """
@@ -50,10 +53,10 @@ class LazyReads:
         made = value
         if isinstance(value, LazyTensor):
             made = self._read(value, key)
-        elif type(value) in (tuple, set, frozenset):
+        elif isinstance(value, tuple) or type(value) in (set, frozenset):
             parts = [self._fill(part, key) for part in value]
             if any(new is not old for new, old in zip(parts, value, strict=True)):
-                made = type(value)(parts)
+                made = getattr(value, "_make", type(value))(parts)  # a named one takes its fields one by one
         else:
             self._visited[id(value)] = value, value  # before its parts: it may be one of them
             if isinstance(value, dict):
@@ -63,15 +66,30 @@ class LazyReads:
             attributes = getattr(value, "__dict__", None)
             if type(attributes) is dict:  # of a namespace, an ordered dict, a stub
                 self._replace(attributes, list(attributes.items()), key)
+            self._fill_slots(value, key)
             return value
         self._visited[id(value)] = value, made
         return made
+
+    def _fill_slots(self, value: Any, key: str) -> None:
+        for slot in _list_slots(type(value)):
+            with suppress(AttributeError):  # one that was never set
+                part = slot.__get__(value)
+                if (made := self._fill(part, key)) is not part:
+                    slot.__set__(value, made)  # which a frozen dataclass allows, too
 
     def _replace(self, container: Any, parts: list[tuple[Any, Any]], key: str) -> None:
         for name, part in parts:
             made = self._fill(part, key)
             if made is not part:
                 container[name] = made
+
+
+@lru_cache(maxsize=1024)  # of each class once: most values are numbers and texts
+def _list_slots(kind: type) -> list[types.MemberDescriptorType]:
+    """Return the slots of a class and its bases."""
+    classes = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    return [each for names in classes for each in names.values() if isinstance(each, types.MemberDescriptorType)]
 
 
 def refuse_expanded(stored: StoredPayload, what: str) -> None:

@@ -6,7 +6,8 @@ import io
 import types
 import zipfile
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -123,6 +124,32 @@ def test_tensors_in_containers_of_any_class_are_read(tmp_path: Path) -> None:
     assert type(common["pair"][0]) is OrderedDict
     found = common["args"].mean, common["other"].deep[0]["mean"], common["recent"][0], *common["pair"][0].values()
     assert all(value.equal(tensor) for value in (*found, common["pair"][1]))
+
+
+class Pair(NamedTuple):
+    """A named tuple of a user's."""
+
+    mean: torch.Tensor
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    """An object without a ``__dict__``."""
+
+    mean: torch.Tensor
+
+
+def test_tensors_in_objects_that_the_user_allows_are_read(tmp_path: Path) -> None:
+    """Named tuples, and objects with slots, frozen or not, come into a checkpoint with the tensors in them."""
+    tensor, allowed = torch.arange(3.0), (Pair, Slotted)
+    torch.save({"w": tensor, "pair": [Pair(tensor, 2)], "slotted": Slotted(tensor)}, tmp_path / "a.pt")
+    convert_checkpoint(tmp_path / "a.pt", tmp_path / "there", "torch_dist", allow_globals=allowed)
+    common = dc.load_common_state_dict(tmp_path / "there", allow_globals=allowed)
+    (pair,), slotted = common["pair"], common["slotted"]
+    assert (type(pair), pair.count, type(slotted)) == (Pair, 2, Slotted)
+    assert pair.mean.equal(tensor)
+    assert slotted.mean.equal(tensor)
 
 
 def test_tuples_that_hold_one_twice_are_visited_once(tmp_path: Path) -> None:
