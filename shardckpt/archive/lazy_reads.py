@@ -26,9 +26,9 @@ _EXPANDED = 1 << 20
 class LazyReads:
     """Puts the values of tensors in the places of the :class:`LazyTensor` that :meth:`Archive.describe` has left.
 
-    It looks into dicts, lists, tuples, named ones too, sets, deques and the attributes and slots of objects. Each object is visited once, however
-    often it is referred to: a pickle of 60 tuples, each with the one before twice, names 2^60 places. ``read`` returns
-    a tensor; it gets the key that :meth:`fill` got, for errors.
+    It looks into dicts, lists, tuples, sets, deques and the attributes and slots of objects. Each object is visited
+    once, however often it is referred to: a pickle of 60 tuples, each with the one before twice, names 2^60 places.
+    ``read`` returns a tensor; it gets the key that :meth:`fill` got, for errors.
     """
 
     def __init__(self, read: Callable[[LazyTensor, str], torch.Tensor]) -> None:
@@ -72,7 +72,7 @@ class LazyReads:
         return made
 
     def _fill_slots(self, value: Any, key: str) -> None:
-        for slot in _list_slots(type(value)):
+        for slot in _list_slots(type(value)):  # type: ignore[arg-type]  # mypy: a class is no Hashable
             with suppress(AttributeError):  # one that was never set
                 part = slot.__get__(value)
                 if (made := self._fill(part, key)) is not part:
