@@ -6,6 +6,7 @@ import argparse
 import enum
 import io
 import types
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -166,11 +167,11 @@ def _find_builtin(value: Any) -> Any:
     elif isinstance(value, enum.Enum):
         made = value.value
     elif kind.__module__ == "numpy":  # by its name: numpy need not be installed
-        is_array = kind.__name__ == "ndarray"
-        if is_array and value.dtype.kind in "biufc":
-            made = torch.from_numpy(value.copy())
-        elif not is_array and hasattr(value, "item"):
-            made = value.item()
+        if kind.__name__ == "ndarray":
+            with suppress(TypeError):  # torch has no such dtype
+                made = torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
+        elif hasattr(value, "item") and type(item := value.item()) is not kind:  # a long double is its own item
+            made = item
     elif base := next((base for base in _BUILTIN if isinstance(value, base)), None):
         made = _BUILTIN[base](value)
     return made

@@ -212,6 +212,17 @@ def test_other_classes_become_builtin_ones(tmp_path: Path) -> None:
     assert not (tmp_path / "b.pt").exists()
 
 
+def test_arrays_of_other_bytes_than_torchs_are_written_or_refused(tmp_path: Path) -> None:
+    """Big-endian arrays are written with their values; long doubles, which torch has none of, are a clear error."""
+    state = {"big": np.arange(3, dtype=">f4"), "strided": np.arange(6)[::-2]}
+    TorchFile({}).write(tmp_path / "a.pt", state, lambda _: None)
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert (found["big"].tolist(), found["strided"].tolist()) == ([0, 1, 2], [5, 3, 1])
+    for value in (np.ones(2, dtype=np.longdouble), np.longdouble(1)):
+        with pytest.raises(ShardingError, match=r"a is a numpy\..*, which has no counterpart"):
+            TorchFile({}).write(tmp_path / "b.pt", {"a": value}, lambda _: None)
+
+
 def test_what_holds_itself_or_loses_a_key_is_refused(tmp_path: Path) -> None:
     """A value that holds itself, and keys or elements that a file would have as one, are errors that name the place."""
     ring: dict[str, Any] = {"one": 1}
