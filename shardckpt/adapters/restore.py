@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Stands for the value of an option that a group does not have.
+_NONE: Any = type("None", (), {"__repr__": lambda _: "none"})()
+
 
 @pause_gc()
 def load_into(
@@ -292,11 +295,12 @@ def _apply_options(
     for name in saved:
         if options[name] is first:  # the parameters of a stored group share them
             continue
-        for option, value in first.items():
-            if option not in own and (option not in options[name] or not are_equal(options[name][option], value)):
+        for option in dict.fromkeys([*first, *options[name]]):
+            one, other = first.get(option, _NONE), options[name].get(option, _NONE)
+            if option not in own and not are_equal(one, other):
                 raise CheckpointingException(
                     f"{saved[0]!r} and {name!r} are in one group of the optimizer, but were saved with different "
-                    f"values of {option}: {value!r} and {options[name].get(option)!r}; group them as they were saved"
+                    f"values of {option}: {one!r} and {other!r}; group them as they were saved"
                 )
     return {**group, **first, **own}
 

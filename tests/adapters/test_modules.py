@@ -137,6 +137,19 @@ def test_groups_must_be_as_they_were(tmp_path: Path) -> None:
         load_into(loaded, model, one_group)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_option_that_some_lack_is_no_option_of_all(tmp_path: Path, first: int) -> None:
+    """Parameters of which some were saved with an option cannot be in one group, whichever of them come first."""
+    one, two = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    model, own = torch.nn.ModuleList([one, two]), {"params": [*two.parameters()], "name": "head"}
+    saved = torch.optim.SGD([{"params": [*one.parameters()]}, own], lr=0.5)
+    dist_checkpointing.save(to_sharded_state_dict(model, saved), tmp_path / "ckpt")
+    merged = torch.optim.SGD([param for part in (one, two)[:: 1 - 2 * first] for param in part.parameters()], lr=0.5)
+    loaded = dist_checkpointing.load(to_sharded_state_dict(model, merged), tmp_path / "ckpt")
+    with pytest.raises(CheckpointingException, match="values of name: "):
+        load_into(loaded, model, merged)
+
+
 def test_what_was_not_loaded_is_named_or_kept(tmp_path: Path) -> None:
     """A model with a layer more gets an error that names its parameters, and with strict=False keeps them."""
     small, large = made_model(1, layers=1), made_model(2, layers=2)
