@@ -25,6 +25,7 @@ from shardckpt.errors import (
     IncompleteCheckpointError,
     NotACheckpointError,
     RefusedByPolicyError,
+    StorageError,
     StrategyMismatchError,
     UnknownBackendError,
     VersionTooNewError,
@@ -253,6 +254,24 @@ def test_a_folder_that_may_not_be_looked_into_is_no_checkpoint(tmp_path: Path, m
     text = _refusal(NotACheckpointError, tmp_path, PluginManager())
     assert text.endswith(f"it is a folder of 1 checkpoint: give one, such as {tmp_path / 'step-1'}")
     assert not [path for path in asked if "notes.txt" in path]
+
+
+def test_a_directory_that_may_not_be_listed_is_shown_to_no_strategy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The system's refusal is the error, and not a warning that a plugin has failed."""
+    (tmp_path / "step-1").mkdir()
+    listdir = os.listdir
+
+    def refuse(path: Any = ".") -> list[Any]:
+        if os.path.realpath(path) == str(tmp_path / "step-1"):
+            raise PermissionError(13, "Permission denied", path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(StorageError, match=r"cannot list .*Permission denied"):
+        read_manifest(tmp_path / "step-1", PluginManager())
+    assert not caplog.records
 
 
 def test_a_checkpoint_that_lost_its_marker_is_incomplete(tmp_path: Path) -> None:
