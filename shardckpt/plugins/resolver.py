@@ -357,7 +357,7 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
     """Return the manifest of a directory without ``metadata.json``, if a strategy recognises its content."""
     if not takes_requests(directory):
         with wrap_os_errors("list", directory):
-            os.listdir(directory)  # before a strategy looks into one that may not be read
+            next(directory.iterdir(), None)  # before a strategy looks into one that may not be read
     if is_under_way(directory):
         raise IncompleteCheckpointError(
             f"{directory}: a save to it is in progress or was interrupted: it has no {MARKER_NAME} yet. Wait for its "

@@ -264,7 +264,7 @@ def test_a_directory_that_may_not_be_listed_is_shown_to_no_strategy(
     listdir = os.listdir
 
     def refuse(path: Any = ".") -> list[Any]:
-        if os.path.realpath(path) == str(tmp_path / "step-1"):
+        if os.path.realpath(f"/proc/self/fd/{path}" if isinstance(path, int) else path) == str(tmp_path / "step-1"):
             raise PermissionError(13, "Permission denied", path)
         return listdir(path)
 
