@@ -68,7 +68,10 @@ def locate_local(path: str | os.PathLike[str], action: str) -> Path:
 
 
 def locate_file(path: str | os.PathLike[str], action: str) -> Path:
-    """Return the file that a path or ``file://`` URL names, links as they are; another URL is an error as above."""
+    """Return the file that a path or ``file://`` URL names, links unresolved, for an action that stores cannot do.
+
+    Another URL is an error that names the action.
+    """
     text = os.fspath(path)
     if (local := _find_local_text(text)) is None:
         raise CheckpointingException(
@@ -137,9 +140,9 @@ def _find_shared_file(source: Path, target: Path) -> str:
 
 
 def find_save_time(directory: Path) -> float | None:
-    """Return when the last file of a commit was written, or else the directory changed, in seconds since 1970.
+    """Return when a checkpoint's marker was written, or else its directory changed, in seconds since 1970.
 
-    None on a store, whose plugins do not say.
+    None on a store, which does not say.
     """
     if takes_requests(directory):
         return None
@@ -148,9 +151,9 @@ def find_save_time(directory: Path) -> float | None:
 
 
 def name_library(place: Path, backend: str) -> str:
-    """Return the library that wrote what shardckpt did not write, as far as the files show it.
+    """Return the library that wrote a checkpoint of another library, such as ``Megatron-Core``, by its files.
 
-    Its name is such as ``Megatron-Core``; where nothing else shows it, the backend.
+    Where the files do not show it, that is the name of the backend.
     """
     if backend in _LIBRARIES:
         return "safetensors" if place.suffix == ".safetensors" else _LIBRARIES[backend]

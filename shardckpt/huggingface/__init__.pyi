@@ -37,7 +37,6 @@ from shardckpt.huggingface.shards import save_state_dict as save_state_dict
 from shardckpt.huggingface.torch_save import TorchFile as TorchFile
 from shardckpt.huggingface.torch_strategy import TorchFileLoadStrategy as TorchFileLoadStrategy
 from shardckpt.huggingface.weights import ModelCheckpoint as ModelCheckpoint
-from shardckpt.huggingface.whole_folder import StoredNames as StoredNames
 from shardckpt.huggingface.whole_folder import name_for_trainer as name_for_trainer
 from shardckpt.plugins.key_mapping import Identity as Identity
 from shardckpt.plugins.key_mapping import KeyMapEntry as KeyMapEntry

@@ -1,4 +1,4 @@
-"""Open a folder or file of safetensors as a checkpoint that is read whole."""
+"""Open a folder or file of safetensors as a checkpoint with all its tensors."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def name_for_trainer(
     """Return a strategy that reads the same folder under a trainer's names, in a trainer's shapes.
 
     Tensors that no rule names keep their names. ``dtype`` is that in which weights of 8 bits with scales are read; such
-    weights and no dtype are an error. What is one tensor for the trainer is a KeyMismatchError if a part of it is
-    missing, and a ShardingError if its parts have several dtypes.
+    weights and no dtype are an error. A trainer's tensor that several of the folder make up is a KeyMismatchError if
+    one of these is missing, and a ShardingError if they have several dtypes.
     """
     folder = strategy.folder
     folder = replace(folder, tensors={n: found for n, found in folder.tensors.items() if n not in damaged})
@@ -83,8 +83,8 @@ def name_for_trainer(
     return HuggingFaceLoadStrategy(folder, mapping, "", wanted)
 
 
-class StoredNames(Identity):
-    """The mapping of tensors that have a trainer's names already: of those of some rules, a cast keeps the dtype.
+class TrainerNames(Identity):
+    """Keeps a trainer's names, and the dtypes that the rules of its mapping keep in a cast.
 
     ``mapping`` maps the trainer's names to those of a folder.
     """

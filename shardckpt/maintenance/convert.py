@@ -14,7 +14,7 @@ from shardckpt.huggingface.folder import CONFIG, resolve_link
 from shardckpt.huggingface.models import MegatronMapping
 from shardckpt.huggingface.options import parse_options
 from shardckpt.huggingface.rules import RuleMapping
-from shardckpt.huggingface.whole_folder import StoredNames
+from shardckpt.huggingface.whole_folder import TrainerNames
 from shardckpt.maintenance.conversion import DCP, FILE, FOLDER, Conversion, ConversionReport
 from shardckpt.maintenance.sources import identify_source, open_source, read_hub_config
 from shardckpt.plugins.entries import StrategyAction
@@ -222,7 +222,7 @@ def run_conversion(
         refuse_overlap([source], target, in_place=saver is not None)
         sources = [source, *(locate(other, plugins) for other in others)]
         trainer = None if rename else _find_trainer(sources, options.mapping, to, plugins)
-        planned = options if trainer is None or to == FOLDER else options._replace(mapping=StoredNames(trainer))
+        planned = options if trainer is None or to == FOLDER else options._replace(mapping=TrainerNames(trainer))
         return Conversion(
             source,
             target,

@@ -1,4 +1,4 @@
-"""The differences of two checkpoints, as what compares them reports them."""
+"""Reports of the differences of two checkpoints."""
 
 from __future__ import annotations
 
