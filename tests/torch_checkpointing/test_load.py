@@ -9,6 +9,7 @@ import fsspec
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 
 from shardckpt import dist_checkpointing
 from shardckpt.errors import IncompleteCheckpointError, KeyMismatchError, ShardingError
@@ -257,6 +258,20 @@ def test_saves_of_one_layout_are_told_apart(tmp_path: Path, monkeypatch: pytest.
         dist_checkpointing.load(dict(wanted), folder)
     one, same, other = identities
     assert one == same != other
+
+
+def load_own_folder(folders: list[Path]) -> None:
+    """Load from another folder on each rank."""
+    wanted = {"w": ShardedTensor.from_rank_offsets("model.0.weight", torch.zeros(8, 6))}
+    dist_checkpointing.load(wanted, folders[dist.get_rank()], validate_access_integrity=False)
+
+
+def test_ranks_with_folders_of_their_own_are_refused(ranks: Ranks, no_pauses: None) -> None:
+    """Where the folders of two ranks have other keys, no rank waits for the other: all raise the same error."""
+    for others in (["torch-2", "stages-4"], ["stages-4", "torch-2"]):
+        found = ranks.outcomes(2, load_own_folder, [GOLDEN / name for name in others])
+        assert [each.kind for each in found] == ["CheckpointReplacedError"] * 2
+        assert "different index" in found[0].message
 
 
 def test_a_save_that_did_not_end_is_no_checkpoint(tmp_path: Path) -> None:
