@@ -184,6 +184,16 @@ def test_plain_tensors_of_pipeline_stages_are_one_item(tmp_path: Path) -> None:
         assert checkpoint.common["net"] == {"0.extra": b"0", "1.extra": b"1"}
 
 
+@table("state", [{}, {"state": {}}])
+def test_a_stage_without_parameters_has_an_empty_dict(tmp_path: Path, state: dict[str, Any]) -> None:
+    """What one stage has is loaded, at any number of ranks, where another stage has an empty dict in its place."""
+    folder = copy_golden("torch-2", tmp_path / "step")
+    torch.save({"state": {"weight": torch.ones(2)}}, folder / "net_0.pt")
+    torch.save(state, folder / "net_1.pt")
+    with dist_checkpointing.open_checkpoint(folder) as checkpoint:
+        assert checkpoint["net.state.weight"][...].tolist() == [1, 1]
+
+
 def test_values_that_differ_beside_parts_of_tensors_are_refused_by_name(tmp_path: Path) -> None:
     """The tensors and the other values of such an item load; the value itself is no rank's."""
     folder = copy_golden("unlisted-2", tmp_path / "step")
