@@ -76,7 +76,7 @@ class Claim:
         if not isinstance(folder, CreatesObjects):
             return
         text, path = _introduce(self._save_id), self._target / CLAIM
-        if not path.create(text) and self._read() != text:
+        if not self._create(text):
             other = self.describe_other([CLAIM])
             raise StorageError(
                 f"{self._target}: another save has begun there at the same time{other}; it goes on, and this one has "
@@ -95,6 +95,18 @@ class Claim:
                 "the store of %s ignores conditions of writes: of two saves that begin there at once, both will fail",
                 self._target,
             )
+
+    def _create(self, text: bytes) -> bool:
+        """Return whether the claim is this save's, created now or by an attempt whose answer was lost."""
+        for _ in range(2):  # the save that has the claim may end between the two requests
+            if (self._target / CLAIM).create(text):
+                return True
+            try:
+                return self._read() == text
+            except StorageError as exc:
+                if not isinstance(exc.__cause__, FileNotFoundError):
+                    raise
+        return False
 
     def announce(self) -> None:
         """Write the in-progress object: from now on other saves see this one by a listing."""
