@@ -247,7 +247,7 @@ def test_a_key_of_one_rank_leaves_the_tensors_where_they_are(tmp_path: Path) -> 
 
 def write_state(file: Path, value: int) -> None:
     """Write a state that takes as many bytes whatever the value is."""
-    state = {"a": torch.arange(3000), "b": torch.full((300,), value)}
+    state = {"a": torch.arange(3000), "b": torch.full((300,), value), "c": torch.arange(3000)}
     if file.suffix == ".safetensors":
         safetensors.torch.save_file(state, file)
     elif file.suffix == ".pt":
