@@ -101,11 +101,8 @@ class Claim:
         for _ in range(2):  # the save that has the claim may end between the two requests
             if (self._target / CLAIM).create(text):
                 return True
-            try:
-                return self._read() == text
-            except StorageError as exc:
-                if not isinstance(exc.__cause__, FileNotFoundError):
-                    raise
+            if found := self._read():
+                return found == text
         return False
 
     def announce(self) -> None:
@@ -146,7 +143,7 @@ class Claim:
     def describe_other(self, found: Collection[str]) -> str:
         """Say which other save has these objects, as far as they tell; ``""`` if they do not."""
         try:
-            if CLAIM in found and (claim := self._read()) != self._text:
+            if CLAIM in found and (claim := self._read()) not in (b"", self._text):
                 return describe_introduction(claim)
             known = {self.in_progress, CLAIM, REMOVAL_IN_PROGRESS, *self._overruled}
             for name in filter(is_mark, found):
@@ -163,7 +160,13 @@ class Claim:
         return make_taken_error(self._target, self.describe_other(found))
 
     def _read(self) -> bytes:
-        return (self._target / CLAIM).read_range(0, INTRODUCTION_BYTES)
+        """Return the text of the claim in the folder; empty if there is none any more."""
+        try:
+            return (self._target / CLAIM).read_range(0, INTRODUCTION_BYTES)
+        except StorageError as exc:
+            if isinstance(exc.__cause__, FileNotFoundError):
+                return b""
+            raise
 
 
 def in_progress_name(save_id: str) -> str:

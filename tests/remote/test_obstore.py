@@ -98,7 +98,7 @@ def test_a_long_range_arrives_in_pieces(
 
 
 def test_a_claim_that_is_gone_when_it_is_read_is_taken() -> None:
-    """A save whose predecessor ends between the two requests begins."""
+    """A save whose predecessor ends between the two requests begins, and gives back what is there."""
 
     class Ending(ObstoreFolder):
         """Has no claim any more when one is read."""
@@ -110,8 +110,10 @@ def test_a_claim_that_is_gone_when_it_is_read_is_taken() -> None:
 
     found = Ending("objects://b/c", MemoryStore(), "c")
     found.create(CLAIM, b"another's")
-    Claim(RemotePath(found), "0" * 32).take()
+    claim = Claim(RemotePath(found), "0" * 32)
+    claim.take()
     assert found.files().keys() == {CLAIM}
+    assert claim.list_own({CLAIM}) == [claim.in_progress]
 
 
 def test_of_two_saves_that_begin_at_once_one_wins(folder: ObstoreFolder) -> None:
