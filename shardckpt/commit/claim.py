@@ -56,7 +56,7 @@ _honours_conditions: set[tuple[type, str]] = set()
 
 
 class Claim:
-    """The claim and the in-progress object of one save in a folder; only the main rank takes them.
+    """The claim and the in-progress object of one save in a folder; only the main rank makes them.
 
     ``overruled`` are in-progress objects of other saves that have died, or are taken for dead.
     """
@@ -211,7 +211,7 @@ def parse_introduction(text: bytes) -> tuple[Owner, float] | None:
 
 
 def without_others(found: Collection[str]) -> set[str]:
-    """Return which of all objects at a URL are not of another checkpoint, or another save, in a folder below."""
+    """Return the objects at a URL without those of other checkpoints and saves in folders below."""
     marks = (name.rpartition("/") for name in found if not find_generation(name))
     others = {folder for folder, _, name in marks if folder and (name == MARKER_NAME or is_mark(name))}
     return {name for name in found if others.isdisjoint(list_parents(name))}
