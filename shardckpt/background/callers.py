@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardckpt.background.process import WorkerProcess
@@ -108,6 +109,7 @@ def _run(request: AsyncRequest, future: Future[Any]) -> None:
     try:
         future.set_result(request.run())
     except BaseException as exc:  # noqa: BLE001 - the training's thread raises it, from the Future
+        clear_frames(exc.__traceback__)  # they have the staged tensors, and the error lives as long as someone keeps it
         future.set_exception(exc)
     finally:
         # Future -> error -> traceback -> this frame -> Future would be a cycle that keeps the staged tensors

@@ -73,7 +73,8 @@ class WorkerProcess:
                 pass_fds=[theirs.fileno()],
             )
         self._pipe = Connection(ours.detach())
-        self._calls: dict[int, Future[Any]] = {}
+        #: The child maps the tensors of a request, which live until it has run.
+        self._calls: dict[int, tuple[AsyncRequest, Future[Any]]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._ended = False
@@ -118,7 +119,7 @@ class WorkerProcess:
             )
             return future
         with self._lock:
-            self._calls[number] = future
+            self._calls[number] = request, future
         self._outbox.put((number, parts))
         if self._ended:  # perhaps just after the listener had failed all calls
             self._fail_all()
@@ -130,7 +131,7 @@ class WorkerProcess:
             return
         if abort:
             self._process.kill()
-        for future in [] if abort else list(self._calls.values()):
+        for _, future in [] if abort else list(self._calls.values()):
             future.exception()
         self._outbox.put(None)  # asks the child to end
         self._end()
@@ -146,6 +147,7 @@ class WorkerProcess:
                 self._pipe.send_bytes(b"".join(each.to_bytes(NUMBER_BYTES, "little") for each in (number, len(parts))))
                 for part in parts:
                     self._pipe.send_bytes(part)
+                del call, parts, part  # until the next call they would keep what is sent
             self._pipe.send_bytes(b"")
         except OSError:
             self._process.kill()  # probably dead already; now the listener's pipe ends for certain
@@ -159,7 +161,7 @@ class WorkerProcess:
                     _observe(data[NUMBER_BYTES:])
                     continue
                 with self._lock:
-                    future = self._calls.pop(int.from_bytes(data[:NUMBER_BYTES], "little"))
+                    future = self._calls.pop(int.from_bytes(data[:NUMBER_BYTES], "little"))[1]
                 _resolve(future, data[NUMBER_BYTES:], self.pid)
                 del future  # it may hold the last reference to the staged tensors
         self._end()
@@ -179,7 +181,7 @@ class WorkerProcess:
         """Fail every call without an outcome: the child is dead."""
         with self._lock:
             self._ended = True
-            waiting, self._calls = list(self._calls.values()), {}
+            waiting, self._calls = [future for _, future in self._calls.values()], {}
         for future in waiting:
             text = f"the process that saves in the background {self._describe_end()} before it had written its files"
             future.set_exception(RankFailedError(f"{text}; the next save starts a new one"))

@@ -33,7 +33,7 @@ _ROUND = 1.0
 
 
 class _Call(NamedTuple):
-    """A scheduled request, and the Future that has its outcome."""
+    """A scheduled request without its arguments, and the Future that has its outcome."""
 
     request: AsyncRequest
     future: Future[Any]
@@ -98,9 +98,13 @@ class AsyncCallsQueue:
         except BaseException as exc:
             _fail(request, exc)
             raise
+        # without its arguments: what keeps the error of a request would keep the staged tensors
+        kept = request._replace(async_fn=None, async_fn_args=(), async_fn_kwargs={}, preload_fn=None)
+        del async_request, given, request
         future: Future[Any] = Future()
-        written.add_done_callback(lambda written: _finish_writing(written, request, future))
-        self._calls.append(_Call(request, future))
+        written.add_done_callback(lambda done: _finish_writing(done, kept, future))
+        del written  # it may have an error whose traceback has this frame
+        self._calls.append(_Call(kept, future))
         _busy[self] = os.getpid()
         return self._scheduled
 

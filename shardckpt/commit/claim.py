@@ -56,7 +56,7 @@ _honours_conditions: set[tuple[type, str]] = set()
 
 
 class Claim:
-    """The claim and the in-progress object of one save in a folder; only the main rank takes them.
+    """The claim and the in-progress object of one save in a folder; only the main rank makes them.
 
     ``overruled`` are in-progress objects of other saves that have died, or are taken for dead.
     """
@@ -76,7 +76,7 @@ class Claim:
         if not isinstance(folder, CreatesObjects):
             return
         text, path = _introduce(self._save_id), self._target / CLAIM
-        if not path.create(text) and self._read() != text:
+        if not self._create(text):
             other = self.describe_other([CLAIM])
             raise StorageError(
                 f"{self._target}: another save has begun there at the same time{other}; it goes on, and this one has "
@@ -95,6 +95,15 @@ class Claim:
                 "the store of %s ignores conditions of writes: of two saves that begin there at once, both will fail",
                 self._target,
             )
+
+    def _create(self, text: bytes) -> bool:
+        """Return whether the claim is this save's, created now or by an attempt whose answer was lost."""
+        for _ in range(2):  # the save that has the claim may end between the two requests
+            if (self._target / CLAIM).create(text):
+                return True
+            if found := self._read():
+                return found == text
+        return False
 
     def announce(self) -> None:
         """Write the in-progress object: from now on other saves see this one by a listing."""
@@ -134,7 +143,7 @@ class Claim:
     def describe_other(self, found: Collection[str]) -> str:
         """Say which other save has these objects, as far as they tell; ``""`` if they do not."""
         try:
-            if CLAIM in found and (claim := self._read()) != self._text:
+            if CLAIM in found and (claim := self._read()) not in (b"", self._text):
                 return describe_introduction(claim)
             known = {self.in_progress, CLAIM, REMOVAL_IN_PROGRESS, *self._overruled}
             for name in filter(is_mark, found):
@@ -151,7 +160,13 @@ class Claim:
         return make_taken_error(self._target, self.describe_other(found))
 
     def _read(self) -> bytes:
-        return (self._target / CLAIM).read_range(0, INTRODUCTION_BYTES)
+        """Return the text of the claim in the folder; empty if there is none any more."""
+        try:
+            return (self._target / CLAIM).read_range(0, INTRODUCTION_BYTES)
+        except StorageError as exc:
+            if isinstance(exc.__cause__, FileNotFoundError):
+                return b""
+            raise
 
 
 def in_progress_name(save_id: str) -> str:
@@ -196,7 +211,7 @@ def parse_introduction(text: bytes) -> tuple[Owner, float] | None:
 
 
 def without_others(found: Collection[str]) -> set[str]:
-    """Return which of all objects at a URL are not of another checkpoint, or another save, in a folder below."""
+    """Return the objects at a URL without those of other checkpoints and saves in folders below."""
     marks = (name.rpartition("/") for name in found if not find_generation(name))
     others = {folder for folder, _, name in marks if folder and (name == MARKER_NAME or is_mark(name))}
     return {name for name in found if others.isdisjoint(list_parents(name))}

@@ -1,4 +1,4 @@
-"""The generations of a checkpoint at a URL: what of them no reader needs any longer, and how it is deleted.
+"""The generations of a checkpoint at a URL: find and delete what no reader needs any longer.
 
 The first save at a URL has its files at the URL itself. Each overwrite puts its own into a generation, a folder that
 the marker at the URL then names (:mod:`shardckpt.commit.replacement`).
@@ -25,10 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def list_recorded(place: RemotePath, found: Collection[str]) -> set[str] | None:
-    """Return the files that the record at a URL names, of a checkpoint that may be half deleted.
-
-    There are none if there is no record; None if it cannot be read.
-    """
+    """Return the files that the record at a URL names: none without a record, None if it cannot be read."""
     if RECORD_NAME not in found:
         return set()
     path = place.refresh() / RECORD_NAME
@@ -39,14 +36,14 @@ def list_recorded(place: RemotePath, found: Collection[str]) -> set[str] | None:
         return None
 
 
-def list_first(place: RemotePath, found: Collection[str]) -> set[str]:
-    """Return what is left at a URL of the save that an overwrite has replaced, if that was the first one."""
+def list_first_save(place: RemotePath, found: Collection[str]) -> set[str]:
+    """Return what is left of the first save at a URL, which an overwrite has replaced."""
     recorded = list_recorded(place, found)
     return {*recorded, INTEGRITY_NAME, RECORD_NAME}.intersection(found) if recorded else set()
 
 
-def delete_first(place: RemotePath, names: Collection[str]) -> None:
-    """Delete what :func:`list_first` returned; the record last, by which another call finds the others."""
+def delete_record_last(place: RemotePath, names: Collection[str]) -> None:
+    """Delete objects at a URL, the record last: by it another call finds the others."""
     place.delete_all({*names} - {RECORD_NAME})
     if RECORD_NAME in names:
         (place / RECORD_NAME).delete()

@@ -30,7 +30,7 @@ from shardckpt.commit.claim import (
     is_mark,
     parse_introduction,
 )
-from shardckpt.commit.generations import delete_first, delete_generations, list_first
+from shardckpt.commit.generations import delete_generations, delete_record_last, list_first_save
 from shardckpt.commit.owner import Owner
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.manifest.models import Marker
@@ -74,7 +74,7 @@ class Replacement:
         """
         self._old, self._tag = self._marker.read_tagged()
         self._old_generation = self._parse_marker(self._old).shardckpt_generation or ""
-        self._first = list_first(self._target, found)
+        self._first = list_first_save(self._target, found)
         if not self._old_generation and not self._first:
             raise StorageError(
                 f"{self._target} has a checkpoint of another library, or one whose {RECORD_NAME} is damaged: nothing "
@@ -128,7 +128,7 @@ class Replacement:
         generation = generation_name(self._save_id)
         found = set(list_objects(self._target.folder))
         delete_generations(self._target, found, (self._needless | {self._old_generation}) - {""})
-        delete_first(self._target, self._first)
+        delete_record_last(self._target, self._first)
         self._target.delete_all([f"{generation}/{name}" for name in generation_marks])
         self._target.delete_all(self._dead)
         for name in self._claim.names:

@@ -17,7 +17,7 @@ from shardckpt.commit.claim import (
     parse_introduction,
     without_others,
 )
-from shardckpt.commit.generations import delete_first, delete_generations, list_first
+from shardckpt.commit.generations import delete_generations, delete_record_last, list_first_save
 from shardckpt.commit.removal import delete_checkpoint
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.manifest.models import Marker
@@ -111,7 +111,7 @@ def _list_needless(path: RemotePath, tree: Mapping[str, int], generation: str | 
     marks = {
         name for name in tree if name.startswith(f"{generation}/") and is_mark(name.removeprefix(f"{generation}/"))
     }
-    return others | marks | list_first(path, tree)
+    return others | marks | list_first_save(path, tree)
 
 
 def explain_unfinished_kept(unfinished: Unfinished, hours: float | None = None) -> str:
@@ -152,7 +152,7 @@ def remove_unfinished(unfinished: Unfinished) -> None:
         return
     # those that were judged: what has come since is of a save that lives
     names = now.objects.keys() & unfinished.objects.keys() - now.marks
-    delete_first(path, names)
+    delete_record_last(path, names)
     delete_generations(path, (), {find_generation(name) for name in names} - {""})  # folders that are empty now
     path.delete_all(now.marks)  # last: after a crash in between, the rest is still found
 

@@ -122,6 +122,7 @@ class OpenCheckpoint:
             :func:`~shardckpt.engine.rename_stored`.
         damaged: Names of tensors and objects that cannot be read, and so are not in the index; with
             :data:`COMMON_STATE`, the common state is empty. See :func:`~shardckpt.engine.hide_damaged`.
+        has_own_keys: Whether the strategy of each rank lists other keys.
     """
 
     strategy: LoadStrategy
@@ -130,6 +131,7 @@ class OpenCheckpoint:
     fully_parallel: bool = field(default=False, kw_only=True)
     names: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     damaged: Collection[str] = field(default=(), kw_only=True)
+    has_own_keys: bool = field(default=False, kw_only=True)
 
     @property
     def rescue(self) -> Rescue:
@@ -161,8 +163,17 @@ class OpenCheckpoint:
         return [shard for shard in checked if stored_key(shard) not in self.damaged] if self.damaged else checked
 
     def columns(self) -> StoredColumns:
-        """Collective: return the same in columns; a strategy that :class:`ListsColumns` makes no object for them."""
-        return self._columns
+        """Collective: return the same in columns; a strategy that :class:`ListsColumns` makes no object for them.
+
+        Of a checkpoint without a record, ranks that have read different keys raise CheckpointReplacedError: the number
+        of keys decides what later collectives carry. Records were compared before.
+        """
+        columns = self._columns
+        is_exempt = self.has_own_keys or self.context.reader.manifest.record is not None
+        if not is_exempt and self.context.comm.world_size > 1:
+            keys = sorted(map(repr, (*columns.keys, *columns.objects, *columns.values)))
+            self.context.require_same_save("\n".join(keys).encode(), "index")
+        return columns
 
     @cached_property
     def _columns(self) -> StoredColumns:

@@ -48,9 +48,6 @@ _ANY = TypeAdapter[Any](Any)
 #: A save's name and owner, 128 bits each, travel as four numbers of 64 bits: what ranks add up are int64.
 _NAME = struct.Struct("<4q")
 _ID_DIGITS = 32
-#: The votes for each digest are counted in bits of their own, and there are fewer than 2**20 ranks: of the 63 bits of a
-#: sum, three algorithms have 20 each.
-_VOTE_BITS = 20
 #: Bytes of file records with tables of digests that all ranks send to the main rank, at most. Where they would be more,
 #: each table goes to a file of its own, and records are gathered without: at 16,384 ranks, of 512 bytes each.
 INLINE_TABLES = 8 << 20
@@ -310,12 +307,13 @@ class Transaction:
             own = bytes.fromhex(begun.save_id + (begun.owner or Owner.current()).text)
         # two in one number: what comm.total sends in one message is few
         flags = int(begun.is_replacing) + 2 * self._given
+        bits = self.operation.comm.world_size.bit_length()  # the votes for each digest are counted in bits of their own
         votes, lacking, flags, *name = self.operation.comm.total(
-            1 << _VOTE_BITS * digest_vote(), forecast.nbytes + rest - free, flags, *_NAME.unpack(own)
+            1 << bits * digest_vote(), forecast.nbytes + rest - free, flags, *_NAME.unpack(own)
         )
         replacing, givers = flags & 1, flags >> 1
         self._author = self.operation.strategy if givers else ""
-        self.algorithm = negotiate_digest((votes.bit_length() - 1) // _VOTE_BITS)
+        self.algorithm = negotiate_digest((votes.bit_length() - 1) // bits)
         text = _NAME.pack(*name).hex()
         self.save_id = text[:_ID_DIGITS]
         self._committer.join(self.save_id, Owner.from_text(text[_ID_DIGITS:]), is_replacing=bool(replacing))

@@ -139,7 +139,7 @@ def load_from_huggingface(
                 _refuse_unplaced(strategy, path, operation, strict=strict)
             at = Path(found.directory) if found.directory else place
             with CheckpointReader(at, manifest, memory_budget=reading) as reader:
-                checkpoint = OpenCheckpoint(strategy, LoadContext(reader, comm), operation)
+                checkpoint = OpenCheckpoint(strategy, LoadContext(reader, comm), operation, has_own_keys=True)
                 if fully_parallel:
                     checkpoint = share_reading(checkpoint, budget)
                 loaded, _ = load_checkpoint(

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import shutil
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -230,13 +231,16 @@ class ShardedCheckpointCallback(TrainerCallback):
         requested = {_STATE: describe_object(None, _STATE, "unchecked")}
         # the training loads the weights: that nothing asks for them here is no news
         loaded = dist_checkpointing.load(requested, path, allow_globals=self._allow_globals, on_unused="ignore")
-        with comm.collective_phase("making a folder to resume from"):
-            folder = Path(tempfile.mkdtemp(prefix="shardckpt-resume-"))
-            known = {field.name for field in dataclasses.fields(TrainerState)}  # another release may have saved others
-            content = {name: value for name, value in loaded[_STATE].items() if name in known}
-            TrainerState(**content).save_to_json(str(folder / TRAINER_STATE_NAME))
-            # without a file of weights the Trainer refuses the folder; from an empty one it loads nothing
-            safetensors.torch.save_file({}, folder / SAFE_WEIGHTS_NAME, {"format": "pt"})
+        with ExitStack() as on_error:
+            with comm.collective_phase("making a folder to resume from"):
+                folder = Path(tempfile.mkdtemp(prefix="shardckpt-resume-"))
+                on_error.callback(shutil.rmtree, folder)
+                known = {field.name for field in dataclasses.fields(TrainerState)}  # another release may have others
+                content = {name: value for name, value in loaded[_STATE].items() if name in known}
+                TrainerState(**content).save_to_json(str(folder / TRAINER_STATE_NAME))
+                # without a file of weights the Trainer refuses the folder; from an empty one it loads nothing
+                safetensors.torch.save_file({}, folder / SAFE_WEIGHTS_NAME, {"format": "pt"})
+            on_error.pop_all()
         return folder
 
     def _forget(self) -> None:

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: What is known of a step's bytes, the worst first.
-_RANKS: tuple[StepState, ...] = ("failed", "candidate", "verified")
+#: The states of a step by what verifications found, the worst first.
+_STATES: tuple[StepState, ...] = ("failed", "candidate", "verified")
 
 #: What this process has said of checkpoints and leftovers that it could not remove.
 _warned: set[str] = set()
@@ -102,6 +102,7 @@ class Removals(NamedTuple):
     Attributes:
         removed: Those that were removed, in the order of the choice.
         kept: Why others stay, by step.
+        choice: What was chosen, of which steps.
     """
 
     removed: list[int]
@@ -453,6 +454,6 @@ def _find_loss(folder: StepFolder, needed: Collection[StepCheckpoint]) -> str:
         now = folder.inspect_step(each.step)
         if not now.is_loadable:
             return f"since it was chosen, step {each.step}, which was to stay, was removed or damaged"
-        if _RANKS.index(now.metrics.state) < _RANKS.index(each.metrics.state):
+        if _STATES.index(now.metrics.state) < _STATES.index(each.metrics.state):
             return f"since it was chosen, step {each.step}, which was to stay, became {now.metrics.state}"
     return ""

@@ -27,17 +27,19 @@ def describe_form(name: str, state: Any, replicated: Replicated) -> Any:
     return describe_object(make_form(state), name, replicated)
 
 
-def describe_tensors(name: str, state: Any, replicated: Replicated) -> ShardedStateDict:
-    """Return the sharded tensors of a state by the position, from ``"0"``, of their placeholder in the form.
+def describe_tensors(name: str, state: Any, replicated: Replicated) -> Any:
+    """Return the sharded tensors of a state at their places, in dicts.
 
     ``replicated`` is True to compare the ranks' tensors in a save, ``"unchecked"`` not to.
     """
-    return {
-        str(number): describe_leaf(leaf, join_path((name, *path)), replicated)
-        for number, (path, leaf) in enumerate(
-            (path, leaf) for path, leaf in nested_items(state) if isinstance(leaf, torch.Tensor)
-        )
-    }
+    found: dict[Any, Any] = {}
+    for path, leaf in nested_items(state, (name,)):
+        if isinstance(leaf, torch.Tensor):
+            place = found
+            for part in path[:-1]:
+                place = place.setdefault(part, {})
+            place[path[-1]] = describe_leaf(leaf, join_path(path), replicated)
+    return found.get(name, {})
 
 
 def describe_values(name: str, state: Any, taken: set[str]) -> dict[str, PlainObject]:

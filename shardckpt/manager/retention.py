@@ -84,10 +84,10 @@ class KeepLatest:
 @explain_faults
 @dataclass(frozen=True, config=_STRICT)
 class KeepEvery:
-    """Keeps the steps that are multiples of a number.
+    """Keeps the steps that are multiples of ``interval``.
 
     Attributes:
-        interval: The number, in steps.
+        interval: Steps from one kept step to the next.
     """
 
     interval: _Count

@@ -43,16 +43,16 @@ SavePolicy = Callable[[Moment], bool]
 @explain_faults
 @dataclass(frozen=True, config=_STRICT)
 class SaveEvery:
-    """Saves the steps that are multiples of a number.
+    """Saves the steps that are multiples of ``interval``.
 
     Attributes:
-        interval: The number, in steps.
+        interval: Steps from one save to the next.
     """
 
     interval: Annotated[int, NUMBER, Field(ge=1)]
 
     def __call__(self, moment: Moment) -> bool:
-        """Return whether the step is a multiple, and not 0."""
+        """Return whether the step is a multiple other than 0."""
         return moment.step > 0 and moment.step % self.interval == 0
 
 
@@ -76,16 +76,16 @@ class SaveAt:
 @explain_faults
 @dataclass(frozen=True, config=_STRICT)
 class SaveAfter:
-    """Saves the first step that ends so many seconds after the last save, by the main rank's clock.
+    """Saves the first step that ends ``seconds`` or more after the last save, by the main rank's clock.
 
     Attributes:
-        seconds: How many.
+        seconds: The least time between two saves.
     """
 
     seconds: Annotated[float, NUMBER, Field(gt=0, allow_inf_nan=False)]
 
     def __call__(self, moment: Moment) -> bool:
-        """Return whether so much time has passed."""
+        """Return whether the time has passed."""
         return moment.seconds >= self.seconds
 
 
@@ -102,9 +102,9 @@ class SaveClock:
     """Says which steps of a training are due: those that any of the policies chooses."""
 
     def __init__(self, policies: Sequence[SavePolicy]) -> None:
-        # these need no other rank's answer; a subclass may look at clocks and metrics
+        # every rank gets the same answer from these; a subclass may look at clocks and metrics
         self._local = [policy for policy in policies if type(policy) in (SaveEvery, SaveAt)]
-        self._asked = [policy for policy in policies if type(policy) not in (SaveEvery, SaveAt)]
+        self._on_main = [policy for policy in policies if type(policy) not in (SaveEvery, SaveAt)]
         self._last = time.monotonic()
 
     def is_due(self, step: int, metrics: Mapping[str, Any], comm: Comm) -> bool:
@@ -114,9 +114,9 @@ class SaveClock:
         """
         moment = Moment(step, time.monotonic() - self._last, metrics)
         due = any(policy(moment) for policy in self._local)
-        if due or not self._asked:
+        if due or not self._on_main:
             return due
-        return comm.main_runs("asking whether to save", lambda: any(_ask(each, moment) for each in self._asked))
+        return comm.main_runs("asking whether to save", lambda: any(_ask(each, moment) for each in self._on_main))
 
     def note_save(self) -> None:
         """Note that a step was saved now, or begins to be."""

@@ -162,8 +162,8 @@ class TrainingStates:
     def describe(self, names: Collection[str], comm: Comm) -> ShardedStateDict:
         """Return a sharded state dict of the named states.
 
-        Modules, optimizers and sharded states stand under their names; plain and per-rank states under the keys
-        ``forms``, ``tensors`` and ``ranks``, then by name.
+        States stand under their names, since errors show the places of keys; what plain states have but tensors under
+        ``forms``.
         """
         return self._describe(names, comm, to_save=False)
 
@@ -182,9 +182,9 @@ class TrainingStates:
         tensors = {name: describe_tensors(name, state, self._replicated) for name, state in plain.items()}
         described = {
             **self._describe_sharded(names, to_save=to_save, model_prefix=model_prefix, dequantize=dequantize),
+            **tensors,
+            **{name: _call(name, state.describe, name, comm.rank, comm.world_size) for name, state in per_rank},
             FORMS: {name: describe_form(name, state, self._replicated) for name, state in plain.items()},
-            _TENSORS: tensors,
-            _RANKS: {name: _call(name, state.describe, name, comm.rank, comm.world_size) for name, state in per_rank},
         }
         if plain and not self.sharded:  # Megatron refuses to list a checkpoint that has plain objects
             taken = {
@@ -193,7 +193,7 @@ class TrainingStates:
                 if type(leaf) is ShardedTensor or isinstance(leaf, ShardedBase)  # isinstance of an ABC is slow
             }
             for name, state in plain.items():
-                described[_TENSORS][name].update(describe_values(name, state, taken))
+                described[FORMS].update(describe_values(name, state, taken))
         return described
 
     def request_objects(self, names: Collection[str], ranks: Ranks) -> ShardedStateDict:

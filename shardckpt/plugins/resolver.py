@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardckpt import settings
 from shardckpt.commit.commit import list_replaced_checkpoints, list_staging_directories
 from shardckpt.commit.leftovers import explain_kept
+from shardckpt.commit.removal import is_half_deleted
 from shardckpt.commit.staging_names import is_temporary, parse_temporary
 from shardckpt.commit.upload import is_under_way
 from shardckpt.errors import (
@@ -358,6 +359,11 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
     if not takes_requests(directory):
         with wrap_os_errors("list", directory):
             next(directory.iterdir(), None)  # before a strategy looks into one that may not be read
+    if is_half_deleted(directory):
+        raise IncompleteCheckpointError(
+            f"{directory}: its removal is in progress, or was interrupted, and what is left is no checkpoint: "
+            f"{name_call('prune', directory)} finishes it"
+        )
     if is_under_way(directory):
         raise IncompleteCheckpointError(
             f"{directory}: a save to it is in progress or was interrupted: it has no {MARKER_NAME} yet. Wait for its "

@@ -155,10 +155,9 @@ def stored_key(shard: ShardedBase) -> str:
     return shard.unique_key if isinstance(shard, ShardedObject) else shard.key
 
 
-def is_version_key(key: object) -> bool:
+def is_version_key(key: str) -> bool:
     """Return whether versions of modules are stored there: a checkpoint or a model may lack them."""
-    # of a damaged index a key may be anything
-    return isinstance(key, str) and VERSIONS in key and _VERSION_KEY.search(key) is not None
+    return VERSIONS in key and _VERSION_KEY.search(key) is not None
 
 
 def name_keys(shards: Iterable[ShardedBase]) -> dict[str, str]:
@@ -238,9 +237,9 @@ def compare_keys(
     return KeyMismatch(frozenset(left.values()), unexpected, not_stored, warning if comm.is_main else "")
 
 
-def _advise_of_codes(absent: Iterable[str], stored: Iterable[object]) -> str:
+def _advise_of_codes(absent: Iterable[str], stored: Iterable[str]) -> str:
     """Return what to do about keys under which there are only the tensors inside a quantized one."""
-    found = sorted({*absent} & {get_outer_key(key) for key in stored if isinstance(key, str)})
+    found = sorted({*absent} & {get_outer_key(key) for key in stored})
     if not found:
         return ""
     return (
@@ -327,18 +326,17 @@ def find_usual_names(keys: Iterable[str]) -> dict[str, str]:
     return {f"{before}{old}": new for old, new in found.items() if f"{before}{old}" != new}
 
 
-def _suggest_names(absent: Collection[str], stored: Collection[object]) -> str:
+def _suggest_names(absent: Collection[str], stored: Collection[str]) -> str:
     """Return what to do about keys that the checkpoint has by other names; ``""`` if it has none such."""
-    texts = [name for name in stored if isinstance(name, str)]  # a damaged index may have other keys
     usual = {
-        old: new for old, new in find_usual_names(texts).items() if any(key.startswith(f"{new}.") for key in absent)
+        old: new for old, new in find_usual_names(stored).items() if any(key.startswith(f"{new}.") for key in absent)
     }
     named = [f"{new!r} as {old!r}" for old, new in sorted(usual.items())]
     is_asked = any(key.startswith("optimizer.") for key in absent)
-    if is_asked and any(_NUMBERED.match(text) for text in texts):  # optimizer.state_dict() itself was saved
+    if is_asked and any(map(_NUMBERED.match, stored)):  # optimizer.state_dict() itself was saved
         named.append("numbers for the parameters of the optimizer")
     if not named:
-        return _suggest_prefix(absent, texts)
+        return _suggest_prefix(absent, stored)
     return (
         f"\nThe checkpoint has {listed(named)}: a CheckpointManager loads it as it is, by initial_load_path=... and "
         "initial_load_model_only=False"
@@ -368,12 +366,11 @@ def _suggest_prefix(absent: Collection[str], stored: Collection[str]) -> str:
     )
 
 
-def _suggest_nearest(absent: Mapping[str, str], unused: Collection[object]) -> str:
+def _suggest_nearest(absent: Mapping[str, str], unused: Collection[str]) -> str:
     """Return which stored key, of those that nothing asks for, the first absent one may be misspelt for."""
     key = min(absent.values(), default="")
-    texts = [name for name in unused if isinstance(name, str)]
     without_numbers = _DIGITS.sub("", key)  # another layer's is no misspelling
-    near = ask_nearest(key, [name for name in texts if _DIGITS.sub("", name) != without_numbers])
+    near = ask_nearest(key, [name for name in unused if _DIGITS.sub("", name) != without_numbers])
     return near and f"\n{escape_text(key)}: {near.strip()}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -86,8 +87,13 @@ class ZarrLoadShardedStrategy(ChunkLoadStrategy):
         return decode_object(context.reader.read(file), source, context.allow_globals)
 
     def identify(self, context: LoadContext) -> bytes:
-        """Return the descriptions of all tensors: a checkpoint of Megatron's has no id."""
-        return repr(read_index(context.reader)).encode()
+        """Return the descriptions of all tensors and the CRC-32 of the common state, which has Megatron's iteration.
+
+        The checkpoint has no id, and to read all chunks would be a second load.
+        """
+        reader = context.reader
+        crc = reader.parsed("crc", lambda: zlib.crc32(reader.read(COMMON_FILE)) if reader.has(COMMON_FILE) else None)
+        return repr((crc, read_index(reader))).encode()
 
     def load_common(self, context: LoadContext) -> StateDict:
         """Read ``common.pt``, with its tensors on the CPU."""

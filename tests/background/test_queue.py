@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
@@ -55,6 +58,24 @@ def test_one_failed_request_does_not_take_the_others_along(tmp_path: Path) -> No
     with pytest.raises(CheckpointingException, match="the disk is on fire"):
         queue.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c"]
+
+
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.ci)])
+def test_a_request_that_fails_frees_its_tensors(persistent: bool) -> None:
+    """The tensors of a request that fails are freed without a garbage collection, while its error is kept."""
+    staged = torch.ones(3)
+    watched = weakref.ref(staged)
+    queue = AsyncCallsQueue(persistent)
+    gc.disable()
+    try:
+        queue.schedule_async_request(AsyncRequest(_broken, (staged,), []))
+        del staged
+        with pytest.raises(CheckpointingException, match="the disk is on fire"):
+            queue.maybe_finalize_async_calls(blocking=True)
+        queue.close()
+        assert watched() is None
+    finally:
+        gc.enable()
 
 
 def _broken(*_: Any) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
+from shardckpt.commit.claim import REMOVAL_IN_PROGRESS
 from shardckpt.integrations.fsspec.folder import FsspecFolder
 from shardckpt.manager import CheckpointConfig, CheckpointManager, list_checkpoints, listing
 from shardckpt.manifest.names import CONTENT_KEY
@@ -404,6 +405,20 @@ def test_ls_of_a_url_shows_the_age_of_managers_steps(tmp_path: Path, capsys: pyt
     header, _, row, *_ = capsys.readouterr().out.splitlines()
     assert header.split()[:3] == ["checkpoint", "step", "age"]
     assert row.split()[:2] == ["step-1", "1"]
+
+
+def test_an_interrupted_removal_is_finished_as_ls_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a checkpoint on a store whose removal was killed, ls names the call that removes the rest."""
+    url = f"local://{tmp_path}/step-1"
+    _save(url)
+    (tmp_path / "step-1" / REMOVAL_IN_PROGRESS).touch()
+    (tmp_path / "step-1" / "metadata.json").unlink()
+    assert main(["ls", f"local://{tmp_path}"]) == 1
+    said = capsys.readouterr().out
+    assert "its removal is in progress, or was interrupted" in said
+    assert f"`shardckpt prune {url}` finishes it" in said
+    assert main(["prune", url]) == 0
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 @both_in_proof

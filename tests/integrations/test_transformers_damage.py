@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardckpt.errors import CorruptCheckpointError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from tests.damage import flip
 from tests.integrations import small
 from tests.integrations.transformers import callback_of, config_of, resume, trainer_of
@@ -46,6 +46,18 @@ def test_a_step_whose_damage_shows_as_it_is_read_is_skipped(
     _damage(tmp_path, 3, b"log_history")
     with pytest.raises(CorruptCheckpointError, match=r"ours: no checkpoint there can be loaded, .* move them away"):
         callback_of(trainer_of(tmp_path, config_of(tmp_path))).resume_path()
+
+
+def test_a_folder_that_cannot_be_made_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the Trainer's state cannot be written, no folder of it stays in the temporary directory."""
+    _train(tmp_path)
+    (temporary := tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    callback = callback_of(trainer_of(tmp_path, config_of(tmp_path)))
+    monkeypatch.setattr("transformers.TrainerState.save_to_json", lambda *_: {}["disk full"])
+    with pytest.raises(CheckpointingException, match="disk full"):
+        callback.resume_path()
+    assert list(temporary.iterdir()) == []
 
 
 def test_damaged_weights_are_an_error_that_says_what_to_call(tmp_path: Path) -> None:

@@ -47,6 +47,30 @@ def test_a_state_of_another_kind_is_refused(tmp_path: Path, states: Any, said: s
     assert type(caught.value) is CheckpointingException
 
 
+class _State:
+    """A state that is a dict."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+
+def test_one_key_at_two_places_is_named_by_the_users_places(tmp_path: Path) -> None:
+    """Of states whose dotted keys collide, the error says where the user's own dicts have them."""
+    states = {"a": _State({"b.c": torch.ones(2)}), "a.b": _State({"lr": 0.1, "c": torch.ones(2)})}
+    said = r"at \['a'\]\['b.c'\] and at \['a.b'\]\['c'\]: "
+    with (
+        CheckpointManager(CheckpointConfig(folder=tmp_path), states) as manager,
+        pytest.raises(CheckpointingException, match=said),
+    ):
+        manager.save(1, True)
+
+
 @table(
     "reshard, said",
     [

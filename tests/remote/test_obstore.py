@@ -13,6 +13,7 @@ from obstore.exceptions import InvalidPathError
 from obstore.store import LocalStore, MemoryStore
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.commit.claim import CLAIM, Claim
 from shardckpt.commit.upload import Upload, open_stream
 from shardckpt.errors import StorageError
 from shardckpt.integrations.obstore.folder import ObstoreFolder
@@ -22,6 +23,7 @@ from shardckpt.maintenance.proof import StagedProof
 from shardckpt.maintenance.sources import open_any
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.storage import CheckpointWriter
+from shardckpt.storage.remote import RemotePath
 from tests import backends
 from tests.remote import jobs
 from tests.remote.obstore import MIB, folder, serving, url
@@ -93,6 +95,25 @@ def test_a_long_range_arrives_in_pieces(
     assert folder.read_into("a", len(data), memoryview(buffer)) == 0
     with pytest.raises(FileNotFoundError):
         folder.read_into("gone", 0, memoryview(buffer))
+
+
+def test_a_claim_that_is_gone_when_it_is_read_is_taken() -> None:
+    """A save whose predecessor ends between the two requests begins, and gives back what is there."""
+
+    class Ending(ObstoreFolder):
+        """Has no claim any more when one is read."""
+
+        def read(self, name: str, offset: int, nbytes: int) -> bytes:
+            if name == CLAIM:
+                self.delete(name)
+            return super().read(name, offset, nbytes)
+
+    found = Ending("objects://b/c", MemoryStore(), "c")
+    found.create(CLAIM, b"another's")
+    claim = Claim(RemotePath(found), "0" * 32)
+    claim.take()
+    assert found.files().keys() == {CLAIM}
+    assert claim.list_own({CLAIM}) == [claim.in_progress]
 
 
 def test_of_two_saves_that_begin_at_once_one_wins(folder: ObstoreFolder) -> None:

@@ -9,16 +9,16 @@ import sys
 import zlib
 from array import array
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt import dist_checkpointing
 from shardckpt.cli import main
-from shardckpt.engine import transaction
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.storage import digest
@@ -35,6 +35,7 @@ from shardckpt.storage.digest import (
     negotiate_digest,
     preferred,
 )
+from shardckpt.testing import RankThreads
 from tests.damage import flip
 from tests.tables import table
 
@@ -229,6 +230,19 @@ def test_tables_that_nobody_could_read(monkeypatch: pytest.MonkeyPatch) -> None:
         Segments([5, 6, 7], [1, 2, 3], XXH3).pack()
 
 
-def test_the_votes_of_all_ranks_fit_into_a_sum() -> None:
-    """Ranks add up their votes for the algorithms in int64, by bits of its own for each."""
-    assert transaction._VOTE_BITS * len(ALGORITHMS) < 63
+def _save(path: str) -> None:
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(1), (0, dist.get_rank(), dist.get_world_size()))
+    dist_checkpointing.save({"w": shard}, path)
+
+
+def test_the_votes_of_all_ranks_fit_into_a_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that have the last of five algorithms alone agree on it: votes are added up in int64."""
+    lacking = ALGORITHMS[CRC32]._replace(load=_raise_import_error)
+    monkeypatch.setattr(digest, "ALGORITHMS", {**dict.fromkeys("abcd", lacking), CRC32: ALGORITHMS[CRC32]})
+    RankThreads().run(2, _save, str(tmp_path / "c"))
+    assert json.loads((tmp_path / "c" / "shardckpt.json").read_text())["digest_algorithm"] == CRC32
+    assert (1 << 20).bit_length() * len(ALGORITHMS) < 63
+
+
+def _raise_import_error() -> Any:
+    raise ImportError

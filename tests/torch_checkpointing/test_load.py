@@ -9,6 +9,7 @@ import fsspec
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 
 from shardckpt import dist_checkpointing
 from shardckpt.errors import IncompleteCheckpointError, KeyMismatchError, ShardingError
@@ -183,6 +184,16 @@ def test_plain_tensors_of_pipeline_stages_are_one_item(tmp_path: Path) -> None:
         assert checkpoint.common["net"] == {"0.extra": b"0", "1.extra": b"1"}
 
 
+@table("state", [{}, {"state": {}}])
+def test_a_stage_without_parameters_has_an_empty_dict(tmp_path: Path, state: dict[str, Any]) -> None:
+    """What one stage has is loaded, at any number of ranks, where another stage has an empty dict in its place."""
+    folder = copy_golden("torch-2", tmp_path / "step")
+    torch.save({"state": {"weight": torch.ones(2)}}, folder / "net_0.pt")
+    torch.save(state, folder / "net_1.pt")
+    with dist_checkpointing.open_checkpoint(folder) as checkpoint:
+        assert checkpoint["net.state.weight"][...].tolist() == [1, 1]
+
+
 def test_values_that_differ_beside_parts_of_tensors_are_refused_by_name(tmp_path: Path) -> None:
     """The tensors and the other values of such an item load; the value itself is no rank's."""
     folder = copy_golden("unlisted-2", tmp_path / "step")
@@ -236,7 +247,7 @@ def test_a_key_of_one_rank_leaves_the_tensors_where_they_are(tmp_path: Path) -> 
 
 def write_state(file: Path, value: int) -> None:
     """Write a state that takes as many bytes whatever the value is."""
-    state = {"a": torch.arange(3000), "b": torch.full((300,), value)}
+    state = {"a": torch.arange(3000), "b": torch.full((300,), value), "c": torch.arange(3000)}
     if file.suffix == ".safetensors":
         safetensors.torch.save_file(state, file)
     elif file.suffix == ".pt":
@@ -257,6 +268,20 @@ def test_saves_of_one_layout_are_told_apart(tmp_path: Path, monkeypatch: pytest.
         dist_checkpointing.load(dict(wanted), folder)
     one, same, other = identities
     assert one == same != other
+
+
+def load_own_folder(folders: list[Path]) -> None:
+    """Load from another folder on each rank."""
+    wanted = {"w": ShardedTensor.from_rank_offsets("model.0.weight", torch.zeros(8, 6))}
+    dist_checkpointing.load(wanted, folders[dist.get_rank()], validate_access_integrity=False)
+
+
+def test_ranks_with_folders_of_their_own_are_refused(ranks: Ranks, no_pauses: None) -> None:
+    """Where the folders of two ranks have other keys, no rank waits for the other: all raise the same error."""
+    for others in (["torch-2", "stages-4"], ["stages-4", "torch-2"]):
+        found = ranks.outcomes(2, load_own_folder, [GOLDEN / name for name in others])
+        assert [each.kind for each in found] == ["CheckpointReplacedError"] * 2
+        assert "different index" in found[0].message
 
 
 def test_a_save_that_did_not_end_is_no_checkpoint(tmp_path: Path) -> None:

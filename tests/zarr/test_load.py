@@ -25,6 +25,7 @@ from shardckpt.errors import (
 from shardckpt.integrations.fsspec.folder import FsspecFolder
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.plugins import get_plugin_manager, hookimpl
+from shardckpt.strategy import LoadContext
 from tests.golden.write_zarr import COMMON, TENSORS, global_tensor
 from tests.tables import in_proof, table
 from tests.tree import GOLDEN
@@ -64,6 +65,17 @@ def test_the_queries_describe_a_golden_checkpoint(name: str) -> None:
     assert set(dc.load_sharded_metadata(path)) == set(TENSORS) | objects
     plain = dc.load_plain_tensors(path)
     assert all(torch.equal(plain[key], global_tensor(key)) for key in TENSORS)
+
+
+def test_saves_of_one_layout_are_told_apart(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of a training, whose tensors have the same descriptions, are two saves: no load mixes them."""
+    identities: list[bytes] = []
+    monkeypatch.setattr(LoadContext, "require_same_save", lambda _, identity, *args: identities.append(identity))
+    for iteration in (7, 7, 8):
+        torch.save({**COMMON, "iteration": iteration}, checkpoint / "common.pt")
+        dc.load({}, checkpoint)
+    one, same, other = identities
+    assert one == same != other
 
 
 def test_every_golden_checkpoint_is_read() -> None:

@@ -141,6 +141,7 @@ def _build_index(raw: Any) -> StoredIndex:
     common = None
     lists = set[int]()
     for key, entry in raw.state_dict_metadata.items():
+        _require_text(key)
         if hasattr(entry, "chunks"):  # entries are inert records, whose class says nothing
             true_shape = (flattened.get(key) or {}).get("nd_reformulated_orig_global_shape")
             # A pickle of some bytes can name one long list of chunks for any number of tensors.
@@ -202,13 +203,17 @@ def _locate_items(raw: Any) -> _Locations:
             )
         offset = getattr(index, "offset", None)  # the pickle omits it if it is None
         place = None if offset is None else _checked_axes(offset)
-        if type(index.fqn) is not str:
-            raise TypeError(f"a key is a {type(index.fqn).__name__}")
+        _require_text(index.fqn)
         item = Item(check_file_name(info.relative_path), int(info.offset), int(info.length))
         if item.offset < 0 or item.length < 0 or item.offset + item.length > _LARGEST:
             raise CorruptCheckpointError(f"{index.fqn!r} cannot be {item.length} bytes at {item.offset} of {item.file}")
         locations[index.fqn, place] = item
     return locations
+
+
+def _require_text(key: Any) -> None:
+    if type(key) is not str:
+        raise TypeError(f"a key is a {type(key).__name__}")
 
 
 def _stored_tensor(key: str, entry: Any, true_shape: Any, locations: _Locations) -> StoredTensor:

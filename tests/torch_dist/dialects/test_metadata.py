@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -134,3 +135,15 @@ def test_a_marker_that_another_writer_made(tmp_path: Path) -> None:
     dcp.save({"w": torch.arange(5), "o": 1}, checkpoint_id=path, no_dist=True)
     (path / MARKER).write_text(json.dumps({"sharded_backend": "torch_dist"}))
     assert dc.load_common_state_dict(path) == {"o": 1}
+
+
+@table("strict", dc.StrictHandling)
+def test_a_name_that_is_no_text_is_damage(tmp_path: Path, strict: dc.StrictHandling) -> None:
+    """In no mode a number in the place of a tensor's name is another error than that of the damaged file."""
+    dcp.save({"w": torch.ones(2), "v": torch.ones(2)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    file = tmp_path / "c" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.state_dict_metadata[1] = metadata.state_dict_metadata.pop("v")
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptCheckpointError, match=r"\.metadata is not DCP metadata: TypeError: a key is a int"):
+        dc.load({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, tmp_path / "c", strict=strict)
