@@ -183,7 +183,8 @@ def _callables(module: str) -> Iterator[tuple[str, Any]]:
             if _ours(value.__init__):
                 yield name, value
             for method, function in inspect.getmembers(value, inspect.isroutine):
-                if not method.startswith("_") and _ours(function):
+                # a cached_property is a routine since Python 3.13
+                if not method.startswith("_") and callable(function) and _ours(function):
                     yield f"{name}.{method}", function
 
 

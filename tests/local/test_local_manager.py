@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import inspect
 import shutil
-import textwrap
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,8 +73,8 @@ def test_it_works_without_a_process_group(tmp_path: Path) -> None:
 
 
 def _follow_example(base: str, step: int) -> dict[str, Any]:
-    assert LocalCheckpointManager.__doc__ is not None
-    example = LocalCheckpointManager.__doc__.partition("::\n")[2].partition("    Args:")[0]
+    document = inspect.getdoc(LocalCheckpointManager) or ""  # Python 3.13 takes the indentation itself
+    example = inspect.cleandoc(document.partition("::\n")[2].partition("\nArgs:")[0])
     names: dict[str, Any] = {
         "LocalCheckpointManager": lambda _root, _cliques: make_manager(base),
         "CliqueReplication": dict,  # of 16 ranks
@@ -83,7 +83,7 @@ def _follow_example(base: str, step: int) -> dict[str, Any]:
         "cache": None,
         "step": step,
     }
-    exec(textwrap.dedent(example), names)
+    exec(example, names)
     return names.get("state_dict", {})
 
 
