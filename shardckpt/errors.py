@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 #: Names that are compared with a wrong one, to find the nearest.
 _MOST_COMPARED = 10_000
 _NUMBERS = re.compile(r"(\d+)")
+_MOST_WARNINGS = 10_000
+#: What this process has warned of.
+_warned: set[tuple[object, ...]] = set()
 
 
 class CheckpointingException(Exception):
@@ -236,6 +239,20 @@ def show_given(value: object) -> str:
     if value is None or isinstance(value, str | bytes | bool | int | float):
         return f"{value!r:.100}"
     return f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
+
+
+def is_first_warning(*what: object) -> bool:
+    """Return whether this process has not warned of this yet; what a training meets at every save is logged once.
+
+    Args:
+        what: The module that warns, and what it warns of.
+    """
+    if what in _warned:
+        return False
+    if len(_warned) == _MOST_WARNINGS:  # rather a warning twice than memory that only grows
+        _warned.clear()
+    _warned.add(what)
+    return True
 
 
 def list_causes(error: BaseException, *, with_context: bool = False) -> Iterator[BaseException]:
