@@ -98,6 +98,3 @@ def _measure_char(char: str) -> int:
     if unicodedata.category(char) in ("Mn", "Me"):
         return 0
     return 2 if unicodedata.east_asian_width(char) in ("W", "F") else 1
-
-
-__all__ = ["cut", "cut_middle", "fit_line", "measure", "measure_widest", "pad", "pad_all", "wrap"]

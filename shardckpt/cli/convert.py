@@ -36,7 +36,7 @@ from shardckpt.errors import CheckpointingException, format_many, listed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.maintenance.convert import ConversionReport
+    from shardckpt.maintenance.conversion import ConversionReport
 
 
 #: What --memory is by default.

@@ -513,6 +513,3 @@ def _make_identity(*facts: object) -> str:
     """
     versions = importlib.metadata.version("shardckpt"), torch.__version__, digest_vote(), settings.io_threads()
     return hashlib.sha256(repr((versions, facts)).encode()).hexdigest()
-
-
-__all__ = ["DCP", "FILE", "FOLDER", "Conversion", "ConversionReport"]

@@ -122,6 +122,3 @@ def _find_best(folder: str, sound: list[CheckpointSummary]) -> CheckpointSummary
             + (f"no step says which is: {advice}" if names else "no step there has metrics, by which one would be")
         )
     return sound[best]
-
-
-__all__ = ["find_named_step", "refuse_named_step"]

@@ -165,6 +165,3 @@ def _check_filled(case: TensorCase, place: Destination, value: torch.Tensor, exp
 def check_region(case: TensorCase, region: tuple[slice, ...], value: torch.Tensor) -> None:
     """Check that a region of the saved tensor has its values."""
     check_same(value, case.spec.values()[region], f"{case.spec!r}[{region}]")
-
-
-__all__ = ["COMMON", "Destinations", "check_region", "describe", "make_state_dict", "rank_and_size", "saved_shards"]

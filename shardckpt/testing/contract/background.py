@@ -115,6 +115,3 @@ class BackgroundTests(Claims):
 
 def _broken(_fd: int) -> None:
     raise OSError(28, "No space left on device")
-
-
-__all__ = ["BackgroundTests"]

@@ -152,6 +152,3 @@ def _name(strategy: Any) -> str:
 def each(names: str | tuple[str, ...], values: Any) -> Callable[[Any], Any]:
     """Parametrize a test."""
     return pytest.mark.parametrize(names, values)
-
-
-__all__ = ["COMMON_DTYPES", "Claims", "each"]

@@ -276,6 +276,3 @@ def _is_text(content: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return b"\0" not in content
-
-
-__all__ = ["DamageTests"]

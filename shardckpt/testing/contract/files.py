@@ -215,6 +215,3 @@ def _structure_faults(loader: ChecksFiles, path: Path) -> set[str]:
             return {name for name, fault in loader.check_files(reader).items() if fault is not None}
     except CheckpointingException:
         return {""}
-
-
-__all__ = ["FileTests"]

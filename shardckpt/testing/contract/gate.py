@@ -129,6 +129,3 @@ class GateTests(Claims):
         check(done == (backend, migration.from_version, version), f"migrate_checkpoint did {done}")
         self.check_version(new, 1)
         check_same(self.subject.load({"w": whole_shard("w", tensor.clone().fill_(0))}, new)["w"], tensor, "'w'")
-
-
-__all__ = ["GateTests"]

@@ -301,33 +301,3 @@ def bytes_read() -> int:
     """Return how many bytes this process has read from files so far, from the page cache too; Linux only."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("rchar")).split()[1])
-
-
-__all__ = [
-    "COMMON",
-    "bytes_read",
-    "check_version",
-    "count_bytes_read",
-    "error_of",
-    "fail_at_fsync",
-    "fail_to_load",
-    "load_and_check",
-    "load_index",
-    "load_layouts",
-    "load_one_object",
-    "load_version",
-    "make_version",
-    "rank_and_size",
-    "save_different_common",
-    "save_in_background",
-    "save_in_subgroup",
-    "save_large",
-    "save_large_replicas",
-    "save_layouts",
-    "save_one_object",
-    "save_replicas",
-    "save_version",
-    "save_with_slow_rank",
-    "spoil",
-    "synchronize",
-]

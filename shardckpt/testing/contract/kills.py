@@ -48,6 +48,3 @@ class KillTests(Claims):
             check(state in allowed, f"{what}: a load finds {state}")
             check(later == "new", f"{what}: after the next save a load finds {later}")
             check(not left, f"{what}: the next save has left {left}")
-
-
-__all__ = ["KillTests"]

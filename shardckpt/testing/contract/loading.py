@@ -268,6 +268,3 @@ class LoadingTests(Claims):
         self.require("reads_only_requested")
         if not os.path.exists("/proc/self/io"):  # noqa: PTH110 - a system file
             pytest.skip("bytes that a process reads are counted by Linux only")
-
-
-__all__ = ["LoadingTests"]

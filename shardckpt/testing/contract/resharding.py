@@ -134,6 +134,3 @@ class ReshardingTests(Claims):
         check(
             stored <= limit, f"a tensor of 2 MiB that 3 ranks have takes {stored / MIB:.2f} MiB, not {limit / MIB:.2f}"
         )
-
-
-__all__ = ["ReshardingTests"]

@@ -142,6 +142,3 @@ def check_shards(found: dict[str, Any], expected: dict[str, list[ShardedTensor]]
         for value, shard in zip(found.get(key, []), shards, strict=True):
             place = f"{key!r} at {shard.global_offset}"
             check_same(value, shard.data, place)  # type: ignore[arg-type]
-
-
-__all__ = ["LAYOUTS", "SHAPE", "blank", "box_shard", "check_shards", "make_shards", "make_tensor", "whole_shard"]

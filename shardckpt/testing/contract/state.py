@@ -212,6 +212,3 @@ class StateTests(Claims):
                     check_same(found, value, f"after the save the caller's tensor {key!r}")
                 else:
                     check(found == value, f"the save has changed {name} of the caller's shard {key!r} to {found!r}")
-
-
-__all__ = ["StateTests", "touch"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt import settings
 from shardckpt.testing.contract import jobs
-from shardckpt.testing.faulty_store import FaultyFileSystem
+from shardckpt.testing.faulty_store import FaultyFileSystem  # noqa: F401 - its import registers faulty://
 
 if TYPE_CHECKING:
     from shardckpt.testing.contract.subject import Subject
@@ -30,6 +30,3 @@ def save_error(subject: Subject, url: str, with_objects: bool) -> tuple[str, str
         return jobs.error_of(jobs.save_version, subject, url, 1, with_objects, overwrite=True)
     finally:
         os.environ.pop(settings.REMOTE_ATTEMPTS, None)  # ranks may be threads
-
-
-__all__ = ["FaultyFileSystem", "load_and_check", "save_error", "save_version"]

@@ -59,6 +59,3 @@ class StoreTests(Claims):
             check_same(opened["w"][513:515], tensor[513:515], "two rows of the second shard")
         fetched = sum(request.nbytes for request in faulty_store.requests("read"))
         check(fetched < 2 * MIB, f"{fetched / MIB:.1f} MiB were fetched for a slice of a shard of 0.5 MiB")
-
-
-__all__ = ["StoreTests"]

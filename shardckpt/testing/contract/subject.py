@@ -87,6 +87,3 @@ def _make(given: Any, action: StrategyAction) -> Any:
                 return entry.create()
         raise TypeError(f"strategy = {given!r}: no installed strategy is registered for {action.value} under this name")
     return given() if callable(given) else given
-
-
-__all__ = ["Subject"]
