@@ -23,10 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Subject:
-    """A save strategy and its load strategy: each a name, a class, an instance, or a function that returns one."""
+    """A save strategy and its load strategy: each a name, a class, an instance, or a function that returns one.
+
+    ``with_objects`` says whether what is saved to test them has ShardedObjects, too.
+    """
 
     save_strategy: Any
     load_strategy: Any
+    with_objects: bool = True
 
     def make_saver(self) -> SaveStrategy:
         """Return a save strategy."""
