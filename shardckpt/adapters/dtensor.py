@@ -24,6 +24,9 @@ from shardckpt.tensors.torch_private import read_local_tensor, split_factor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
+
     from shardckpt.mapping.base import ReplicaId, Replicated
     from shardckpt.planning.boxes import Ints
 
@@ -133,6 +136,14 @@ def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
         # a redistribute may still be filling it
         local = get_values(local.wait() if hasattr(local, "wait") else local)
     return local.detach()  # type: ignore[no-any-return]
+
+
+def make_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Ints, stride: Ints | None = None
+) -> DTensor:
+    """Return a DTensor of a global shape over a local tensor, by default row-major; no rank compares anything."""
+    stride = torch.empty(shape, device="meta").stride() if stride is None else stride
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def make_shards(

@@ -22,6 +22,7 @@ from shardckpt.adapters.dtensor import (
     get_element_range,
     get_local_tensor,
     get_replica_coordinates,
+    make_dtensor,
 )
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping.sharded_tensor import ShardedTensor
@@ -154,11 +155,7 @@ def _place(inner: torch.Tensor, local: torch.Tensor, dtensor: DTensor) -> DTenso
         offset, size = (index * inner.numel() // local.numel() for index in (elements.start, dtensor.numel()))
         return InnerShard(inner, size, offset, get_replica_coordinates(dtensor) or 0)
     rows = inner.shape[0] * dtensor.shape[0] // local.shape[0]
-    shape = torch.Size((rows, *inner.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        inner, dtensor.device_mesh, dtensor.placements, run_check=False, shape=shape, stride=stride
-    )
+    return make_dtensor(inner, dtensor.device_mesh, dtensor.placements, (rows, *inner.shape[1:]))
 
 
 def is_inner(slot: str) -> bool:
@@ -266,9 +263,7 @@ def _cut(tensor: torch.Tensor, param: DTensor) -> torch.Tensor:
 
 
 def _make_like(param: DTensor, local: torch.Tensor) -> DTensor:
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    return make_dtensor(local, param.device_mesh, param.placements, param.shape, param.stride())
 
 
 def _replace_shape(context: Any, old: tuple[int, ...], new: tuple[int, ...]) -> Any:
