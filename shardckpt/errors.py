@@ -424,17 +424,11 @@ def _split_number(name: str) -> tuple[tuple[str, str], int | None]:
     return (("", ""), None) if found is None else ((found[1], found[3]), int(found[2]))
 
 
-def name_prefixes(wanted: str, keys: Iterable[str], limit: int = 6) -> str:
-    """Return the same about a prefix that no key begins with: the prefixes that keys have, as deep as it.
-
-    Args:
-        wanted: The prefix.
-        keys: All keys, of parts that are joined by dots.
-        limit: How many are listed.
-    """
+def name_prefixes(wanted: str, keys: Iterable[str]) -> str:
+    """Return the same about a prefix that no key begins with: the prefixes that keys have, as deep as it."""
     depth = wanted.strip(".").count(".") + 1
     parts = (key.split(".", depth) for key in keys)
-    return name_known(wanted, {".".join(found[:depth]) + "." * (len(found) > depth) for found in parts}, "keys", limit)
+    return name_known(wanted, {".".join(found[:depth]) + "." * (len(found) > depth) for found in parts}, "keys")
 
 
 def refuse_copy(value: object, holds: str, instead: str) -> NoReturn:

@@ -5,13 +5,12 @@ No CheckpointManager and no verb removes or replaces a pinned step, until the pi
 
 from __future__ import annotations
 
-import shlex
 from typing import Any
 
 from shardckpt.cli.folders import refuse_checkpoint, refuse_lost_link
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import fit_table
-from shardckpt.errors import CheckpointingException, StorageError, listed, name_known
+from shardckpt.errors import CheckpointingException, StorageError, listed, name_call, name_known
 
 #: What stands for a step.
 _WORDS = ("latest", "best")
@@ -139,5 +138,4 @@ def _check_label(options: Any) -> None:
 def _show_call(options: Any, label: str) -> str:
     """Return the call that pins the step under a label, or takes that pin away."""
     remove = ["--remove"] if options.remove else []
-    call = shlex.join(["shardckpt", "pin", options.folder, str(options.step), *remove, "--label", label])
-    return f"`{call}`"
+    return name_call("pin", options.folder, options.step, *remove, "--label", label)

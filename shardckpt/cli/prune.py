@@ -39,7 +39,7 @@ from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
 from shardckpt.cli.failure import print_error
 from shardckpt.cli.folders import refuse_checkpoint, refuse_lost_link
 from shardckpt.cli.ls import describe_leftovers, list_folder
-from shardckpt.cli.output import Output, add_verbose
+from shardckpt.cli.output import Output, add_verbose, parse_count
 from shardckpt.cli.table import fit_table
 from shardckpt.engine.amounts import format_bytes
 from shardckpt.errors import CheckpointingException, StorageError, format_many, listed
@@ -95,13 +95,13 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--damaged", action="store_true", help="also remove steps that are damaged, and saves that did not end"
     )
-    parser.add_argument("--keep-latest", type=_parse_count, metavar="N", help="keep the N highest steps")
-    parser.add_argument("--keep-every", type=_parse_count, metavar="N", help="keep the steps that are multiples of N")
-    parser.add_argument("--keep-near", type=_parse_count, metavar="N", help="keep the steps closest to multiples of N")
+    parser.add_argument("--keep-latest", type=parse_count, metavar="N", help="keep the N highest steps")
+    parser.add_argument("--keep-every", type=parse_count, metavar="N", help="keep the steps that are multiples of N")
+    parser.add_argument("--keep-near", type=parse_count, metavar="N", help="keep the steps closest to multiples of N")
     parser.add_argument("--keep-hours", type=_parse_hours, metavar="H", help="keep the steps of the last H hours")
     parser.add_argument(
         "--keep-verified",
-        type=_parse_count,
+        type=parse_count,
         metavar="N",
         help="keep the N highest steps that are marked as verified",
     )
@@ -616,12 +616,6 @@ def _name_result(result: PruneResult | StepResult, options: Any) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _parse_count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
 def _parse_hours(text: str) -> float:
     try:
         hours = float(text)
@@ -638,4 +632,4 @@ def _parse_best(text: str) -> tuple[str, str, int]:
     mode, count = (*rest, *("min", "1")[len(rest) :])[:2]
     if not metric or len(rest) > 2 or mode not in ("min", "max"):  # noqa: PLR2004 - mode and count
         raise argparse.ArgumentTypeError(f"{text!r} is not METRIC[:min|max[:COUNT]], such as loss:min:2")
-    return metric, mode, _parse_count(count)
+    return metric, mode, parse_count(count)
