@@ -424,8 +424,13 @@ def _split_number(name: str) -> tuple[tuple[str, str], int | None]:
     return (("", ""), None) if found is None else ((found[1], found[3]), int(found[2]))
 
 
+def prefix_error(without: str, prefix: str, keys: Iterable[str]) -> KeyMismatchError:
+    """Return the error of a prefix that no key begins with; ``without`` says of what."""
+    return KeyMismatchError(f"{without} has a key that begins with {prefix!r} {name_prefixes(prefix, keys)}")
+
+
 def name_prefixes(wanted: str, keys: Iterable[str]) -> str:
-    """Return the same about a prefix that no key begins with: the prefixes that keys have, as deep as it."""
+    """Return what an error about such a prefix adds: the prefixes that keys have, as deep as it."""
     depth = wanted.strip(".").count(".") + 1
     parts = (key.split(".", depth) for key in keys)
     return name_known(wanted, {".".join(found[:depth]) + "." * (len(found) > depth) for found in parts}, "keys")
@@ -481,6 +486,7 @@ __all__ = [
     "name_known",
     "name_prefixes",
     "natural_order",
+    "prefix_error",
     "refuse_copy",
     "show_given",
 ]

@@ -27,11 +27,10 @@ from shardckpt.engine.amounts import format_count, format_metric
 from shardckpt.errors import (
     CheckpointingException,
     CheckpointReplacedError,
-    KeyMismatchError,
     escape_text,
     format_many,
     listed,
-    name_prefixes,
+    prefix_error,
 )
 
 if TYPE_CHECKING:
@@ -289,10 +288,8 @@ def _collect(checkpoint: StoredCheckpoint, options: Any) -> _Found:
     tensors = _make_tensors(_outline_columns(columns), options)
     objects = sorted(key for key in columns.objects if key.startswith(prefix))
     if prefix and not tensors.keys and not objects:
-        raise KeyMismatchError(
-            f"{options.directory}: no tensor or object has a key that begins with {prefix!r} "
-            f"{name_prefixes(prefix, [*columns.keys, *columns.objects, *_read_common(checkpoint)[0]])}"
-        )
+        keys = [*columns.keys, *columns.objects, *_read_common(checkpoint)[0]]
+        raise prefix_error(f"{options.directory}: no tensor or object", prefix, keys)
     common, fault = ([], "") if prefix else _read_common(checkpoint)
     scaled = [
         f"{key} is scaled by {scales.key}, in blocks of {'x'.join(map(str, scales.block))}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.folders import named_folders
 from shardckpt.cli.output import Output
-from shardckpt.errors import KeyMismatchError, format_many, listed, name_prefixes
+from shardckpt.errors import format_many, listed, prefix_error
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -43,10 +43,8 @@ def run(options: Any) -> Output:
     with show_progress("remove"):
         report = remove_keys(directory, options.prefix, Comm(alone=True), plugins, dry_run=options.dry_run)
     if not report.keys:
-        raise KeyMismatchError(
-            f"{options.directory}: 0 of {format_many(len(before), 'key')} removed: no tensor or object has a key that "
-            f"begins with {options.prefix!r} {name_prefixes(options.prefix, before)}"
-        )
+        removed = f"0 of {format_many(len(before), 'key')} removed"
+        raise prefix_error(f"{options.directory}: {removed}: no tensor or object", options.prefix, before)
     return Output(
         lambda: {"checkpoint": options.directory, "dry_run": options.dry_run, **vars(report)},
         lambda: _describe(report, before, options),

@@ -14,7 +14,7 @@ from shardckpt.engine.locations import locate
 from shardckpt.engine.optimizer_keys import is_optimizer_key
 from shardckpt.engine.progress import Progress
 from shardckpt.engine.streaming import STREAM_BYTES, TensorBox, read_boxes
-from shardckpt.errors import CheckpointingException, KeyMismatchError, name_prefixes
+from shardckpt.errors import CheckpointingException, prefix_error
 from shardckpt.maintenance.diff_report import DiffReport, TensorDifference
 from shardckpt.maintenance.fingerprint_diff import find_same
 from shardckpt.maintenance.object_diff import diff_objects
@@ -218,9 +218,7 @@ class _Comparison:
         ones, others = _list_tensors(self.first), _list_tensors(self.second)
         names = {key: key.removeprefix(prefix) for key in ones if key.startswith(prefix)}
         if prefix and not names:
-            raise KeyMismatchError(
-                f"no tensor of the first has a key that begins with {prefix!r} {name_prefixes(prefix, ones)}"
-            )
+            raise prefix_error("no tensor of the first", prefix, ones)
         # without an object for each: to make those of 100,000 takes longer than all else
         known = {key: name for key, name in names.items() if name in others} if isinstance(mapping, Identity) else {}
         same = find_same(first, second, known)
