@@ -24,7 +24,7 @@ from shardckpt.adapters.dtensor import (
     get_replica_coordinates,
     make_dtensor,
 )
-from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.errors import CheckpointingException, ShardingError, is_first_warning
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.state_dict import dict_list_map_outplace
 from shardckpt.tensors.inner import INNER, SHARED, find_inner_names, flatten_tensor, get_values, has_inner
@@ -80,7 +80,14 @@ def is_wrapper(value: Any) -> bool:
     if not has_inner(local):
         return False
     if not _can_be_cut(value, local):
-        _warn_of_values(kind(local), tuple(value.shape), str(value.placements))
+        what = kind(local), tuple(value.shape), str(value.placements)
+        if is_first_warning(__name__, *what):
+            logger.warning(
+                "a tensor of the class %s, shape %s, placements %s, is stored dequantized, and a load quantizes anew "
+                "or, for the state of a fresh optimizer, not at all: blocks can be stored where shards are rows, and "
+                "of one size",
+                *what,
+            )
         return False
     return True
 
@@ -108,18 +115,6 @@ def _has_axes(inner: torch.Tensor, local: torch.Tensor) -> bool:
 
 def _is_even(dtensor: DTensor) -> bool:
     return all(not dtensor.shape[split.dim] % split.count for split in get_dtensor_splits("", dtensor))
-
-
-@functools.cache
-def _warn_of_values(name: str, shape: tuple[int, ...], placements: str) -> None:
-    """Say once that blocks are not stored."""
-    logger.warning(
-        "a tensor of the class %s, shape %s, placements %s, is stored dequantized, and a load quantizes anew or, for "
-        "the state of a fresh optimizer, not at all: blocks can be stored where shards are rows, and of one size",
-        name,
-        shape,
-        placements,
-    )
 
 
 def flatten_wrappers(state: Any, *, shards: bool = True) -> Any:
