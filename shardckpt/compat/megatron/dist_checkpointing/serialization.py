@@ -54,7 +54,6 @@ _SAVE_ARGUMENTS = (
 )
 _LOAD_ARGUMENTS = ("validate_access_integrity", "strict", "verify_integrity", "process_group")
 
-#: What to do instead of Megatron's names that are not here.
 REFUSED = {"get_default_save_common_strategy": "the sharded strategy saves the common state: leave common_strategy out"}
 
 __getattr__ = make_refusing_getattr(__name__, REFUSED)
