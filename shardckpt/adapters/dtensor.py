@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardckpt.adapters.in_place import InPlaceFactory
+from shardckpt.distributed.comm import rank_and_size
 from shardckpt.errors import ShardingError
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.mapping.unstored import LocalNonpersistentObject
@@ -122,11 +123,6 @@ def get_replica_coordinates(dtensor: DTensor) -> Ints:
     """Return this rank's coordinates on the mesh dimensions that replicate a DTensor; none if no dimension does."""
     here = dtensor.device_mesh.get_coordinate() or ()
     return tuple(index for place, index in zip(dtensor.placements, here, strict=False) if isinstance(place, Replicate))
-
-
-def get_rank() -> int:
-    """Return this rank; 0 without a process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -255,7 +251,7 @@ class AlikeTensors:
     """
 
     def __init__(self) -> None:
-        self.rank = get_rank()
+        self.rank, _ = rank_and_size()
         self._found: dict[tuple[Any, ...], _Common | None] = {}
 
     def find(self, dtensor: DTensor) -> _Common | None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardckpt import dist_checkpointing
 from shardckpt.async_save import AsyncCallsQueue
+from shardckpt.distributed.comm import rank_and_size
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
@@ -20,7 +21,6 @@ from shardckpt.parallel.save import FullyParallelSaveStrategyWrapper
 from shardckpt.testing.checks import check, check_same
 from shardckpt.testing.contract.shards import blank, check_shards, make_shards, make_tensor, whole_shard
 from shardckpt.testing.memory import garbage
-from shardckpt.testing.states import rank_and_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
