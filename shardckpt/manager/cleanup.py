@@ -13,7 +13,7 @@ from shardckpt.manager.garbage_collection import collect_garbage
 from shardckpt.manager.retention import KeepLatest
 from shardckpt.manager.step_names import NAMINGS
 from shardckpt.manager.steps import StepFolder
-from shardckpt.manifest.names import MARKER_NAME
+from shardckpt.manifest.names import MARKERS
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.storage.abilities import takes_requests
 from shardckpt.storage.input_file import read_file
@@ -142,7 +142,7 @@ def _find_exempt(folder: str, *, all_directories: bool) -> dict[str, str]:
 def _is_checkpoint(path: Path) -> bool:
     if takes_requests(path):  # one for all that is below
         return False
-    return any((path / marker).is_file() for marker in (MARKER_NAME, ".metadata"))
+    return any((path / marker).is_file() for marker in MARKERS)
 
 
 def _read_tracker(place: Path) -> set[int]:
