@@ -16,7 +16,6 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
-    field_serializer,
     field_validator,
     model_validator,
 )
@@ -43,7 +42,7 @@ from shardckpt.manager.retention import (
     MetricName,
     RetentionPolicy,
 )
-from shardckpt.manager.save_policies import SAVING, SavePolicy
+from shardckpt.manager.save_policies import SAVING
 from shardckpt.manager.setting_checks import check_assets, find_step_saver, list_accepts
 from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import parse_step
@@ -355,16 +354,6 @@ class CheckpointConfig(BaseModel):
             raise ValueError("\n".join(faults))
         return tuple(names)
 
-    @field_validator("retention", mode="before")
-    @classmethod
-    def _parse_retention(cls, given: Any) -> Any:
-        return RETENTION.parse_all(given)
-
-    @field_validator("save_when", mode="before")
-    @classmethod
-    def _parse_save_when(cls, given: Any) -> Any:
-        return SAVING.parse_all(given)
-
     @field_validator("export_dtype", mode="before")
     @classmethod
     def _parse_export_dtype(cls, dtype: Any) -> Any:
@@ -387,14 +376,6 @@ class CheckpointConfig(BaseModel):
     @classmethod
     def _parse_mode(cls, mode: str) -> AsyncMode:
         return AsyncMode(mode)
-
-    @field_serializer("retention")
-    def _describe_retention(self, policies: Sequence[RetentionPolicy]) -> list[Any]:
-        return [RETENTION.describe(policy) for policy in policies]
-
-    @field_serializer("save_when")
-    def _describe_save_when(self, policies: Sequence[SavePolicy]) -> list[Any]:
-        return [SAVING.describe(policy) for policy in policies]
 
     @property
     def retention_policies(self) -> tuple[RetentionPolicy, ...]:
