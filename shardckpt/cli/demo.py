@@ -20,17 +20,13 @@ if TYPE_CHECKING:
     from shardckpt.demo.launch import Run
 
 
-def add(verbs: Any) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser(
-        "demo", help="train with 4 ranks, kill them, go on with others, and compare the losses", description=__doc__
-    )
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument("--moe", action="store_true", help="train a mixture of experts, with expert parallelism")
     parser.add_argument("--dir", help="new or empty directory for checkpoints and logs (default: temporary)")
     parser.add_argument(
         "--steps", type=parse_count, default=16, metavar="N", help="training steps before the checkpoint (16)"
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: Any) -> int:

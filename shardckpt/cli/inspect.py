@@ -53,11 +53,8 @@ OUTLINES = {
 _KEYS_SHOWN = 20
 
 
-def add(verbs: Any) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser(
-        "inspect", help="list the tensors, objects and common state of a checkpoint", description=__doc__
-    )
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument("directory", help="directory or URL of a checkpoint or Hugging Face folder, or a file")
     parser.add_argument(
         "prefix",
@@ -83,7 +80,7 @@ def add(verbs: Any) -> None:
     parser.add_argument("--depth", type=int, metavar="N", help="with --tree, the deepest level to show")
     add_verbose(parser, f"name every key that is lost or was left out, not only {_KEYS_SHOWN} of them, as in --json")
     parser.add_argument("--sort", choices=("key", "size"), default="key", help="order of the tensors (key)")
-    parser.set_defaults(reads=("directory",), run=run)
+    parser.set_defaults(reads=("directory",))
 
 
 def run(options: Any) -> Output:

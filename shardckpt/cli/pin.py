@@ -16,9 +16,8 @@ from shardckpt.errors import CheckpointingException, StorageError, listed, name_
 _WORDS = ("latest", "best")
 
 
-def add(verbs: Any) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser("pin", help="keep a step under a label; list pins and leases", description=__doc__)
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument("folder", help="the directory or URL of the steps")
     parser.add_argument(
         "step",
@@ -30,7 +29,6 @@ def add(verbs: Any) -> None:
     parser.add_argument("text", nargs="?", metavar="LABEL", help="why it is kept, such as 'release 1.2'")
     parser.add_argument("--label", help="the same")
     parser.add_argument("--remove", action="store_true", help="take the pin of this label away")
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: Any) -> Output:

@@ -57,11 +57,8 @@ if TYPE_CHECKING:
 _LONGEST_NAME = 50
 
 
-def add(verbs: Any) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser(
-        "prune", help="remove what killed saves have left, and steps that are not kept", description=__doc__
-    )
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument(
         "paths", nargs="*", metavar="path", help="a folder of checkpoints, or one checkpoint: a directory or a URL"
     )
@@ -132,7 +129,6 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     add_verbose(parser, "with --damaged alone, name the sound steps, too")
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: Any) -> Output:

@@ -17,15 +17,12 @@ if TYPE_CHECKING:
     from shardckpt.maintenance.remove import RemovalReport
 
 
-def add(verbs: Any) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser(
-        "remove", help="remove keys from a checkpoint, in one step, and free their bytes", description=__doc__
-    )
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument("directory", help="the checkpoint's directory; not a URL")
     parser.add_argument("prefix", help="what the keys to be removed begin with")
     parser.add_argument("--dry-run", action="store_true", help="change nothing; print what would be removed and freed")
-    parser.set_defaults(writes="directory", run=run)
+    parser.set_defaults(writes="directory")
 
 
 def run(options: Any) -> Output:
