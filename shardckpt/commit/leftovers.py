@@ -25,6 +25,7 @@ from shardckpt.manifest.names import MARKER_NAME
 from shardckpt.storage.abilities import takes_requests
 from shardckpt.storage.disk_usage import read_last_write
 from shardckpt.storage.filesystem import is_there, sync_directory, wrap_os_errors
+from shardckpt.storage.places import list_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -232,9 +233,5 @@ def find_spools(folder: Path) -> list[Leftover]:
 
 def _list_candidates(folder: Path) -> list[Path]:
     """Return the paths that may be leftovers by name. Links never are, so nothing outside the folder is removed."""
-    with wrap_os_errors("list", folder):
-        try:
-            with os.scandir(folder) as entries:
-                return [Path(entry.path) for entry in entries if "shardckpt-" in entry.name and not entry.is_symlink()]
-        except FileNotFoundError:
-            return []
+    paths = [folder / name for name in list_names(folder) if "shardckpt-" in name]
+    return [path for path in paths if not path.is_symlink()]
