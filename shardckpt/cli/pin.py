@@ -11,9 +11,9 @@ from shardckpt.cli.folders import refuse_checkpoint, refuse_lost_link
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import fit_table
 from shardckpt.errors import CheckpointingException, StorageError, listed, name_call, name_known
+from shardckpt.manifest.names import LINKS
 
 #: What stands for a step.
-_WORDS = ("latest", "best")
 
 
 def add_options(parser: Any) -> None:
@@ -88,7 +88,7 @@ def _name_step(folder: str, step: int | str) -> int | str:
     from shardckpt.manager.named_steps import find_named_step
     from shardckpt.plugins.manager import get_plugin_manager
 
-    if step not in _WORDS:
+    if step not in LINKS:
         return step
     return locate(find_named_step(f"{folder.rstrip('/')}/{step}"), get_plugin_manager()).name  # a link is followed
 
@@ -111,7 +111,7 @@ def _check_label(options: Any) -> None:
         directory: [hold.holder for hold in holds if hold.kind == "pin"]
         for directory, holds in find_holds(options.folder).items()
     }
-    steps, step = find_step(options.folder, options.step, also=_WORDS)
+    steps, step = find_step(options.folder, options.step, also=LINKS)
     name = steps.names.name(step)
     own = pins.get(name, [])
     if step not in (there := steps.steps()) and not (options.remove and own):

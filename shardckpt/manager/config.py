@@ -44,9 +44,9 @@ from shardckpt.manager.retention import (
 )
 from shardckpt.manager.save_policies import SAVING
 from shardckpt.manager.setting_checks import check_assets, find_step_saver, list_accepts
-from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import parse_step
 from shardckpt.manager.steps import MODEL_PREFIX
+from shardckpt.manifest.names import LINKS
 from shardckpt.plugins.registry import parse_keys
 from shardckpt.storage.memory_budget import LEAST_READING, explain_small_budget, parse_memory_budget, parse_size
 from shardckpt.storage.store_errors import mask_password

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, is_first_warning
 from shardckpt.manager.metrics import rank_steps, read_settings
+from shardckpt.manifest.names import BEST, LATEST, LINKS
 from shardckpt.storage.abilities import has_links
 from shardckpt.storage.filesystem import is_there, sync_directory, wrap_os_errors
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from shardckpt.manager.steps import StepCheckpoint, StepFolder
 
 logger = logging.getLogger(__name__)
-
-LATEST, BEST = LINKS = ("latest", "best")
 
 
 def choose_best(metrics: Mapping[int, Mapping[str, Any]], rankings: Mapping[int, tuple[str, str] | None]) -> int | None:
