@@ -19,7 +19,7 @@ from shardckpt.maintenance.diff_report import DiffReport, TensorDifference
 from shardckpt.maintenance.fingerprint_diff import find_same
 from shardckpt.maintenance.object_diff import diff_objects
 from shardckpt.maintenance.sources import Reading, have_same_bytes, list_unread_files, open_source
-from shardckpt.maintenance.statistics import is_numeric
+from shardckpt.maintenance.statistics import INTEGERS, is_numeric
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.batches import batch_by_bytes
 from shardckpt.planning.boxes import Box, cut_box
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from shardckpt.engine.loading import OpenCheckpoint
     from shardckpt.planning.boxes import Ints
     from shardckpt.plugins.key_mapping import KeyMapping
-
-#: Integers that int64 has.
-_SIGNED = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 
 
 def diff_checkpoints(
@@ -326,7 +323,7 @@ def _widen(values: torch.Tensor) -> torch.Tensor:
 
 def _subtract(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return differences as float64 or complex128; those of integers are rounded once."""
-    if {one.dtype, other.dtype} <= _SIGNED:
+    if {one.dtype, other.dtype} <= INTEGERS:
         first, second = one.long(), other.long()
         if max(one.itemsize, other.itemsize) < first.itemsize:
             return first.sub_(second).double()
