@@ -125,6 +125,14 @@ def get_replica_coordinates(dtensor: DTensor) -> Ints:
     return tuple(index for place, index in zip(dtensor.placements, here, strict=False) if isinstance(place, Replicate))
 
 
+def to_local(value: Any) -> Any:
+    """Return the local tensor of a DTensor; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    with torch.no_grad():  # under autograd, each call would return a new object
+        return value.to_local()
+
+
 def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, or a plain tensor itself: detached, in the caller's memory."""
     local: Any = read_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
