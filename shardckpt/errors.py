@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 #: Names that are compared with a wrong one, to find the nearest.
 _MOST_COMPARED = 10_000
 _NUMBERS = re.compile(r"(\d+)")
+_MOST_WARNINGS = 10_000
+#: What this process has warned of.
+_warned: set[tuple[object, ...]] = set()
 
 
 class CheckpointingException(Exception):
@@ -238,6 +241,20 @@ def show_given(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
 
 
+def is_first_warning(*what: object) -> bool:
+    """Return whether this process has not warned of this yet; what a training meets at every save is logged once.
+
+    Args:
+        what: The module that warns, and what it warns of.
+    """
+    if what in _warned:
+        return False
+    if len(_warned) == _MOST_WARNINGS:  # rather a warning twice than memory that only grows
+        _warned.clear()
+    _warned.add(what)
+    return True
+
+
 def list_causes(error: BaseException, *, with_context: bool = False) -> Iterator[BaseException]:
     """Yield an error and those that it was raised from, each once: a chain of causes may be a ring.
 
@@ -407,17 +424,16 @@ def _split_number(name: str) -> tuple[tuple[str, str], int | None]:
     return (("", ""), None) if found is None else ((found[1], found[3]), int(found[2]))
 
 
-def name_prefixes(wanted: str, keys: Iterable[str], limit: int = 6) -> str:
-    """Return the same about a prefix that no key begins with: the prefixes that keys have, as deep as it.
+def prefix_error(without: str, prefix: str, keys: Iterable[str]) -> KeyMismatchError:
+    """Return the error of a prefix that no key begins with; ``without`` says of what."""
+    return KeyMismatchError(f"{without} has a key that begins with {prefix!r} {name_prefixes(prefix, keys)}")
 
-    Args:
-        wanted: The prefix.
-        keys: All keys, of parts that are joined by dots.
-        limit: How many are listed.
-    """
+
+def name_prefixes(wanted: str, keys: Iterable[str]) -> str:
+    """Return what an error about such a prefix adds: the prefixes that keys have, as deep as it."""
     depth = wanted.strip(".").count(".") + 1
     parts = (key.split(".", depth) for key in keys)
-    return name_known(wanted, {".".join(found[:depth]) + "." * (len(found) > depth) for found in parts}, "keys", limit)
+    return name_known(wanted, {".".join(found[:depth]) + "." * (len(found) > depth) for found in parts}, "keys")
 
 
 def refuse_copy(value: object, holds: str, instead: str) -> NoReturn:
@@ -470,6 +486,7 @@ __all__ = [
     "name_known",
     "name_prefixes",
     "natural_order",
+    "prefix_error",
     "refuse_copy",
     "show_given",
 ]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 from shardckpt.errors import CheckpointingException
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+_R = TypeVar("_R", bound=Callable[[], object])
 
 ACCEPT = "SHARDCKPT_ACCEPT"
 DIRECT_IO = "SHARDCKPT_DIRECT_IO"
@@ -37,6 +37,51 @@ _MOST_DIGITS = 9
 _KEY = re.compile(r"[^\s@]+(@[0-9]{1,9})?")
 
 
+#: What each is for, and what reads it.
+_VARIABLES: dict[str, tuple[str, Callable[[], object]]] = {}
+
+
+def _listed(name: str, text: str) -> Callable[[_R], _R]:
+    """Add a variable to those that ``shardckpt config`` lists: a decorator of what reads it."""
+
+    def add(read: _R) -> _R:
+        _VARIABLES[name] = text, read
+        return read
+
+    return add
+
+
+def _number(name: str, text: str, *, default: int, least: int = 1) -> Callable[[], int]:
+    """Add a variable that is a whole number; return what reads it."""
+    return _listed(name, text)(functools.partial(_integer, name, default, least))
+
+
+def _switch(name: str, text: str) -> Callable[[], bool]:
+    """Add a variable that is 1, by default, or 0; return what reads it."""
+    return _listed(name, text)(lambda: bool(_integer(name, 1, 0)))
+
+
+def _integer(name: str, default: int, least: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    digits = text.lstrip("0") or "0"
+    if not (text.isascii() and text.isdecimal()) or len(digits) > _MOST_DIGITS or int(digits) < least:
+        raise CheckpointingException(
+            f"{name}={text!r:.100}: expected a whole number of at least {least}, of {_MOST_DIGITS} digits at most"
+        )
+    return int(digits)
+
+
+def _names(variable: str) -> list[str]:
+    return [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
+
+
+@_listed(
+    ACCEPT,
+    "Comma-separated backends, or backend@version, whose checkpoints may be loaded, converted or merged; all others "
+    "are refused, whatever accept= says. By default none is",
+)
 def accept() -> tuple[str, ...] | None:
     """Return the backends, each with or without a version, whose checkpoints this job may read; None for all."""
     if ACCEPT not in os.environ:
@@ -50,19 +95,103 @@ def accept() -> tuple[str, ...] | None:
     return names
 
 
-def direct_io() -> bool:
-    """Return whether large writes use O_DIRECT where they can."""
-    return bool(_integer(DIRECT_IO, default=1, least=0))
+direct_io = _switch(
+    DIRECT_IO, "1 writes large tensors with O_DIRECT where the file system can (the default), 0 does not"
+)
 
 
+@_listed(DISABLED_PLUGINS, "Comma-separated entry-point names of plugins that are not loaded")
 def disabled_plugins() -> frozenset[str]:
     """Return the names of the plugins that the user switched off."""
     return frozenset(_names(DISABLED_PLUGINS))
 
 
+#: It does not change, and Linux reads files to count them: 0.1 ms.
+_count_cores = functools.cache(os.cpu_count)
+
+
+@_listed(IO_THREADS, "Threads per rank that read or write files; 1 does all file work in the calling thread")
+def io_threads() -> int:
+    """Return the number of file threads per rank; by default one per core, at least 2 and at most 4."""
+    return _integer(IO_THREADS, max(2, min(4, _count_cores() or 1)), 1)
+
+
+leftover_hours = _number(
+    LEFTOVER_HOURS,
+    "Hours since the last write after which the files of an interrupted save are removed, where nothing shows whether "
+    "its process lives: it ran on another host, or in an older release. Those of dead processes of this host go at "
+    "once",
+    default=24,
+)
+
+
+@_listed(PLUGINS, "Comma-separated modules, or module:object, that are plugins without a distribution")
 def plugins() -> tuple[str, ...]:
     """Return the modules that the user names as plugins, in their order."""
     return tuple(dict.fromkeys(_names(PLUGINS)))
+
+
+remote_attempts = _number(
+    REMOTE_ATTEMPTS,
+    "Attempts at a request to an object store, with growing pauses, before it is an error",
+    default=5,
+)
+remote_parts = _number(
+    REMOTE_PARTS,
+    "Parts of an object that are on their way to a store at a time, for each file that a rank writes",
+    default=4,
+)
+remote_part_mib = _number(
+    REMOTE_PART_MIB,
+    "MiB of each part of an object, at least 5; objects of more than 9,000 such parts get larger ones",
+    default=16,
+    least=5,  # S3 takes no smaller ones
+)
+remote_threads = _number(
+    REMOTE_THREADS,
+    "Threads per rank that read from an object store: more than cores, because they wait",
+    default=16,
+)
+remote_timeout = _number(
+    REMOTE_TIMEOUT,
+    "Seconds that one request to a store may take, where the client can be told; and that failed requests of a "
+    "manager's save in the background may keep the training waiting",
+    default=60,
+)
+space_check = _switch(
+    SPACE_CHECK,
+    "1 refuses a save of more bytes than the file system has free (the default), 0 does not: for those that report "
+    "too little, as with thin volumes, or compress. With 0, on_full='prune' makes room once a write has found none, "
+    "or a quota refuses the save",
+)
+
+
+@_listed(
+    SPOOL_DIR,
+    "Local directory where files for an object store are written before the upload; by default the system's",
+)
+def spool_directory() -> str | None:
+    """Return the directory where files wait for their upload; None for the system's temporary directory."""
+    return os.environ.get(SPOOL_DIR) or None
+
+
+staged_saves = _number(
+    STAGED_SAVES,
+    "Background saves whose copies may be in memory at a time; the next save waits until the first is written",
+    default=2,
+)
+
+
+@_listed(
+    STORES,
+    "JSON file with endpoint, region, profile or keys by bucket, where not all are as the environment says",
+)
+def stores_file() -> str | None:
+    """Return the file with the options of buckets; None if there is none."""
+    return os.environ.get(STORES) or None
+
+
+verify_reads = _switch(VERIFY_READS, "1 checks the digests of what is read (the default), 0 does not")
 
 
 def find_misspelt() -> dict[str, str]:
@@ -74,169 +203,6 @@ def find_misspelt() -> dict[str, str]:
 
     near = {name: difflib.get_close_matches(name, _VARIABLES, 1, _ALMOST) for name in sorted(unknown)}
     return {name: found[0] for name, found in near.items() if found}
-
-
-def _names(variable: str) -> list[str]:
-    return [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
-
-
-#: It does not change, and Linux reads files to count them: 0.1 ms.
-_count_cores = functools.cache(os.cpu_count)
-
-
-def io_threads() -> int:
-    """Return the number of file threads per rank; by default one per core, at least 2 and at most 4."""
-    return _integer(IO_THREADS, default=max(2, min(4, _count_cores() or 1)), least=1)
-
-
-def leftover_hours() -> int:
-    """Return the hours after which an interrupted save of another host counts as dead."""
-    return _integer(LEFTOVER_HOURS, default=24, least=1)
-
-
-def remote_attempts() -> int:
-    """Return how often a request to an object store is tried."""
-    return _integer(REMOTE_ATTEMPTS, default=5, least=1)
-
-
-def remote_parts() -> int:
-    """Return how many parts of an object may be on their way to a store at a time."""
-    return _integer(REMOTE_PARTS, default=4, least=1)
-
-
-def remote_part_mib() -> int:
-    """Return the size of the parts of an object, in MiB; S3 takes no smaller ones than 5."""
-    return _integer(REMOTE_PART_MIB, default=16, least=5)
-
-
-def remote_timeout() -> int:
-    """Return the seconds that one request to a store may take."""
-    return _integer(REMOTE_TIMEOUT, default=60, least=1)
-
-
-def remote_threads() -> int:
-    """Return the number of threads per rank that read from an object store."""
-    return _integer(REMOTE_THREADS, default=16, least=1)
-
-
-def space_check() -> bool:
-    """Return whether a save is refused if its tensors are more than the file system has free."""
-    return bool(_integer(SPACE_CHECK, default=1, least=0))
-
-
-def spool_directory() -> str | None:
-    """Return the directory where files wait for their upload; None for the system's temporary directory."""
-    return os.environ.get(SPOOL_DIR) or None
-
-
-def staged_saves() -> int:
-    """Return how many background saves may be staged at a time."""
-    return _integer(STAGED_SAVES, default=2, least=1)
-
-
-def stores_file() -> str | None:
-    """Return the file with the options of buckets; None if there is none."""
-    return os.environ.get(STORES) or None
-
-
-def verify_reads() -> bool:
-    """Return whether a load checks the digests of the bytes it reads."""
-    return bool(_integer(VERIFY_READS, default=1, least=0))
-
-
-def _integer(name: str, *, default: int, least: int) -> int:
-    text = os.environ.get(name)
-    if text is None:
-        return default
-    digits = text.lstrip("0") or "0"
-    if not (text.isascii() and text.isdecimal()) or len(digits) > _MOST_DIGITS or int(digits) < least:
-        raise CheckpointingException(
-            f"{name}={text!r:.100}: expected a whole number of at least {least}, of {_MOST_DIGITS} digits at most"
-        )
-    return int(digits)
-
-
-#: What each is for, in the order of the names, and what reads it.
-_VARIABLES: dict[str, tuple[str, Callable[[], object]]] = {
-    ACCEPT: (
-        (
-            "Comma-separated backends, or backend@version, whose checkpoints may be loaded, converted or merged; "
-            "all others are refused, whatever accept= says. By default none is"
-        ),
-        accept,
-    ),
-    DIRECT_IO: (
-        "1 writes large tensors with O_DIRECT where the file system can (the default), 0 does not",
-        direct_io,
-    ),
-    DISABLED_PLUGINS: (
-        "Comma-separated entry-point names of plugins that are not loaded",
-        disabled_plugins,
-    ),
-    IO_THREADS: (
-        "Threads per rank that read or write files; 1 does all file work in the calling thread",
-        io_threads,
-    ),
-    LEFTOVER_HOURS: (
-        (
-            "Hours since the last write after which the files of an interrupted save are removed, where nothing "
-            "shows whether its process lives: it ran on another host, or in an older release. Those of dead "
-            "processes of this host go at once"
-        ),
-        leftover_hours,
-    ),
-    PLUGINS: (
-        "Comma-separated modules, or module:object, that are plugins without a distribution",
-        plugins,
-    ),
-    REMOTE_ATTEMPTS: (
-        "Attempts at a request to an object store, with growing pauses, before it is an error",
-        remote_attempts,
-    ),
-    REMOTE_PARTS: (
-        "Parts of an object that are on their way to a store at a time, for each file that a rank writes",
-        remote_parts,
-    ),
-    REMOTE_PART_MIB: (
-        "MiB of each part of an object, at least 5; objects of more than 9,000 such parts get larger ones",
-        remote_part_mib,
-    ),
-    REMOTE_THREADS: (
-        "Threads per rank that read from an object store: more than cores, because they wait",
-        remote_threads,
-    ),
-    REMOTE_TIMEOUT: (
-        (
-            "Seconds that one request to a store may take, where the client can be told; and that failed requests of a "
-            "manager's save in the background may keep the training waiting"
-        ),
-        remote_timeout,
-    ),
-    SPACE_CHECK: (
-        (
-            "1 refuses a save of more bytes than the file system has free (the default), 0 does not: for those "
-            "that report too little, as with thin volumes, or compress. With 0, on_full='prune' makes room once "
-            "a write has found none, or a quota refuses the save"
-        ),
-        space_check,
-    ),
-    SPOOL_DIR: (
-        "Local directory where files for an object store are written before the upload; by default the system's",
-        spool_directory,
-    ),
-    STAGED_SAVES: (
-        "Background saves whose copies may be in memory at a time; the next save waits until the first is written",
-        staged_saves,
-    ),
-    STORES: (
-        "JSON file with endpoint, region, profile or keys by bucket, where not all are as the environment says",
-        stores_file,
-    ),
-    VERIFY_READS: (
-        "1 checks the digests of what is read (the default), 0 does not",
-        verify_reads,
-    ),
-}
 
 
 class Variable(NamedTuple):
@@ -278,42 +244,3 @@ def _describe(name: str, text: str, read: Callable[[], object]) -> tuple[str, st
         return os.environ[name], str(exc), True
     names = ",".join(sorted(value)) if isinstance(value, (tuple, frozenset)) else value
     return str(int(value) if isinstance(value, bool) else names or "-"), text, False
-
-
-__all__ = [
-    "ACCEPT",
-    "DIRECT_IO",
-    "DISABLED_PLUGINS",
-    "IO_THREADS",
-    "LEFTOVER_HOURS",
-    "PLUGINS",
-    "REMOTE_ATTEMPTS",
-    "REMOTE_PARTS",
-    "REMOTE_PART_MIB",
-    "REMOTE_THREADS",
-    "REMOTE_TIMEOUT",
-    "SPACE_CHECK",
-    "SPOOL_DIR",
-    "STAGED_SAVES",
-    "STORES",
-    "VERIFY_READS",
-    "Variable",
-    "accept",
-    "check_variables",
-    "direct_io",
-    "disabled_plugins",
-    "find_misspelt",
-    "io_threads",
-    "leftover_hours",
-    "list_variables",
-    "remote_attempts",
-    "remote_part_mib",
-    "remote_parts",
-    "remote_threads",
-    "remote_timeout",
-    "space_check",
-    "spool_directory",
-    "staged_saves",
-    "stores_file",
-    "verify_reads",
-]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardckpt.adapters.in_place import InPlaceFactory
+from shardckpt.distributed.comm import rank_and_size
 from shardckpt.errors import ShardingError
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.mapping.unstored import LocalNonpersistentObject
@@ -23,6 +24,9 @@ from shardckpt.tensors.torch_private import read_local_tensor, split_factor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
 
     from shardckpt.mapping.base import ReplicaId, Replicated
     from shardckpt.planning.boxes import Ints
@@ -121,9 +125,12 @@ def get_replica_coordinates(dtensor: DTensor) -> Ints:
     return tuple(index for place, index in zip(dtensor.placements, here, strict=False) if isinstance(place, Replicate))
 
 
-def get_rank() -> int:
-    """Return this rank; 0 without a process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+def to_local(value: Any) -> Any:
+    """Return the local tensor of a DTensor; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    with torch.no_grad():  # under autograd, each call would return a new object
+        return value.to_local()
 
 
 def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,6 +140,14 @@ def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
         # a redistribute may still be filling it
         local = get_values(local.wait() if hasattr(local, "wait") else local)
     return local.detach()  # type: ignore[no-any-return]
+
+
+def make_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Ints, stride: Ints | None = None
+) -> DTensor:
+    """Return a DTensor of a global shape over a local tensor, by default row-major; no rank compares anything."""
+    stride = torch.empty(shape, device="meta").stride() if stride is None else stride
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def make_shards(
@@ -244,7 +259,7 @@ class AlikeTensors:
     """
 
     def __init__(self) -> None:
-        self.rank = get_rank()
+        self.rank, _ = rank_and_size()
         self._found: dict[tuple[Any, ...], _Common | None] = {}
 
     def find(self, dtensor: DTensor) -> _Common | None:

@@ -7,11 +7,11 @@ from operator import attrgetter, is_, not_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters.dtensor import AlikeTensors
 from shardckpt.adapters.leaves import describe_leaf
+from shardckpt.distributed.comm import rank_and_size
 from shardckpt.mapping.factory import ShardedTensorFactory
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.tensors.memory import ORDINARY
@@ -167,16 +167,11 @@ def _read_signature(
     except RuntimeError:  # a nested tensor has no shape
         return None, []
     dtypes = list(map(attrgetter("dtype"), plain))
-    signature = _Signature(names, is_dtensor, read_specs(dtensors), shapes, dtypes, options, _get_ranks())
+    signature = _Signature(names, is_dtensor, read_specs(dtensors), shapes, dtypes, options, rank_and_size())
     if not dtensors:
         return signature, leaves
     locals_in_order = iter(dtensor_locals)
     return signature, [next(locals_in_order) if flag else leaf for flag, leaf in zip(is_dtensor, leaves, strict=True)]
-
-
-def _get_ranks() -> tuple[int, int]:
-    """Return this rank and the number of ranks."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
 def _holds_all(shard: ShardedTensor, local: torch.Tensor) -> bool:

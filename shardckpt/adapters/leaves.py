@@ -8,9 +8,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from shardckpt.adapters.dtensor import AlikeTensors, describe_dtensor, get_local_tensor, get_rank
+from shardckpt.adapters.dtensor import AlikeTensors, describe_dtensor, get_local_tensor
 from shardckpt.adapters.overlapping import describe_overlapping
 from shardckpt.adapters.torch_sharded import describe_torch_sharded
+from shardckpt.distributed.comm import rank_and_size
 from shardckpt.errors import ShardingError
 from shardckpt.mapping.factory import ShardedTensorFactory
 from shardckpt.mapping.sharded_object import PlainObject, ShardedObject
@@ -63,7 +64,7 @@ def describe_leaf(
             )
         shape = tuple(value.shape)
         # the rank as replica id: the lowest rank that has the key writes it, and rank 0 may not have it
-        rank = get_rank() if alike is None else alike.rank
+        rank = rank_and_size()[0] if alike is None else alike.rank
         if value.layout is torch.strided and overlaps_itself(value):
             return describe_overlapping(key, value.detach(), replicated, rank)
         offset, grid = (0,) * len(shape), (1,) * len(shape)
@@ -79,9 +80,9 @@ def _refuse_lazy(key: str, *_: Any) -> Any:
 
 def describe_object(value: Any, key: str, replicated: Replicated) -> ShardedObject:
     """Return the description of an object that is equal on all ranks that have it; the lowest rank's is saved."""
-    return ShardedObject(key, value, (1,), (0,), get_rank(), replicated=replicated)
+    return ShardedObject(key, value, (1,), (0,), rank_and_size()[0], replicated=replicated)
 
 
 def describe_plain_object(value: Any, key: str, keys: tuple[str, ...] = ()) -> PlainObject:
     """Return the description of an object that stock ``dcp.load`` finds by its keys; the lowest rank's is saved."""
-    return PlainObject(key, value, replica_id=get_rank(), replicated="unchecked", keys=keys)
+    return PlainObject(key, value, replica_id=rank_and_size()[0], replicated="unchecked", keys=keys)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
 
+from shardckpt.adapters.dtensor import to_local
 from shardckpt.adapters.module_tree import list_state_columns, read_state_dict
 from shardckpt.adapters.versions import list_versions
 from shardckpt.errors import ShardingError
@@ -101,8 +101,7 @@ def share_memory(one: Any, other: Any) -> bool:
     """Return whether both are tensors of one class with the same memory, sizes and strides, or those inside are."""
     if not isinstance(one, torch.Tensor) or type(one) is not type(other):
         return False
-    with torch.no_grad():
-        here, there = (value.to_local() if isinstance(value, DTensor) else value for value in (one, other))
+    here, there = to_local(one), to_local(other)
     if has_inner(here) and has_inner(there):
         inner, others = flatten_tensor(here)[0], flatten_tensor(there)[0]
         return inner.keys() == others.keys() and all(share_memory(inner[name], others[name]) for name in inner)
@@ -111,8 +110,6 @@ def share_memory(one: Any, other: Any) -> bool:
 
 def data_address(value: Any) -> int:
     """Return the address of a tensor's memory (of a DTensor, its local tensor's); 0 for any other value."""
-    if isinstance(value, DTensor):
-        with torch.no_grad():
-            value = value.to_local()
+    value = to_local(value)
     has_address = type(value) in (*ORDINARY, torch.nn.Buffer) and value.layout is torch.strided
     return value.data_ptr() if has_address else 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from shardckpt.adapters.dtensor import to_local
 from shardckpt.errors import ShardingError
 from shardckpt.mapping.factory import ShardedTensorFactory
 from shardckpt.mapping.sharded_object import ShardedObject
@@ -46,7 +47,7 @@ def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict
     numbers: dict[int, int] = {}
     for number, param in enumerate(optim_params_iter):
         # the optimizer numbers a parameter where it first meets it
-        numbers.setdefault(id(_local(param)), number)
+        numbers.setdefault(id(to_local(param)), number)
     return numbers
 
 
@@ -68,11 +69,11 @@ def get_param_id_to_sharded_param_map(
     params = list(optim_params_iter)
     numbers = get_optim_param_to_id_map(params)
     # state_dict() without keep_vars gives detached views, which are other objects of the same memory
-    by_memory = {memory: number for number, param in enumerate(params) if (memory := view_key(_local(param)))}
+    by_memory = {memory: number for number, param in enumerate(params) if (memory := view_key(to_local(param)))}
     described, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     found: dict[int, ShardedParam] = {}
     for shard in nested_values(described):
-        data = _local(shard.data)
+        data = to_local(shard.data)
         memory = view_key(data)
         number = numbers.get(id(data), by_memory.get(memory) if memory else None)
         if number is not None:
@@ -98,11 +99,11 @@ def make_sharded_optimizer_tensor(
     Raises:
         ShardingError: the tensor has another shape than the parameter.
     """
-    data = _local(optim_param)
+    data = to_local(optim_param)
     key = f"{prefix}.{model_param.key}"
     if isinstance(model_param, ShardedTensorFactory):
         # a factory of a DTensor builds from the DTensor, and a load returns the DTensor
-        is_local = _local(model_param.data) is model_param.data
+        is_local = to_local(model_param.data) is model_param.data
         return replace(model_param, key=key, data=data if is_local else optim_param)
     if tuple(data.shape) != model_param.data_shape:
         raise ShardingError(
@@ -180,11 +181,3 @@ def _describe_shared_value(param: ShardedParam, value: Any, key: str) -> Sharded
     if isinstance(value, torch.Tensor):
         return ShardedTensor(key, value, value.dtype, (), shape, offset, shape, replica, layers, replicated=shared)
     return ShardedObject(key, value, shape or (1,), offset or (0,), replica, replicated=shared)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor; any other tensor as it is."""
-    if not hasattr(tensor, "to_local"):
-        return tensor
-    with torch.no_grad():  # under autograd, each call would return a new object
-        return tensor.to_local()  # type: ignore[no-any-return]

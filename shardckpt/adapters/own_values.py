@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from shardckpt.adapters.leaves import describe_leaf, describe_object
 from shardckpt.adapters.module_tree import has_load_hook
+from shardckpt.adapters.stored_values import request_value
 from shardckpt.adapters.versions import walk_modules
 from shardckpt.tensors.memory import ORDINARY
 from shardckpt.tensors.torch_private import is_wrapper_save_hook
@@ -128,7 +129,7 @@ def request_own_values(
             continue
         # of a model without a prefix it may be anybody's; what is below an entry is inside of it
         if prefix + name.rpartition(".")[0] and not any(each[:-1] in entries for each in _list_parents(name)):
-            found[name] = _request_new(key, stored)
+            found[name] = request_value(stored, key)
     return found
 
 
@@ -148,13 +149,6 @@ def _request(key: str, live: Any, entry: Any, stored: StoredNames, *, is_buffer:
     return describe_leaf(
         torch.empty(shape, dtype=live.dtype if keeps_dtype else dtype, device=device), key, "unchecked"
     )
-
-
-def _request_new(key: str, stored: StoredNames) -> Any:
-    if key not in stored.tensors:
-        return describe_object(None, key, "unchecked")
-    dtype, shape = stored.tensors[key]
-    return describe_leaf(torch.empty(shape, dtype=dtype, device="cpu"), key, "unchecked")
 
 
 def _decides(module: Module, names: Iterable[str]) -> bool:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters import fsdp1
-from shardckpt.adapters.dtensor import get_local_tensor
+from shardckpt.adapters.dtensor import get_local_tensor, to_local
 from shardckpt.adapters.forms import rebuild_state
 from shardckpt.adapters.group_options import GROUPS, OTHERS, PARAMS, STATE, name_group, spread_options
 from shardckpt.adapters.kept_options import (
@@ -253,7 +252,7 @@ def _undo_casts(found: Any, saved: Any) -> None:
     for key in keys:
         value, own = saved[key], found[key]
         if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
-            there, here = (each.to_local() if isinstance(each, DTensor) else each for each in (value, own))
+            there, here = to_local(value), to_local(own)
             if there.dtype != here.dtype and are_equal(there.to(here.dtype), here):
                 found[key] = value
         elif isinstance(value, str) and isinstance(own, str) and own.startswith("<generator object"):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardckpt.adapters.dtensor import get_dtensor_splits
+from shardckpt.adapters.dtensor import get_dtensor_splits, make_dtensor
 from shardckpt.errors import CorruptCheckpointError, ShapeMismatchError, ShardingError
 from shardckpt.planning.placements import compute_local_shape
 from shardckpt.tensors.torch_private import empty_sharded_tensor_like, is_sharded_tensor, move_placement
@@ -139,14 +139,8 @@ def _empty_moved(key: str, shape: Ints, dtype: torch.dtype, param: DTensor, axes
     splits = get_dtensor_splits(key, param) if is_member else []
     kept = [replace(split, dim=axes[split.dim]) for split in splits if split.dim in axes]
     local = compute_local_shape(shape, kept) if is_member else (0,)
-    return DTensor.from_local(
-        torch.empty(local, dtype=dtype, device=param.device),
-        param.device_mesh,
-        _move_placements(param.placements, axes),
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(shape, device="meta").stride(),
-    )
+    memory = torch.empty(local, dtype=dtype, device=param.device)
+    return make_dtensor(memory, param.device_mesh, _move_placements(param.placements, axes), shape)
 
 
 def _move_placements(placements: Iterable[Any], axes: Mapping[int, int]) -> tuple[Any, ...]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardckpt.errors import is_first_warning
 from shardckpt.tensors.torch_private import find_wrapped_child, is_wrapper_save_hook
 
 if TYPE_CHECKING:
@@ -39,8 +39,11 @@ def list_versions(root: Module, metadata: Mapping[str, dict[str, Any]]) -> dict[
     for module, path, _, name in walk_modules(root):
         own = metadata.get(path, {})
         kept = {key: value for key, value in own.items() if _is_plain(value)}
-        if own.keys() - kept.keys():
-            _warn_of_metadata(name, tuple(own.keys() - kept.keys()))
+        left_out = tuple(key for key in own if key not in kept)
+        if left_out and is_first_warning(__name__, name, left_out):
+            logger.warning(
+                "hooks of the module %r put %s into its metadata: only plain values are stored", name, left_out
+            )
         if kept.keys() - {"version"}:
             found[name] = kept
         elif has_version(type(module)) or VERSION in vars(module):
@@ -55,12 +58,6 @@ def _is_plain(value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
-
-
-@cache
-def _warn_of_metadata(name: str, keys: tuple[str, ...]) -> None:
-    """Say once what is not stored."""
-    logger.warning("hooks of the module %r put %s into its metadata: only plain values are stored", name, keys)
 
 
 def add_versions(root: Module, state: dict[str, Any], stored: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -22,8 +22,9 @@ from shardckpt.adapters.dtensor import (
     get_element_range,
     get_local_tensor,
     get_replica_coordinates,
+    make_dtensor,
 )
-from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.errors import CheckpointingException, ShardingError, is_first_warning
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.state_dict import dict_list_map_outplace
 from shardckpt.tensors.inner import INNER, SHARED, find_inner_names, flatten_tensor, get_values, has_inner
@@ -79,7 +80,14 @@ def is_wrapper(value: Any) -> bool:
     if not has_inner(local):
         return False
     if not _can_be_cut(value, local):
-        _warn_of_values(kind(local), tuple(value.shape), str(value.placements))
+        what = kind(local), tuple(value.shape), str(value.placements)
+        if is_first_warning(__name__, *what):
+            logger.warning(
+                "a tensor of the class %s, shape %s, placements %s, is stored dequantized, and a load quantizes anew "
+                "or, for the state of a fresh optimizer, not at all: blocks can be stored where shards are rows, and "
+                "of one size",
+                *what,
+            )
         return False
     return True
 
@@ -107,18 +115,6 @@ def _has_axes(inner: torch.Tensor, local: torch.Tensor) -> bool:
 
 def _is_even(dtensor: DTensor) -> bool:
     return all(not dtensor.shape[split.dim] % split.count for split in get_dtensor_splits("", dtensor))
-
-
-@functools.cache
-def _warn_of_values(name: str, shape: tuple[int, ...], placements: str) -> None:
-    """Say once that blocks are not stored."""
-    logger.warning(
-        "a tensor of the class %s, shape %s, placements %s, is stored dequantized, and a load quantizes anew or, for "
-        "the state of a fresh optimizer, not at all: blocks can be stored where shards are rows, and of one size",
-        name,
-        shape,
-        placements,
-    )
 
 
 def flatten_wrappers(state: Any, *, shards: bool = True) -> Any:
@@ -154,11 +150,7 @@ def _place(inner: torch.Tensor, local: torch.Tensor, dtensor: DTensor) -> DTenso
         offset, size = (index * inner.numel() // local.numel() for index in (elements.start, dtensor.numel()))
         return InnerShard(inner, size, offset, get_replica_coordinates(dtensor) or 0)
     rows = inner.shape[0] * dtensor.shape[0] // local.shape[0]
-    shape = torch.Size((rows, *inner.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        inner, dtensor.device_mesh, dtensor.placements, run_check=False, shape=shape, stride=stride
-    )
+    return make_dtensor(inner, dtensor.device_mesh, dtensor.placements, (rows, *inner.shape[1:]))
 
 
 def is_inner(slot: str) -> bool:
@@ -266,9 +258,7 @@ def _cut(tensor: torch.Tensor, param: DTensor) -> torch.Tensor:
 
 
 def _make_like(param: DTensor, local: torch.Tensor) -> DTensor:
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    return make_dtensor(local, param.device_mesh, param.placements, param.shape, param.stride())
 
 
 def _replace_shape(context: Any, old: tuple[int, ...], new: tuple[int, ...]) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.archive.pickle_policy import FunctionProxy, OpaqueClass, describe
-from shardckpt.archive.tensor_pickles import checked_geometry
+from shardckpt.archive.tensor_pickles import call_rebuild, checked_geometry
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.stubs.stub import Stub, make_stub_class
 
@@ -89,18 +89,12 @@ def _take_shape(_class: Any, _dtype: Any, shape: Any, *_: Any) -> _WrapperShape:
 
 def _describe_from_type(function: Any, _type: Any, args: Any, state: Any) -> LazyTensor:
     """Describe a tensor with attributes or of a subclass: a DTensor by its local tensor, any other as a plain one."""
-    if not isinstance(function, FunctionProxy) or type(args) is not tuple:
-        raise CorruptCheckpointError(
-            f"a tensor is rebuilt by {describe(function)}, which is not one of torch's functions"
-        )
-    made = function(*args)
-    if isinstance(made, _WrapperShape):
-        attributes = state[-1] if type(state) is tuple and state else state
-        attributes = attributes if isinstance(attributes, dict) else {}
-        local, spec = attributes.get("_local_tensor"), attributes.get("_spec")
-        if not isinstance(local, LazyTensor) or not isinstance(spec, Stub):
-            raise CorruptCheckpointError("a DTensor has no local tensor, or no description of its mesh")
-        return LazyTensor(local.payload, made.shape, spec)
-    if not isinstance(made, LazyTensor):
-        raise CorruptCheckpointError(f"what is rebuilt as a tensor is a {type(made).__name__}")
-    return made
+    made: LazyTensor | _WrapperShape = call_rebuild(function, args, LazyTensor, _WrapperShape)
+    if isinstance(made, LazyTensor):
+        return made
+    attributes = state[-1] if type(state) is tuple and state else state
+    attributes = attributes if isinstance(attributes, dict) else {}
+    local, spec = attributes.get("_local_tensor"), attributes.get("_spec")
+    if not isinstance(local, LazyTensor) or not isinstance(spec, Stub):
+        raise CorruptCheckpointError("a DTensor has no local tensor, or no description of its mesh")
+    return LazyTensor(local.payload, made.shape, spec)

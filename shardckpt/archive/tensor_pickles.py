@@ -141,16 +141,21 @@ class TensorRebuilder:
         return made[key]
 
 
-def _rebuild_from_type(function: Any, _type: Any, args: Any, _state: Any) -> torch.Tensor:
-    """Rebuild a tensor with attributes, or of a subclass, as a plain tensor."""
+def call_rebuild(function: Any, args: Any, *kinds: type[Any]) -> Any:
+    """Return what one of torch's functions makes of a tensor's parts, which must be of one of these classes."""
     if not isinstance(function, FunctionProxy) or type(args) is not tuple:
         raise CorruptCheckpointError(
             f"a tensor is rebuilt by {describe(function)}, which is not one of torch's functions"
         )
-    tensor = function(*args)
-    if not isinstance(tensor, torch.Tensor):
-        raise CorruptCheckpointError(f"what is rebuilt as a tensor is a {type(tensor).__name__}")
-    return tensor
+    made = function(*args)
+    if not isinstance(made, kinds):
+        raise CorruptCheckpointError(f"what is rebuilt as a tensor is a {type(made).__name__}")
+    return made
+
+
+def _rebuild_from_type(function: Any, _type: Any, args: Any, _state: Any) -> torch.Tensor:
+    """Rebuild a tensor with attributes, or of a subclass, as a plain tensor."""
+    return call_rebuild(function, args, torch.Tensor)  # type: ignore[no-any-return]
 
 
 def _rebuild_parameter(data: torch.Tensor, requires_grad: bool, _hooks: Any, _state: Any = None) -> torch.nn.Parameter:

@@ -35,11 +35,24 @@ from shardckpt.errors import PluginError, ask_nearest, listed, name_known, show_
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-#: A file for each; help lists them in this order.
-_VERBS = (
-    *("ls", "inspect", "diff", "verify", "export", "convert", "merge", "migrate", "remove", "prune", "pin"),
-    *("strategies", "config", "demo", "completion"),
-)
+#: A file for each, and what help says of it, in this order.
+_VERBS = {
+    "ls": "list the checkpoints in a folder, and whether they are whole",
+    "inspect": "list the tensors, objects and common state of a checkpoint",
+    "diff": "compare two checkpoints",
+    "verify": "check every file of checkpoints, against digests if they have them",
+    "export": "write a checkpoint as a Hugging Face folder (safetensors)",
+    "convert": "write any checkpoint, folder or file in another format, with a proof",
+    "merge": "average or interpolate checkpoints of any formats",
+    "migrate": "rewrite a checkpoint in another format, or in a newer version",
+    "remove": "remove keys from a checkpoint, in one step, and free their bytes",
+    "prune": "remove what killed saves have left, and steps that are not kept",
+    "pin": "keep a step under a label; list pins and leases",
+    "strategies": "list the installed strategies, and broken plugins with the reason",
+    "config": "list the settings of a CheckpointManager, and the variables",
+    "demo": "train with 4 ranks, kill them, go on with others, and compare the losses",
+    "completion": "print a script that completes the command in a shell",
+}
 _TO_REMOVE = "prune, of steps and of what killed saves have left, or remove, of keys in a checkpoint"
 #: What other commands call what these verbs do.
 _OTHERS = {
@@ -222,9 +235,13 @@ def _make_parser(given: str) -> tuple[argparse.ArgumentParser, Mapping[str, argp
         dest="verb", required=True, metavar="VERB", parser_class=_VerbParser, action=_VerbsAction
     )
     for verb in [only] if only else _VERBS:
-        importlib.import_module(f"{__name__}.{verb}").add(verbs)
+        module = importlib.import_module(f"{__name__}.{verb}")
+        own = verbs.add_parser(verb, help=_VERBS[verb], description=module.__doc__)
+        # for errors about several options, and for the script that completes all verbs
+        own.set_defaults(run=module.run, parser=own, verbs=verbs)
+        module.add_options(own)
         if verb not in _WITHOUT_JSON:
-            add_json(verbs.choices[verb])
+            add_json(own)
     if only:
         return parser, verbs.choices
     from shardckpt.plugins.manager import get_plugin_manager

@@ -46,12 +46,12 @@ def cut(text: str, most: int) -> str:
     return text
 
 
-def cut_middle(text: str, most: int, gap: str = "...") -> str:
+def cut_middle(text: str, most: int) -> str:
     """Return a text of at most so many cells: of a longer one both ends, since names differ in the end."""
     if measure(text) <= most:
         return text
-    tail = (most - len(gap)) * 2 // 3
-    return f"{cut(text, most - len(gap) - tail)}{gap}{_cut_beginning(text, tail)}"
+    tail = (most - 3) * 2 // 3
+    return f"{cut(text, most - 3 - tail)}...{_cut_beginning(text, tail)}"
 
 
 def wrap(text: str, most: int, first: int = 0) -> list[str]:
@@ -98,6 +98,3 @@ def _measure_char(char: str) -> int:
     if unicodedata.category(char) in ("Mn", "Me"):
         return 0
     return 2 if unicodedata.east_asian_width(char) in ("W", "F") else 1
-
-
-__all__ = ["cut", "cut_middle", "fit_line", "measure", "measure_widest", "pad", "pad_all", "wrap"]

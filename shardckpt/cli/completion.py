@@ -42,22 +42,14 @@ complete -o bashdefault -o default -F _shardckpt shardckpt
 """
 
 
-def add(verbs: Any) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser(
-        "completion",
-        help="print a script that completes the command in a shell",
-        description=__doc__,
-    )
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
-    parser.set_defaults(run=lambda options: run(options, verbs))
 
 
-def run(options: Any, verbs: Any) -> int:
-    """Print the script for the shell that the options name; return the exit code.
-
-    ``verbs`` are argparse's subparsers, when the verbs of plugins are among them.
-    """
+def run(options: Any) -> int:
+    """Print the script for the shell that the options name; return the exit code."""
+    verbs = options.verbs
     say(_write_fish(verbs) if options.shell == "fish" else _write_bash(verbs, zsh=options.shell == "zsh"), end="")
     return FINE
 

@@ -31,11 +31,8 @@ if TYPE_CHECKING:
     from shardckpt.settings import Variable
 
 
-def add(verbs: Any) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser(
-        "config", help="list the settings of a CheckpointManager, and the variables", description=__doc__
-    )
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument(
         "setting", nargs="*", help="show all that is said of this one, or of a variable; another library's name will do"
     )
@@ -48,7 +45,6 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--section", metavar="NAME", help="the table of each FILE that has them, as 'checkpoint' or 'a.b'"
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: Any) -> Output:

@@ -36,7 +36,7 @@ from shardckpt.errors import CheckpointingException, format_many, listed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.maintenance.convert import ConversionReport
+    from shardckpt.maintenance.conversion import ConversionReport
 
 
 #: What --memory is by default.
@@ -51,17 +51,12 @@ PROOF_HELP = "print a line for each tensor, with its fingerprints before and aft
 _NAMES_OF_FILES = (".bin", ".pt", ".pth", ".safetensors")
 
 
-def add(verbs: Any) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser(
-        "convert",
-        help="write any checkpoint, folder or file in another format, with a proof",
-        description=__doc__,
-    )
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument("source", metavar="SRC", help="directory or URL of a checkpoint or folder, or a file")
     parser.add_argument("target", metavar="DST", help="what to write: absent or empty, or see --overwrite")
     add_target_options(parser)
-    parser.set_defaults(reads=("source",), writes="target", run=run)
+    parser.set_defaults(reads=("source",), writes="target")
 
 
 def add_target_options(parser: Any) -> None:

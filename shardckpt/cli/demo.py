@@ -5,13 +5,12 @@ Checks that the later processes load what the first saved, bit for bit, and go o
 
 from __future__ import annotations
 
-import argparse
 import functools
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.cli.output import say
+from shardckpt.cli.output import parse_count, say
 from shardckpt.cli.table import table
 from shardckpt.errors import name_call
 
@@ -21,17 +20,13 @@ if TYPE_CHECKING:
     from shardckpt.demo.launch import Run
 
 
-def add(verbs: Any) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser(
-        "demo", help="train with 4 ranks, kill them, go on with others, and compare the losses", description=__doc__
-    )
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument("--moe", action="store_true", help="train a mixture of experts, with expert parallelism")
     parser.add_argument("--dir", help="new or empty directory for checkpoints and logs (default: temporary)")
     parser.add_argument(
-        "--steps", type=_positive, default=16, metavar="N", help="training steps before the checkpoint (16)"
+        "--steps", type=parse_count, default=16, metavar="N", help="training steps before the checkpoint (16)"
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: Any) -> int:
@@ -69,9 +64,3 @@ def _report(runs: Sequence[Run], steps: int) -> str:
         + "\n\nModel and optimizer at the checkpoint, bit for bit (SHA-256 of all tensors, gathered)\n"
         + table((f"saved by {first.layout}", *(f"loaded by {n}" for n in names[1:])), [(first.state[:16], *states)])
     )
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)

@@ -33,9 +33,8 @@ _MAX_VALUES = 16
 _MAX_UNPAIRED = 10
 
 
-def add(verbs: Any) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser("diff", help="compare two checkpoints", description=__doc__)
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument("first", help="directory or URL of a checkpoint or Hugging Face folder, or a file")
     parser.add_argument("second", help="the other")
     parser.add_argument("--rtol", type=float, default=0.0, help="tolerance relative to the second's values (0)")
@@ -71,7 +70,7 @@ def add(verbs: Any) -> None:
         f"a row for each tensor, also of more than {_MAX_UNPAIRED} that only one of them has, and for each value, also "
         f"of lists and dicts with more than {_MAX_VALUES} that differ, as in --json",
     )
-    parser.set_defaults(reads=("first", "second"), run=run)
+    parser.set_defaults(reads=("first", "second"))
 
 
 def run(options: Any) -> Output:

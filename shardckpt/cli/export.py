@@ -21,11 +21,8 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.export import Exported
 
 
-def add(verbs: Any) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser(
-        "export", help="write a checkpoint as a Hugging Face folder (safetensors)", description=__doc__
-    )
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument("checkpoint", help="the checkpoint's directory or URL, or a file of torch.save or safetensors")
     parser.add_argument("target", help="the folder to write: absent or empty, or see --overwrite")
     parser.add_argument(
@@ -43,7 +40,7 @@ def add(verbs: Any) -> None:
         help="replace the weights in the folder and, with --assets, its configuration and tokenizer",
     )
     add_verbose(parser, "print a line for each file")
-    parser.set_defaults(reads=("checkpoint",), writes="target", run=run)
+    parser.set_defaults(reads=("checkpoint",), writes="target")
 
 
 def run(options: Any) -> Output:

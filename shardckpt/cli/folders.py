@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CannotLoadError, CheckpointingException, NotACheckpointError, find_nearest
+from shardckpt.manifest.names import LINKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-#: What the paths end with that stand for steps.
-_WORDS = ("/latest", "/best")
 
 
 def name_steps(options: Any) -> None:
@@ -42,7 +40,7 @@ def name_steps(options: Any) -> None:
 
 
 def _is_word(path: str) -> bool:
-    return f"/{path}".rstrip("/").endswith(_WORDS)
+    return path.rstrip("/").rpartition("/")[2] in LINKS
 
 
 def refuse_lost_link(path: str) -> None:
@@ -68,10 +66,9 @@ def _refuse_misspelt_word(path: str) -> None:
         return
     with wrap_os_errors("list", place.parent):
         names = sorted(each.name for each in place.parent.iterdir())
-    words = [word.strip("/") for word in _WORDS]
     if all(parse_step(name) is None for name in names):
         return
-    if (nearest := find_nearest(place.name, [*words, *names])) in words and place.name != nearest:
+    if (nearest := find_nearest(place.name, [*LINKS, *names])) in LINKS and place.name != nearest:
         folder = path.rstrip("/").removesuffix(place.name)
         raise NotACheckpointError(f"{path} does not exist: did you mean {folder}{nearest}?")
 

@@ -49,6 +49,3 @@ class HelpFormatter(argparse.HelpFormatter):
         return textwrap.wrap(
             line, self._width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False
         )
-
-
-__all__ = ["HelpFormatter"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.header import read_header
 from shardckpt.cli.output import Output
-from shardckpt.errors import KeyMismatchError, format_many, name_prefixes
+from shardckpt.errors import format_many, prefix_error
 from shardckpt.storage.directory import retry_if_replaced
 
 if TYPE_CHECKING:
@@ -25,10 +25,7 @@ def write_checkpoint_page(
 
     found = _describe(checkpoint, directory, prefix, with_values=with_values)
     if prefix and not found["keys"] and not found["objects"]:
-        raise KeyMismatchError(
-            f"{directory}: no tensor or object has a key that begins with {prefix!r} "
-            f"{name_prefixes(prefix, [*checkpoint, *checkpoint.objects])}"
-        )
+        raise prefix_error(f"{directory}: no tensor or object", prefix, [*checkpoint, *checkpoint.objects])
     nbytes = write_page(locate_file(target, "write a page to"), f"{directory} · shardckpt", found)
     is_fine = not found["incomplete"] and not found["commonFault"]
     count = len(found["keys"])

@@ -27,11 +27,10 @@ from shardckpt.engine.amounts import format_count, format_metric
 from shardckpt.errors import (
     CheckpointingException,
     CheckpointReplacedError,
-    KeyMismatchError,
     escape_text,
     format_many,
     listed,
-    name_prefixes,
+    prefix_error,
 )
 
 if TYPE_CHECKING:
@@ -54,11 +53,8 @@ OUTLINES = {
 _KEYS_SHOWN = 20
 
 
-def add(verbs: Any) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser(
-        "inspect", help="list the tensors, objects and common state of a checkpoint", description=__doc__
-    )
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument("directory", help="directory or URL of a checkpoint or Hugging Face folder, or a file")
     parser.add_argument(
         "prefix",
@@ -84,7 +80,7 @@ def add(verbs: Any) -> None:
     parser.add_argument("--depth", type=int, metavar="N", help="with --tree, the deepest level to show")
     add_verbose(parser, f"name every key that is lost or was left out, not only {_KEYS_SHOWN} of them, as in --json")
     parser.add_argument("--sort", choices=("key", "size"), default="key", help="order of the tensors (key)")
-    parser.set_defaults(reads=("directory",), run=run)
+    parser.set_defaults(reads=("directory",))
 
 
 def run(options: Any) -> Output:
@@ -289,10 +285,8 @@ def _collect(checkpoint: StoredCheckpoint, options: Any) -> _Found:
     tensors = _make_tensors(_outline_columns(columns), options)
     objects = sorted(key for key in columns.objects if key.startswith(prefix))
     if prefix and not tensors.keys and not objects:
-        raise KeyMismatchError(
-            f"{options.directory}: no tensor or object has a key that begins with {prefix!r} "
-            f"{name_prefixes(prefix, [*columns.keys, *columns.objects, *_read_common(checkpoint)[0]])}"
-        )
+        keys = [*columns.keys, *columns.objects, *_read_common(checkpoint)[0]]
+        raise prefix_error(f"{options.directory}: no tensor or object", prefix, keys)
     common, fault = ([], "") if prefix else _read_common(checkpoint)
     scaled = [
         f"{key} is scaled by {scales.key}, in blocks of {'x'.join(map(str, scales.block))}"

@@ -76,6 +76,3 @@ def _list_staged(target: str) -> list[Path]:
         place = find_local(target)
         return [] if place is None else list_staging_directories(place)
     return []
-
-
-__all__ = ["describe_left", "find_published", "find_target", "identify_target"]

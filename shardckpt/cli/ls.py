@@ -52,11 +52,8 @@ _BEST = {"min": "the smallest", "max": "the largest"}
 _DIGITS = 12
 
 
-def add(verbs: Any) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser(
-        "ls", help="list the checkpoints in a folder, and whether they are whole", description=__doc__
-    )
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument("folders", nargs="*", metavar="folder", default=["."], help="directory or URL (default: here)")
     parser.add_argument("-r", "--recursive", action="store_true", help="look into the folders in it, too")
     parser.add_argument(
@@ -65,7 +62,7 @@ def add(verbs: Any) -> None:
         metavar="NAME[:min|max]",
         help="the metric to show, and whether the smallest (min) or the largest value is the best",
     )
-    parser.set_defaults(reads=("folders",), run=run)
+    parser.set_defaults(reads=("folders",))
 
 
 def run(options: Any) -> Output:

@@ -39,13 +39,8 @@ if TYPE_CHECKING:
     from shardckpt.maintenance.merge import MergeReport
 
 
-def add(verbs: Any) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser(
-        "merge",
-        help="average or interpolate checkpoints of any formats",
-        description=__doc__,
-    )
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument(
         "sources", metavar="SRC", nargs="+", help="directory or URL of a checkpoint or folder, or a file"
     )
@@ -74,7 +69,7 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument("--base", type=int, metavar="N", help="objects and common state of the N-th SRC (the last)")
     add_target_options(parser)
-    parser.set_defaults(reads=("sources",), writes="target", run=run)
+    parser.set_defaults(reads=("sources",), writes="target")
 
 
 def run(options: Any) -> Output:

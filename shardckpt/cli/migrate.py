@@ -13,11 +13,8 @@ from shardckpt.cli.convert import PROOF_HELP, describe_conversion, parse_target
 from shardckpt.cli.output import Output, add_verbose
 
 
-def add(verbs: Any) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser(
-        "migrate", help="rewrite a checkpoint in another format, or in a newer version", description=__doc__
-    )
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument("old", help="directory or URL of the checkpoint")
     parser.add_argument("new", help="directory or URL of the rewritten checkpoint: absent or empty, or see --overwrite")
     parser.add_argument(
@@ -39,7 +36,7 @@ def add(verbs: Any) -> None:
         help="replace the checkpoint at NEW, which may be OLD, in one step when the new one is complete and on disk",
     )
     add_verbose(parser, f"with --to BACKEND, {PROOF_HELP}")
-    parser.set_defaults(reads=("old",), writes="new", run=run)
+    parser.set_defaults(reads=("old",), writes="new")
 
 
 def run(options: Any) -> Output:

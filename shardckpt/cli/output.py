@@ -6,6 +6,7 @@ erases a line or turns the direction of text: what is no printable character is 
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -174,6 +175,13 @@ def add_json(parser: Any) -> None:
     parser.add_argument(
         "--json", action="store_true", dest="as_json", help="print all of the answer as JSON, an error, too"
     )
+
+
+def parse_count(text: str) -> int:
+    """Parse the number of an option."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 def add_verbose(parser: Any, help: str) -> None:  # noqa: A002 - as argparse calls it

@@ -5,21 +5,19 @@ No CheckpointManager and no verb removes or replaces a pinned step, until the pi
 
 from __future__ import annotations
 
-import shlex
 from typing import Any
 
 from shardckpt.cli.folders import refuse_checkpoint, refuse_lost_link
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import fit_table
-from shardckpt.errors import CheckpointingException, StorageError, listed, name_known
+from shardckpt.errors import CheckpointingException, StorageError, listed, name_call, name_known
+from shardckpt.manifest.names import LINKS
 
 #: What stands for a step.
-_WORDS = ("latest", "best")
 
 
-def add(verbs: Any) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser("pin", help="keep a step under a label; list pins and leases", description=__doc__)
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument("folder", help="the directory or URL of the steps")
     parser.add_argument(
         "step",
@@ -31,7 +29,6 @@ def add(verbs: Any) -> None:
     parser.add_argument("text", nargs="?", metavar="LABEL", help="why it is kept, such as 'release 1.2'")
     parser.add_argument("--label", help="the same")
     parser.add_argument("--remove", action="store_true", help="take the pin of this label away")
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: Any) -> Output:
@@ -91,7 +88,7 @@ def _name_step(folder: str, step: int | str) -> int | str:
     from shardckpt.manager.named_steps import find_named_step
     from shardckpt.plugins.manager import get_plugin_manager
 
-    if step not in _WORDS:
+    if step not in LINKS:
         return step
     return locate(find_named_step(f"{folder.rstrip('/')}/{step}"), get_plugin_manager()).name  # a link is followed
 
@@ -114,7 +111,7 @@ def _check_label(options: Any) -> None:
         directory: [hold.holder for hold in holds if hold.kind == "pin"]
         for directory, holds in find_holds(options.folder).items()
     }
-    steps, step = find_step(options.folder, options.step, also=_WORDS)
+    steps, step = find_step(options.folder, options.step, also=LINKS)
     name = steps.names.name(step)
     own = pins.get(name, [])
     if step not in (there := steps.steps()) and not (options.remove and own):
@@ -139,5 +136,4 @@ def _check_label(options: Any) -> None:
 def _show_call(options: Any, label: str) -> str:
     """Return the call that pins the step under a label, or takes that pin away."""
     remove = ["--remove"] if options.remove else []
-    call = shlex.join(["shardckpt", "pin", options.folder, str(options.step), *remove, "--label", label])
-    return f"`{call}`"
+    return name_call("pin", options.folder, options.step, *remove, "--label", label)

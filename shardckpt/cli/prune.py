@@ -39,7 +39,7 @@ from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
 from shardckpt.cli.failure import print_error
 from shardckpt.cli.folders import refuse_checkpoint, refuse_lost_link
 from shardckpt.cli.ls import describe_leftovers, list_folder
-from shardckpt.cli.output import Output, add_verbose
+from shardckpt.cli.output import Output, add_verbose, parse_count
 from shardckpt.cli.table import fit_table
 from shardckpt.engine.amounts import format_bytes
 from shardckpt.errors import CheckpointingException, StorageError, format_many, listed
@@ -57,11 +57,8 @@ if TYPE_CHECKING:
 _LONGEST_NAME = 50
 
 
-def add(verbs: Any) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser(
-        "prune", help="remove what killed saves have left, and steps that are not kept", description=__doc__
-    )
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument(
         "paths", nargs="*", metavar="path", help="a folder of checkpoints, or one checkpoint: a directory or a URL"
     )
@@ -95,13 +92,13 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--damaged", action="store_true", help="also remove steps that are damaged, and saves that did not end"
     )
-    parser.add_argument("--keep-latest", type=_parse_count, metavar="N", help="keep the N highest steps")
-    parser.add_argument("--keep-every", type=_parse_count, metavar="N", help="keep the steps that are multiples of N")
-    parser.add_argument("--keep-near", type=_parse_count, metavar="N", help="keep the steps closest to multiples of N")
+    parser.add_argument("--keep-latest", type=parse_count, metavar="N", help="keep the N highest steps")
+    parser.add_argument("--keep-every", type=parse_count, metavar="N", help="keep the steps that are multiples of N")
+    parser.add_argument("--keep-near", type=parse_count, metavar="N", help="keep the steps closest to multiples of N")
     parser.add_argument("--keep-hours", type=_parse_hours, metavar="H", help="keep the steps of the last H hours")
     parser.add_argument(
         "--keep-verified",
-        type=_parse_count,
+        type=parse_count,
         metavar="N",
         help="keep the N highest steps that are marked as verified",
     )
@@ -132,7 +129,6 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     add_verbose(parser, "with --damaged alone, name the sound steps, too")
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: Any) -> Output:
@@ -616,12 +612,6 @@ def _name_result(result: PruneResult | StepResult, options: Any) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _parse_count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
 def _parse_hours(text: str) -> float:
     try:
         hours = float(text)
@@ -638,4 +628,4 @@ def _parse_best(text: str) -> tuple[str, str, int]:
     mode, count = (*rest, *("min", "1")[len(rest) :])[:2]
     if not metric or len(rest) > 2 or mode not in ("min", "max"):  # noqa: PLR2004 - mode and count
         raise argparse.ArgumentTypeError(f"{text!r} is not METRIC[:min|max[:COUNT]], such as loss:min:2")
-    return metric, mode, _parse_count(count)
+    return metric, mode, parse_count(count)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.folders import named_folders
 from shardckpt.cli.output import Output
-from shardckpt.errors import KeyMismatchError, format_many, listed, name_prefixes
+from shardckpt.errors import format_many, listed, prefix_error
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -17,15 +17,12 @@ if TYPE_CHECKING:
     from shardckpt.maintenance.remove import RemovalReport
 
 
-def add(verbs: Any) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser(
-        "remove", help="remove keys from a checkpoint, in one step, and free their bytes", description=__doc__
-    )
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument("directory", help="the checkpoint's directory; not a URL")
     parser.add_argument("prefix", help="what the keys to be removed begin with")
     parser.add_argument("--dry-run", action="store_true", help="change nothing; print what would be removed and freed")
-    parser.set_defaults(writes="directory", run=run)
+    parser.set_defaults(writes="directory")
 
 
 def run(options: Any) -> Output:
@@ -43,10 +40,8 @@ def run(options: Any) -> Output:
     with show_progress("remove"):
         report = remove_keys(directory, options.prefix, Comm(alone=True), plugins, dry_run=options.dry_run)
     if not report.keys:
-        raise KeyMismatchError(
-            f"{options.directory}: 0 of {format_many(len(before), 'key')} removed: no tensor or object has a key that "
-            f"begins with {options.prefix!r} {name_prefixes(options.prefix, before)}"
-        )
+        removed = f"0 of {format_many(len(before), 'key')} removed"
+        raise prefix_error(f"{options.directory}: {removed}: no tensor or object", options.prefix, before)
     return Output(
         lambda: {"checkpoint": options.directory, "dry_run": options.dry_run, **vars(report)},
         lambda: _describe(report, before, options),

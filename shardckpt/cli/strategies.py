@@ -13,12 +13,8 @@ from shardckpt.cli.output import Output
 from shardckpt.cli.table import fit_table
 
 
-def add(verbs: Any) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser(
-        "strategies", help="list the installed strategies, and broken plugins with the reason", description=__doc__
-    )
-    parser.set_defaults(run=run)
+def add_options(_: Any) -> None:
+    """Add none."""
 
 
 def run(_: Any) -> Output:

@@ -75,13 +75,8 @@ _FINE = {
 }
 
 
-def add(verbs: Any) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser(
-        "verify",
-        help="check every file of checkpoints, against digests if they have them",
-        description=__doc__,
-    )
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument(
         "paths", nargs="+", metavar="path", help="a checkpoint, or a folder of checkpoints: a directory or URL"
     )
@@ -103,7 +98,7 @@ def add(verbs: Any) -> None:
         help="write a lost or damaged metadata.json back, where all other files match their digests",
     )
     parser.add_argument("-r", "--recursive", action="store_true", help="also those in the folders of a folder")
-    parser.set_defaults(reads=("paths",), run=run)
+    parser.set_defaults(reads=("paths",))
 
 
 @dataclass(frozen=True)

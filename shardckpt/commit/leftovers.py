@@ -25,6 +25,7 @@ from shardckpt.manifest.names import MARKER_NAME
 from shardckpt.storage.abilities import takes_requests
 from shardckpt.storage.disk_usage import read_last_write
 from shardckpt.storage.filesystem import is_there, sync_directory, wrap_os_errors
+from shardckpt.storage.places import list_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HOUR = 3600.0
+#: A process that cannot be asked whether it is alive.
+ELSEWHERE = "a process of another host, container or boot"
 _SPOOL = "shardckpt-spool-"
 #: A prefix, the owner, which older releases did not write, and the random end that ``mkdtemp`` adds.
 _SPOOL_NAME = re.compile(rf"{_SPOOL}(?:([0-9a-f]{{32}})-)?[a-z0-9_]{{8}}")
@@ -115,7 +118,7 @@ def explain_kept(leftover: Leftover, hours: float | None = None) -> str:
     owner = leftover.owner
     is_alive = None if owner is None else owner.is_alive()
     if owner is None or is_alive is None:
-        return _explain_recent(leftover, settings.leftover_hours() if hours is None else hours)
+        return _explain_by_time(leftover, settings.leftover_hours() if hours is None else hours)
     if not is_alive:
         return ""
     # this process claims the directories that it fills: an unclaimed one of its own was left by a failed call. A spool,
@@ -125,7 +128,7 @@ def explain_kept(leftover: Leftover, hours: float | None = None) -> str:
     return f"process {owner.pid} of this host is alive"
 
 
-def _explain_recent(leftover: Leftover, limit: float) -> str:
+def _explain_by_time(leftover: Leftover, limit: float) -> str:
     """Return why a leftover may still be written to; ``""`` once its last write is ``limit`` hours old."""
     if limit <= 0:  # whatever the time of the write: another host's clock may be ahead
         return ""
@@ -134,11 +137,13 @@ def _explain_recent(leftover: Leftover, limit: float) -> str:
         written = read_last_write(leftover.path, count_renames=leftover.is_replaced)
     except OSError as exc:
         return f"it cannot be read, so that its last write is not known: {exc}"
+    return explain_recent("an older release" if leftover.owner is None else ELSEWHERE, written, limit)
+
+
+def explain_recent(whose: str, written: float, limit: float) -> str:
+    """Return that somebody may still write to what was written to then; ``""`` once that is ``limit`` hours ago."""
     age = (time.time() - written) / _HOUR
-    if age >= limit:
-        return ""
-    source = "an older release" if leftover.owner is None else "a process of another host, container or boot"
-    return f"of {source}, written to {max(age, 0):.1f} hours ago: it goes after {limit:g}"
+    return "" if age >= limit else f"of {whose}, written to {max(age, 0):.1f} hours ago: it goes after {limit:g}"
 
 
 def remove_leftover(leftover: Leftover) -> None:
@@ -228,9 +233,5 @@ def find_spools(folder: Path) -> list[Leftover]:
 
 def _list_candidates(folder: Path) -> list[Path]:
     """Return the paths that may be leftovers by name. Links never are, so nothing outside the folder is removed."""
-    with wrap_os_errors("list", folder):
-        try:
-            with os.scandir(folder) as entries:
-                return [Path(entry.path) for entry in entries if "shardckpt-" in entry.name and not entry.is_symlink()]
-        except FileNotFoundError:
-            return []
+    paths = [folder / name for name in list_names(folder) if "shardckpt-" in name]
+    return [path for path in paths if not path.is_symlink()]

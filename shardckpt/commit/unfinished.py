@@ -6,7 +6,6 @@ is alive is certain on its host; elsewhere the time of the last write decides, a
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt import settings
@@ -18,6 +17,7 @@ from shardckpt.commit.claim import (
     without_others,
 )
 from shardckpt.commit.generations import delete_generations, delete_record_last, list_first_save
+from shardckpt.commit.leftovers import ELSEWHERE, explain_recent
 from shardckpt.commit.removal import delete_checkpoint
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.manifest.models import Marker
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from shardckpt.commit.owner import Owner
     from shardckpt.storage.remote import RemotePath
-
-_HOUR = 3600.0
 
 
 class Unfinished(NamedTuple):
@@ -131,9 +129,7 @@ def explain_unfinished_kept(unfinished: Unfinished, hours: float | None = None) 
     written = _last_write(unfinished)
     if not written:
         return "nothing says who writes it, or when it was written: --older-than 0 removes it"
-    age = (time.time() - written) / _HOUR
-    whose = "a process of another host, container or boot" if alive else "an unknown process"
-    return "" if age >= limit else f"of {whose}, written to {max(age, 0):.1f} hours ago: it goes after {limit:g}"
+    return explain_recent(ELSEWHERE if alive else "an unknown process", written, limit)
 
 
 def remove_unfinished(unfinished: Unfinished) -> None:

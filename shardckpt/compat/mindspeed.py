@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardckpt.adapters.dtensor import get_dtensor_splits, get_local_tensor, get_replica_coordinates
+from shardckpt.adapters.dtensor import get_dtensor_splits, get_local_tensor, get_replica_coordinates, make_dtensor
 from shardckpt.compat.torch_private import get_root_mesh
 from shardckpt.errors import ShapeMismatchError, ShardingError
 from shardckpt.huggingface.convert import dcp_to_torch_state_dict as _to_state_dict
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from shardckpt.mapping.base import StateDict
-    from shardckpt.planning.boxes import Ints
     from shardckpt_ep import Names
 
 
@@ -127,8 +126,9 @@ def restore_ep_dim(
     layout: ExpertLayout = describe(
         tensor, mesh, ep=ep, expert_dim=expert_dim, experts_per_rank=counts, global_shape=global_shape, name=name
     )
-    restored = _as_dtensor(tensor, mesh, _placements(tensor, mesh, ep, layout.expert_dim), layout.global_shape)
-    # _as_dtensor checks nothing: uneven experts would be stored at wrong offsets
+    placements = _placements(tensor, mesh, ep, layout.expert_dim)
+    restored = make_dtensor(get_local_tensor(tensor), mesh, placements, layout.global_shape)
+    # make_dtensor checks nothing: uneven experts would be stored at wrong offsets
     if list_held_boxes(layout.global_shape, get_dtensor_splits(name, restored)) != layout.pieces():
         raise ShardingError(
             f"experts are assigned over {mesh} in a way that no DTensor describes ({layout}): use an ExpertLayout with "
@@ -174,7 +174,7 @@ def drop_ep_dim(
     here = own.get_coordinate() or (0,) * own.ndim
     shape = compute_local_shape(tensor.shape, [Split(expert_dim, own.size(ep_dim), here[ep_dim])])
     names = tuple((own.mesh_dim_names or ())[dim] for dim in rest)
-    dropped = _as_dtensor(tensor, own[names], placements, shape)
+    dropped = make_dtensor(get_local_tensor(tensor), own[names], placements, shape)
     # a DTensor whose local tensor contradicts its placements would be stored at wrong offsets
     inside = compute_local_shape(shape, get_dtensor_splits("the tensor to be dropped", dropped))
     if inside != tuple(dropped.to_local().shape):
@@ -514,13 +514,6 @@ def _is_part(mesh: DeviceMesh, full: DeviceMesh) -> bool:
         return mesh == full
     place = tuple(slice(None) if dim in kept else index for dim, index in enumerate(here))
     return mesh.mesh.equal(full.mesh[place])
-
-
-def _as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Ints) -> DTensor:
-    """Return a DTensor of a global shape over a tensor's local memory; no rank compares anything."""
-    stride = torch.empty(shape, device="meta").stride()
-    local = get_local_tensor(tensor)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def _placements(tensor: torch.Tensor, mesh: DeviceMesh, ep: Names, expert_dim: int) -> tuple[Placement, ...]:

@@ -94,6 +94,11 @@ def _uninterrupted(collective: Callable[Concatenate[Comm, _P], _T]) -> Callable[
     return call
 
 
+def rank_and_size() -> tuple[int, int]:
+    """Return this rank and the number of ranks; (0, 1) without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
 class Comm:
     """The ranks that save or load together; with no process group, one rank.
 

@@ -28,7 +28,7 @@ from shardckpt.commit.staging_names import get_save_id, new_save_id, stem
 from shardckpt.commit.unfinished import explain_unfinished_kept, find_unfinished, remove_unfinished
 from shardckpt.engine.locations import locate, locate_local
 from shardckpt.engine.progress import Progress
-from shardckpt.errors import CheckpointingException, StorageError, listed
+from shardckpt.errors import CheckpointingException, StorageError, is_first_warning, listed
 from shardckpt.manifest.names import GENERATION, INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, find_generation
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import choose_reader, read_manifest
@@ -57,8 +57,6 @@ IsSuperseded: TypeAlias = "Callable[[Path, Path], bool]"
 logger = logging.getLogger(__name__)
 
 _HOUR = 3600.0
-#: The buckets that this process has warned of: their uploads cannot be listed.
-_warned: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -344,10 +342,9 @@ def _list_uploads(place: Path) -> list[PendingUpload] | None:
     try:
         return attempt("list the uploads to", place, store.uploads)
     except StorageError as exc:  # a permission of its own, of another client: all else goes on without it
-        bucket = get_bucket(get_url(place))
-        # prune asks three times, and a manager after each save: the first warning says it
-        logger.log(logging.DEBUG if bucket in _warned else logging.WARNING, "%s", exc)
-        _warned.add(bucket)
+        # prune asks three times, and a manager after each save
+        is_first = is_first_warning(__name__, get_bucket(get_url(place)))
+        logger.log(logging.WARNING if is_first else logging.DEBUG, "%s", exc)
         return None
 
 

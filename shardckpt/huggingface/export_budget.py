@@ -63,6 +63,3 @@ def split_export_budget(memory_budget: int | str | None, source: Path, target: P
         return ExportBudget(budget, budget - WRITER_BYTES if file_format == SAFETENSORS else LEAST_READING)
     writing = budget // _WRITING_DIVISOR if takes_requests(target) else None
     return ExportBudget(budget, budget // _READING_DIVISOR, writing, takes_requests=True)
-
-
-__all__ = ["LEAST_EXPORTING", "LEAST_EXPORTING_ON_STORES", "ExportBudget", "split_export_budget"]

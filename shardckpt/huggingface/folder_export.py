@@ -33,7 +33,7 @@ from shardckpt.huggingface.names import (
     is_weights,
 )
 from shardckpt.huggingface.small_file import copy_new, write_pickled
-from shardckpt.manifest.names import MARKER_NAME
+from shardckpt.manifest.names import MARKERS
 from shardckpt.planning.boxes import Box
 from shardckpt.planning.shard_copies import assign_holders
 from shardckpt.storage.filesystem import is_there, wrap_os_errors
@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     from shardckpt.storage.journal import Journal
 
 logger = logging.getLogger(__name__)
-
-#: What a directory has that is a checkpoint: of shardckpt and Megatron, of plain DCP.
-_CHECKPOINTS = (MARKER_NAME, ".metadata")
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,7 @@ class FolderExport:
 
     def _refuse_checkpoint(self) -> None:
         """Raise if the target is a checkpoint, some of whose files an export would replace."""
-        for name in _CHECKPOINTS:
+        for name in MARKERS:
             if is_there(self.target / name):
                 raise CheckpointingException(
                     f"{self.target} is a checkpoint ({name} is there), which an export does not replace: give another "

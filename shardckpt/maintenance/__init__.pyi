@@ -1,4 +1,4 @@
-from shardckpt.maintenance.convert import ConversionReport as ConversionReport
+from shardckpt.maintenance.conversion import ConversionReport as ConversionReport
 from shardckpt.maintenance.convert import convert_checkpoint as convert_checkpoint
 from shardckpt.maintenance.diff import diff_checkpoints as diff_checkpoints
 from shardckpt.maintenance.diff_report import DiffReport as DiffReport

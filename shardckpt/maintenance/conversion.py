@@ -23,10 +23,9 @@ from shardckpt.engine.transaction import CheckpointHeader, Transaction
 from shardckpt.errors import (
     CheckpointingException,
     CorruptCheckpointError,
-    KeyMismatchError,
     format_many,
     listed,
-    name_prefixes,
+    prefix_error,
 )
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.planning import plan_export, plan_tensors
@@ -307,10 +306,8 @@ class Conversion:
         if is_mapped and all(tensor.name == part.key for tensor in tensors for part in tensor.parts):
             logger.warning("the mapping changes no name of a Hugging Face folder; 'megatron' gives Megatron's")
         if self.options.prefix and not tensors:
-            raise KeyMismatchError(
-                f"{self.source}: no tensor that would be written has a key that begins with {self.options.prefix!r} "
-                f"{name_prefixes(self.options.prefix, map(stored_key, index))}"
-            )
+            without = f"{self.source}: no tensor that would be written"
+            raise prefix_error(without, self.options.prefix, map(stored_key, index))
         kept = {part.key for tensor in tensors for part in tensor.parts} | {shard.unique_key for shard in objects}
         left_out = [stored_key(shard) for shard in index if stored_key(shard) not in kept]
         left_out += [key for key in stored.common() if key not in common]
@@ -513,6 +510,3 @@ def _make_identity(*facts: object) -> str:
     """
     versions = importlib.metadata.version("shardckpt"), torch.__version__, digest_vote(), settings.io_threads()
     return hashlib.sha256(repr((versions, facts)).encode()).hexdigest()
-
-
-__all__ = ["DCP", "FILE", "FOLDER", "Conversion", "ConversionReport"]

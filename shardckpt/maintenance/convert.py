@@ -317,6 +317,3 @@ def _find_dcp_saver(plugins: PluginManager) -> SaveStrategy:
         if saver.stores_plain_objects:
             return saver
     raise UnknownBackendError("no installed strategy saves what stock torch.distributed.checkpoint loads")
-
-
-__all__ = ["ConversionReport", "convert_checkpoint", "run_conversion"]

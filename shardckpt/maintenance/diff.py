@@ -14,12 +14,12 @@ from shardckpt.engine.locations import locate
 from shardckpt.engine.optimizer_keys import is_optimizer_key
 from shardckpt.engine.progress import Progress
 from shardckpt.engine.streaming import STREAM_BYTES, TensorBox, read_boxes
-from shardckpt.errors import CheckpointingException, KeyMismatchError, name_prefixes
+from shardckpt.errors import CheckpointingException, prefix_error
 from shardckpt.maintenance.diff_report import DiffReport, TensorDifference
 from shardckpt.maintenance.fingerprint_diff import find_same
 from shardckpt.maintenance.object_diff import diff_objects
 from shardckpt.maintenance.sources import Reading, have_same_bytes, list_unread_files, open_source
-from shardckpt.maintenance.statistics import is_numeric
+from shardckpt.maintenance.statistics import INTEGERS, is_numeric
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.batches import batch_by_bytes
 from shardckpt.planning.boxes import Box, cut_box
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from shardckpt.engine.loading import OpenCheckpoint
     from shardckpt.planning.boxes import Ints
     from shardckpt.plugins.key_mapping import KeyMapping
-
-#: Integers that int64 has.
-_SIGNED = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 
 
 def diff_checkpoints(
@@ -218,9 +215,7 @@ class _Comparison:
         ones, others = _list_tensors(self.first), _list_tensors(self.second)
         names = {key: key.removeprefix(prefix) for key in ones if key.startswith(prefix)}
         if prefix and not names:
-            raise KeyMismatchError(
-                f"no tensor of the first has a key that begins with {prefix!r} {name_prefixes(prefix, ones)}"
-            )
+            raise prefix_error("no tensor of the first", prefix, ones)
         # without an object for each: to make those of 100,000 takes longer than all else
         known = {key: name for key, name in names.items() if name in others} if isinstance(mapping, Identity) else {}
         same = find_same(first, second, known)
@@ -328,7 +323,7 @@ def _widen(values: torch.Tensor) -> torch.Tensor:
 
 def _subtract(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return differences as float64 or complex128; those of integers are rounded once."""
-    if {one.dtype, other.dtype} <= _SIGNED:
+    if {one.dtype, other.dtype} <= INTEGERS:
         first, second = one.long(), other.long()
         if max(one.itemsize, other.itemsize) < first.itemsize:
             return first.sub_(second).double()

@@ -129,14 +129,3 @@ def list_stored_names(paths: Iterable[str]) -> Callable[[str], Names]:
             found.setdefault(above, ({}, {}))[0][name] = None
             folder = above
     return lambda folder: Names(*map(list, found.get(folder, ({}, {}))))
-
-
-__all__ = [
-    "FILE_SUFFIXES",
-    "Names",
-    "is_marked",
-    "is_visible_in",
-    "list_inside",
-    "list_local_names",
-    "list_stored_names",
-]

@@ -14,7 +14,7 @@ import torch
 from shardckpt.engine.locations import locate, refuse_overlap
 from shardckpt.errors import CheckpointingException, check_choice, format_many, listed
 from shardckpt.huggingface.names import parse_leave_out
-from shardckpt.maintenance.convert import ConversionReport, run_conversion
+from shardckpt.maintenance.convert import run_conversion
 from shardckpt.maintenance.merge_weights import check_weights
 from shardckpt.maintenance.merged_source import MergeRules, Missing, Optimizer, merge_opened
 from shardckpt.maintenance.sources import Reading, identify_source, open_source, warn_of_unread_files
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.maintenance.conversion import ConversionReport
     from shardckpt.plugins.key_mapping import KeyMapping
     from shardckpt.plugins.manager import PluginManager
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 #: Bytes of a block. Peak memory is about 18 times this for 1-byte dtypes: the block (1), its float64 copy (8), a mask
 #: (1) and the finite values (8).
 _BLOCK_BYTES = 8 << 20
+#: The dtypes of integers that int64 has, and that torch's ``min`` and ``max`` take; others go by float64.
+INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def compute_statistics(
         finite_count += finite.numel()
         if finite.numel():
             # integers are all finite, so the whole block is comparable; float64 would round those beyond 2**53
-            for_extrema = block if _has_exact_extrema(block.dtype) else finite
+            for_extrema = block if block.dtype in INTEGERS else finite
             minima.append(for_extrema.min().item())
             maxima.append(for_extrema.max().item())
             sums.append(finite.sum().item())
@@ -122,8 +124,3 @@ def _sum_exactly(sums: Sequence[float]) -> float:
         return float(sum(map(Fraction, sums)))  # fsum gives up where a sum on the way is beyond float64
     except (OverflowError, ValueError):
         return sum(sums)
-
-
-def _has_exact_extrema(dtype: torch.dtype) -> bool:
-    """Return whether a dtype is an integer one that torch's ``min`` and ``max`` take; others go by float64."""
-    return dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -1,8 +1,8 @@
+from shardckpt.commit.holds import Hold as Hold
 from shardckpt.manager.cleanup import cleanup_old_checkpoints as cleanup_old_checkpoints
 from shardckpt.manager.config import AsyncMode as AsyncMode
 from shardckpt.manager.config import CheckpointConfig as CheckpointConfig
 from shardckpt.manager.config_check import find_faults as find_faults
-from shardckpt.manager.holds import Hold as Hold
 from shardckpt.manager.holds import Lease as Lease
 from shardckpt.manager.holds import find_holds as find_holds
 from shardckpt.manager.holds import lease_step as lease_step

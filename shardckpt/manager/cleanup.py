@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.locations import locate
-from shardckpt.errors import CheckpointingException, listed
+from shardckpt.errors import CheckpointingException, is_first_warning, listed
 from shardckpt.manager.garbage_collection import collect_garbage
 from shardckpt.manager.retention import KeepLatest
 from shardckpt.manager.step_names import NAMINGS
 from shardckpt.manager.steps import StepFolder
-from shardckpt.manifest.names import MARKER_NAME
+from shardckpt.manifest.names import MARKERS
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.storage.abilities import takes_requests
 from shardckpt.storage.input_file import read_file
@@ -29,8 +29,6 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 _MOST_DIGITS = 20
 _MOST_BYTES = 1 << 20
 _LOCAL_RANK = "LOCAL_RANK"
-#: The warnings that this process has logged: a trainer calls after every save, and each is logged once.
-_warned: set[tuple[str, str]] = set()
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +105,7 @@ def _clean(folders: list[str], limit: int) -> None:
     kept |= dict.fromkeys(with_steps[1:], f"{folder} is the one that is cleaned")
     if not with_steps:
         kept[" and ".join(folders)] = "no checkpoint of a step is there: nothing is removed"
-    new = {path: reason for path, reason in kept.items() if (path, reason) not in _warned}
-    _warned.update(new.items())
+    new = {path: reason for path, reason in kept.items() if is_first_warning(__name__, path, reason)}
     if new:
         logger.warning(
             "a save_total_limit of %d does not apply to these; remove by hand what is not needed:\n  %s",
@@ -145,7 +142,7 @@ def _find_exempt(folder: str, *, all_directories: bool) -> dict[str, str]:
 def _is_checkpoint(path: Path) -> bool:
     if takes_requests(path):  # one for all that is below
         return False
-    return any((path / marker).is_file() for marker in (MARKER_NAME, ".metadata"))
+    return any((path / marker).is_file() for marker in MARKERS)
 
 
 def _read_tracker(place: Path) -> set[int]:

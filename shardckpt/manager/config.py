@@ -16,7 +16,6 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
-    field_serializer,
     field_validator,
     model_validator,
 )
@@ -43,11 +42,11 @@ from shardckpt.manager.retention import (
     MetricName,
     RetentionPolicy,
 )
-from shardckpt.manager.save_policies import SAVING, SavePolicy
+from shardckpt.manager.save_policies import SAVING
 from shardckpt.manager.setting_checks import check_assets, find_step_saver, list_accepts
-from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import parse_step
 from shardckpt.manager.steps import MODEL_PREFIX
+from shardckpt.manifest.names import LINKS
 from shardckpt.plugins.registry import parse_keys
 from shardckpt.storage.memory_budget import LEAST_READING, explain_small_budget, parse_memory_budget, parse_size
 from shardckpt.storage.store_errors import mask_password
@@ -355,16 +354,6 @@ class CheckpointConfig(BaseModel):
             raise ValueError("\n".join(faults))
         return tuple(names)
 
-    @field_validator("retention", mode="before")
-    @classmethod
-    def _parse_retention(cls, given: Any) -> Any:
-        return RETENTION.parse_all(given)
-
-    @field_validator("save_when", mode="before")
-    @classmethod
-    def _parse_save_when(cls, given: Any) -> Any:
-        return SAVING.parse_all(given)
-
     @field_validator("export_dtype", mode="before")
     @classmethod
     def _parse_export_dtype(cls, dtype: Any) -> Any:
@@ -387,14 +376,6 @@ class CheckpointConfig(BaseModel):
     @classmethod
     def _parse_mode(cls, mode: str) -> AsyncMode:
         return AsyncMode(mode)
-
-    @field_serializer("retention")
-    def _describe_retention(self, policies: Sequence[RetentionPolicy]) -> list[Any]:
-        return [RETENTION.describe(policy) for policy in policies]
-
-    @field_serializer("save_when")
-    def _describe_save_when(self, policies: Sequence[SavePolicy]) -> list[Any]:
-        return [SAVING.describe(policy) for policy in policies]
 
     @property
     def retention_policies(self) -> tuple[RetentionPolicy, ...]:

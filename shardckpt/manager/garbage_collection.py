@@ -20,7 +20,7 @@ from shardckpt.commit.staging_names import REMOVED, stem
 from shardckpt.commit.unfinished import explain_unfinished_kept, find_unfinished
 from shardckpt.engine.operation import report_failed
 from shardckpt.engine.pruning import clear_unfinished, clear_uploads, explain_kept_leftover, make_superseded_check
-from shardckpt.errors import CheckpointingException, CheckpointReplacedError, StorageError, listed
+from shardckpt.errors import CheckpointingException, CheckpointReplacedError, StorageError, is_first_warning, listed
 from shardckpt.manager.marks import drop_marks
 from shardckpt.manager.retention import find_needed_steps, steps_to_remove
 from shardckpt.manager.step_links import find_own_links, update_links
@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 #: The states of a step by what verifications found, the worst first.
 _STATES: tuple[StepState, ...] = ("failed", "candidate", "verified")
 
-#: What this process has said of checkpoints and leftovers that it could not remove.
-_warned: set[str] = set()
 #: Seconds after which :meth:`GarbageCollector.wait` says in a warning what it waits for, and that
 #: :func:`discard_steps_after` waits for the removals of another process.
 _PATIENCE = 5.0
@@ -334,8 +332,7 @@ class GarbageCollector:
 
 def _report_kept(path: Path, error: Exception, phase: str, text: str) -> None:
     """Report what cannot be removed: each time as an event, and once in the log, as each collection tries again."""
-    if text not in _warned:
-        _warned.add(text)
+    if is_first_warning(__name__, text):
         logger.warning("%s", text)
     report_failed("prune", path, error, phase)
 

@@ -202,6 +202,3 @@ def find_step(folder: str | os.PathLike[str], step: int | str, *, also: Collecti
     raise CheckpointingException(
         f"{steps} has no directory of a step {step!r} {name_known(step, known, 'directories', also=also)}"
     )
-
-
-__all__ = ["Hold", "Lease", "find_holds", "find_step", "lease_step", "pin_step", "unpin_step"]

@@ -421,6 +421,3 @@ def _shorten(error: Exception, directory: Path) -> str:
     """Return the first line of an error, without the path, which stands in the same summary."""
     text = (str(error).splitlines() or [type(error).__name__])[0]
     return text.replace(f"{directory}/", "").removeprefix(f"{directory}: ").removeprefix(f"{directory} ")
-
-
-__all__ = ["find_checkpoints", "list_checkpoints", "summarize_step"]

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from shardckpt.engine.locations import find_local
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager.step_links import LINKS, find_own_links, update_links
+from shardckpt.manager.step_links import find_own_links, update_links
 from shardckpt.manager.steps import StepFolder
+from shardckpt.manifest.names import LINKS
 from shardckpt.plugins.manager import get_plugin_manager
 
 if TYPE_CHECKING:

@@ -217,17 +217,3 @@ def _find_place(checkpoint: str | os.PathLike[str]) -> tuple[Path, str]:
     # `latest` may be a link to a step of its folder, whose mark it is; a step may be a link to elsewhere
     name = resolved.name if resolved.parent == path.parent.resolve() else path.name
     return path.parent.resolve() / MARKS_NAME, name
-
-
-__all__ = [
-    "Mark",
-    "NotMarkedError",
-    "StepState",
-    "Verdict",
-    "drop_marks",
-    "find_mark",
-    "find_mark_of",
-    "identify_save",
-    "mark_checkpoint",
-    "name_mark",
-]

@@ -10,9 +10,10 @@ from shardckpt.engine.locations import find_local, locate
 from shardckpt.errors import CheckpointingException, NotACheckpointError, StorageError, listed, name_call, name_known
 from shardckpt.maintenance.inside import FILE_SUFFIXES
 from shardckpt.manager.listing import list_checkpoints
-from shardckpt.manager.step_links import LATEST, LINKS, choose_best
+from shardckpt.manager.step_links import choose_best
 from shardckpt.manager.step_names import parse_step, split_path
 from shardckpt.manager.steps import StepFolder
+from shardckpt.manifest.names import LATEST, LINKS
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.storage.filesystem import wrap_os_errors
 from shardckpt.storage.places import can_list_folders
@@ -122,6 +123,3 @@ def _find_best(folder: str, sound: list[CheckpointSummary]) -> CheckpointSummary
             + (f"no step says which is: {advice}" if names else "no step there has metrics, by which one would be")
         )
     return sound[best]
-
-
-__all__ = ["find_named_step", "refuse_named_step"]

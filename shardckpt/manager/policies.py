@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from pydantic import TypeAdapter
+from pydantic_core import core_schema
 
 from shardckpt.errors import ask_nearest
 
@@ -22,6 +23,13 @@ class PolicyKind:
     def __init__(self, *built_in: type[Any], what: str, example: Any) -> None:
         self._built_in = {each.__name__: each for each in built_in}
         self._what = f"{what}; in JSON {json.dumps(self.describe(example))}"
+
+    def __get_pydantic_core_schema__(self, _source: Any, _handler: Any) -> core_schema.CoreSchema:
+        """Return how a setting with such policies is parsed, and described."""
+        describe_all = core_schema.plain_serializer_function_ser_schema(
+            lambda policies: [*map(self.describe, policies)]
+        )
+        return core_schema.no_info_plain_validator_function(self.parse_all, serialization=describe_all)
 
     def __get_pydantic_json_schema__(self, _core: Any, _handler: Any) -> dict[str, Any]:
         """Return the JSON schema of a setting with such policies, as :meth:`describe` returns them."""

@@ -11,8 +11,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, is_first_warning
 from shardckpt.manager.metrics import rank_steps, read_settings
+from shardckpt.manifest.names import BEST, LATEST, LINKS
 from shardckpt.storage.abilities import has_links
 from shardckpt.storage.filesystem import is_there, sync_directory, wrap_os_errors
 
@@ -23,11 +24,6 @@ if TYPE_CHECKING:
     from shardckpt.manager.steps import StepCheckpoint, StepFolder
 
 logger = logging.getLogger(__name__)
-
-#: The steps, by folder and number, of which a warning has said that no link leads to them.
-_warned: set[tuple[str, int]] = set()
-
-LATEST, BEST = LINKS = ("latest", "best")
 
 
 def choose_best(metrics: Mapping[int, Mapping[str, Any]], rankings: Mapping[int, tuple[str, str] | None]) -> int | None:
@@ -94,8 +90,8 @@ def update_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> None:
     targets = choose_targets(folder, steps) if _have_links(steps) else {}
     newest = max((each.step for each in steps if each.is_whole), default=0)
     for each in steps:
-        if targets and each.is_damaged and each.step > newest and (str(folder), each.step) not in _warned:
-            _warned.add((str(folder), each.step))
+        is_left_out = targets and each.is_damaged and each.step > newest
+        if is_left_out and is_first_warning(__name__, str(folder), each.step):
             logger.warning("the links of %s do not lead to step %d: %s", folder, each.step, each.error)
     for name in LINKS:
         _try_to_put_link(folder.place / name, targets.get(name))

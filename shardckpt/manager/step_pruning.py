@@ -232,6 +232,3 @@ def _explain_kept(
     if found.has_failed:
         reasons.append(f"{found.mark}: --damaged removes it")
     return ", ".join(reasons)
-
-
-__all__ = ["StepResult", "prune_steps", "remove_step"]

@@ -22,7 +22,7 @@ from shardckpt.maintenance.inside import list_local_names
 from shardckpt.maintenance.mending import explain_mendable
 from shardckpt.manager.retention import KeepBest
 from shardckpt.manager.steps import MissingStatesError
-from shardckpt.manifest.names import MARKER_NAME
+from shardckpt.manifest.names import MARKERS
 from shardckpt.storage.abilities import takes_requests
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 NEWEST = -1
 _LISTED = 20  # steps that an error names, the newest; folders in one without a step that are looked into
-_MARKERS = (MARKER_NAME, ".metadata")
 _LOOKED_AT = 10  # older steps that are looked at for states that a step lacks, the newest
 
 
@@ -75,7 +74,7 @@ def warn_of_others(folder: StepFolder) -> None:
 
     def is_other(name: str) -> bool:
         # False where it may not be looked at: it is about something that need not be there
-        return any(os.path.isfile(folder.place / name / marker) for marker in _MARKERS)  # noqa: PTH113
+        return any(os.path.isfile(folder.place / name / marker) for marker in MARKERS)  # noqa: PTH113
 
     try:
         names = sorted(name for name in list_local_names(folder.place)("").folders if folder.names.parse(name) is None)

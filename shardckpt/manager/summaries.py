@@ -12,9 +12,8 @@ from shardckpt.errors import CheckpointingException, format_many, listed
 from shardckpt.maintenance.foreign import describe_foreign
 from shardckpt.maintenance.inside import FILE_SUFFIXES, is_visible_in, list_inside, list_local_names
 from shardckpt.manager.metrics import read_metrics, read_save_time, read_settings
-from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
-from shardckpt.manifest.names import FINGERPRINTS_NAME, MARKER_NAME, Rescue, find_generation
+from shardckpt.manifest.names import FINGERPRINTS_NAME, LINKS, MARKER_NAME, Rescue, find_generation
 from shardckpt.plugins.outline import find_own_formats, open_with_record
 from shardckpt.storage.filesystem import file_size, refuse_linked_folders
 from shardckpt.storage.fingerprint_file import combine_fingerprints, parse_fingerprints

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
 MARKER_NAME = "metadata.json"
 RECORD_NAME = "shardckpt.json"
 INTEGRITY_NAME = "integrity.json"
+#: The links of a manager to steps, and the words for these steps in paths.
+LATEST, BEST = LINKS = ("latest", "best")
+#: What a directory has that is a checkpoint: of shardckpt and Megatron, of plain DCP.
+MARKERS = (MARKER_NAME, ".metadata")
 #: Fingerprints of the tensors, if the save was asked for them; a file of the checkpoint like any other.
 FINGERPRINTS_NAME = "tensors.fingerprints"
 #: The key in ``content_metadata`` of what a CheckpointManager notes of a step.

@@ -39,9 +39,17 @@ class InputFile(ABC):
         """Return the descriptor, as a file of :mod:`io` does: an ``io.UnsupportedOperation`` where there is none."""
         raise io.UnsupportedOperation(f"{self.path} is an object of a store")
 
-    @abstractmethod
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill the buffer with the file's bytes from ``offset`` on; CorruptCheckpointError if the file ends before."""
+        while buffer.nbytes:  # once, as a rule
+            done = self._read_some(buffer, offset)
+            if not done:
+                raise _too_short(self.path, offset, buffer)
+            buffer, offset = buffer[done:], offset + done
+
+    @abstractmethod
+    def _read_some(self, buffer: memoryview, offset: int) -> int:
+        """Fill the start of the buffer, and return how much of it; 0 is the end of the file."""
 
     def close(self) -> None:  # noqa: B027 - of an object nothing is open
         """Close it; the caller does so once."""
@@ -80,17 +88,12 @@ class LocalFile(InputFile):
         """Return the descriptor."""
         return self._fd
 
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill the buffer; one call does it, as a rule."""
-        while buffer.nbytes:
-            try:
-                done = retry_transient(os.preadv, self._fd, [buffer], offset)
-            except OSError:
-                with wrap_os_errors(f"read at offset {offset} of", self.path):
-                    raise
-            if not done:
-                raise _too_short(self.path, offset, buffer)
-            buffer, offset = buffer[done:], offset + done
+    def _read_some(self, buffer: memoryview, offset: int) -> int:
+        try:
+            return retry_transient(os.preadv, self._fd, [buffer], offset)
+        except OSError:
+            with wrap_os_errors(f"read at offset {offset} of", self.path):
+                raise
 
     def close(self) -> None:
         """Close the descriptor; an error of that says nothing about the bytes that were read."""
@@ -108,13 +111,8 @@ class StoredObject(InputFile):
         with wrap_os_errors("open", path):
             self.size = path.size
 
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill the buffer by one request, or by more where the store gives less."""
-        while buffer.nbytes:
-            done = self._remote.read_into(buffer, offset)
-            if not done:
-                raise _too_short(self.path, offset, buffer)
-            buffer, offset = buffer[done:], offset + done
+    def _read_some(self, buffer: memoryview, offset: int) -> int:
+        return self._remote.read_into(buffer, offset)
 
 
 def open_existing(path: Path) -> InputFile:

@@ -178,25 +178,3 @@ def limit_uploads(folder: object, budget: int | None) -> None:
     room = find_upload_room(budget)
     if room is not None and isinstance(folder, LimitsUploads):
         folder.limit_uploads(room)
-
-
-__all__ = [
-    "LEAST_READING",
-    "LEAST_WRITING",
-    "REQUEST_BYTES",
-    "ReadLimits",
-    "UploadLimits",
-    "check_memory_budget",
-    "explain_small_budget",
-    "find_least_upload",
-    "find_upload_room",
-    "fit_parts",
-    "limit_uploads",
-    "parse_memory_budget",
-    "parse_size",
-    "plan_reading",
-    "plan_upload",
-    "plan_write_threads",
-    "show_budget",
-    "show_mib",
-]

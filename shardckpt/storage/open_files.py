@@ -87,6 +87,12 @@ class OpenFile:
                 raise CorruptCheckpointError(f"{self.path}: {exc}{where}") from exc
         return self._segments
 
+    def differs_error(self, start: int, stop: int) -> CorruptCheckpointError:
+        """Return the error of bytes that do not have their digest."""
+        return CorruptCheckpointError(
+            f"bytes {start} to {stop} of {self.path} are not those that were written (digest differs)"
+        )
+
     def reopen(self) -> None:
         """Open the file after :meth:`close`, if it is still the same file with the same size."""
         # by path, so it may be another file by now, to which the table of digests in memory does not belong

@@ -13,7 +13,7 @@ import os
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import StorageError
+from shardckpt.errors import StorageError, is_first_warning
 from shardckpt.storage.abilities import find_ability, on_store
 from shardckpt.storage.filesystem import wrap_os_errors
 from shardckpt.storage.open_path import OpenPath
@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 _ALIASES = {"s3a": "s3", "gcs": "gs", **dict.fromkeys(("azure", "abfs", "abfss"), "az")}
 #: Errors of a link that leads to no directory: it leads to itself, through a file, or to too long a path.
 _LEADS_NOWHERE = {errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG}
-#: The links that this process has warned of.
-_reported: set[str] = set()
 
 
 def get_url(place: Path) -> str:
@@ -184,8 +182,7 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
             return False
         if exc.errno != errno.EACCES or not entry.is_symlink():
             raise
-        if entry.path not in _reported:
-            _reported.add(entry.path)
+        if is_first_warning(__name__, entry.path):
             logger.warning(
                 "%s is skipped: it is a link, and this user has no access to the target (%s); give access, or remove "
                 "the link",

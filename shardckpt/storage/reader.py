@@ -567,7 +567,7 @@ class CheckpointReader:
             file.input.read_into(memory, span.start)
             for start, stop, digest in span.segments:
                 if self._digest(memory[start - span.start : stop - span.start]) != digest:
-                    raise _differs_error(file, start, stop)
+                    raise file.differs_error(start, stop)
         except CheckpointingException as exc:
             self._raise_named(exc, what)
 
@@ -584,7 +584,7 @@ class CheckpointReader:
                 read_joined(file.input, pieces, span.start)
                 ((start, stop, digest),) = span.segments
                 if self._digest_joined(pieces) != digest:
-                    raise _differs_error(file, start, stop)
+                    raise file.differs_error(start, stop)
             except CheckpointingException as exc:
                 self._raise_named(exc, what)
 
@@ -615,12 +615,6 @@ class CheckpointReader:
         with self._detect_replacement():
             raise type(error)(f"{what}: {error}") from error
         raise error  # unreachable: the block raises
-
-
-def _differs_error(file: OpenFile, start: int, stop: int) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"bytes {start} to {stop} of {file.path} are not those that were written (digest differs)"
-    )
 
 
 _name_file = attrgetter("file")

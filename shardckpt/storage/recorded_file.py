@@ -48,9 +48,7 @@ def read_recorded_file(
         digest = digest_function(record.digest_algorithm) if segments else None
         for start, end, expected in segments:
             if digest is not None and digest(memoryview(data)[start - low : end - low]) != expected:
-                raise CorruptCheckpointError(
-                    f"bytes {start} to {end} of {file.path} are not those that were written (digest differs)"
-                )
+                raise file.differs_error(start, end)
     finally:
         file.close()
     return bytes(memoryview(data)[offset - low : stop - low])

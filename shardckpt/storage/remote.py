@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from shardckpt import settings
 from shardckpt.distributed.pickling import PicklingError, pickle_value
-from shardckpt.errors import CheckpointingException, StorageError, format_many, listed
+from shardckpt.errors import CheckpointingException, StorageError, format_many, is_first_warning, listed
 from shardckpt.storage.memory_budget import plan_upload
 from shardckpt.storage.open_path import OpenPath
 from shardckpt.storage.store_abilities import (
@@ -58,8 +58,6 @@ _PERMANENT = (
 )
 _FIRST_DELAY = 0.25  # seconds; each further one is twice as long
 _LONGEST_DELAY = 8.0
-#: The URLs that this process has warned of: their listings leave objects out.
-_reported: set[str] = set()
 _MOST_SHOWN = 200  # characters of a client's text besides the cause that we know
 _LEAST_PART = 5 << 20  # bytes; S3 takes no smaller parts
 
@@ -426,8 +424,7 @@ def skip_impossible(url: str, names: Iterable[str]) -> list[str]:
         is_possible = "\0" not in name and {"", ".", ".."}.isdisjoint(name.split("/"))
         (possible if is_possible else others).append(name)
     others = sorted(filter(None, others))  # the folder's own object, which consoles of clouds make, has no name
-    if others and url not in _reported:
-        _reported.add(url)
+    if others and is_first_warning(__name__, url):
         logger.warning(
             "%s: %s with a name that no file of a checkpoint can have: %s: left out of listings, and neither read nor "
             "removed: remove such by the store's own tools",

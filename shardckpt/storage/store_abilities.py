@@ -150,18 +150,3 @@ class TellsTimes(Protocol):
 
         An object whose age the store does not say is left out.
         """
-
-
-__all__ = [
-    "AbortsUploads",
-    "CopiesObjects",
-    "CreatesObjects",
-    "DeletesMany",
-    "LimitsUploads",
-    "ObjectWriter",
-    "PendingUpload",
-    "ReadsInto",
-    "ReplacesObjects",
-    "StreamsWrites",
-    "TellsTimes",
-]

@@ -64,6 +64,3 @@ class DeferredTensor(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"DeferredTensor({tuple(self.shape)}, {self.dtype})"
-
-
-__all__ = ["DeferredTensor"]

@@ -142,6 +142,3 @@ def _objects(draw: st.DrawFn, offset: Ints, save_world: int, load_world: int) ->
     savers = draw(st.lists(st.integers(0, save_world - 1), min_size=1, max_size=2))
     loaders = draw(st.lists(st.integers(0, load_world - 1), min_size=1, max_size=3))
     return ObjectCase(offset, tuple(savers), tuple(loaders))
-
-
-__all__ = ["ObjectCase", "SaveLoadCase", "TensorCase", "save_load_cases"]

@@ -72,6 +72,3 @@ def check_same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
             f"element {first} of the flattened tensor: it is {found.flatten()[first].item()}, not "
             f"{expected.flatten()[first].item()}"
         )
-
-
-__all__ = ["check", "check_equal", "check_same", "expect_error"]

@@ -207,5 +207,3 @@ def _lines(file: Path) -> list[Any]:
 
 
 fsspec.register_implementation("faulty", FaultyFileSystem, clobber=True)
-
-__all__ = ["FaultyFileSystem", "FaultyStore", "Request"]

@@ -103,6 +103,3 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Its bytes, element by element."""
     values = plain(tensor.resolve_conj().resolve_neg())
     return values.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-
-
-__all__ = ["MEMORY_LAYOUTS", "TensorInMemory", "bits", "garbage", "place_in_memory", "plain", "squeezed"]

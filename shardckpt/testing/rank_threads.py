@@ -426,5 +426,3 @@ def _groups_by_thread() -> Iterator[None]:
 torch._C._ensureCUDADeviceGuardSet()
 _devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 dist.Backend.register_backend(_BACKEND, _make_group, devices=_devices)
-
-__all__ = ["RankThreads"]

@@ -226,6 +226,3 @@ def _outcome(rank: int, world_size: int, store: str, function: Any, args: tuple[
         return RankFailure(type(exc).__name__, str(exc), traceback.format_exc())
     finally:
         dist.destroy_process_group()
-
-
-__all__ = ["RankError", "RankFailure", "RankPool", "Ranks"]

@@ -179,6 +179,3 @@ def _held(draw: st.DrawFn, cell: ShardSpec, world: int) -> list[ShardSpec]:
         )
         for number in range(copies)
     ]
-
-
-__all__ = ["Ints", "Layout", "ShardSpec", "boxes_in", "layouts", "regions"]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 
+from shardckpt.distributed.comm import rank_and_size
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.testing.checks import check, check_same
@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from shardckpt.testing.shard_specs import ShardSpec
 
 COMMON = {"step": 17, "nest": {"rates": [0.1, 2, None], "name": "run"}}
-
-
-def rank_and_size() -> tuple[int, int]:
-    """(rank, world size), without a process group too."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def make_state_dict(batch: SaveLoadCase) -> dict[str, Any]:
@@ -165,6 +160,3 @@ def _check_filled(case: TensorCase, place: Destination, value: torch.Tensor, exp
 def check_region(case: TensorCase, region: tuple[slice, ...], value: torch.Tensor) -> None:
     """Check that a region of the saved tensor has its values."""
     check_same(value, case.spec.values()[region], f"{case.spec!r}[{region}]")
-
-
-__all__ = ["COMMON", "Destinations", "check_region", "describe", "make_state_dict", "rank_and_size", "saved_shards"]

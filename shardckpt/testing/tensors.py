@@ -98,6 +98,3 @@ def tensor_specs(
     shape = draw(large_shapes(dtype) if large else shapes())
     alike = draw(st.sampled_from((None, None, None, *range(len(shape)))))
     return TensorSpec(key, dtype, shape, draw(st.integers(0, 999)), alike)
-
-
-__all__ = ["CASTS", "DTYPES", "TensorSpec", "tensor_specs"]

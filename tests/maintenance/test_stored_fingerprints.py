@@ -17,7 +17,6 @@ from shardckpt.dist_checkpointing import remove_sharded_tensors
 from shardckpt.engine import transaction
 from shardckpt.errors import CheckpointingException
 from shardckpt.maintenance import convert_checkpoint, verify_checkpoint
-from shardckpt.maintenance.stored_fingerprints import fingerprint_checkpoint
 from shardckpt.maintenance.verify import INTACT, get_exit_code
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.manifest.names import FINGERPRINTS_NAME
@@ -47,16 +46,20 @@ def test_it_has_the_fingerprints_of_the_values(tmp_path: Path, backend: str) -> 
     """A checkpoint of each backend has the fingerprints of the state that was saved, also read in little memory."""
     dist_checkpointing.save(_state(), tmp_path / "step", backend)
     expected = shardckpt.fingerprint(_state())
-    assert fingerprint_checkpoint(tmp_path / "step") == expected
-    assert fingerprint_checkpoint(tmp_path / "step", memory=4096) == expected
-    assert fingerprint_checkpoint(tmp_path / "step", ["w"]) == {"w": expected["w"]}
+    with dist_checkpointing.open_checkpoint(tmp_path / "step") as checkpoint:
+        assert checkpoint.compute_fingerprints() == expected
+        assert checkpoint.compute_fingerprints(memory=4096) == expected
+        assert checkpoint.compute_fingerprints(["w"]) == {"w": expected["w"]}
 
 
 def test_a_key_that_is_not_stored_is_an_error(tmp_path: Path) -> None:
     """A caller who asks for a key that is not there learns which are, and gets no fingerprint of less."""
     dist_checkpointing.save(_state(), tmp_path / "step", "safetensors")
-    with pytest.raises(CheckpointingException, match=r"no tensor 'v' is stored \(keys: .*small"):
-        fingerprint_checkpoint(tmp_path / "step", ["w", "v"])
+    with (
+        dist_checkpointing.open_checkpoint(tmp_path / "step") as checkpoint,
+        pytest.raises(CheckpointingException, match=r"no tensor 'v' is stored \(keys: .*small"),
+    ):
+        checkpoint.compute_fingerprints(["w", "v"])
 
 
 def _cut_rows(key: str, value: torch.Tensor, axis: int, world: int, rank: int) -> ShardedTensor:

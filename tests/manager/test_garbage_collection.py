@@ -463,7 +463,7 @@ def test_a_removal_from_a_store_that_fails_is_tried_again(
         folders.save(url, 1)
         store.forget()
         store.fails(kind, number)
-        monkeypatch.setattr("shardckpt.manager.garbage_collection._warned", set())  # said once in a process
+        monkeypatch.setattr("shardckpt.errors._warned", set())  # said once in a process
         assert collect(url) == []
         assert f"step 1 in {url} is to be removed, and stays for now" in caplog.text
         caplog.clear()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from shardckpt.adapters.stored_values import nest
 from shardckpt.archive.objects import make_archive
 from shardckpt.compat.torch_private import make_sharded_tensor
 from shardckpt.errors import CheckpointingException, ShardingError
@@ -286,19 +287,14 @@ def _replace_sharded_keys_with_state_dict_keys(
     rename_mapping: Mapping[str, Sequence[str]],
 ) -> StateDict:
     """Return values by key in the structure that :func:`_replace_state_dict_keys_with_sharded_keys` flattened."""
-    root: dict[str, Any] = {}
+    found: dict[_Path, Any] = {}
     for key, values in state_dict.items():
         names = rename_mapping[key]
         count = len(values) if isinstance(values, list) else 0
         if count != len(names):
             raise CheckpointingException(f"{key!r} has {count} values for {len(names)} names: {', '.join(names)}")
-        for name, value in zip(names, values, strict=True):
-            inner: Any = root
-            *above, last = flat_mapping[name]
-            for part in above:
-                inner = inner.setdefault(part, {})
-            inner[last] = value
-    return {key: _with_lists(value) for key, value in root.items()}
+        found |= {flat_mapping[name]: value for name, value in zip(names, values, strict=True)}
+    return {key: _with_lists(value) for key, value in nest(found).items()}
 
 
 def _restore_dict_types(x: Any, keys_template: Any) -> None:

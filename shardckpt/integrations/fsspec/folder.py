@@ -199,6 +199,3 @@ def open_folder(url: str, options: Mapping[str, str] = {}) -> FsspecFolder | Non
         ) from exc
     filesystem, root = fsspec.core.url_to_fs(url, **make_s3fs_options(url, options))
     return FsspecFolder(url, filesystem, root, options)
-
-
-__all__ = ["FsspecFolder", "open_folder"]

@@ -15,7 +15,7 @@ import obstore.exceptions
 from obstore.store import from_url
 
 from shardckpt import settings
-from shardckpt.errors import StorageError
+from shardckpt.errors import StorageError, is_first_warning
 from shardckpt.integrations import multipart
 from shardckpt.integrations.fsspec.plugin import shardckpt_filesystem as open_by_fsspec
 from shardckpt.integrations.obstore.streamed_object import StreamedObject
@@ -46,8 +46,6 @@ _PIECE_BYTES = 1 << 20
 #: Bytes of the largest object that S3 copies by one request.
 _MOST_COPIED = 5 << 30
 _REFUSED = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
-#: The URLs that this process has said fsspec lists.
-_reported: set[str] = set()
 #: What obstore adds to the text of its errors, for its authors.
 _DEBUG = "\n\nDebug source:"
 
@@ -228,8 +226,7 @@ class ObstoreFolder:
                 f"cannot list {self.url}: {error}. No file of a checkpoint is named so: remove the object, or install "
                 "what lists it, too (s3fs for s3://, gcsfs for gs://, adlfs for az://)"
             ) from error
-        if self.url not in _reported:
-            _reported.add(self.url)
+        if is_first_warning(__name__, self.url):
             logger.warning(
                 "%s: %s. No file of a checkpoint is named so, and fsspec lists in the place of obstore, by more "
                 "requests: remove the object",

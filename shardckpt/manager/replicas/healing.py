@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardckpt.adapters.dtensor import make_dtensor
 from shardckpt.adapters.modules import get_model_tensors, read_versions
 from shardckpt.adapters.optimizers import get_param_groups
 from shardckpt.adapters.restore import load_into
@@ -192,11 +193,4 @@ def _rebuild_dtensor(shard: LocalShard, live: Any) -> DTensor:
             f"the replica that sent its states has a DTensor with {shard.placements} of {shard.shape}, this one has "
             f"{here}: give all replicas the same number of ranks and the same parallelism"
         )
-    return DTensor.from_local(
-        shard.local,
-        live.device_mesh,
-        shard.placements,
-        run_check=False,
-        shape=torch.Size(shard.shape),
-        stride=tuple(shard.stride),
-    )
+    return make_dtensor(shard.local, live.device_mesh, shard.placements, shard.shape, shard.stride)

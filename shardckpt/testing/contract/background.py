@@ -39,22 +39,19 @@ class BackgroundTests(Claims):
         """What is saved in the background is the state of the moment when it was scheduled, however it changes then."""
         self._require(way)
         paths = [str(path.with_name(f"step-{n}")) for n in range(saves)]
-        with_objects = self.get_claim("supports_objects")
-        rank_pool.run(ranks, jobs.save_in_background, self.subject, paths, way == "process", with_objects)
+        rank_pool.run(ranks, jobs.save_in_background, self.subject, paths, way == "process")
 
     def test_saves_in_flight(self, rank_pool: Ranks, path: Path) -> None:
         """Several saves that are scheduled before the first is written each keep their own state."""
         self._require("thread")
         paths = [str(path.with_name(f"step-{n}")) for n in range(3)]
-        with_objects = self.get_claim("supports_objects")
-        rank_pool.run(2, jobs.save_in_background, self.subject, paths, False, with_objects, False)
+        rank_pool.run(2, jobs.save_in_background, self.subject, paths, False, False)
 
     def test_plans_are_used_again(self, rank_pool: Ranks, path: Path) -> None:
         """Background saves by one strategy, one after the other, each store the values of their own moment."""
         self._require("thread")
         paths = [str(path.with_name(f"step-{n}")) for n in range(4)]
-        with_objects = self.get_claim("supports_objects")
-        rank_pool.run(2, jobs.save_in_background, self.subject, paths, False, with_objects)
+        rank_pool.run(2, jobs.save_in_background, self.subject, paths, False)
 
     def test_plans_in_the_foreground(self, path: Path) -> None:
         """Saves by one strategy store their own values, and shards of another shape, dtype or number get a new plan."""
@@ -97,11 +94,10 @@ class BackgroundTests(Claims):
     def test_a_failed_background_save(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """If the disk fails behind the training, finalizing raises, nothing is left, and the next save works."""
         self._require("thread")
-        with_objects = self.get_claim("supports_objects")
         raised = False
         with monkeypatch.context() as patch, AsyncCallsQueue() as queue:
             patch.setattr("os.fsync", _broken)
-            state = jobs.make_version(1, with_objects=with_objects)
+            state = jobs.make_version(1, with_objects=self.subject.with_objects)
             try:
                 queue.schedule_async_request(self.subject.save(state, path, async_sharded_save=True))
                 queue.maybe_finalize_async_calls(blocking=True)
@@ -109,12 +105,9 @@ class BackgroundTests(Claims):
                 raised = True
         check(raised, "the disk failed, and the background save succeeded")
         check(not list(path.parent.iterdir()), "the failed background save has left files")
-        jobs.save_version(self.subject, str(path), 2, with_objects)
-        jobs.load_and_check(self.subject, str(path), 2, with_objects)
+        self.save_version(path, 2)
+        self.check_version(path, 2)
 
 
 def _broken(_fd: int) -> None:
     raise OSError(28, "No space left on device")
-
-
-__all__ = ["BackgroundTests"]

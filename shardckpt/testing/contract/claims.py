@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -14,7 +15,6 @@ from shardckpt.testing.contract.subject import Subject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from shardckpt.strategy import Migration
 
@@ -96,7 +96,8 @@ class Claims:
     def subject(self) -> Subject:
         """The strategies, as they are sent to ranks."""
         named = self.get_claim("strategy")
-        return Subject(self.get_claim("save_strategy") or named, self.get_claim("load_strategy") or named)
+        with_objects = self.get_claim("supports_objects")
+        return Subject(self.get_claim("save_strategy") or named, self.get_claim("load_strategy") or named, with_objects)
 
     def get_claim(self, name: str) -> Any:
         """Return a class attribute; a function is not bound to the test."""
@@ -108,13 +109,19 @@ class Claims:
         if not self.get_claim(claim):
             pytest.skip(f"not claimed: {claim} = {self.get_claim(claim)!r}")
 
+    def require_counted_reads(self) -> None:
+        """Skip the test unless it can count the bytes that a load reads, and these are claimed to be few."""
+        self.require("reads_only_requested")
+        if not Path("/proc/self/io").exists():
+            pytest.skip("bytes that a process reads are counted by Linux only")
+
     def save_version(self, path: Path, value: int, **options: bool) -> None:
         """Save, by this process, a state dict that says a number everywhere."""
-        jobs.save_version(self.subject, str(path), value, self.get_claim("supports_objects"), **options)
+        jobs.save_version(self.subject, str(path), value, **options)
 
     def load_version(self, path: Path) -> dict[str, Any]:
         """Load what :meth:`save_version` saved."""
-        return jobs.load_version(self.subject, str(path), with_objects=self.get_claim("supports_objects"))
+        return jobs.load_version(self.subject, str(path))
 
     def check_version(self, path: Path, value: int) -> None:
         """Check that a checkpoint is complete, and says the number everywhere."""
@@ -152,6 +159,3 @@ def _name(strategy: Any) -> str:
 def each(names: str | tuple[str, ...], values: Any) -> Callable[[Any], Any]:
     """Parametrize a test."""
     return pytest.mark.parametrize(names, values)
-
-
-__all__ = ["COMMON_DTYPES", "Claims", "each"]

@@ -17,13 +17,12 @@ import torch
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException
 from shardckpt.maintenance.verify import verify_checkpoint
-from shardckpt.manifest.models import Record
 from shardckpt.manifest.names import MARKER_NAME, RECORD_NAME
 from shardckpt.strategy import ChecksFiles, RemovesKeys
 from shardckpt.testing.checks import check, check_same
 from shardckpt.testing.contract import jobs
 from shardckpt.testing.contract.claims import Claims
-from shardckpt.testing.contract.rewriting import open_reader
+from shardckpt.testing.contract.rewriting import open_reader, read_record
 from shardckpt.testing.contract.shards import make_tensor, whole_shard
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ class FileTests(Claims):
     def test_every_file_is_recorded(self, path: Path) -> None:
         """Every file of a save is recorded with size and digests, and `shardckpt verify` finds no fault."""
         self.save_version(path, 1)
-        record = Record.parse((path / RECORD_NAME).read_bytes())
+        record = read_record(path)
         names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {MARKER_NAME, RECORD_NAME}
         check({file.name for file in record.files} == names, f"on disk are {sorted(names)}, recorded are others")
         check(all(file.digest for file in record.files), "a file is recorded without a digest")
@@ -157,7 +156,7 @@ class FileTests(Claims):
         if not isinstance(loader, ChecksFiles):
             check(condition=False, message="checks_files = True, and there are no methods list_files and check_files")
             return
-        names = {file.name for file in Record.parse((path / RECORD_NAME).read_bytes()).files}
+        names = {file.name for file in read_record(path).files}
         with open_reader(path) as reader:
             listed = {file.name: file for file in loader.list_files(reader)}
             faults = {name: fault for name, fault in loader.check_files(reader).items() if fault is not None}
@@ -215,6 +214,3 @@ def _structure_faults(loader: ChecksFiles, path: Path) -> set[str]:
             return {name for name, fault in loader.check_files(reader).items() if fault is not None}
     except CheckpointingException:
         return {""}
-
-
-__all__ = ["FileTests"]

@@ -56,9 +56,8 @@ class GateTests(Claims):
 
     def test_found_by_name(self, path: Path) -> None:
         """A registered strategy saves by its backend and version, and a load finds the reader by itself."""
-        with_objects = self.get_claim("supports_objects")
-        dist_checkpointing.save(jobs.make_version(1, with_objects=with_objects), path, self.subject.key)
-        state = jobs.make_version(-1, with_objects=with_objects)
+        dist_checkpointing.save(jobs.make_version(1, with_objects=self.subject.with_objects), path, self.subject.key)
+        state = jobs.make_version(-1, with_objects=self.subject.with_objects)
         del state["step"]
         jobs.check_version(dist_checkpointing.load(state, path), 1)
         loader = dist_checkpointing.get_default_load_sharded_strategy(path)
@@ -116,9 +115,8 @@ class GateTests(Claims):
         previous = Subject(self.get_claim("previous_save_strategy"), self.get_claim("load_strategy"))
         check(previous.key == (backend, migration.from_version), f"previous_save_strategy writes {previous.key}")
         check(migration.to_version == version, f"the migration writes version {migration.to_version}, not {version}")
-        with_objects = self.get_claim("supports_objects")
         tensor = make_tensor("w", self.get_claim("dtypes")[0])
-        state = {**jobs.make_version(1, with_objects=with_objects), "w": whole_shard("w", tensor.clone())}
+        state = {**jobs.make_version(1, with_objects=self.subject.with_objects), "w": whole_shard("w", tensor.clone())}
         previous.save(state, path)
         new = path.with_name("migrated")
         registry = get_plugin_manager().registry
@@ -129,6 +127,3 @@ class GateTests(Claims):
         check(done == (backend, migration.from_version, version), f"migrate_checkpoint did {done}")
         self.check_version(new, 1)
         check_same(self.subject.load({"w": whole_shard("w", tensor.clone().fill_(0))}, new)["w"], tensor, "'w'")
-
-
-__all__ = ["GateTests"]

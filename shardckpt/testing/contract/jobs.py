@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardckpt import dist_checkpointing
 from shardckpt.async_save import AsyncCallsQueue
+from shardckpt.distributed.comm import rank_and_size
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
@@ -27,11 +28,6 @@ if TYPE_CHECKING:
     from shardckpt.testing.contract.subject import Subject
 
 COMMON = {"step": 7, "nested": {"rates": [0.5, 2, None], "name": "run", "flag": True}}
-
-
-def rank_and_size() -> tuple[int, int]:
-    """Return (rank, number of ranks), without a process group too."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def synchronize() -> None:
@@ -72,7 +68,7 @@ def load_layouts(
     check({key: loaded.get(key) for key in COMMON} == COMMON, f"rank {rank} loaded the common state {loaded!r:.300}")
 
 
-def make_version(value: int, *, with_objects: bool = True) -> dict[str, Any]:
+def make_version(value: int, *, with_objects: bool) -> dict[str, Any]:
     """Return a rank's state dict that says a number everywhere: rows, a replica, a scalar, an object, common state."""
     rank, world = rank_and_size()
     rows = torch.full((4, 6), float(value)) + rank
@@ -87,14 +83,14 @@ def make_version(value: int, *, with_objects: bool = True) -> dict[str, Any]:
     return state
 
 
-def load_version(subject: Subject, path: str, **options: Any) -> dict[str, Any]:
+def load_version(subject: Subject, path: str) -> dict[str, Any]:
     """Load what :func:`make_version` describes into memory with other values."""
     state = make_version(-1, with_objects=False)
-    if options.pop("with_objects", True):
+    if subject.with_objects:
         rank, world = rank_and_size()
         state["object"] = ShardedObject("object", None, (world,), (rank,))
     del state["step"]
-    return subject.load(state, path, **options)  # type: ignore[no-any-return]
+    return subject.load(state, path)  # type: ignore[no-any-return]
 
 
 def check_version(loaded: dict[str, Any], value: int) -> None:
@@ -107,14 +103,14 @@ def check_version(loaded: dict[str, Any], value: int) -> None:
             check(loaded.get(key) == said, f"{key!r}: {loaded.get(key)!r} was loaded instead of {said!r}")
 
 
-def save_version(subject: Subject, path: str, value: int, with_objects: bool = True, **options: Any) -> None:
+def save_version(subject: Subject, path: str, value: int, **options: Any) -> None:
     """Save a state dict that says the number everywhere."""
-    subject.save(make_version(value, with_objects=with_objects), path, **options)
+    subject.save(make_version(value, with_objects=subject.with_objects), path, **options)
 
 
-def load_and_check(subject: Subject, path: str, value: int, with_objects: bool = True) -> None:
+def load_and_check(subject: Subject, path: str, value: int) -> None:
     """Load and check what :func:`save_version` saved with as many ranks."""
-    check_version(load_version(subject, path, with_objects=with_objects), value)
+    check_version(load_version(subject, path), value)
 
 
 def spoil(state: dict[str, Any]) -> None:
@@ -126,21 +122,19 @@ def spoil(state: dict[str, Any]) -> None:
             shard.data.clear()
 
 
-def save_in_background(
-    subject: Subject, paths: Sequence[str], persistent: bool, with_objects: bool, one_strategy: bool = True
-) -> None:
+def save_in_background(subject: Subject, paths: Sequence[str], persistent: bool, one_strategy: bool = True) -> None:
     """Save versions 1, 2, ... in the background, change everything at once, and check what was saved."""
     saver = subject.make_saver()
     with AsyncCallsQueue(persistent) as queue:
         for value, path in enumerate(paths, 1):
-            state = make_version(value, with_objects=with_objects)
+            state = make_version(value, with_objects=subject.with_objects)
             strategy = saver if one_strategy else subject.make_saver()
             queue.schedule_async_request(dist_checkpointing.save(state, path, strategy, async_sharded_save=True))
             spoil(state)
             if one_strategy:  # a plan of a finished save may be used again
                 queue.maybe_finalize_async_calls(blocking=True)
     for value, path in enumerate(paths, 1):
-        load_and_check(subject, path, value, with_objects)
+        load_and_check(subject, path, value)
 
 
 def save_replicas(subject: Subject, path: str) -> None:
@@ -196,9 +190,7 @@ def error_of(action: Callable[..., Any], *args: Any, **options: Any) -> tuple[st
     return "", ""
 
 
-def fail_at_fsync(
-    subject: Subject, path: str, failing_rank: int, with_objects: bool
-) -> tuple[tuple[str, str], list[str]]:
+def fail_at_fsync(subject: Subject, path: str, failing_rank: int) -> tuple[tuple[str, str], list[str]]:
     """Save while a disk of one rank fails; return the error, and what lies next to the target."""
     rank, _ = rank_and_size()
     real = os.fsync
@@ -210,26 +202,26 @@ def fail_at_fsync(
 
         os.fsync = broken  # type: ignore[assignment]
     try:
-        found = error_of(save_version, subject, path, 2, with_objects, overwrite=True)
+        found = error_of(save_version, subject, path, 2, overwrite=True)
     finally:
         os.fsync = real
     synchronize()
     left = sorted(entry.name for entry in Path(path).parent.iterdir())
     synchronize()
-    save_version(subject, path, 3, with_objects, overwrite=True)
-    load_and_check(subject, path, 3, with_objects)
+    save_version(subject, path, 3, overwrite=True)
+    load_and_check(subject, path, 3)
     return found, left
 
 
-def fail_to_load(subject: Subject, path: str, broken: str, with_objects: bool) -> tuple[str, str]:
+def fail_to_load(subject: Subject, path: str, broken: str) -> tuple[str, str]:
     """Load from another directory on the last rank; return the error, which is the same on all ranks."""
     rank, world = rank_and_size()
-    found = error_of(load_version, subject, broken if rank == world - 1 else path, with_objects=with_objects)
-    load_and_check(subject, path, 1, with_objects)  # the ranks are in step
+    found = error_of(load_version, subject, broken if rank == world - 1 else path)
+    load_and_check(subject, path, 1)  # the ranks are in step
     return found
 
 
-def save_with_slow_rank(subject: Subject, path: str, slow_rank: int, with_objects: bool) -> None:
+def save_with_slow_rank(subject: Subject, path: str, slow_rank: int) -> None:
     """Save while one rank takes long to write, and load at once."""
     rank, _ = rank_and_size()
     real = os.fsync
@@ -241,10 +233,10 @@ def save_with_slow_rank(subject: Subject, path: str, slow_rank: int, with_object
 
         os.fsync = slow  # type: ignore[assignment]
     try:
-        save_version(subject, path, 4, with_objects)
+        save_version(subject, path, 4)
     finally:
         os.fsync = real
-    load_and_check(subject, path, 4, with_objects)
+    load_and_check(subject, path, 4)
 
 
 def save_in_subgroup(subject: Subject, path: str, ranks: list[int]) -> None:
@@ -301,33 +293,3 @@ def bytes_read() -> int:
     """Return how many bytes this process has read from files so far, from the page cache too; Linux only."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("rchar")).split()[1])
-
-
-__all__ = [
-    "COMMON",
-    "bytes_read",
-    "check_version",
-    "count_bytes_read",
-    "error_of",
-    "fail_at_fsync",
-    "fail_to_load",
-    "load_and_check",
-    "load_index",
-    "load_layouts",
-    "load_one_object",
-    "load_version",
-    "make_version",
-    "rank_and_size",
-    "save_different_common",
-    "save_in_background",
-    "save_in_subgroup",
-    "save_large",
-    "save_large_replicas",
-    "save_layouts",
-    "save_one_object",
-    "save_replicas",
-    "save_version",
-    "save_with_slow_rank",
-    "spoil",
-    "synchronize",
-]

@@ -64,7 +64,7 @@ class _Steps:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _save(subject: Subject, path: str, value: int, with_objects: bool, overwrite: bool, last: int) -> int | None:
+def _save(subject: Subject, path: str, value: int, overwrite: bool, last: int) -> int | None:
     """Save in a child that is killed at its n-th step; return how many steps there were, or None if it was killed."""
     read, write = os.pipe()
     child = os.fork()
@@ -74,7 +74,7 @@ def _save(subject: Subject, path: str, value: int, with_objects: bool, overwrite
             steps = _Steps(str(Path(path).parent), last)
             real_write = os.write
             steps.start()
-            jobs.save_version(subject, path, value, with_objects, overwrite=overwrite)
+            jobs.save_version(subject, path, value, overwrite=overwrite)
             real_write(write, str(steps.count).encode())
             status = 0
         os._exit(status)
@@ -89,10 +89,10 @@ def _save(subject: Subject, path: str, value: int, with_objects: bool, overwrite
     return int(said)
 
 
-def _state(subject: Subject, path: str, with_objects: bool) -> str:
+def _state(subject: Subject, path: str) -> str:
     """Return what a load finds: absent, old, new, or what is wrong."""
     try:
-        loaded = jobs.load_version(subject, path, with_objects=with_objects)
+        loaded = jobs.load_version(subject, path)
     except CheckpointingException as exc:
         absent = isinstance(exc, (NotACheckpointError, IncompleteCheckpointError))
         return "absent" if absent else f"{type(exc).__name__}: {exc}"
@@ -103,26 +103,26 @@ def _state(subject: Subject, path: str, with_objects: bool) -> str:
     return "a mixture of two saves"
 
 
-def _kill(subject: Subject, folder: Path, case: str, count: int, with_objects: bool) -> Iterator[list[Any]]:
+def _kill(subject: Subject, folder: Path, case: str, count: int) -> Iterator[list[Any]]:
     """Kill a first save or an overwrite at so many steps, and say what is found."""
     run, pristine = folder / "run", folder / "pristine"
     pristine.mkdir()
     if case == "overwrite":
-        jobs.save_version(subject, str(pristine / "checkpoint"), 1, with_objects)
+        jobs.save_version(subject, str(pristine / "checkpoint"), 1)
     path = str(run / "checkpoint")
 
     def attempt(last: int) -> int | None:
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(pristine, run)
-        return _save(subject, path, 2, with_objects, case == "overwrite", last)
+        return _save(subject, path, 2, case == "overwrite", last)
 
     steps = attempt(0) or 0
     for number in range(count):
         step = 1 + number * steps // count
         killed = attempt(step) is None
-        state = _state(subject, path, with_objects)
-        jobs.save_version(subject, path, 2, with_objects, overwrite=True)
-        later = _state(subject, path, with_objects)
+        state = _state(subject, path)
+        jobs.save_version(subject, path, 2, overwrite=True)
+        later = _state(subject, path)
         left = sorted(entry.name for entry in run.iterdir() if entry.name != "checkpoint")
         yield [case, step, steps, killed, state, later, left]
     shutil.rmtree(pristine)
@@ -132,16 +132,16 @@ def main() -> None:
     """Print the outcome of each kill."""
     folder, count = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
-    subject, with_objects = unpickle_trusted((folder / "subject").read_bytes())
+    subject = unpickle_trusted((folder / "subject").read_bytes())
     outcomes: list[list[Any]] = []
     with subject.registered():
         warm = str(folder / "warm" / "checkpoint")
         Path(warm).parent.mkdir()
         for value in (1, 2):  # what a first save and load do only once
-            jobs.save_version(subject, warm, value, with_objects, overwrite=True)
-            jobs.load_and_check(subject, warm, value, with_objects)
+            jobs.save_version(subject, warm, value, overwrite=True)
+            jobs.load_and_check(subject, warm, value)
         for case in ("fresh", "overwrite"):
-            outcomes.extend(_kill(subject, folder, case, count, with_objects))
+            outcomes.extend(_kill(subject, folder, case, count))
     json.dump(outcomes, sys.stdout)
 
 

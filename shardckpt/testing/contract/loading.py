@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
@@ -23,6 +21,9 @@ from shardckpt.testing.contract.claims import Claims, each
 from shardckpt.testing.contract.shards import box_shard, make_tensor, whole_shard
 from shardckpt.testing.memory import MEMORY_LAYOUTS, garbage, place_in_memory
 from shardckpt.testing.states import Destinations, make_state_dict
+
+if TYPE_CHECKING:
+    import pytest
 
 MIB = 1 << 20
 LARGE = 4 * MIB
@@ -147,14 +148,13 @@ class LoadingTests(Claims):
 
     def test_the_index(self, path: Path) -> None:
         """load_index lists each tensor once, with global shape and dtype, and each object, and nothing else."""
-        with_objects = self.get_claim("supports_objects")
         tensor = make_tensor("split", torch.float32, (6, 4))
         state: dict[str, Any] = {
             "split": [box_shard("split", tensor, (slice(a, a + 2), slice(None))) for a in (0, 2, 4)],
             "scalar": whole_shard("scalar", torch.tensor(3, dtype=torch.int64)),
             "empty": whole_shard("empty", torch.zeros(0, 5)),
         }
-        if with_objects:
+        if self.subject.with_objects:
             state["objects"] = [ShardedObject("o", {"n": n}, (2,), (n,)) for n in range(2)]
         self.subject.save(state, path)
         found = jobs.load_index(self.subject, str(path))
@@ -163,7 +163,7 @@ class LoadingTests(Claims):
             ("scalar", (), "torch.int64"),
             ("split", (6, 4), "torch.float32"),
         ]
-        expected += [("o/shard_0_2", (2,), ""), ("o/shard_1_2", (2,), "")] if with_objects else []
+        expected += [("o/shard_0_2", (2,), ""), ("o/shard_1_2", (2,), "")] if self.subject.with_objects else []
         check(found == sorted(expected), f"load_index lists {found}, not {sorted(expected)}")
         with self.subject.registered():
             tensors = dist_checkpointing.load_plain_tensors(path)
@@ -233,7 +233,7 @@ class LoadingTests(Claims):
 
     def test_bytes_read_for_a_slice(self, path: Path) -> None:
         """A slice of one of eight shards reads less than half of the tensor's bytes."""
-        self._require_counted_reads()
+        self.require_counted_reads()
         tensor = make_tensor("w", torch.float32, (LARGE // 1024, 256))
         rows = tensor.shape[0] // 8
         cuts = [(slice(n * rows, (n + 1) * rows), slice(None)) for n in range(8)]
@@ -247,7 +247,7 @@ class LoadingTests(Claims):
 
     def test_bytes_read_for_a_key(self, path: Path) -> None:
         """A load of one of sixteen tensors reads less than half of the checkpoint's bytes."""
-        self._require_counted_reads()
+        self.require_counted_reads()
         tensors = {f"k{n}": make_tensor(f"k{n}", torch.float32, (LARGE // 16 // 1024, 256)) for n in range(16)}
         self.subject.save({"t": [whole_shard(key, tensor) for key, tensor in tensors.items()]}, path)
 
@@ -263,11 +263,3 @@ class LoadingTests(Claims):
         read()
         found = jobs.bytes_read() - before
         check(found < limit, f"it read {found / MIB:.1f} MiB, where less than {limit / MIB:.1f} MiB are expected")
-
-    def _require_counted_reads(self) -> None:
-        self.require("reads_only_requested")
-        if not os.path.exists("/proc/self/io"):  # noqa: PTH110 - a system file
-            pytest.skip("bytes that a process reads are counted by Linux only")
-
-
-__all__ = ["LoadingTests"]

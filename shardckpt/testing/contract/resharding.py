@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
 import torch
 
 from shardckpt.testing.checks import check, check_same
@@ -14,6 +12,8 @@ from shardckpt.testing.contract.claims import Claims, each
 from shardckpt.testing.contract.shards import LAYOUTS, make_tensor, whole_shard
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from shardckpt.testing.ranks import Ranks
 
 MIB = 1 << 20
@@ -87,9 +87,8 @@ class ReshardingTests(Claims):
     @each("failing", [0, 1])
     def test_an_error_of_one_rank(self, rank_pool: Ranks, path: Path, failing: int) -> None:
         """If the disk of one rank fails, all ranks raise the same error, nothing changes, and the next save works."""
-        with_objects = self.get_claim("supports_objects")
-        rank_pool.run(2, jobs.save_version, self.subject, str(path), 1, with_objects)
-        found = rank_pool.run(2, jobs.fail_at_fsync, self.subject, str(path), failing, with_objects)
+        rank_pool.run(2, jobs.save_version, self.subject, str(path), 1)
+        found = rank_pool.run(2, jobs.fail_at_fsync, self.subject, str(path), failing)
         (kind, text), left = found[0]
         check(bool(kind), f"rank {failing} could not write to its disk, and the save succeeded")
         check(found[1][0] == (kind, text), f"rank 0 raised {kind}: {text}; rank 1 raised {found[1][0]}")
@@ -97,17 +96,16 @@ class ReshardingTests(Claims):
 
     def test_an_error_of_one_rank_in_a_load(self, rank_pool: Ranks, path: Path) -> None:
         """If one rank cannot load, all ranks raise the same error, and none waits for another."""
-        with_objects = self.get_claim("supports_objects")
-        rank_pool.run(2, jobs.save_version, self.subject, str(path), 1, with_objects)
+        rank_pool.run(2, jobs.save_version, self.subject, str(path), 1)
         broken = str(path.with_name("absent"))
-        found = rank_pool.run(2, jobs.fail_to_load, self.subject, str(path), broken, with_objects)
+        found = rank_pool.run(2, jobs.fail_to_load, self.subject, str(path), broken)
         check(bool(found[0][0]), "rank 1 has no checkpoint, and the load succeeded")
         check(found[0] == found[1], f"rank 0 raised {found[0]}, rank 1 raised {found[1]}")
 
     @each("slow", [0, 1, 2])
     def test_a_slow_rank(self, rank_pool: Ranks, path: Path, slow: int) -> None:
         """A rank that takes long to write is waited for: what all ranks have saved is there when save returns."""
-        rank_pool.run(3, jobs.save_with_slow_rank, self.subject, str(path), slow, self.get_claim("supports_objects"))
+        rank_pool.run(3, jobs.save_with_slow_rank, self.subject, str(path), slow)
 
     def test_a_subgroup(self, rank_pool: Ranks, path: Path) -> None:
         """Some ranks of a job save and load without the others: every collective is of the context's group."""
@@ -115,9 +113,7 @@ class ReshardingTests(Claims):
 
     def test_bytes_that_a_rank_reads(self, rank_pool: Ranks, path: Path) -> None:
         """Each of four ranks that load a quarter of a tensor reads less than half of its bytes."""
-        self.require("reads_only_requested")
-        if not Path("/proc/self/io").exists():
-            pytest.skip("bytes that a process reads are counted by Linux only")
+        self.require_counted_reads()
         rank_pool.run(4, jobs.save_large, self.subject, str(path), LARGE)
         found = rank_pool.run(4, jobs.count_bytes_read, self.subject, str(path), LARGE)
         shown = ", ".join(f"{nbytes / MIB:.1f}" for nbytes in found)
@@ -134,6 +130,3 @@ class ReshardingTests(Claims):
         check(
             stored <= limit, f"a tensor of 2 MiB that 3 ranks have takes {stored / MIB:.2f} MiB, not {limit / MIB:.2f}"
         )
-
-
-__all__ = ["ReshardingTests"]

@@ -55,6 +55,3 @@ def rewrite_format(path: Path, backend: str, version: int) -> None:
     (path / MARKER_NAME).write_text(changed.model_dump_json())
     record = read_record(path).model_copy(update={"backend": backend, "version": version})
     (path / RECORD_NAME).write_bytes(record.dump())
-
-
-__all__ = ["open_reader", "read_record", "reseal", "rewrite_format"]

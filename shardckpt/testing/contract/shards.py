@@ -31,11 +31,11 @@ def whole_shard(key: str, tensor: torch.Tensor, replica_id: int = 0) -> ShardedT
     return ShardedTensor.from_rank_offsets(key, tensor, replica_id=replica_id)
 
 
-def box_shard(key: str, tensor: torch.Tensor, region: tuple[slice, ...], replica_id: int = 0) -> ShardedTensor:
+def box_shard(key: str, tensor: torch.Tensor, region: tuple[slice, ...]) -> ShardedTensor:
     """Return the shard of a box: a copy of the region of a global tensor."""
     data = plain(tensor)[region].clone().view(tensor.dtype)
     offset = tuple(part.indices(size)[0] for part, size in zip(region, tensor.shape, strict=True))
-    return ShardedTensor(key, data, data.dtype, tuple(data.shape), tuple(tensor.shape), offset, None, replica_id)
+    return ShardedTensor(key, data, data.dtype, tuple(data.shape), tuple(tensor.shape), offset, None)
 
 
 def _rows(key: str, tensor: torch.Tensor, rank: int, world: int) -> list[ShardedTensor]:
@@ -142,6 +142,3 @@ def check_shards(found: dict[str, Any], expected: dict[str, list[ShardedTensor]]
         for value, shard in zip(found.get(key, []), shards, strict=True):
             place = f"{key!r} at {shard.global_offset}"
             check_same(value, shard.data, place)  # type: ignore[arg-type]
-
-
-__all__ = ["LAYOUTS", "SHAPE", "blank", "box_shard", "check_shards", "make_shards", "make_tensor", "whole_shard"]

@@ -196,7 +196,7 @@ class StateTests(Claims):
 
     def test_the_callers_state_stays(self, path: Path) -> None:
         """A save changes nothing of the caller's: dict, tensors, descriptions, objects."""
-        state = jobs.make_version(5, with_objects=self.get_claim("supports_objects"))
+        state = jobs.make_version(5, with_objects=self.subject.with_objects)
         shards = {key: value for key, value in state.items() if hasattr(value, "key")}
         before = {key: (copy.deepcopy(vars(shard)), id(shard.data)) for key, shard in shards.items()}
         keys = [*state]
@@ -212,6 +212,3 @@ class StateTests(Claims):
                     check_same(found, value, f"after the save the caller's tensor {key!r}")
                 else:
                     check(found == value, f"the save has changed {name} of the caller's shard {key!r} to {found!r}")
-
-
-__all__ = ["StateTests", "touch"]

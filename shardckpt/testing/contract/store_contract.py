@@ -318,6 +318,3 @@ class StoreContract:
         with dist_checkpointing.open_checkpoint(url) as checkpoint:
             check_same(checkpoint["w"][10:12], torch.tensor([20.0, 22.0]), "a slice of the tensor")
         check(dist_checkpointing.load_common_state_dict(url)["step"] == 2, "the common state is that of the first save")
-
-
-__all__ = ["StoreContract"]

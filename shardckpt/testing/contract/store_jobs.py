@@ -7,29 +7,21 @@ from typing import TYPE_CHECKING
 
 from shardckpt import settings
 from shardckpt.testing.contract import jobs
-from shardckpt.testing.faulty_store import FaultyFileSystem
+from shardckpt.testing.faulty_store import FaultyFileSystem  # noqa: F401 - its import registers faulty://
 
 if TYPE_CHECKING:
     from shardckpt.testing.contract.subject import Subject
 
 
-def save_version(subject: Subject, url: str, value: int, with_objects: bool, overwrite: bool = False) -> None:
+def save_version(subject: Subject, url: str, value: int, overwrite: bool = False) -> None:
     """Save a state dict that says the number everywhere."""
-    jobs.save_version(subject, url, value, with_objects, overwrite=overwrite)
+    jobs.save_version(subject, url, value, overwrite=overwrite)
 
 
-def load_and_check(subject: Subject, url: str, value: int, with_objects: bool) -> None:
-    """Load and check it."""
-    jobs.load_and_check(subject, url, value, with_objects)
-
-
-def save_error(subject: Subject, url: str, with_objects: bool) -> tuple[str, str]:
+def save_error(subject: Subject, url: str) -> tuple[str, str]:
     """Return class and text of the error of a save, with one attempt at each request."""
     os.environ[settings.REMOTE_ATTEMPTS] = "1"
     try:
-        return jobs.error_of(jobs.save_version, subject, url, 1, with_objects, overwrite=True)
+        return jobs.error_of(jobs.save_version, subject, url, 1, overwrite=True)
     finally:
         os.environ.pop(settings.REMOTE_ATTEMPTS, None)  # ranks may be threads
-
-
-__all__ = ["FaultyFileSystem", "load_and_check", "save_error", "save_version"]

@@ -27,24 +27,23 @@ class StoreTests(Claims):
     def test_url(self, rank_pool: Ranks, faulty_store: FaultyStore) -> None:
         """Two ranks save to a store, two load from it, and nothing but the checkpoint's objects is there."""
         self.require("supports_urls")
-        with_objects = self.get_claim("supports_objects")
-        rank_pool.run(2, store_jobs.save_version, self.subject, faulty_store.url, 1, with_objects)
-        rank_pool.run(2, store_jobs.load_and_check, self.subject, faulty_store.url, 1, with_objects)
+        rank_pool.run(2, store_jobs.save_version, self.subject, faulty_store.url, 1)
+        rank_pool.run(2, jobs.load_and_check, self.subject, faulty_store.url, 1)
 
     def test_a_store_that_fails(self, rank_pool: Ranks, faulty_store: FaultyStore) -> None:
         """If an upload fails, all ranks raise the same error and nothing loads; the next save clears up."""
         self.require("supports_urls")
-        with_objects, url = self.get_claim("supports_objects"), faulty_store.url
+        url = faulty_store.url
         for number in (1, 2, 3):
             faulty_store.fails("put", number)
-            found = rank_pool.run(2, store_jobs.save_error, self.subject, url, with_objects)
+            found = rank_pool.run(2, store_jobs.save_error, self.subject, url)
             faulty_store.works()
             check(bool(found[0][0]), f"upload {number} and all after it failed, and the save succeeded")
             check(found[0] == found[1], f"rank 0 raised {found[0]}, rank 1 raised {found[1]}")
             kind, _ = jobs.error_of(dist_checkpointing.load, {}, url)
             check(bool(kind), f"upload {number} failed, and what is at the URL loads")
-        rank_pool.run(2, store_jobs.save_version, self.subject, url, 2, with_objects, True)
-        rank_pool.run(2, store_jobs.load_and_check, self.subject, url, 2, with_objects)
+        rank_pool.run(2, store_jobs.save_version, self.subject, url, 2, True)
+        rank_pool.run(2, jobs.load_and_check, self.subject, url, 2)
 
     def test_requested_ranges(self, faulty_store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
         """A slice of one of eight shards fetches less than half of the tensor's bytes from a store."""
@@ -59,6 +58,3 @@ class StoreTests(Claims):
             check_same(opened["w"][513:515], tensor[513:515], "two rows of the second shard")
         fetched = sum(request.nbytes for request in faulty_store.requests("read"))
         check(fetched < 2 * MIB, f"{fetched / MIB:.1f} MiB were fetched for a slice of a shard of 0.5 MiB")
-
-
-__all__ = ["StoreTests"]

@@ -45,6 +45,3 @@ class StrategyContract(
                 dtypes = (torch.float32, torch.int64, torch.bool)
                 supports_python_values = False
     """
-
-
-__all__ = ["StrategyContract"]

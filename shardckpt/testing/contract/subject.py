@@ -23,10 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Subject:
-    """A save strategy and its load strategy: each a name, a class, an instance, or a function that returns one."""
+    """A save strategy and its load strategy: each a name, a class, an instance, or a function that returns one.
+
+    ``with_objects`` says whether what is saved to test them has ShardedObjects, too.
+    """
 
     save_strategy: Any
     load_strategy: Any
+    with_objects: bool = True
 
     def make_saver(self) -> SaveStrategy:
         """Return a save strategy."""
@@ -87,6 +91,3 @@ def _make(given: Any, action: StrategyAction) -> Any:
                 return entry.create()
         raise TypeError(f"strategy = {given!r}: no installed strategy is registered for {action.value} under this name")
     return given() if callable(given) else given
-
-
-__all__ = ["Subject"]

@@ -143,6 +143,3 @@ class ValueTests(Claims):
         """A state dict without shards is saved and loaded: its common state."""
         self.subject.save({"step": 3}, path)
         check(self.subject.load({}, path) == {"step": 3}, "the common state is not what was saved")
-
-
-__all__ = ["ValueTests"]

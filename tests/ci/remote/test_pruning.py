@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 from s3fs import S3FileSystem
 
-from shardckpt import settings
+from shardckpt import errors, settings
 from shardckpt.cli import main
-from shardckpt.engine import pruning
 from shardckpt.integrations import multipart
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.plugins import get_plugin_manager
@@ -144,7 +143,7 @@ def test_who_may_not_list_uploads_still_prunes(
         raise PermissionError("Access Denied")
 
     monkeypatch.setattr(multipart, "list_uploads", refuse)
-    monkeypatch.setattr(pruning, "_warned", set())
+    monkeypatch.setattr(errors, "_warned", set())
     root, save = f"s3://{BUCKET}/refused", "5" * 32
     jobs.save(f"{root}/step-1", 1.0)
     said = f"save {save} of process 1 on host, begun 2026-01-01 00:00:00 UTC\nowner {owners.dead().text}\n"

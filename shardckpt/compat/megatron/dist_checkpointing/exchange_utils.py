@@ -177,7 +177,6 @@ def refuse_group_cache(pg_cache_path: str | None, pg_cache_create: bool) -> None
         )
 
 
-#: What to do instead of Megatron's names that are not here.
 REFUSED = {
     "_shard_size": "shardckpt.planning.shard_nbytes(shard) counts a shard's bytes",
     "_get_empty_tensor_for_exchange": "exchange_by_distribution allocates what it receives",

@@ -19,7 +19,6 @@ from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.mapping.unstored import LocalNonpersistentObject, LocalNonpersitentObject
 from shardckpt.state_dict import apply_factories, apply_factory_merges
 
-#: What to do instead of Megatron's names that are not here.
 REFUSED = {
     "_logged_deprecations": "no name here logs a deprecation",
 }

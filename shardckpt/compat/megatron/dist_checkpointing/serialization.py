@@ -22,7 +22,7 @@ from shardckpt.dist_checkpointing import (
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.locations import locate
 from shardckpt.errors import CheckpointingException
-from shardckpt.manifest.names import MARKER_NAME
+from shardckpt.manifest.names import MARKERS
 from shardckpt.mapping.base import ShardedBase
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.storage.filesystem import is_there
@@ -54,7 +54,6 @@ _SAVE_ARGUMENTS = (
 )
 _LOAD_ARGUMENTS = ("validate_access_integrity", "strict", "verify_integrity", "process_group")
 
-#: What to do instead of Megatron's names that are not here.
 REFUSED = {"get_default_save_common_strategy": "the sharded strategy saves the common state: leave common_strategy out"}
 
 __getattr__ = make_refusing_getattr(__name__, REFUSED)
@@ -166,7 +165,7 @@ def _warn_of_overwrite(checkpoint_dir: PathLike, process_group: Any) -> None:
         # one rank looks: a shared file system need not answer all of them
         target = locate(checkpoint_dir, get_plugin_manager())
         taken = comm.is_main and not is_free(target)
-        has_checkpoint = taken and any(is_there(target / name) for name in (MARKER_NAME, ".metadata"))
+        has_checkpoint = taken and any(is_there(target / name) for name in MARKERS)
     if taken:
         what = (
             "will replace the checkpoint there when it commits"

@@ -175,7 +175,6 @@ def _sharded_leaves(sharded_state_dict: ShardedStateDict) -> list[ShardedBase]:
     return [leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedBase)]
 
 
-#: What to do instead of Megatron's names that are not here.
 REFUSED = {
     "__LOGGER_NAME_STACK": "logger_stack() yields the names of the blocks",
     "__LOGGER_STACK": "logger_stack() yields the logger",

@@ -48,7 +48,6 @@ _GlobalMetadata: TypeAlias = list[_LocalMetadata]
 
 _CHECKED = "validate_sharding_integrity(global_metadata, common_state_dict) makes all checks across ranks"
 
-#: What to do instead of Megatron's names that are not here.
 REFUSED = {
     "_compute_shards_access": _CHECKED,
     "_determine_missing_and_unexpected_keys": "validate_integrity_and_strict_load with RETURN_ALL returns the keys",

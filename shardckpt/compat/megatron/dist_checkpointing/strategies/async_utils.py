@@ -6,7 +6,6 @@ from shardckpt.async_save import AsyncCaller, AsyncCallsQueue, AsyncRequest, Per
 from shardckpt.compat.megatron.refusals import make_refusing_getattr
 from shardckpt.engine.gc_pause import pause_gc as _disable_gc
 
-#: What to do instead of Megatron's names that are not here.
 REFUSED = {
     "_ActiveAsyncRequest": "AsyncCallsQueue.get_num_unfinalized_calls() counts what is scheduled",
     "DistributedAsyncCaller": "Megatron 0.9's name of TemporalAsyncCaller",

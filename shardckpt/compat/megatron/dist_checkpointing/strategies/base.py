@@ -12,7 +12,6 @@ from shardckpt.compat.megatron.base_classes import (
 from shardckpt.compat.megatron.defaults import StrategyAction, get_default_strategy, register_default_strategy
 from shardckpt.compat.megatron.refusals import make_refusing_getattr
 
-#: What to do instead of Megatron's names that are not here.
 REFUSED = {
     "LoadCommonStrategy": "the sharded strategy loads the common state: load_common of shardckpt.LoadStrategy",
     "SaveCommonStrategy": "the sharded strategy saves the common state: save of shardckpt.SaveStrategy gets it",

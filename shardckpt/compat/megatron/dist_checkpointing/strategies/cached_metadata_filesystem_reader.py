@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from shardckpt.compat.megatron.refusals import make_refusing_getattr
 
-#: What to do instead of Megatron's names that are not here.
 REFUSED = {"CachedMetadataFileSystemReader": "a load reads the metadata once, and never a stale one"}
 
 __getattr__ = make_refusing_getattr(__name__, REFUSED)

@@ -8,7 +8,6 @@ from shardckpt.dist_checkpointing import load_common_state_dict as load_common
 
 COMMON_STATE_FNAME = "common.pt"
 
-#: What to do instead of Megatron's names that are not here.
 REFUSED = {
     "TorchCommonLoadStrategy": "dist_checkpointing.load_common_state_dict(checkpoint_dir) loads the common state",
     "TorchCommonSaveStrategy": "the sharded strategy stores the common state: leave common_strategy out",

@@ -7,7 +7,6 @@ from shardckpt.compat.megatron.refusals import QUEUE, make_refusing_getattr
 #: The queue for the results of all saves, which Megatron's trainer shuts down: there is none.
 _results_queue = None
 
-#: What to do instead of Megatron's names that are not here.
 REFUSED = dict.fromkeys(("FileSystemWriterAsync", "WriteBucket", "get_write_results_queue"), QUEUE)
 
 REFUSED.update(

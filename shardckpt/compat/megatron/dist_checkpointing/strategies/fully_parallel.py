@@ -125,7 +125,6 @@ def distribute_main_replicas_with_precomputed_distribution(
             shard.replica_id = 0 if is_main else 1
 
 
-#: What to do instead of Megatron's names that are not here.
 REFUSED = {
     "_defer_loading_sharded_items": "FullyParallelLoadStrategyWrapper divides what ranks load",
     "_fill_in_deferred_sharded_items": "FullyParallelLoadStrategyWrapper fills in what ranks exchange",

@@ -22,7 +22,6 @@ def is_nvrx_min_version(required: str) -> bool:
         return False
 
 
-#: What to do instead of Megatron's names that are not here.
 REFUSED = {"make_nvrx_async_request": QUEUE}
 
 __getattr__ = make_refusing_getattr(__name__, REFUSED)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from shardckpt.compat.megatron.external_writers import save_state_dict_async_finalize
 from shardckpt.compat.megatron.refusals import QUEUE, make_refusing_getattr
 
-#: What to do instead of Megatron's names that are not here.
 REFUSED = {
     "_compare_dataclasses": "every save compares its plan with the last one for itself",
     "save_state_dict_async_plan": QUEUE,

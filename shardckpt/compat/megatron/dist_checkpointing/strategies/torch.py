@@ -64,7 +64,6 @@ def _get_filesystem_reader(
     return CheckpointStorageReader(checkpoint_dir)
 
 
-#: What to do instead of Megatron's names that are not here.
 REFUSED = {
     "get_reformulation_metadata": "flattened shards are loaded at their true shapes by dist_checkpointing.load",
 }
