@@ -254,7 +254,8 @@ class Upload:
             self._delete([MARKER_NAME])  # first: at no moment is there a marker with files missing
         found = set(list_objects(self._folder))
         # a rank knows of its own objects that no checkpoint needs them; only the main rank knows it of all
-        own = {path.relative_to(self.spool).as_posix() for path in self.spool.rglob("*")} | self.streamed
+        spooled = self.spool.rglob("*") if "spool" in vars(self) else ()
+        own = {path.relative_to(self.spool).as_posix() for path in spooled} | self.streamed
         if not self._is_anothers(found):
             mine = without_others(found) | found & own if main else found & own
             self._delete(mine - {self._claim.in_progress, CLAIM})

@@ -60,6 +60,7 @@ class StoreExport(FolderExport):
             comm.sync_errors()
             with self.operation.local_phase("committing"):
                 if comm.is_main:
+                    written = [name for name, _ in self.plan.files]  # the other ranks have ended, and delete nothing
                     for name, content in self._encode_index().items():
                         written.append(name)
                         (self._store / name).write(content)
@@ -122,7 +123,7 @@ class StoreExport(FolderExport):
         return open_folder(url, self.operation.plugins)
 
     def _delete(self, names: Sequence[str]) -> None:
-        """Delete what this rank has written of an export that failed; raise nothing."""
+        """Delete files of an export that failed; raise nothing."""
         try:
             self._store.delete_all(names)
         except CheckpointingException as exc:

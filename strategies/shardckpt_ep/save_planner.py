@@ -101,8 +101,8 @@ class EPSavePlanner(DefaultSavePlanner):
             name = ".".join(map(str, path))
             if name != key and self._experts.layout_of(name, leaf) is not None:
                 raise ShardingError(
-                    f"{name!r} is an expert's tensor inside {key!r}, of which DCP would write one rank's as a pickle, and "
-                    "lose those of the others: leave out flatten_state_dict=False"
+                    f"{name!r} is an expert's tensor inside {key!r}, which DCP would pickle on one rank, and lose on the "
+                    "others: leave out flatten_state_dict=False"
                 )
 
     def create_local_plan(self) -> SavePlan:
