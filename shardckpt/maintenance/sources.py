@@ -116,6 +116,8 @@ _LENGTH = 8
 _PART_BYTES = 8 << 20
 #: Suffixes that nothing but a checkpoint has.
 _OF_CHECKPOINTS = (".pt", ".pth", ".ckpt", ".safetensors")
+#: Suffixes of files of torch.save.
+_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 #: The upper half of the length of a safetensors header, and its first byte.
 _HEADER = b"\0\0\0\0{"
 
@@ -239,7 +241,7 @@ def identify_source(location: Path, opened: OpenCheckpoint) -> str:
         return ""
     paths = sorted(location.rglob("*")) if location.is_dir() else [location]
     with wrap_os_errors("look at", location):
-        found = [(str(path), path.stat()) for path in paths]
+        found = [(str(path), path.stat()) for path in paths if path.exists()]  # a link may lead nowhere
     return repr([(path, info.st_ino, info.st_size, info.st_mtime_ns) for path, info in found])
 
 
@@ -382,8 +384,8 @@ def describe_unread_files(files: Mapping[str, str]) -> str:
 def list_torch_files(place: Path) -> list[str]:
     """Return the names of the files of torch.save in a folder."""
     with wrap_os_errors("list", place):
-        names = sorted(path.name for path in place.iterdir())
-    return [name for name in names if name.endswith((".pt", ".pth", ".bin", ".ckpt")) and name[0] != "."]
+        found = [path for path in place.iterdir() if path.name.endswith(_OF_TORCH) and path.name[0] != "."]
+        return sorted(path.name for path in found if not path.is_dir())  # Lightning has folders `*.ckpt`
 
 
 def find_cut_file(place: Path) -> CheckpointingException | None:

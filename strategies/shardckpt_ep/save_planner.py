@@ -101,7 +101,7 @@ class EPSavePlanner(DefaultSavePlanner):
             name = ".".join(map(str, path))
             if name != key and self._experts.layout_of(name, leaf) is not None:
                 raise ShardingError(
-                    f"{name!r} is an expert's tensor inside {key!r}, which DCP would pickle on one rank, and lose on the "
+                    f"{name!r} is an expert's tensor inside {key!r}, which DCP would pickle on one rank, and lose on "
                     "others: leave out flatten_state_dict=False"
                 )
 
