@@ -28,7 +28,7 @@ def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -
     """Return a model's files that are not weights: of a folder or the URL of one, or of a list of files.
 
     ``mapping`` is as a caller gives it: with that of an adapter, of a folder its configuration alone counts. It is an
-    error if there are no files, or two have one name.
+    error if there are no files, a folder among them, or two have one name.
     """
     if isinstance(assets, (str, os.PathLike)):
         folder = locate(assets, get_plugin_manager()) if "://" in os.fspath(assets) else Path(expand_home(assets))
@@ -46,6 +46,8 @@ def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -
     names = [path.name for path in files]
     if len(set(names)) < len(names):
         raise CheckpointingException(f"assets: two files have one name, of {listed(sorted(names))}")
+    if folders := [str(path) for path in files if path.is_dir()]:
+        raise CheckpointingException(f"assets: {listed(folders)} is a folder: give it alone, or files")
     return files
 
 

@@ -135,6 +135,16 @@ def test_an_export_without_a_spool_directory_leaves_nothing(tmp_path: Path, monk
     assert not [*_open(url).iterdir()]
 
 
+def test_a_folder_among_the_assets_is_refused(tmp_path: Path) -> None:
+    """Its files would not be copied; nothing is written."""
+    _save(tmp_path / "step")
+    (tmp_path / "model").mkdir()
+    url = f"memory://{BUCKET}/hub-{next(_numbers)}"
+    with pytest.raises(CheckpointingException, match="model is a folder: give it alone"):
+        export_to_huggingface(tmp_path / "step", url, assets=[tmp_path / "model"])  # type: ignore[arg-type]
+    assert not [*_open(url).iterdir()]
+
+
 def _overwrite(path: Path, url: str) -> str:
     try:
         export_to_huggingface(path, url, max_shard_size=64 << 10, overwrite=True)
