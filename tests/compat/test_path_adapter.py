@@ -295,6 +295,32 @@ def test_what_a_checkpoint_cannot_have_is_named(tmp_path: Path, what: str) -> No
     assert not list(tmp_path.iterdir())
 
 
+@table("name", ["common.pt", "shardckpt_index.json", "objects_0.pt"])
+def test_a_file_with_the_name_of_another_is_named(tmp_path: Path, name: str) -> None:
+    """What is stored beside the strategy's files has names that it cannot give: the error says so, and which."""
+
+    class Odd(_Save):
+        def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+            (checkpoint_dir / name).write_text("")
+
+    state = {"w": _tensor(), "o": ShardedObject("rng", 1, (1,), (0,))}
+    with pytest.raises(PluginError, match=rf"Odd wrote {name}, where .*: give the file another name"):
+        dc.save(state, tmp_path / "c", Odd())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_background_save_without_a_request_is_a_plugin_error(tmp_path: Path) -> None:
+    """The error says what async_save returned."""
+
+    class Empty(_AsyncSave):
+        def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+            """Return nothing."""
+
+    with pytest.raises(PluginError, match=r"Empty\.async_save returned None, no AsyncRequest"):
+        dc.save({"w": _tensor()}, tmp_path / "c", Empty("files", 1), async_sharded_save=True)
+    assert not list(tmp_path.iterdir())
+
+
 @table(("returned", "error"), [(None, "a dict"), ({}, "'w'"), ({"w": torch.ones(3)}, "shape")])
 def test_a_wrong_result_is_a_plugin_error(tmp_path: Path, returned: Any, error: str) -> None:
     """A load that does not return what was asked for, or tensors of other shapes, is an error that names it."""

@@ -195,6 +195,8 @@ class AsyncPathSaver(PathSaver, AsyncSaveStrategy):
             for shard in given:
                 _detach_from_training(shard)
             request = self.strategy.async_save(_name_shards(given), context.staging)
+            if not hasattr(request, "async_fn"):
+                raise PluginError(f"{_name(self.strategy)}.async_save returned {request!r}, no AsyncRequest")
             args = list(request.async_fn_args)
             if request.preload_fn is not None:
                 args[1] = request.preload_fn()  # Megatron's convention: the second
@@ -359,6 +361,11 @@ def _record(
     written = comm.main_runs("listing what was written", lambda: _list_files(writer.directory, author))
     owners = assign_holders([tuple(range(comm.world_size))] * len(written), list(written.values()))
     with comm.local_phase("recording what was written"):
+        if taken := [name for name in (*files, _INDEX) if name in written]:
+            raise PluginError(
+                f"{author} wrote {listed(taken)}, where the common state, objects or their index are stored: give the "
+                "file another name"
+            )
         for name, owner in zip(written, owners, strict=True):
             if owner == comm.rank:
                 writer.adopt(name, keys=0)
