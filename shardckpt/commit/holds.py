@@ -108,8 +108,9 @@ class Holds:
     def find(self) -> dict[str, list[Hold]]:
         """Return the leases and pins that count, by the name of the step's directory."""
         found: dict[str, list[Hold]] = {}
-        for hold in self._read_all(kinds=("lease", "pin")).values():
-            if hold.is_current:
+        # marks, too: one that cannot be read counts as a lease
+        for hold in self._read_all(kinds=("lease", "pin", "removal", "save")).values():
+            if hold.kind in ("lease", "pin") and hold.is_current:
                 found.setdefault(hold.directory, []).append(hold)
         return found
 
@@ -121,7 +122,7 @@ class Holds:
     def find_removals(self) -> set[str]:
         """Return the names of the steps' directories that are being removed."""
         found = self._read_all(kinds=["removal"]).items()
-        return {hold.directory for name, hold in found if _counts(name, hold)}
+        return {hold.directory for name, hold in found if hold.kind == "removal" and _counts(name, hold)}
 
     def find_change(self, directory: str) -> Hold | None:
         """Return the mark of a removal of the step's directory, or of a save that takes its place; None without one."""
