@@ -72,7 +72,7 @@ class StoredTensor:
     def __getitem__(self, index: Any) -> torch.Tensor:
         region = _Region(self._description, index)
         (values,) = self._checkpoint.values([region.shard])
-        return region.take(values)
+        return region.drop_axes(values)
 
     def blocks(self, index: Any = ..., *, max_bytes: int = 16 << 20) -> Iterator[torch.Tensor]:
         """Read a region in blocks, one after the other, so that it need not fit into memory.
@@ -96,7 +96,7 @@ class StoredTensor:
 
 @runtime_checkable
 class _NamesLibrary(Protocol):
-    """A load strategy of foreign files that say what wrote them."""
+    """A load strategy whose files name the library that wrote them."""
 
     library: str
 
@@ -138,7 +138,7 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
 
     @property
     def rescue(self) -> Rescue:
-        """The keys that the rescue that has written it (``convert --skip-damaged``) left out."""
+        """The keys that ``convert --skip-damaged`` left out when it wrote this checkpoint."""
         return self._checkpoint.rescue
 
     @property
@@ -222,7 +222,7 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
         return value
 
     def read(self, regions: Mapping[str, Any] | Iterable[str]) -> dict[str, torch.Tensor]:
-        """Read regions of many tensors at once: for small ones many times faster than to index one after the other.
+        """Read regions of many tensors at once: of small ones many times faster than one after the other.
 
         Args:
             regions: The index of each tensor by key, as for :class:`StoredTensor`: ``{"embedding": slice(0, 8)}``. Or
@@ -241,7 +241,7 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
             )
         found = {key: _Region(self._tensors[key], index) for key, index in indices.items()}
         values = self._checkpoint.values([region.shard for region in found.values()])
-        return {key: region.take(value) for (key, region), value in zip(found.items(), values, strict=True)}
+        return {key: region.drop_axes(value) for (key, region), value in zip(found.items(), values, strict=True)}
 
     def __getitem__(self, key: str) -> StoredTensor:
         if key not in self._tensors:
@@ -274,7 +274,7 @@ class _AbsentKeyError(KeyMismatchError, KeyError):
 
 
 class _Region:
-    """A region of a stored tensor, as the caller indexed it; ``shard`` says what is to be read, without data."""
+    """An indexed region of a stored tensor; ``shard`` describes it, without data."""
 
     def __init__(self, stored: ShardedTensor, index: Any) -> None:
         whole = tuple(stored.global_shape)
@@ -283,7 +283,7 @@ class _Region:
         shape = tuple(max(stop - start, 0) for start, stop in spans)
         self.shard = ShardedTensor(stored.key, None, stored.dtype, shape, whole, offset, None)
 
-    def take(self, values: torch.Tensor) -> torch.Tensor:
+    def drop_axes(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values without the axes that have an integer as index."""
         for axis in reversed(self._dropped):
             values = values.select(axis, 0)
@@ -319,7 +319,7 @@ def _find_span(key: str, part: Any, size: int) -> tuple[int, int]:
             start, stop, _ = part.indices(size)
             return start, max(start, stop)
         # a bool is a mask to torch; an array of one integer keeps its axes
-        if isinstance(part, bool) or getattr(part, "shape", ()):
+        if isinstance(part, bool) or getattr(part, "shape", None):
             raise TypeError
         number = operator.index(part)
     except TypeError:

@@ -1,4 +1,4 @@
-"""The export of a checkpoint to a folder on a store: its weights are streamed, and what makes them a folder is last."""
+"""The export of a checkpoint to a folder on a store: weights are streamed, and their index comes last."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class StoreExport(FolderExport):
                         self.check(self.target)
                     upload.release()
         except BaseException:
-            if not upload.save_id:  # else all of the URL is this export's, unless another has taken it
+            if not upload.save_id:  # else the upload deletes all at the URL, unless another save has taken it
                 self._delete(written)
             upload.abort(main=comm.is_main)
             raise
@@ -137,7 +137,7 @@ def find_export(target: Path) -> type[FolderExport]:
 
 @contextmanager
 def _spool() -> Iterator[Path]:
-    """Return a context manager that gives a local directory for a file that is uploaded when it is complete."""
+    """Return a context manager that gives a local directory for files to be uploaded."""
     spool = create_spool()
     try:
         yield spool

@@ -43,7 +43,7 @@ class EPSavePlanner(DefaultSavePlanner):
 
     Args:
         layouts: The layout of every expert parameter that this rank has; its optimizer state is found by its name.
-        sections: What may stand before a parameter's name in a key.
+        sections: Keys that may precede a parameter's name, such as ``model``.
         is_expert: As for :func:`shardckpt_ep.expert_sharded_state_dict`.
         **kwargs: Arguments of DCP's DefaultSavePlanner, except ``enable_plan_caching``.
 

@@ -1,9 +1,8 @@
 """Saves and loads of the engine by strategies of Megatron's kind, which write to a path and read from one themselves.
 
 Such a strategy writes plain files into the staging directory, in folders or not. All of them are digested and
-recorded, and committed with what Megatron's library would store: the common state, and the objects that the strategy
-does not take. A load checks every file of the checkpoint first: what the strategy reads by itself is not checked on the
-way.
+recorded, and committed with the common state, and the objects that the strategy does not take. A load checks all files
+of the checkpoint first, since it cannot check the strategy's own reads.
 
 Of Megatron's kind are its base classes, and, since 0.19 has none, any object with ``save`` or ``async_save``, or with
 ``load``, that takes a state dict and a directory.
@@ -59,7 +58,7 @@ _COMMON = "common.pt"
 _DEFAULT_FORMAT = ("torch_dist", 1)
 #: Methods of a load strategy that list what is stored.
 _LISTINGS = ("load_sharded_metadata", "load_tensors_metadata")
-#: Describes all that is stored: a strategy of Megatron's kind need not be able to.
+#: Lists the stored shards, which a strategy of Megatron's kind need not be able to.
 _INDEX = "shardckpt_index.json"
 
 
@@ -474,7 +473,7 @@ def _takes_path(strategy: Any, methods: Sequence[str], given: int = 2) -> bool:
 
 
 def _refuse_class(strategy: Any, ours: type[Any], methods: Sequence[str]) -> None:
-    """Raise for a class in the place of an instance: what arguments it takes is not known here."""
+    """Raise for a class in the place of an instance: its arguments are unknown here."""
     if isinstance(strategy, type) and not issubclass(strategy, ours) and _takes_path(strategy, methods, 3):
         raise PluginError(f"{strategy.__qualname__} is a class: give an instance of it, as for Megatron")
 
