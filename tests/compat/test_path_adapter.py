@@ -4,6 +4,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -195,6 +196,13 @@ def test_objects_that_it_takes_are_its_own(tmp_path: Path) -> None:
     assert not (tmp_path / "c" / "objects_0.pt").exists()
     wanted = {**_wanted(), "o": ShardedObject("o", None, (1,), (0,))}
     assert dc.load(wanted, tmp_path / "c", _LoadsObjects())["o"] == 7
+
+
+def test_a_shape_of_numpys_integers_is_indexed(tmp_path: Path) -> None:
+    """Ranks and numbers of fragments may be numpy's, as for our own strategies."""
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(4), (0, np.int64(0), np.int64(1)))
+    dc.save({"w": shard}, tmp_path / "c", _Save())
+    assert dc.load(_wanted(), tmp_path / "c", _Load())["w"].tolist() == [1.0] * 4
 
 
 def test_the_callers_shards_stay_as_they_are(tmp_path: Path) -> None:

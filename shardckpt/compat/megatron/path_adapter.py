@@ -154,7 +154,8 @@ class PathSaver(SaveStrategy):
             for shard in shards:
                 if isinstance(shard, ShardedTensor):
                     dtype = str(shard.dtype).removeprefix("torch.")
-                    index.tensors[shard.key] = _StoredTensor(shape=shard.global_shape, dtype=dtype)
+                    shape = tuple(map(int, shard.global_shape))  # of numpy's integers, where ranks are
+                    index.tensors[shard.key] = _StoredTensor(shape=shape, dtype=dtype)
                 elif self._takes_objects:
                     index.objects[stored_key(shard)] = ""
                 elif is_main_replica(shard.replica_id):
