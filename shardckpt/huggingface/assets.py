@@ -30,6 +30,8 @@ def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -
     ``mapping`` is as a caller gives it: with that of an adapter, of a folder its configuration alone counts. It is an
     error if there are no files, two have one name, or one is a folder, weights, or of a checkpoint.
     """
+    if assets == "":  # of a variable that is not set; a Path of it would be the current directory
+        raise StorageError("the folder of assets is empty text: give a folder ('.' is the current one) or a URL")
     if isinstance(assets, (str, os.PathLike)):
         folder = locate(assets, get_plugin_manager()) if "://" in os.fspath(assets) else Path(expand_home(assets))
         if lacks_directory(folder):

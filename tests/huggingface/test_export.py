@@ -369,6 +369,16 @@ def test_assets_are_neither_weights_nor_files_of_a_checkpoint(tmp_path: Path) ->
     assert huggingface_index(tmp_path / "hf").keys() == {"w"}
 
 
+def test_no_assets_are_those_of_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty text, of a variable that is not set, is an error: all files there would be copied."""
+    save(tmp_path / "step")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("not for the Hub")
+    with pytest.raises(CheckpointingException, match="folder of assets is empty text"):
+        export_to_huggingface(tmp_path / "step", tmp_path / "hf", assets="")
+    assert not (tmp_path / "hf").exists()
+
+
 def test_an_export_s_memory_budget_that_is_too_small_is_refused(tmp_path: Path) -> None:
     """The error says the smallest that works; all bytes of a file of torch.save count."""
     dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(8 << 20))}, tmp_path / "step")
