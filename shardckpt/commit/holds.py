@@ -1,11 +1,11 @@
-"""Holds: what keeps a checkpoint in a folder of checkpoints from being removed or replaced, by whichever process.
+"""Holds: leases and pins, which keep a checkpoint in a folder from being removed or replaced by any process.
 
 A lease is a reader's, and ends with it. A pin has a label, and lasts until it is taken away. Each is a small JSON file
 in the hidden directory ``.shardckpt-holds`` next to the checkpoints, on a store an object there: a checkpoint itself is
 never written into. A removal, too, writes a mark there before it looks for holds, as a reader writes its lease before
 it looks for such marks; and so does a save that takes the place of a checkpoint. So of a lease and a removal at the
-same time at least one sees the other, and the removal gives way. Only where the file system is full, and so nobody can
-write a lease, does a removal do without its mark.
+same time at least one sees the other, and the removal gives way. On a full file system, where nobody can write a lease,
+a removal does without its mark.
 
 Leases end at a time of day: the clocks of hosts that share a folder must agree to about a minute.
 """
@@ -54,7 +54,7 @@ MARK_SECONDS = 600.0
 _PATIENCE = 60.0
 
 
-#: What a file of the directory is about; the name of the file says it, too.
+#: Kinds of files in the directory; a file's name says its kind, too.
 Kind = Literal["lease", "pin", "removal", "save", "job"]
 
 
@@ -108,8 +108,9 @@ class Holds:
     def find(self) -> dict[str, list[Hold]]:
         """Return the leases and pins that count, by the name of the step's directory."""
         found: dict[str, list[Hold]] = {}
-        for hold in self._read_all(kinds=("lease", "pin")).values():
-            if hold.is_current:
+        # marks, too: one that cannot be read counts as a lease
+        for hold in self._read_all(kinds=("lease", "pin", "removal", "save")).values():
+            if hold.kind in ("lease", "pin") and hold.is_current:
                 found.setdefault(hold.directory, []).append(hold)
         return found
 
@@ -121,7 +122,7 @@ class Holds:
     def find_removals(self) -> set[str]:
         """Return the names of the steps' directories that are being removed."""
         found = self._read_all(kinds=["removal"]).items()
-        return {hold.directory for name, hold in found if _counts(name, hold)}
+        return {hold.directory for name, hold in found if hold.kind == "removal" and _counts(name, hold)}
 
     def find_change(self, directory: str) -> Hold | None:
         """Return the mark of a removal of the step's directory, or of a save that takes its place; None without one."""
@@ -130,10 +131,10 @@ class Holds:
 
     @contextlib.contextmanager
     def removing(self, directory: str, needed: Collection[str] = ()) -> Generator[list[Hold], None, None]:
-        """Mark a removal, which begins in the block, and yield what stands against it: with any it must not begin.
+        """Mark a removal for the block, and yield what forbids it.
 
-        That is the leases and pins of the directory, the marks that other removals and saves have written of it, and
-        those that removals have written of the needed ones.
+        That is each lease and pin of the directory, each mark of another removal or save of it, and each mark of a
+        removal of a needed one.
         """
         with self._marking(directory, "removal") as own:
             found = {name: hold for name, hold in self._read_all([directory, *needed]).items() if name != own}
@@ -214,14 +215,14 @@ class Holds:
         self._files.drop(name)
 
     def drop_ended(self) -> None:
-        """Remove the files of leases and removals that have ended, and what is left of writes that were killed."""
+        """Remove the files of holds and marks that have ended, and temporary files of killed writes."""
         for name, hold in self._read_all(kinds=("lease", "pin", "removal", "save")).items():
             if not _counts(name, hold):
                 self._try_to_drop(name)
         self._files.clear()
 
     def _try_to_drop(self, name: str) -> None:
-        """Remove a file that counts for nothing, or soon; after an error, which is a warning, a later call does."""
+        """Remove a file that counts for nothing; an error is a warning, and a later call tries again."""
         try:
             self.drop(name)
         except StorageError as exc:
@@ -287,7 +288,7 @@ def find_holds_beside(target: Path, open_folder: Callable[[str], RemoteFolder] |
 
 
 def _counts(name: str, hold: Hold) -> bool:
-    """Return whether a file counts: it has not ended, and is no mark that its process could not delete."""
+    """Return whether a file counts: it has not ended, and is no mark that this process failed to delete."""
     is_mark = hold.kind in ("removal", "save")
     is_left = is_mark and hold.owner == Owner.current().text and not is_claimed(name)
     return hold.is_current and not is_left

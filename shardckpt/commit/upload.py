@@ -222,7 +222,7 @@ class Upload:
             logger.warning("%s, which is no longer needed", exc)
 
     def release(self) -> None:
-        """Give the folder free, if it was taken: what is there is complete without a marker."""
+        """Release the folder, if it was taken: its files are complete without a marker."""
         if self.save_id:
             self._delete(self._list_marks())
         self._committed = True
@@ -254,7 +254,8 @@ class Upload:
             self._delete([MARKER_NAME])  # first: at no moment is there a marker with files missing
         found = set(list_objects(self._folder))
         # a rank knows of its own objects that no checkpoint needs them; only the main rank knows it of all
-        own = {path.relative_to(self.spool).as_posix() for path in self.spool.rglob("*")} | self.streamed
+        spooled = self.spool.rglob("*") if "spool" in vars(self) else ()
+        own = {path.relative_to(self.spool).as_posix() for path in spooled} | self.streamed
         if not self._is_anothers(found):
             mine = without_others(found) | found & own if main else found & own
             self._delete(mine - {self._claim.in_progress, CLAIM})
@@ -263,7 +264,7 @@ class Upload:
                 self._delete([name])
 
     def _list_marks(self) -> list[str]:
-        """Return what a save that has ended needs no longer, the in-progress object last."""
+        """Return the journal's and the claim's objects, which a finished save deletes; the in-progress object last."""
         return [*(() if self._journal is None else self._journal.names), *self._claim.names]
 
     @functools.cached_property
@@ -305,10 +306,7 @@ def upload_files(folder: RemoteFolder, spool: Path, names: Iterable[str], save_i
 
 
 def open_stream(folder: RemoteFolder, save_id: str) -> StreamsWrites | None:
-    """Return where a save streams its files to, which refuses them once another save has the folder.
-
-    None if the store cannot stream writes.
-    """
+    """Return a stream of a save's files, which refuses them once another save has the folder; None if it has none."""
     return _OwnedStream(folder, save_id) if isinstance(folder, StreamsWrites) else None
 
 
@@ -359,9 +357,9 @@ def _is_own(folder: RemoteFolder, save_id: str) -> bool:
 
 @contextmanager
 def delete_if_failed(folder: RemoteFolder | None, save_id: str) -> Iterator[set[str]]:
-    """Return a context manager that gives a set for the names of streamed objects; an error of the block deletes them.
+    """Return a context manager that gives a set for names of streamed objects, and deletes these after an error.
 
-    For a process that writes a rank's files, and knows no more of the save.
+    It is for a process that writes a rank's files, and knows no more of the save.
     """
     names: set[str] = set()
     try:

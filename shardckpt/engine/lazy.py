@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from shardckpt.storage.sums import read_fingerprints
 from shardckpt.strategy import ChecksFiles, ListsBoxes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Iterable
 
     import torch
 
@@ -71,7 +72,7 @@ class StoredTensor:
     def __getitem__(self, index: Any) -> torch.Tensor:
         region = _Region(self._description, index)
         (values,) = self._checkpoint.values([region.shard])
-        return region.take(values)
+        return region.drop_axes(values)
 
     def blocks(self, index: Any = ..., *, max_bytes: int = 16 << 20) -> Iterator[torch.Tensor]:
         """Read a region in blocks, one after the other, so that it need not fit into memory.
@@ -95,7 +96,7 @@ class StoredTensor:
 
 @runtime_checkable
 class _NamesLibrary(Protocol):
-    """A load strategy of foreign files that say what wrote them."""
+    """A load strategy whose files name the library that wrote them."""
 
     library: str
 
@@ -137,7 +138,7 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
 
     @property
     def rescue(self) -> Rescue:
-        """The keys that the rescue that has written it (``convert --skip-damaged``) left out."""
+        """The keys that ``convert --skip-damaged`` left out when it wrote this checkpoint."""
         return self._checkpoint.rescue
 
     @property
@@ -169,13 +170,11 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
         found, names = read_fingerprints(self._checkpoint.context.reader), self._checkpoint.names
         return {rename_key(key, names): fingerprint for key, fingerprint in found.items()} if names else found
 
-    def compute_fingerprints(
-        self, keys: Collection[str] | None = None, *, memory: int = STREAM_BYTES
-    ) -> dict[str, str]:
+    def compute_fingerprints(self, keys: Iterable[str] | None = None, *, memory: int = STREAM_BYTES) -> dict[str, str]:
         """Return the fingerprints of tensors, from their values: all of them are read, and checked by their digests.
 
         Args:
-            keys: Of the tensors; by default all.
+            keys: Of the tensors, or of one; by default all.
             memory: Bytes of values that are in memory at a time.
 
         Returns:
@@ -184,10 +183,11 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
         Raises:
             CheckpointingException: No such tensor is stored, or one cannot be read.
         """
-        for key in () if keys is None else keys:
+        wanted = self._tensors.keys() if keys is None else _list_keys(keys)
+        for key in wanted:
             if key not in self:
                 raise CheckpointingException(f"no tensor {key!r} is stored {name_known(key, self._tensors, 'keys')}")
-        chosen = [tensor for key, tensor in self._tensors.items() if keys is None or key in keys]
+        chosen = [tensor for key, tensor in self._tensors.items() if key in wanted]
         return compute_fingerprints(self._checkpoint, chosen, memory)
 
     def find_incomplete_files(self) -> list[IncompleteFile]:
@@ -222,11 +222,11 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
         return value
 
     def read(self, regions: Mapping[str, Any] | Iterable[str]) -> dict[str, torch.Tensor]:
-        """Read regions of many tensors at once: for small ones many times faster than to index one after the other.
+        """Read regions of many tensors at once: of small ones many times faster than one after the other.
 
         Args:
             regions: The index of each tensor by key, as for :class:`StoredTensor`: ``{"embedding": slice(0, 8)}``. Or
-                keys, of tensors that are read whole.
+                keys, or one, of tensors that are read whole.
 
         Returns:
             CPU tensors of the stored dtypes, by key, in the order of ``regions``.
@@ -234,14 +234,14 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
         Raises:
             CheckpointingException: No such tensor is stored, an index is outside of it, or it cannot be read.
         """
-        indices = regions if isinstance(regions, Mapping) else dict.fromkeys(regions, ...)
+        indices = regions if isinstance(regions, Mapping) else dict.fromkeys(_list_keys(regions), ...)
         if missing := [key for key in indices if key not in self]:
             raise CheckpointingException(
                 f"{listed([repr(key) for key in missing])} not stored {name_known(missing[0], self._tensors, 'keys')}"
             )
         found = {key: _Region(self._tensors[key], index) for key, index in indices.items()}
         values = self._checkpoint.values([region.shard for region in found.values()])
-        return {key: region.take(value) for (key, region), value in zip(found.items(), values, strict=True)}
+        return {key: region.drop_axes(value) for (key, region), value in zip(found.items(), values, strict=True)}
 
     def __getitem__(self, key: str) -> StoredTensor:
         if key not in self._tensors:
@@ -274,7 +274,7 @@ class _AbsentKeyError(KeyMismatchError, KeyError):
 
 
 class _Region:
-    """A region of a stored tensor, as the caller indexed it; ``shard`` says what is to be read, without data."""
+    """An indexed region of a stored tensor; ``shard`` describes it, without data."""
 
     def __init__(self, stored: ShardedTensor, index: Any) -> None:
         whole = tuple(stored.global_shape)
@@ -283,34 +283,49 @@ class _Region:
         shape = tuple(max(stop - start, 0) for start, stop in spans)
         self.shard = ShardedTensor(stored.key, None, stored.dtype, shape, whole, offset, None)
 
-    def take(self, values: torch.Tensor) -> torch.Tensor:
+    def drop_axes(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values without the axes that have an integer as index."""
         for axis in reversed(self._dropped):
             values = values.select(axis, 0)
         return values
 
 
+def _list_keys(keys: Iterable[str]) -> list[str]:
+    """Return keys as a list; a string is one key, not its characters."""
+    return [keys] if isinstance(keys, str) else list(keys)
+
+
 def _find_spans(key: str, shape: tuple[int, ...], index: Any) -> tuple[list[tuple[int, int]], list[int]]:
     """Return (start, stop) along every axis, and the axes that have an integer as index."""
     full = list(index) if isinstance(index, tuple) else [index]
-    if Ellipsis in full:
-        position = full.index(Ellipsis)
+    # by identity: == with an array compares its elements
+    if (position := next((axis for axis, part in enumerate(full) if part is ...), None)) is not None:
         full[position : position + 1] = [slice(None)] * (len(shape) - len(full) + 1)
     full += [slice(None)] * (len(shape) - len(full))
     if len(full) != len(shape):
         raise CheckpointingException(f"{key!r} has {len(shape)} axes, {index} asks for {len(full)}")
-    spans = [_span(key, part, size) for part, size in zip(full, shape, strict=True)]
-    return spans, [axis for axis, part in enumerate(full) if isinstance(part, int)]
+    spans = [_find_span(key, part, size) for part, size in zip(full, shape, strict=True)]
+    return spans, [axis for axis, part in enumerate(full) if not isinstance(part, slice)]
 
 
-def _span(key: str, part: Any, size: int) -> tuple[int, int]:
-    if isinstance(part, slice):
-        start, stop, step = part.indices(size)
-        if step != 1:
-            raise CheckpointingException(f"{key!r}: {part} has a step; read the range without it, and slice the result")
-        return start, max(start, stop)
-    if not isinstance(part, int):
-        raise CheckpointingException(f"{key!r}: expected integers, slices and '...' as indices, got {part!r}")
-    if not -size <= part < size:
-        raise CheckpointingException(f"{key!r}: index {part} is outside an axis of {size}")
-    return part % size, part % size + 1
+def _find_span(key: str, part: Any, size: int) -> tuple[int, int]:
+    """Return (start, stop) along an axis of a size."""
+    try:
+        if isinstance(part, slice):
+            if part.step is not None and operator.index(part.step) != 1:
+                raise CheckpointingException(
+                    f"{key!r}: {part} has a step; read the range without it, and slice the result"
+                )
+            start, stop, _ = part.indices(size)
+            return start, max(start, stop)
+        # a bool is a mask to torch; an array of one integer keeps its axes
+        if isinstance(part, bool) or getattr(part, "shape", None):
+            raise TypeError
+        number = operator.index(part)
+    except TypeError:
+        raise CheckpointingException(
+            f"{key!r}: expected integers, slices of integers and one '...' as indices, got {part!r}"
+        ) from None
+    if not -size <= number < size:
+        raise CheckpointingException(f"{key!r}: index {number} is outside an axis of {size}")
+    return number % size, number % size + 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardckpt.engine.locations import expand_home, locate
 from shardckpt.errors import CheckpointingException, StorageError, listed
 from shardckpt.huggingface.adapters import find_adapter_mapping
-from shardckpt.huggingface.names import ADAPTER, is_asset
+from shardckpt.huggingface.names import ADAPTER, is_asset, is_copied
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.storage.abilities import lacks_directory
 from shardckpt.storage.filesystem import name_siblings, wrap_os_errors
@@ -28,8 +28,10 @@ def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -
     """Return a model's files that are not weights: of a folder or the URL of one, or of a list of files.
 
     ``mapping`` is as a caller gives it: with that of an adapter, of a folder its configuration alone counts. It is an
-    error if there are no files, or two have one name.
+    error if there are no files, two have one name, or one is a folder, weights, or of a checkpoint.
     """
+    if assets == "":  # of a variable that is not set; a Path of it would be the current directory
+        raise StorageError("the folder of assets is empty text: give a folder ('.' is the current one) or a URL")
     if isinstance(assets, (str, os.PathLike)):
         folder = locate(assets, get_plugin_manager()) if "://" in os.fspath(assets) else Path(expand_home(assets))
         if lacks_directory(folder):
@@ -46,6 +48,10 @@ def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -
     names = [path.name for path in files]
     if len(set(names)) < len(names):
         raise CheckpointingException(f"assets: two files have one name, of {listed(sorted(names))}")
+    if wrong := [name for name in names if not is_copied(name)]:
+        raise CheckpointingException(f"assets: {listed(wrong)} cannot be copied: it is weights, or of a checkpoint")
+    if folders := [str(path) for path in files if path.is_dir()]:
+        raise CheckpointingException(f"assets: {listed(folders)} is a folder: give it alone, or files")
     return files
 
 

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 #: The least budget of an export from a directory to a directory, in bytes.
 LEAST_EXPORTING = LEAST_READING + WRITER_BYTES
-#: The least budget where either is on a store; a file of 10 GiB needs larger parts, and so more.
+#: The least budget where either is on a store; a file of 10 GiB or more has larger parts, and needs more.
 LEAST_EXPORTING_ON_STORES = 2 * LEAST_EXPORTING
 #: On a store, a half of the budget is for writing and a quarter for reading; the rest is for the clients' own buffers.
 _WRITING_DIVISOR, _READING_DIVISOR = 2, 4
 
 
 class ExportBudget(NamedTuple):
-    """The shares of a budget, in bytes; all None if there is no budget.
+    """The shares of a budget, in bytes; they are None without a budget.
 
     Attributes:
         whole: What a rank may hold, not counting the index.
         reading: What the checkpoint's reader may hold.
-        writing: What blocks and the parts of an upload may hold; None for a directory, whose blocks have a fixed size.
+        writing: What blocks and parts of uploads may hold; None for a directory, whose blocks have a fixed size.
         takes_requests: Whether a store is read or written.
     """
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import parse_texts
 from shardckpt.manifest.hub import HUB_ADAPTER, HUB_ADAPTER_CONFIG, HUB_FILES, HUB_WEIGHTS, TRAINER_STATE, lacks_weights
+from shardckpt.manifest.names import FINGERPRINTS_NAME, INTEGRITY_NAME, MARKER_NAME, RECORD_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -35,6 +36,8 @@ _CONFIGURING = re.compile(
 )
 #: Suffixes of weights in any format.
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+#: Files of checkpoints: a Hub folder with them would be read as a checkpoint, whose other files are missing.
+_OF_CHECKPOINTS = frozenset({MARKER_NAME, RECORD_NAME, INTEGRITY_NAME, FINGERPRINTS_NAME, ".metadata"})
 #: What keys of the metadata begin with that say which checkpoint a folder has.
 ORIGIN = "shardckpt_"
 
@@ -124,9 +127,12 @@ def is_asset(name: str) -> bool:
 
     ``trainer_state.json`` belongs to a training, whose metrics were measured of other weights, or with its optimizer.
     """
-    return (
-        name != TRAINER_STATE and not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES) and name != ADAPTER
-    )
+    return is_copied(name) and name not in (TRAINER_STATE, ADAPTER) and not name.startswith(".")
+
+
+def is_copied(name: str) -> bool:
+    """Return whether a file of this name may be copied next to weights: it is neither weights nor of a checkpoint."""
+    return not name.endswith(_WEIGHT_SUFFIXES) and name not in _OF_CHECKPOINTS
 
 
 def is_replaced(name: str, *, has_assets: bool) -> bool:

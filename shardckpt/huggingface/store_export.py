@@ -1,4 +1,4 @@
-"""The export of a checkpoint to a folder on a store: its weights are streamed, and what makes them a folder is last."""
+"""The export of a checkpoint to a folder on a store: weights are streamed, and their index comes last."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ class StoreExport(FolderExport):
             comm.sync_errors()
             with self.operation.local_phase("committing"):
                 if comm.is_main:
+                    written = [name for name, _ in self.plan.files]  # the other ranks have ended, and delete nothing
                     for name, content in self._encode_index().items():
                         written.append(name)
                         (self._store / name).write(content)
@@ -67,7 +68,7 @@ class StoreExport(FolderExport):
                         self.check(self.target)
                     upload.release()
         except BaseException:
-            if not upload.save_id:  # else all of the URL is this export's, unless another has taken it
+            if not upload.save_id:  # else the upload deletes all at the URL, unless another save has taken it
                 self._delete(written)
             upload.abort(main=comm.is_main)
             raise
@@ -122,7 +123,7 @@ class StoreExport(FolderExport):
         return open_folder(url, self.operation.plugins)
 
     def _delete(self, names: Sequence[str]) -> None:
-        """Delete what this rank has written of an export that failed; raise nothing."""
+        """Delete files of an export that failed; raise nothing."""
         try:
             self._store.delete_all(names)
         except CheckpointingException as exc:
@@ -136,7 +137,7 @@ def find_export(target: Path) -> type[FolderExport]:
 
 @contextmanager
 def _spool() -> Iterator[Path]:
-    """Return a context manager that gives a local directory for a file that is uploaded when it is complete."""
+    """Return a context manager that gives a local directory for files to be uploaded."""
     spool = create_spool()
     try:
         yield spool

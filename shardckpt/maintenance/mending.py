@@ -1,4 +1,4 @@
-"""Damaged checkpoints whose data is all there: what is lost only describes it, and can be written anew."""
+"""Recognise damaged checkpoints that have all their data: their descriptions can be written anew."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
     from shardckpt.plugins.manager import PluginManager
 
-#: The files that say what the others are, and can be written anew.
+#: The files that describe the others, and can be written anew.
 _DESCRIPTIONS = {MARKER_NAME, RECORD_NAME}
 
 
 def explain_mendable(directory: Path, plugins: PluginManager, damaged: Collection[str] = ()) -> str:
-    """Return why a checkpoint may be mended, as where nothing but its descriptions is lost; ``""`` if it cannot be.
+    """Return why and how a checkpoint that lost no data may be mended; ``""`` if it lost some.
 
     ``damaged`` names files that a verification found not to be as written, though they may have their sizes; if none
     are given, no file was compared with its digest.
@@ -70,7 +70,7 @@ def explain_mendable(directory: Path, plugins: PluginManager, damaged: Collectio
 
 
 def _read_best_description(directory: Path, plugins: PluginManager) -> tuple[Path, Manifest]:
-    """Return what the first of a checkpoint's descriptions that can be read says, or else its content."""
+    """Return the directory and manifest by the first description that can be read, or else by the content."""
     place = open_directory(directory)
     with suppress(CorruptCheckpointError):
         if is_there(place / RECORD_NAME):
@@ -90,7 +90,7 @@ def _read_best_description(directory: Path, plugins: PluginManager) -> tuple[Pat
 def _find_way(
     directory: Path, place: Path, manifest: Manifest, plugins: PluginManager, damaged: set[str]
 ) -> str | None:
-    """Return the call that writes what is lost anew, to follow another text; None if data is lost."""
+    """Return the command that writes the lost files anew, to end a sentence; None if data is lost."""
     # a record has all files and their sizes, whichever strategy wrote them
     strategy = choose_reader(directory, manifest, plugins) if manifest.record is None else None
     with CheckpointReader(place, manifest, verify=False) as reader:
@@ -106,9 +106,9 @@ def _find_way(
 
 
 def _is_read_without(lost: Collection[str], place: Path, manifest: Manifest, plugins: PluginManager) -> bool:
-    """Return whether a checkpoint is read without some of its files, as ``.metadata`` next to an index of our own.
+    """Return whether no load needs the lost files, such as ``.metadata`` next to an index of our own.
 
-    It is an error if its index or its common state cannot be read.
+    It is an error if the index or the common state cannot be read.
     """
     strategy = choose_reader(place, manifest, plugins)
     if not isinstance(strategy, ChecksFiles):

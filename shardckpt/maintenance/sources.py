@@ -1,4 +1,4 @@
-"""Open anything that can be read: what it is, its content says, not its name."""
+"""Open any checkpoint, folder or file that can be read, recognised by its content."""
 
 from __future__ import annotations
 
@@ -71,10 +71,7 @@ if TYPE_CHECKING:
 
 
 class Checked(NamedTuple):
-    """The result of a look at a file: what is wrong with it, None if nothing is, and how it was checked.
-
-    ``note`` is what is no fault and may surprise.
-    """
+    """The result of a file's check: its error, or None, and how it was checked; ``note`` tells what is no error."""
 
     error: CheckpointingException | None
     how: Literal["crc32", "structure"] = "structure"
@@ -91,7 +88,7 @@ class Reading(NamedTuple):
         check: As for :func:`shardckpt.engine.open_checkpoint`.
         unmarked: As for :func:`~shardckpt.maintenance.unmarked.hold_unmarked`; a Hugging Face folder may lack files,
             whose tensors are not listed then, but with the files. So it is with ``skip_damaged``.
-        rename: What its keys and the paths of its common state begin with, and what is read in its place.
+        rename: Prefixes of keys and of paths in the common state, and those that replace them.
         skip_damaged: Whether tensors and objects that cannot be read are left out, and no error; all are read first.
         trainer: Maps a trainer's names to the Hub's: a Hugging Face folder is read by the trainer's.
         dtype: As for :func:`shardckpt.huggingface.name_for_trainer`.
@@ -116,6 +113,8 @@ _LENGTH = 8
 _PART_BYTES = 8 << 20
 #: Suffixes that nothing but a checkpoint has.
 _OF_CHECKPOINTS = (".pt", ".pth", ".ckpt", ".safetensors")
+#: Suffixes of files of torch.save.
+_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 #: The upper half of the length of a safetensors header, and its first byte.
 _HEADER = b"\0\0\0\0{"
 
@@ -137,7 +136,7 @@ def open_source(location: Path, plugins: PluginManager, how: Reading = _AS_IT_IS
 
 
 def _hide_and_rename(opened: OpenCheckpoint, how: Reading) -> OpenCheckpoint:
-    """Return what is opened without what is damaged, and under the names that it is to be read by."""
+    """Return the checkpoint without its damaged items, if they are to be skipped, and with its keys renamed."""
     names, strategy = how.rename or {}, opened.strategy
     lost: Collection[str] = ()
     if isinstance(strategy, HuggingFaceLoadStrategy):
@@ -153,7 +152,7 @@ def _hide_and_rename(opened: OpenCheckpoint, how: Reading) -> OpenCheckpoint:
 
 
 def _rename(opened: OpenCheckpoint, rename: Mapping[str, str]) -> OpenCheckpoint:
-    """Return it under other names; where its common state cannot be read, by its keys alone, as far as those do."""
+    """Rename keys and paths of the common state; keys alone where that cannot be read, if all names are keys'."""
     if not rename:
         return opened
     keys = list_keys(opened)
@@ -184,7 +183,7 @@ def read_hub_config(location: Path, plugins: PluginManager) -> dict[str, Any] | 
 def open_staged(
     staging: Path, files: Path, plugins: PluginManager, how: Reading = _AS_IT_IS
 ) -> Iterator[OpenCheckpoint]:
-    """Open what was written and is not committed, until the end of the block. Not collective.
+    """Open what is staged and not committed, for the block. Not collective.
 
     ``staging`` is the staging directory or file; of a checkpoint, it has the record and ``metadata.json``. ``files`` is
     where all other files of a checkpoint are: ``staging``, or a store folder, which has no marker yet.
@@ -239,7 +238,7 @@ def identify_source(location: Path, opened: OpenCheckpoint) -> str:
         return ""
     paths = sorted(location.rglob("*")) if location.is_dir() else [location]
     with wrap_os_errors("look at", location):
-        found = [(str(path), path.stat()) for path in paths]
+        found = [(str(path), path.stat()) for path in paths if path.exists()]  # a link may lead nowhere
     return repr([(path, info.st_ino, info.st_size, info.st_mtime_ns) for path, info in found])
 
 
@@ -364,7 +363,7 @@ def have_same_bytes(one: Path, other: Path) -> bool:
 
 
 def warn_of_unread_files(location: Path, opened: OpenCheckpoint) -> None:
-    """Warn of the files in a source's folder that what is written of it lacks; of a merge, for each source."""
+    """Warn of the files in a source's folder that are not converted."""
     if files := list_unread_files(location, StoredCheckpoint(opened)):
         logger.warning("converting %s: %s: convert each by its path", location, describe_unread_files(files))
     if isinstance(opened.strategy, HuggingFaceLoadStrategy) and is_there(location / TRAINER_STATE):
@@ -382,8 +381,8 @@ def describe_unread_files(files: Mapping[str, str]) -> str:
 def list_torch_files(place: Path) -> list[str]:
     """Return the names of the files of torch.save in a folder."""
     with wrap_os_errors("list", place):
-        names = sorted(path.name for path in place.iterdir())
-    return [name for name in names if name.endswith((".pt", ".pth", ".bin", ".ckpt")) and name[0] != "."]
+        found = [path for path in place.iterdir() if path.name.endswith(_OF_TORCH) and path.name[0] != "."]
+        return sorted(path.name for path in found if not path.is_dir())  # Lightning has folders `*.ckpt`
 
 
 def find_cut_file(place: Path) -> CheckpointingException | None:
@@ -436,7 +435,7 @@ def check_all_files(
 
 
 def _sum_sizes(strategy: ChecksFiles, reader: CheckpointReader) -> int:
-    """Return the bytes of all files; of those before one that is missing, which the check of that file says."""
+    """Return the bytes of all files up to the first that is missing: the check of that file says so."""
     total = 0
     try:
         for file in strategy.list_files(reader):
@@ -513,7 +512,7 @@ def recognise_files(
     """
     if (files := find_files(place, names)) is not None:
         return DeepSpeedLoadStrategy(files)
-    # or a file as the others there
+    # a lone pytorch_model.bin among other checkpoint files is one of them, and no model
     return find_torch_weights(place, names, skip_damaged=skip_damaged) if is_marked(names) else None
 
 

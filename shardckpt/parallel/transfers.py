@@ -22,7 +22,7 @@ _K = TypeVar("_K", bound="Hashable")
 #: Bytes that a rank sends, and bytes that it receives, at most in a round.
 ROUND_BYTES = 64 * 2**20
 #: Bytes below which a tensor is not split, unless a round is smaller.
-_PIECE_BYTES = 2**20
+_MESSAGE_BYTES = 2**20
 
 #: "broadcast": point to point, or a broadcast if all ranks of the group want a shard. "gather_rounds": always point to
 #: point. "gather_object": as pickles, to every rank, for debugging. "direct": no exchange, every rank reads for itself.
@@ -46,11 +46,11 @@ class Transfer(NamedTuple):
     device_type: str = "cpu"
 
 
-class _Parcel(NamedTuple):
-    """A transfer, and a piece of its tensor; on the meta device on ranks that neither send nor receive it."""
+class _Message(NamedTuple):
+    """A transfer, and a part of its tensor; on the meta device on ranks that neither send nor receive it."""
 
     transfer: Transfer
-    piece: torch.Tensor
+    tensor: torch.Tensor
 
 
 def check_algorithm(name: str, *, from_storage: bool = False) -> None:
@@ -164,12 +164,12 @@ def exchange(
     """
     with group.collective_phase("exchanging shards"):
         for device_type in sorted({transfer.device_type for transfer in transfers}):
-            parcels = [
+            messages = [
                 _split_transfer(transfer, tensor, round_bytes, group.world_size)
                 for transfer, tensor in zip(transfers, tensors, strict=True)
                 if transfer.device_type == device_type
             ]
-            for batch in _plan_rounds(parcels, round_bytes):
+            for batch in _plan_rounds(messages, round_bytes):
                 if algorithm == "gather_object":
                     _exchange_pickles(batch, group)
                 else:
@@ -178,62 +178,62 @@ def exchange(
 
 def _split_transfer(
     transfer: Transfer, tensor: torch.Tensor | None, round_bytes: int, world_size: int
-) -> list[_Parcel]:
-    """Split a transfer into pieces that are small enough for all ranks to send in the same round."""
-    # a round has room for a piece of every rank, unless the pieces would become so small that messages dominate
-    limit = max(round_bytes // world_size, min(round_bytes, _PIECE_BYTES))
+) -> list[_Message]:
+    """Split a transfer into parts that are small enough for all ranks to send in the same round."""
+    # a round has room for a part of every rank, unless parts would be so small that the cost of a message dominates
+    limit = max(round_bytes // world_size, min(round_bytes, _MESSAGE_BYTES))
     if tensor is None:
-        # without memory: every rank must cut the same pieces, and plan the same rounds, also those of others
+        # without memory: every rank must cut the same parts, and plan the same rounds, also those of others
         tensor = torch.empty(transfer.shape, dtype=transfer.dtype, device="meta")
-    return [_Parcel(transfer, piece) for piece in _split_tensor(tensor.detach(), limit) if piece.numel()]
+    return [_Message(transfer, part) for part in _split_tensor(tensor.detach(), limit) if part.numel()]
 
 
 def _split_tensor(tensor: torch.Tensor, limit: int) -> list[torch.Tensor]:
-    """Split a tensor along its outer axes; all ranks get the same pieces, as these depend on shape and dtype alone."""
+    """Split a tensor along its outer axes; all ranks get the same parts, as these depend on shape and dtype alone."""
     if _nbytes(tensor) <= limit or tensor.numel() == 1:
         return [tensor]
     axis = next(axis for axis, extent in enumerate(tensor.shape) if extent > 1)
-    return [piece for half in tensor.chunk(2, axis) for piece in _split_tensor(half, limit)]
+    return [part for half in tensor.chunk(2, axis) for part in _split_tensor(half, limit)]
 
 
-def _plan_rounds(transfers: Sequence[list[_Parcel]], round_bytes: int) -> Iterator[list[_Parcel]]:
-    """Yield the parcels in rounds: the sources take turns, and no rank sends or receives more than the limit in one."""
-    queues: dict[int, list[_Parcel]] = {}
-    for parcels in transfers:
-        for parcel in parcels:
-            queues.setdefault(parcel.transfer.source, []).append(parcel)
-    batch: list[_Parcel] = []
+def _plan_rounds(transfers: Sequence[list[_Message]], round_bytes: int) -> Iterator[list[_Message]]:
+    """Yield the messages in rounds: sources take turns, and no rank sends or receives more than the limit in one."""
+    queues: dict[int, list[_Message]] = {}
+    for messages in transfers:
+        for message in messages:
+            queues.setdefault(message.transfer.source, []).append(message)
+    batch: list[_Message] = []
     load: Counter[tuple[str, int]] = Counter()
     # in turns: one source's shards after another's would leave all other ranks idle
-    for parcel in itertools.chain.from_iterable(itertools.zip_longest(*queues.values())):
-        if parcel is None:
+    for message in itertools.chain.from_iterable(itertools.zip_longest(*queues.values())):
+        if message is None:
             continue
-        size = _nbytes(parcel.piece)
-        ends = [("sends", parcel.transfer.source), *(("receives", rank) for rank in parcel.transfer.targets)]
+        size = _nbytes(message.tensor)
+        ends = [("sends", message.transfer.source), *(("receives", rank) for rank in message.transfer.targets)]
         if batch and any(load[end] + size > round_bytes for end in ends):
             yield batch
             batch, load = [], Counter()
-        batch.append(parcel)
+        batch.append(message)
         load.update(dict.fromkeys(ends, size))
     if batch:
         yield batch
 
 
-def _run_round(batch: list[_Parcel], group: Comm, device_type: str, *, broadcasts: bool) -> None:
-    """Collective: send and receive the parcels, which are on such devices; broadcast those that all ranks want."""
+def _run_round(batch: list[_Message], group: Comm, device_type: str, *, broadcasts: bool) -> None:
+    """Collective: send and receive the messages, which are on such devices; broadcast those that all ranks want."""
     routes: list[tuple[torch.Tensor, int]] = []
     sends: list[tuple[torch.Tensor, int]] = []
     receives: list[tuple[torch.Tensor, int]] = []
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for transfer, piece in batch:
+    for transfer, part in batch:
         source, targets = transfer.source, transfer.targets
         if group.rank != source and group.rank not in targets:
             continue
-        buffer = _find_buffer(piece, device_type)
-        if buffer is not piece and group.rank == source:
-            buffer.copy_(piece)
-        elif buffer is not piece:
-            arriving.append((buffer, piece))
+        buffer = _find_buffer(part, device_type)
+        if buffer is not part and group.rank == source:
+            buffer.copy_(part)
+        elif buffer is not part:
+            arriving.append((buffer, part))
         if broadcasts and 1 < len(targets) == group.world_size - 1:
             routes.append((buffer, source))
         elif group.rank == source:
@@ -245,30 +245,30 @@ def _run_round(batch: list[_Parcel], group: Comm, device_type: str, *, broadcast
         group.broadcast_tensors(routes, device_type)
     if len(routes) < len(batch):
         group.exchange(sends, receives, device_type)
-    for buffer, piece in arriving:
-        piece.copy_(buffer)
+    for buffer, part in arriving:
+        part.copy_(buffer)
 
 
-def _exchange_pickles(batch: list[_Parcel], group: Comm) -> None:
-    """Collective: send the parcels of all ranks to all ranks, as uint8 tensors in pickles."""
+def _exchange_pickles(batch: list[_Message], group: Comm) -> None:
+    """Collective: send the messages of all ranks to all ranks, as uint8 tensors in pickles."""
     # copied: a pickled view has all the memory of its base
     mine = {
-        number: torch.empty(piece.shape, dtype=piece.dtype, device="cpu").copy_(piece).view(-1).view(torch.uint8)
-        for number, (transfer, piece) in enumerate(batch)
+        number: torch.empty(part.shape, dtype=part.dtype, device="cpu").copy_(part).view(-1).view(torch.uint8)
+        for number, (transfer, part) in enumerate(batch)
         if transfer.source == group.rank
     }
     by_rank: list[dict[int, Any]] = group.all_gather(mine)
-    for number, (transfer, piece) in enumerate(batch):
+    for number, (transfer, part) in enumerate(batch):
         if group.rank in transfer.targets:
-            piece.copy_(by_rank[transfer.source][number].view(piece.dtype).view(piece.shape))
+            part.copy_(by_rank[transfer.source][number].view(part.dtype).view(part.shape))
 
 
-def _find_buffer(piece: torch.Tensor, device_type: str) -> torch.Tensor:
-    """Return the piece itself if its memory can be sent and filled as it is, else new memory of its shape."""
-    here = piece.device.type == device_type
-    if here and piece.is_contiguous() and not piece.is_conj() and not piece.is_neg():
-        return piece
-    return torch.empty(piece.shape, dtype=piece.dtype, device=piece.device if here else device_type)
+def _find_buffer(part: torch.Tensor, device_type: str) -> torch.Tensor:
+    """Return the part itself if its memory can be sent and filled as it is, else new memory of its shape."""
+    here = part.device.type == device_type
+    if here and part.is_contiguous() and not part.is_conj() and not part.is_neg():
+        return part
+    return torch.empty(part.shape, dtype=part.dtype, device=part.device if here else device_type)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

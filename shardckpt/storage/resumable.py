@@ -1,7 +1,7 @@
-"""Write a checkpoint's files so that another process can go on after this one is killed: records are replayed.
+"""Write files that another process can complete after a kill, by replaying their records.
 
-The strategy appends the same records again. Those that are in the file already are not produced: what is read from the
-source, and written, begins where the journal ends.
+The strategy appends the same records again. Those that the journal has are neither produced nor written: reading the
+source, too, begins where the journal ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DIGEST_BYTES = 16
 class ReplayedFile(FileWriter):
     """A file whose first records an earlier process may have written.
 
-    The journal has what is written already, ``done`` of this file, and gets what is written now.
+    ``done`` is the progress of this file that the journal has; further progress is noted there.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ReplayedFile(FileWriter):
         return offset
 
     def _note(self) -> None:
-        """Note what is appended, where the bytes outlive the process before the file is complete."""
+        """Note the progress, where bytes outlive the process before the file is complete."""
 
     def _write_note(self) -> None:
         lengths, digests = self._stream.segments(self._noted_segments)
@@ -121,7 +121,7 @@ class ReplayedFile(FileWriter):
 
 
 class ResumableFile(ReplayedFile):
-    """A file on a disk, which another process goes on with behind the last note."""
+    """A file on a disk, which another process continues after the last note."""
 
     _stream: FileStream
 
@@ -141,7 +141,7 @@ class ResumableFile(ReplayedFile):
             self._write_note()
 
     def _read_tail(self) -> bytes:
-        """Return the last bytes that are written, if they do not fill a page: the next ones join them."""
+        """Return the written bytes of the last page unless it is full: direct writes write whole pages."""
         tail = bytearray(self._done.position % PAGE)
         with open_existing(self._path) as file:
             file.read_into(memoryview(tail), self._done.position - len(tail))
@@ -149,7 +149,7 @@ class ResumableFile(ReplayedFile):
 
 
 class ResumableObject(ReplayedFile):
-    """An object of a store, which is sent once; of half of one, nothing outlives the process."""
+    """An object of a store: only a complete one outlives the process, and is not sent again."""
 
     def __init__(
         self, journal: Journal, directory: Path, name: str, pool: WriterPool, algorithm: str, **options: Any
@@ -161,7 +161,7 @@ class ResumableObject(ReplayedFile):
 
 
 def _check_written(journal: Journal, done: FileProgress, path: Path, algorithm: str) -> None:
-    """Raise, so that all is written anew, unless what an earlier process has written has its digests."""
+    """Compare the bytes of an earlier process with their digests; raise if they differ: all is written anew then."""
     digest = digest_function(algorithm)
     memory = memoryview(bytearray(max(done.lengths)))
     with open_existing(path) as file:

@@ -20,7 +20,7 @@ class EPLoadStrategy(TorchDistLoadShardedStrategy):
     """Reads expert tensors into any layout, also from what (torch_dist, 1) and plain DCP wrote.
 
     Args:
-        sections: What may stand before a parameter's name in a key.
+        sections: Keys that may precede a parameter's name, such as ``model``.
     """
 
     backend = "ep"

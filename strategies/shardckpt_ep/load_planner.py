@@ -88,7 +88,7 @@ class EPLoadPlanner(LocalExpertsLoadPlanner):
 
     Args:
         layouts: The layout of every expert parameter that this rank has; its optimizer state is found by its name.
-        sections: What may stand before a parameter's name in a key.
+        sections: Keys that may precede a parameter's name, such as ``model``.
         is_expert: As for :func:`shardckpt_ep.expert_sharded_state_dict`.
         **kwargs: Arguments of DCP's DefaultLoadPlanner; ``allow_globals``, the classes and functions that stored
             objects may name; and ``allow_dtype_cast``, as for :func:`shardckpt.dist_checkpointing.load`.

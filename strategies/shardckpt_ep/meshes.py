@@ -29,9 +29,9 @@ def find_mesh_dim(mesh: DeviceMesh, names: Names) -> int:
     if len(found) != 1:
         accepted = (names,) if isinstance(names, str) else names
         raise ShardingError(
-            f"the mesh has the dimensions {mesh.mesh_dim_names or 'without names'}, of which one, and not "
-            f"{len(found)}, must be called {' or '.join(map(repr, accepted))}: name the dimensions in "
-            "init_device_mesh, or pass the name here"
+            f"exactly one dimension of the mesh must be called {' or '.join(map(repr, accepted))}, and {len(found)} of "
+            f"{mesh.mesh_dim_names or 'its dimensions without names'} are: name the dimensions in init_device_mesh, or "
+            "pass the name here"
         )
     return found[0]
 
@@ -58,12 +58,11 @@ def gather_experts_per_rank(experts: int, mesh: DeviceMesh, ep: Names = EP_NAMES
 
 
 def get_outer_replica_coordinates(inner: DeviceMesh, mesh: DeviceMesh, ep_dim: int, name: str) -> Ints:
-    """Return this rank's coordinates along the mesh dimensions that hold copies of a DTensor on an inner mesh.
+    """Return this rank's coordinates along the dimensions of ``mesh`` that hold copies of a DTensor on an inner mesh.
 
-    These are the dimensions that neither split experts nor are covered by the inner mesh. The inner mesh must consist
-    of the ranks along some of the other dimensions of ``mesh``. If ``mesh`` has the expert-parallel dimension alone,
-    the two must have only this rank in common; else the DTensor was sharded on another mesh. Meshes that do not match
-    are a ShardingError.
+    These are all but the expert-parallel dimension and those that form the inner mesh. Where ``mesh`` has the
+    expert-parallel dimension alone, the two must have only this rank in common. A ShardingError if they do not match:
+    the DTensor was sharded on another mesh.
     """
     here = mesh.get_coordinate() or ()
     inner_ranks = set(inner.mesh.flatten().tolist())
@@ -84,6 +83,6 @@ def get_outer_replica_coordinates(inner: DeviceMesh, mesh: DeviceMesh, ep_dim: i
 
 
 def _ranks_along(mesh: DeviceMesh, here: Ints, dims: Sequence[int]) -> set[int]:
-    """Return the ranks whose coordinates differ from this rank's along these dimensions at most."""
+    """Return the ranks that differ from this one in their coordinates along these dimensions alone."""
     place = tuple(slice(None) if dim in dims else index for dim, index in enumerate(here))
     return set(mesh.mesh[place].flatten().tolist())

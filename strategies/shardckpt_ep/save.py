@@ -22,7 +22,7 @@ class EPSaveStrategy(TorchDistSaveShardedStrategy):
     Args:
         layouts: Layouts of this rank's expert parameters: shards that are described otherwise are an error. None where
             :func:`shardckpt_ep.expert_sharded_state_dict` has described them, or where DTensors need no layouts.
-        sections: What may stand before a parameter's name in a key.
+        sections: Keys that may precede a parameter's name, such as ``model``.
         thread_count: Number of files that each rank writes.
         separation_hint: Keys that begin with it go to separate files.
     """

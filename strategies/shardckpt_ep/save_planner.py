@@ -10,7 +10,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.state_dict import nested_items
 from shardckpt_ep.coverage import Claim, check_claims, make_claim
 from shardckpt_ep.experts import Experts, expert_shards
 from shardckpt_ep.names import SECTIONS
@@ -42,7 +43,7 @@ class EPSavePlanner(DefaultSavePlanner):
 
     Args:
         layouts: The layout of every expert parameter that this rank has; its optimizer state is found by its name.
-        sections: What may stand before a parameter's name in a key.
+        sections: Keys that may precede a parameter's name, such as ``model``.
         is_expert: As for :func:`shardckpt_ep.expert_sharded_state_dict`.
         **kwargs: Arguments of DCP's DefaultSavePlanner, except ``enable_plan_caching``.
 
@@ -84,6 +85,7 @@ class EPSavePlanner(DefaultSavePlanner):
         for key, value in self.state_dict.items():
             layout = self._experts.layout_of(key, value)
             if layout is None:
+                self._refuse_nested(key, value)
                 rest[key] = value
                 continue
             for shard in expert_shards(key, value, layout):
@@ -92,6 +94,16 @@ class EPSavePlanner(DefaultSavePlanner):
                 if claim.box.volume:  # an empty box is not written, but its claim is checked
                     self._shards[MetadataIndex(key, torch.Size(claim.box.offset))] = shard
         self.state_dict = rest
+
+    def _refuse_nested(self, key: str, value: Any) -> None:
+        """Raise ShardingError for experts in a dict or list that DCP pickles whole: of one rank alone."""
+        for path, leaf in () if self.flatten_state_dict else nested_items(value, (key,)):
+            name = ".".join(map(str, path))
+            if name != key and self._experts.layout_of(name, leaf) is not None:
+                raise ShardingError(
+                    f"{name!r} is an expert's tensor inside {key!r}, which DCP would pickle on one rank, and lose on "
+                    "others: leave out flatten_state_dict=False"
+                )
 
     def create_local_plan(self) -> SavePlan:
         """Return this rank's plan: an item for each box of its experts, then DCP's own items."""

@@ -4,6 +4,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -197,6 +198,13 @@ def test_objects_that_it_takes_are_its_own(tmp_path: Path) -> None:
     assert dc.load(wanted, tmp_path / "c", _LoadsObjects())["o"] == 7
 
 
+def test_a_shape_of_numpys_integers_is_indexed(tmp_path: Path) -> None:
+    """Ranks and numbers of fragments may be numpy's, as for our own strategies."""
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(4), (0, np.int64(0), np.int64(1)))
+    dc.save({"w": shard}, tmp_path / "c", _Save())
+    assert dc.load(_wanted(), tmp_path / "c", _Load())["w"].tolist() == [1.0] * 4
+
+
 def test_the_callers_shards_stay_as_they_are(tmp_path: Path) -> None:
     """A strategy may change the descriptions that it gets: they are copies."""
 
@@ -292,6 +300,32 @@ def test_what_a_checkpoint_cannot_have_is_named(tmp_path: Path, what: str) -> No
 
     with pytest.raises(PluginError, match=r"\('files', 1\) tests.compat.test_path_adapter.*Odd wrote .*'odd"):
         dc.save({"w": _tensor()}, tmp_path / "c", Odd())
+    assert not list(tmp_path.iterdir())
+
+
+@table("name", ["common.pt", "shardckpt_index.json", "objects_0.pt"])
+def test_a_file_with_the_name_of_another_is_named(tmp_path: Path, name: str) -> None:
+    """What is stored beside the strategy's files has names that it cannot give: the error says so, and which."""
+
+    class Odd(_Save):
+        def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+            (checkpoint_dir / name).write_text("")
+
+    state = {"w": _tensor(), "o": ShardedObject("rng", 1, (1,), (0,))}
+    with pytest.raises(PluginError, match=rf"Odd wrote {name}, where .*: give the file another name"):
+        dc.save(state, tmp_path / "c", Odd())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_background_save_without_a_request_is_a_plugin_error(tmp_path: Path) -> None:
+    """The error says what async_save returned."""
+
+    class Empty(_AsyncSave):
+        def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+            """Return nothing."""
+
+    with pytest.raises(PluginError, match=r"Empty\.async_save returned None, no AsyncRequest"):
+        dc.save({"w": _tensor()}, tmp_path / "c", Empty("files", 1), async_sharded_save=True)
     assert not list(tmp_path.iterdir())
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,6 +71,8 @@ INDICES: list[Any] = [
     (1, 2, 3),
     slice(3, 1),
     (slice(0, 4), slice(6, 9)),
+    (np.int64(1), torch.tensor(2)),
+    (slice(np.int64(1), None, 1), np.uint8(2)),
 ]
 
 
@@ -83,12 +86,38 @@ def test_slices_are_those_of_the_whole_tensor(checkpoint: Path, index: Any) -> N
         assert stored["scalar"].read() == 2.5
 
 
+REFUSED_INDICES: list[Any] = [
+    slice(0, 4, 2),
+    slice(0, 4, 0),
+    slice("a"),
+    slice(0, 2.0),
+    "x",
+    True,
+    4,
+    (0, 0, 0, 0),
+    (..., ...),
+    [0, 1],
+    np.array([0, 1]),
+    (torch.tensor([1]), ...),
+]
+
+
 @backends.both
-@table("index", [slice(0, 4, 2), "x", 4, (0, 0, 0, 0), [0, 1]], ids=str)
+@table("index", REFUSED_INDICES, ids=str)
 def test_what_cannot_be_read_is_refused(checkpoint: Path, index: Any) -> None:
-    """Steps, lists, indices outside and too many axes are errors that name the key."""
+    """Steps, lists, masks, arrays, indices outside and too many axes are errors that name the key."""
     with dc.open_checkpoint(checkpoint) as stored, pytest.raises(CheckpointingException, match="'w'"):
         stored["w"][index]
+
+
+def test_a_string_is_one_key(checkpoint: Path) -> None:
+    """A key alone is not taken for its characters, and keys of a generator are all read."""
+    with dc.open_checkpoint(checkpoint) as stored:
+        assert torch.equal(stored.read("scalar")["scalar"], torch.tensor(2.5))
+        with pytest.raises(CheckpointingException, match=r"^'ww' not stored"):
+            stored.read("ww")
+        for keys in ("scalar", (key for key in ["scalar"])):
+            assert list(stored.compute_fingerprints(keys)) == ["scalar"]
 
 
 @backends.both

@@ -217,3 +217,14 @@ def test_dcps_plan_cache_is_refused() -> None:
     """One cache for all planners of a name cannot tell layouts apart."""
     with pytest.raises(CheckpointingException, match="does not take enable_plan_caching"):
         EPSavePlanner({}, enable_plan_caching=True)
+
+
+def test_nested_experts_are_not_lost(tmp_path: Path) -> None:
+    """Where DCP does not flatten, a dict with experts is refused: one rank's would be pickled. A flat one is saved."""
+    planner = EPSavePlanner({"w": ExpertLayout((4, 4), Box((0, 0), (4, 4)))}, flatten_state_dict=False)
+    with pytest.raises(CheckpointException, match=r"'model\.w' is an expert's tensor inside 'model'"):
+        dcp.save({"model": {"w": torch.ones(4, 4)}}, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    dcp.save({"w": torch.ones(4, 4), "list": [1]}, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    found = {"w": torch.zeros(4, 4)}
+    dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+    assert found["w"].all()

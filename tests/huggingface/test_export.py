@@ -31,6 +31,7 @@ from shardckpt.huggingface import (
 from shardckpt.huggingface.blocks import BLOCK_BYTES
 from shardckpt.maintenance import convert_checkpoint
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from tests.damage import flip
 from tests.huggingface.samples import global_tensors, read, same, save, sharded_state
 from tests.states import error_of
@@ -353,6 +354,29 @@ def test_a_number_of_thousands_of_digits_is_a_name_like_any_other(tmp_path: Path
     safetensors.torch.save_file({name: torch.ones(1) for name in names}, source)
     convert_checkpoint(source, tmp_path / "hf", "hf")
     assert huggingface_index(tmp_path / "hf").keys() == set(names)
+
+
+def test_assets_are_neither_weights_nor_files_of_a_checkpoint(tmp_path: Path) -> None:
+    """Weights in a list are refused: the export's own would be replaced. A step with assets gives those alone."""
+    (tmp_path / "config.json").write_text("{}")
+    safetensors.torch.save_file({"w": torch.zeros(4)}, tmp_path / "model.safetensors")
+    save(tmp_path / "step", {"w": torch.ones(4)}, SafetensorsSaveShardedStrategy(layout="contiguous", assets=tmp_path))
+    files = [tmp_path / "config.json", tmp_path / "model.safetensors"]
+    with pytest.raises(CheckpointingException, match=r"assets: model\.safetensors cannot be copied: it is weights"):
+        export_to_huggingface(tmp_path / "step", tmp_path / "hf", assets=files)  # type: ignore[arg-type]
+    export_to_huggingface(tmp_path / "step", tmp_path / "hf", assets=tmp_path / "step")
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"config.json", "model.safetensors"}
+    assert huggingface_index(tmp_path / "hf").keys() == {"w"}
+
+
+def test_no_assets_are_those_of_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty text, of a variable that is not set, is an error: all files there would be copied."""
+    save(tmp_path / "step")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("not for the Hub")
+    with pytest.raises(CheckpointingException, match="folder of assets is empty text"):
+        export_to_huggingface(tmp_path / "step", tmp_path / "hf", assets="")
+    assert not (tmp_path / "hf").exists()
 
 
 def test_an_export_s_memory_budget_that_is_too_small_is_refused(tmp_path: Path) -> None:

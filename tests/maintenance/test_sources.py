@@ -152,3 +152,14 @@ def test_the_job_says_what_may_be_converted(
     monkeypatch.setenv("SHARDCKPT_ACCEPT", "torch_dist")
     assert main(["convert", str(source), new, "--to", "safetensors"]) == 0
     assert "SHARDCKPT_ACCEPT" not in capsys.readouterr().err
+
+
+def test_what_lies_next_to_a_model_is_not_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A link that leads nowhere, as of an editor's lock, and a folder with the suffix of a file are no errors."""
+    model = tmp_path / "hf"
+    model.mkdir()
+    safetensors.torch.save_file({"w": torch.ones(2)}, model / "model.safetensors")
+    (model / ".#config.json").symlink_to("user@host.1")
+    (model / "epoch=3.ckpt").mkdir()
+    for verb in (["verify", str(model)], ["inspect", str(model)], ["convert", str(model), str(tmp_path / "new")]):
+        assert main(verb) == 0, capsys.readouterr().err

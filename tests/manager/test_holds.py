@@ -216,6 +216,19 @@ def test_a_hold_that_cannot_be_read_keeps_its_step(tmp_path: Path) -> None:
     assert collect_newest(tmp_path) == []
 
 
+def test_a_mark_that_cannot_be_read_holds_its_step_everywhere(tmp_path: Path) -> None:
+    """It is a lease to those that list holds, too: a discard removes no step then, and waits for no removal."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    (tmp_path / folders.HOLDS).mkdir()
+    file = tmp_path / folders.HOLDS / f"step-2.removal.{'0' * 32}.json"
+    file.write_text("{")
+    holds = folders.steps_of(tmp_path).holds
+    assert (list(holds.find()), holds.find_removals()) == (["step-2"], set())
+    said, left = _discard(str(tmp_path), 1)
+    assert "step 2 is held" in said
+    assert left == [1, 2, 3]
+
+
 #: What a person, a later release or a broken disk may have left in a hold's file, but for the field that is odd.
 ODD_HOLDS = {
     "an owner that is none": '"until": 99999999999, "owner": "zz"',

@@ -25,6 +25,8 @@ from tests.states import entire
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.ranks import Ranks
+
 _numbers = count()
 
 
@@ -120,3 +122,51 @@ def test_an_export_to_a_url_that_fails_leaves_no_folder(
     with pytest.raises(NotACheckpointError):
         huggingface_index(f"{url}/hf")
     assert not [path.name for path in _open(f"{url}/hf").iterdir()]
+
+
+def test_an_export_without_a_spool_directory_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has taken the URL is deleted, so that the next export finds it free."""
+    _save(tmp_path / "step")
+    url = f"memory://{BUCKET}/hub-{next(_numbers)}"
+    with monkeypatch.context() as patch:
+        patch.setenv("SHARDCKPT_SPOOL_DIR", str(tmp_path / "absent"))
+        with pytest.raises(CheckpointingException, match="cannot make a spool directory"):
+            export_to_huggingface(tmp_path / "step", url)
+    assert not [*_open(url).iterdir()]
+
+
+def test_a_folder_among_the_assets_is_refused(tmp_path: Path) -> None:
+    """Its files would not be copied; nothing is written."""
+    _save(tmp_path / "step")
+    (tmp_path / "model").mkdir()
+    url = f"memory://{BUCKET}/hub-{next(_numbers)}"
+    with pytest.raises(CheckpointingException, match="model is a folder: give it alone"):
+        export_to_huggingface(tmp_path / "step", url, assets=[tmp_path / "model"])  # type: ignore[arg-type]
+    assert not [*_open(url).iterdir()]
+
+
+def _overwrite(path: Path, url: str) -> str:
+    try:
+        export_to_huggingface(path, url, max_shard_size=64 << 10, overwrite=True)
+    except CheckpointingException as exc:
+        return str(exc)
+    return ""
+
+
+def test_an_index_that_cannot_be_written_leaves_no_weights_of_any_rank(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a URL has files of others, the main rank deletes the files of all ranks, and those alone."""
+    _save(tmp_path / "step")
+    url = f"memory://{BUCKET}/hub-{next(_numbers)}"
+    (_open(url) / "README.md").write(b"x")
+    write = RemotePath.write
+
+    def fail_at_the_index(self: RemotePath, data: bytes) -> None:
+        if self.name.endswith(".index.json"):
+            raise PermissionError("no index")
+        write(self, data)
+
+    monkeypatch.setattr(RemotePath, "write", fail_at_the_index)
+    assert all("no index" in error for error in ranks.run(2, _overwrite, tmp_path / "step", url))
+    assert [path.name for path in _open(url).iterdir()] == ["README.md"]

@@ -1,9 +1,8 @@
 """Saves and loads of the engine by strategies of Megatron's kind, which write to a path and read from one themselves.
 
 Such a strategy writes plain files into the staging directory, in folders or not. All of them are digested and
-recorded, and committed with what Megatron's library would store: the common state, and the objects that the strategy
-does not take. A load checks every file of the checkpoint first: what the strategy reads by itself is not checked on the
-way.
+recorded, and committed with the common state, and the objects that the strategy does not take. A load checks all files
+of the checkpoint first, since it cannot check the strategy's own reads.
 
 Of Megatron's kind are its base classes, and, since 0.19 has none, any object with ``save`` or ``async_save``, or with
 ``load``, that takes a state dict and a directory.
@@ -59,7 +58,7 @@ _COMMON = "common.pt"
 _DEFAULT_FORMAT = ("torch_dist", 1)
 #: Methods of a load strategy that list what is stored.
 _LISTINGS = ("load_sharded_metadata", "load_tensors_metadata")
-#: Describes all that is stored: a strategy of Megatron's kind need not be able to.
+#: Lists the stored shards, which a strategy of Megatron's kind need not be able to.
 _INDEX = "shardckpt_index.json"
 
 
@@ -155,7 +154,8 @@ class PathSaver(SaveStrategy):
             for shard in shards:
                 if isinstance(shard, ShardedTensor):
                     dtype = str(shard.dtype).removeprefix("torch.")
-                    index.tensors[shard.key] = _StoredTensor(shape=shard.global_shape, dtype=dtype)
+                    shape = tuple(map(int, shard.global_shape))  # of numpy's integers, where ranks are
+                    index.tensors[shard.key] = _StoredTensor(shape=shape, dtype=dtype)
                 elif self._takes_objects:
                     index.objects[stored_key(shard)] = ""
                 elif is_main_replica(shard.replica_id):
@@ -195,6 +195,8 @@ class AsyncPathSaver(PathSaver, AsyncSaveStrategy):
             for shard in given:
                 _detach_from_training(shard)
             request = self.strategy.async_save(_name_shards(given), context.staging)
+            if not hasattr(request, "async_fn"):
+                raise PluginError(f"{_name(self.strategy)}.async_save returned {request!r}, no AsyncRequest")
             args = list(request.async_fn_args)
             if request.preload_fn is not None:
                 args[1] = request.preload_fn()  # Megatron's convention: the second
@@ -359,6 +361,11 @@ def _record(
     written = comm.main_runs("listing what was written", lambda: _list_files(writer.directory, author))
     owners = assign_holders([tuple(range(comm.world_size))] * len(written), list(written.values()))
     with comm.local_phase("recording what was written"):
+        if taken := [name for name in (*files, _INDEX) if name in written]:
+            raise PluginError(
+                f"{author} wrote {listed(taken)}, where the common state, objects or their index are stored: give the "
+                "file another name"
+            )
         for name, owner in zip(written, owners, strict=True):
             if owner == comm.rank:
                 writer.adopt(name, keys=0)
@@ -467,7 +474,7 @@ def _takes_path(strategy: Any, methods: Sequence[str], given: int = 2) -> bool:
 
 
 def _refuse_class(strategy: Any, ours: type[Any], methods: Sequence[str]) -> None:
-    """Raise for a class in the place of an instance: what arguments it takes is not known here."""
+    """Raise for a class in the place of an instance: its arguments are unknown here."""
     if isinstance(strategy, type) and not issubclass(strategy, ours) and _takes_path(strategy, methods, 3):
         raise PluginError(f"{strategy.__qualname__} is a class: give an instance of it, as for Megatron")
 

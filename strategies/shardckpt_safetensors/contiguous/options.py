@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, cast, get_args
@@ -11,9 +10,10 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 from shardckpt.chunks import TieFinder
 from shardckpt.errors import CheckpointingException, check_choice, listed
 from shardckpt.huggingface import list_assets
-from shardckpt.manifest import HUB_INDEX, NAME_RULE, is_file_name
+from shardckpt.manifest import NAME_RULE, is_file_name
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
@@ -27,9 +27,6 @@ logger = logging.getLogger(__name__)
 Layout = Literal["boxes", "contiguous", "auto"]
 #: What ``contiguous`` was called until November 2026.
 _OLD_NAME = "whole"
-
-#: Files of every checkpoint; the names of data files are those that end in .safetensors.
-_OURS = frozenset({"metadata.json", "shardckpt.json", "integrity.json", HUB_INDEX})
 
 
 @dataclass(frozen=True)
@@ -70,16 +67,10 @@ def parse_patterns(layout: Layout | Mapping[str, Layout]) -> tuple[tuple[str, La
 
 
 def choose_assets(assets: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> tuple[Path, ...]:
-    """Return the files to copy; of a folder that is a checkpoint itself, without the checkpoint's own.
-
-    It is an error if there are none, or one has a name that a file of a checkpoint cannot have.
-    """
+    """Return the files to copy, as an export does; a name that a file of a checkpoint cannot have is an error."""
     if assets is None:
         return ()
     files = list_assets(assets)
-    if isinstance(assets, (str, os.PathLike)):
-        files = [path for path in files if path.name not in _OURS]
-    wrong = [p.name for p in files if not is_file_name(p.name) or p.name in _OURS or p.name.endswith(".safetensors")]
-    if wrong:
+    if wrong := [path.name for path in files if not is_file_name(path.name)]:
         raise CheckpointingException(f"assets: {listed(wrong)} cannot be among a checkpoint's files: {NAME_RULE}")
     return tuple(files)
