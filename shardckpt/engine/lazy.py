@@ -183,7 +183,7 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
         Raises:
             CheckpointingException: No such tensor is stored, or one cannot be read.
         """
-        wanted = self._tensors.keys() if keys is None else _list_keys(keys)
+        wanted = self._tensors.keys() if keys is None else dict.fromkeys(_list_keys(keys)).keys()
         for key in wanted:
             if key not in self:
                 raise CheckpointingException(f"no tensor {key!r} is stored {name_known(key, self._tensors, 'keys')}")
