@@ -249,7 +249,7 @@ def is_first_warning(*what: object) -> bool:
     """
     if what in _warned:
         return False
-    if len(_warned) == _MOST_WARNINGS:  # rather a warning twice than memory that only grows
+    if len(_warned) >= _MOST_WARNINGS:  # rather a warning twice than memory that only grows
         _warned.clear()
     _warned.add(what)
     return True

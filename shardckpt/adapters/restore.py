@@ -44,9 +44,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Stands for the value of an option that a group does not have.
-_NONE: Any = type("None", (), {"__repr__": lambda _: "none"})()
-
 
 @pause_gc()
 def load_into(
@@ -295,11 +292,12 @@ def _apply_options(
         if options[name] is first:  # the parameters of a stored group share them
             continue
         for option in dict.fromkeys([*first, *options[name]]):
-            one, other = first.get(option, _NONE), options[name].get(option, _NONE)
-            if option not in own and not are_equal(one, other):
+            lacking = option not in first or option not in options[name]
+            if option not in own and (lacking or not are_equal(first[option], options[name][option])):
+                one, other = (repr(each[option]) if option in each else "(none)" for each in (first, options[name]))
                 raise CheckpointingException(
                     f"{saved[0]!r} and {name!r} are in one group of the optimizer, but were saved with different "
-                    f"values of {option}: {one!r} and {other!r}; group them as they were saved"
+                    f"values of {option}: {one} and {other}; group them as they were saved"
                 )
     return {**group, **first, **own}
 

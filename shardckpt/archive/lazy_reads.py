@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from shardckpt.archive.payload import StoredPayload
 
+#: Classes of most values, which have no parts.
+_PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
 #: Bytes of a tensor that may have more elements than its storage, as an expanded one has.
 _EXPANDED = 1 << 20
 
@@ -53,11 +55,15 @@ class LazyReads:
         made = value
         if isinstance(value, LazyTensor):
             made = self._read(value, key)
-        elif isinstance(value, tuple) or type(value) in (set, frozenset):
+        elif type(value) in (set, frozenset) or isinstance(value, tuple):
             parts = [self._fill(part, key) for part in value]
             if any(new is not old for new, old in zip(parts, value, strict=True)):
-                made = getattr(value, "_make", type(value))(parts)  # a named one takes its fields one by one
-        else:
+                # not by its own constructor, which may take other arguments: a named one takes its fields one by one
+                made = tuple.__new__(type(value), parts) if isinstance(value, tuple) else type(value)(parts)
+            if attributes := getattr(value, "__dict__", None):
+                vars(made).update(attributes)
+                self._replace(vars(made), list(attributes.items()), key)
+        elif type(value) not in _PLAIN:
             self._visited[id(value)] = value, value  # before its parts: it may be one of them
             if isinstance(value, dict):
                 self._replace(value, list(value.items()), key)

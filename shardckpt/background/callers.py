@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardckpt.background.process import WorkerProcess
 from shardckpt.background.staging_buffer import check_mappable
+from shardckpt.errors import list_causes
 
 if TYPE_CHECKING:
     from shardckpt.background.request import AsyncRequest
@@ -104,12 +105,21 @@ class PersistentAsyncCaller(AsyncCaller):
         return warm
 
 
+def clear_error(error: BaseException) -> None:
+    """Clear the frames of an error, and of those that it was raised from.
+
+    They have the staged tensors, and live as long as somebody keeps the error.
+    """
+    for each in list_causes(error, with_context=True):
+        clear_frames(each.__traceback__)
+
+
 def _run(request: AsyncRequest, future: Future[Any]) -> None:
     """Set the Future to the outcome of the request's ``async_fn``."""
     try:
         future.set_result(request.run())
     except BaseException as exc:  # noqa: BLE001 - the training's thread raises it, from the Future
-        clear_frames(exc.__traceback__)  # they have the staged tensors, and the error lives as long as someone keeps it
+        clear_error(exc)
         future.set_exception(exc)
     finally:
         # Future -> error -> traceback -> this frame -> Future would be a cycle that keeps the staged tensors

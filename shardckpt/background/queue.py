@@ -12,7 +12,7 @@ from collections import deque
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.background.callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
+from shardckpt.background.callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller, clear_error
 from shardckpt.background.ending import say, wait_for_all_ends
 from shardckpt.background.request import AsyncRequest
 from shardckpt.distributed.comm import Comm
@@ -93,6 +93,7 @@ class AsyncCallsQueue:
             request = request.staged()
             written = self._caller.schedule_async_call(request)
         except Exception as exc:  # noqa: BLE001 - the other ranks go on; finalizing raises it on all
+            clear_error(exc)
             written = Future()
             written.set_exception(exc)
         except BaseException as exc:

@@ -13,8 +13,6 @@ from shardckpt.cli.table import fit_table
 from shardckpt.errors import CheckpointingException, StorageError, listed, name_call, name_known
 from shardckpt.manifest.names import LINKS
 
-#: What stands for a step.
-
 
 def add_options(parser: Any) -> None:
     """Add the options."""

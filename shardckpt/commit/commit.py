@@ -138,11 +138,6 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     """
     with wrap_os_errors("look at", target):
         is_taken = target.exists()
-    if is_taken and target in (around := _list_current_directories()):
-        raise StorageError(
-            f"{target} would be replaced as a whole, and this process works in it ({around[0]}), in a directory that "
-            "would then be gone: change to another directory first, or give a new one below it"
-        )
     if overwrite and is_taken and (holds := find_holds_beside(target)) is not None:
         holds.refuse(target.name)
     if not overwrite and not is_free(target):
@@ -160,14 +155,19 @@ def check_target(target: Path, *, overwrite: bool) -> None:
             + of_export
             * any(name.startswith(_OF_EXPORTS) for name in names)
         )
+    if is_taken:
+        _refuse_current_directory(target)
 
 
-def _list_current_directories() -> list[Path]:
-    """Return the directory that this process works in, and all that it is in; none if it is gone."""
-    with suppress(FileNotFoundError):
+def _refuse_current_directory(target: Path) -> None:
+    """Raise a StorageError if the target has the current directory of this process."""
+    with suppress(FileNotFoundError):  # it is gone
         here = Path.cwd()
-        return [here, *here.parents]
-    return []
+        if target in (here, *here.parents):
+            raise StorageError(
+                f"{target} would be replaced as a whole, and this process works in it ({here}), in a directory that "
+                "would then be gone: change to another directory first"
+            )
 
 
 def commit_staging(staging: Path, target: Path, list_owned: Callable[[], Collection[str]], *, overwrite: bool) -> None:

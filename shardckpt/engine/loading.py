@@ -169,8 +169,10 @@ class OpenCheckpoint:
         of keys decides what later collectives carry. Records were compared before.
         """
         columns = self._columns
-        is_exempt = self.has_own_keys or self.context.reader.manifest.record is not None
+        is_exempt = self.has_own_keys or self.context.reader.manifest.record is not None or "_has_agreed" in vars(self)
         if not is_exempt and self.context.comm.world_size > 1:
+            # not in _columns: until Python 3.12 a cached property has one lock for all ranks that are threads
+            vars(self)["_has_agreed"] = True
             keys = sorted(map(repr, (*columns.keys, *columns.objects, *columns.values)))
             self.context.require_same_save("\n".join(keys).encode(), "index")
         return columns

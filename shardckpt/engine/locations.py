@@ -220,7 +220,7 @@ def _find_local_text(text: str) -> str | None:
     elif _URL.match(text):
         return None
     if not text:  # it would be the current directory: that of a setting that was not made
-        raise StorageError("the path of a checkpoint is empty: give a directory ('.' is the current one) or a URL")
+        raise StorageError("the path is empty: give a directory ('.' is the current one), a file or a URL")
     if "\0" in text:
         raise StorageError(f"{text!r} has a null byte, which no file system has in a name")
     cut = _CUT_URL.match(text)

@@ -169,7 +169,7 @@ def _find_builtin(value: Any) -> Any:
     elif kind.__module__ == "numpy":  # by its name: numpy need not be installed
         if kind.__name__ == "ndarray":
             with suppress(TypeError):  # torch has no such dtype
-                made = torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
+                made = torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
         elif hasattr(value, "item") and type(item := value.item()) is not kind:  # a long double is its own item
             made = item
     elif base := next((base for base in _BUILTIN if isinstance(value, base)), None):

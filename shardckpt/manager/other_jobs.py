@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from shardckpt.commit.holds import describe_process, make_hold
 from shardckpt.commit.owner import Owner
 from shardckpt.engine.operation import report_event
-from shardckpt.errors import OtherJobError, StorageError, escape_text, is_first_warning, listed
+from shardckpt.errors import OtherJobError, StorageError, escape_text, listed
 from shardckpt.manager.part import ManagerPart
 from shardckpt.storage.abilities import takes_requests
 from shardckpt.storage.remote import limit_attempts
@@ -44,6 +44,7 @@ class OtherJobs(ManagerPart):
         self._is_written = False
         #: Until when the file of each other job counted when it was last seen.
         self._seen: dict[str, float | None] = {}
+        self._warned: set[str] = set()
         #: The steps that were there at the last save, and its own; None before the first.
         self._known: set[int] | None = None
 
@@ -113,7 +114,8 @@ class OtherJobs(ManagerPart):
         if self._refuses:
             self._looked_at = -math.inf  # the next save looks again
             raise OtherJobError(f"{text}: nothing was saved, as on_other_job='error' says")
-        if is_first_warning(__name__, str(self._folder), name):
+        if name not in self._warned:  # each manager says it: what is at stake is the training of another
+            self._warned.add(name)
             logger.warning("%s", text)
 
     def _drop(self, name: str) -> None:

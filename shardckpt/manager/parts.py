@@ -11,7 +11,7 @@ from shardckpt.distributed.comm import Comm
 from shardckpt.engine.amounts import format_bytes
 from shardckpt.engine.display import show_progress
 from shardckpt.engine.locations import measure_freed
-from shardckpt.errors import CheckpointingException, ask_nearest, escape_text, is_first_warning
+from shardckpt.errors import CheckpointingException, ask_nearest, escape_text
 from shardckpt.huggingface.export import export_to_huggingface
 from shardckpt.manager.garbage_collection import GarbageCollector, remove_steps
 from shardckpt.manager.other_jobs import OtherJobs
@@ -99,6 +99,8 @@ class Retention(ManagerPart):
         self._protected_count = max((policy.count for policy in policies if isinstance(policy, KeepLatest)), default=1)
         #: The protected steps, oldest first: the one that this run loaded, and those that it saved.
         self._protected: list[int] = []
+        #: The metrics that were warned of, with those that were given.
+        self._warned: set[tuple[str, str]] = set()
         self._has_warned_of_later = False
 
     def before_save(self, step: int, metrics: Mapping[str, float | None]) -> None:
@@ -117,13 +119,14 @@ class Retention(ManagerPart):
             self._has_warned_of_later = True
             self._warn_of_later(step, later)
         for metric in self._metrics:
-            if metric not in metrics and is_first_warning(__name__, str(self._folder), metric):
-                given, question = ", ".join(map(repr, metrics)) or "none", ask_nearest(metric, metrics)
+            given = ", ".join(map(repr, metrics)) or "none"
+            if metric not in metrics and (metric, given) not in self._warned:
+                self._warned.add((metric, given))
                 logger.warning(
                     "the best checkpoints are kept by the metric %r, which is not among those that save was given "
                     "(%sgiven: %s)",
                     metric,
-                    question,
+                    ask_nearest(metric, metrics),
                     given,
                 )
 

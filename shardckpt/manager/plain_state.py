@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from shardckpt.adapters.forms import is_placeholder, join_path, make_form
 from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object
+from shardckpt.adapters.stored_values import nest
 from shardckpt.state_dict import dict_list_map_outplace, list_dcp_values, nested_items, of_type
 
 if TYPE_CHECKING:
@@ -32,14 +33,10 @@ def describe_tensors(name: str, state: Any, replicated: Replicated) -> Any:
 
     ``replicated`` is True to compare the ranks' tensors in a save, ``"unchecked"`` not to.
     """
-    found: dict[Any, Any] = {}
-    for path, leaf in nested_items(state, (name,)):
-        if isinstance(leaf, torch.Tensor):
-            place = found
-            for part in path[:-1]:
-                place = place.setdefault(part, {})
-            place[path[-1]] = describe_leaf(leaf, join_path(path), replicated)
-    return found.get(name, {})
+    tensors = {path: leaf for path, leaf in nested_items(state, (name,)) if isinstance(leaf, torch.Tensor)}
+    return nest({path: describe_leaf(leaf, join_path(path), replicated) for path, leaf in tensors.items()}).get(
+        name, {}
+    )
 
 
 def describe_values(name: str, state: Any, taken: set[str]) -> dict[str, PlainObject]:

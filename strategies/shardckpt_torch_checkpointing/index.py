@@ -235,7 +235,7 @@ class Index:
                     others.setdefault(path, {})[rank] = value
         inner = {path[:end] for path in others for end in range(1, len(path))}
         for path in inner & others.keys():  # a stage without parameters has an empty dict where another has parts
-            if all(value == {} for value in others[path].values()):
+            if all(isinstance(value, dict) and not value for value in others[path].values()):
                 del others[path]
         # of the ranks that have the path
         different = {path for path, by_rank in others.items() if path in inner or not self._are_same(by_rank)}

@@ -92,7 +92,9 @@ class ZarrLoadShardedStrategy(ChunkLoadStrategy):
         The checkpoint has no id, and to read all chunks would be a second load.
         """
         reader = context.reader
-        crc = reader.parsed("crc", lambda: zlib.crc32(reader.read(COMMON_FILE)) if reader.has(COMMON_FILE) else None)
+        crc = reader.parsed(
+            "CRC of the common state", lambda: zlib.crc32(reader.read(COMMON_FILE)) if reader.has(COMMON_FILE) else None
+        )
         return repr((crc, read_index(reader))).encode()
 
     def load_common(self, context: LoadContext) -> StateDict:

@@ -17,6 +17,7 @@ from tests.background import jobs
 from tests.distributed.long_wait import nothing_said_before
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from shardckpt.distributed.long_wait import LongWait
@@ -60,26 +61,34 @@ def test_one_failed_request_does_not_take_the_others_along(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c"]
 
 
+def _broken(*_: Any) -> None:
+    raise OSError("the disk is on fire")
+
+
+def _broken_within(tensor: torch.Tensor) -> None:
+    try:
+        _broken(tensor)
+    except Exception as exc:
+        raise RuntimeError("the disk is on fire") from exc
+
+
+@pytest.mark.parametrize("fails", [_broken, _broken_within])
 @pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.ci)])
-def test_a_request_that_fails_frees_its_tensors(persistent: bool) -> None:
+def test_a_request_that_fails_frees_its_tensors(persistent: bool, fails: Callable[[torch.Tensor], None]) -> None:
     """The tensors of a request that fails are freed without a garbage collection, while its error is kept."""
     staged = torch.ones(3)
     watched = weakref.ref(staged)
     queue = AsyncCallsQueue(persistent)
     gc.disable()
     try:
-        queue.schedule_async_request(AsyncRequest(_broken, (staged,), []))
+        queue.schedule_async_request(AsyncRequest(fails, (staged,), []))
         del staged
-        with pytest.raises(CheckpointingException, match="the disk is on fire"):
+        with pytest.raises(Exception, match="the disk is on fire"):
             queue.maybe_finalize_async_calls(blocking=True)
         queue.close()
         assert watched() is None
     finally:
         gc.enable()
-
-
-def _broken(*_: Any) -> None:
-    raise OSError("the disk is on fire")
 
 
 def test_an_error_in_the_callback_is_raised() -> None:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def test_an_empty_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """A variable that is not set is not the current directory: neither a save nor a load takes it for one."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(StorageError, match="the path of a checkpoint is empty"):
+    with pytest.raises(StorageError, match="the path is empty"):
         dc.save({"step": 1}, path)
-    with pytest.raises(StorageError, match="the path of a checkpoint is empty"):
+    with pytest.raises(StorageError, match="the path is empty"):
         dc.load({}, path)
     assert not list(tmp_path.iterdir())
 

@@ -133,6 +133,18 @@ class Pair(NamedTuple):
     count: int
 
 
+class Named(tuple[Any, ...]):  # noqa: SLOT001 - it has attributes
+    """A tuple with a constructor of its own, and an attribute."""
+
+    def __new__(cls, first: torch.Tensor, second: int) -> Named:
+        """Make it of two items."""
+        return super().__new__(cls, (first, second))
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """Give a pickle both."""
+        return tuple(self)
+
+
 @dataclass(frozen=True, slots=True)
 class Slotted:
     """An object without a ``__dict__``."""
@@ -141,15 +153,18 @@ class Slotted:
 
 
 def test_tensors_in_objects_that_the_user_allows_are_read(tmp_path: Path) -> None:
-    """Named tuples, and objects with slots, frozen or not, come into a checkpoint with the tensors in them."""
-    tensor, allowed = torch.arange(3.0), (Pair, Slotted)
-    torch.save({"w": tensor, "pair": [Pair(tensor, 2)], "slotted": Slotted(tensor)}, tmp_path / "a.pt")
+    """Named tuples, others with items or attributes, and objects with slots come with the tensors in them."""
+    tensor, allowed = torch.arange(3.0), (Pair, Slotted, Named)
+    named = Named(tensor, 1)
+    named.more = [tensor]
+    torch.save({"w": tensor, "pair": [Pair(tensor, 2)], "slotted": Slotted(tensor), "named": named}, tmp_path / "a.pt")
     convert_checkpoint(tmp_path / "a.pt", tmp_path / "there", "torch_dist", allow_globals=allowed)
     common = dc.load_common_state_dict(tmp_path / "there", allow_globals=allowed)
     (pair,), slotted = common["pair"], common["slotted"]
     assert (type(pair), pair.count, type(slotted)) == (Pair, 2, Slotted)
-    assert pair.mean.equal(tensor)
-    assert slotted.mean.equal(tensor)
+    assert type(common["named"]) is Named
+    found = pair.mean, slotted.mean, common["named"][0], common["named"].more[0]
+    assert all(value.equal(tensor) for value in found)
 
 
 def test_tuples_that_hold_one_twice_are_visited_once(tmp_path: Path) -> None:
