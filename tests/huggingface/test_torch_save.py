@@ -30,6 +30,8 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from typing_extensions import Self
+
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 
@@ -136,7 +138,7 @@ class Pair(NamedTuple):
 class Named(tuple[Any, ...]):  # noqa: SLOT001 - it has attributes
     """A tuple with a constructor of its own, and an attribute."""
 
-    def __new__(cls, first: torch.Tensor, second: int) -> Named:
+    def __new__(cls, first: torch.Tensor, second: int) -> Self:
         """Make it of two items."""
         return super().__new__(cls, (first, second))
 
