@@ -365,6 +365,12 @@ def parse_globals(allow_globals: object) -> tuple[Any, ...]:
     return found
 
 
+def check_text(argument: str, given: object) -> None:
+    """Raise CheckpointingException unless an argument is one text: ``str.startswith`` takes tuples, too."""
+    if not isinstance(given, str):
+        raise CheckpointingException(f"{argument}={show_given(given)}: give one text")
+
+
 def parse_texts(argument: str, given: object, what: str) -> tuple[str, ...]:
     """Return a caller's list of texts.
 

@@ -9,7 +9,7 @@ from shardckpt.distributed.comm import Comm
 from shardckpt.engine.loading import LoadOptions, open_checkpoint
 from shardckpt.engine.locations import locate, locate_file, refuse_overlap
 from shardckpt.engine.saving import SaveOptions, save_checkpoint
-from shardckpt.errors import KeyMismatchError
+from shardckpt.errors import KeyMismatchError, check_text
 from shardckpt.huggingface.small_file import replace_file, write_pickled
 from shardckpt.huggingface.structure import make_structure, nest_stored, plain_name
 from shardckpt.huggingface.torch_file import read_torch_file
@@ -56,6 +56,7 @@ def _state_dict(directory: Path, prefix: str) -> StateDict:
     with open_checkpoint(directory, Comm(alone=True), get_plugin_manager(), LoadOptions()) as checkpoint:
         index = checkpoint.index()
         if prefix:
+            check_text("prefix", prefix)
             tensors: list[ShardedBase] = [s for s in index if isinstance(s, ShardedTensor) and s.key.startswith(prefix)]
             if not tensors:
                 keys = sorted(shard.key for shard in index)[:8]

@@ -14,7 +14,7 @@ from shardckpt.engine.locations import locate
 from shardckpt.engine.optimizer_keys import is_optimizer_key
 from shardckpt.engine.progress import Progress
 from shardckpt.engine.streaming import STREAM_BYTES, TensorBox, read_boxes
-from shardckpt.errors import CheckpointingException, prefix_error
+from shardckpt.errors import CheckpointingException, check_text, prefix_error
 from shardckpt.maintenance.diff_report import DiffReport, TensorDifference
 from shardckpt.maintenance.fingerprint_diff import find_same
 from shardckpt.maintenance.object_diff import diff_objects
@@ -76,6 +76,7 @@ def diff_checkpoints(
         ignore_dtype: Whether tensors of two dtypes are equal where their values are, both cast to a wider one; else
             they differ whatever the values.
     """
+    check_text("prefix", prefix)
     if not (rtol >= 0 and atol >= 0):
         raise CheckpointingException(f"rtol={rtol}, atol={atol}: a tolerance is a number that is not negative")
 

@@ -25,16 +25,19 @@ from shardckpt.errors import (
 from shardckpt.huggingface import (
     Rule,
     RuleMapping,
+    dcp_to_torch_state_dict,
     export_to_huggingface,
     huggingface_index,
+    load_from_huggingface,
 )
 from shardckpt.huggingface.blocks import BLOCK_BYTES
-from shardckpt.maintenance import convert_checkpoint
+from shardckpt.maintenance import convert_checkpoint, diff_checkpoints
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from tests.damage import flip
 from tests.huggingface.samples import global_tensors, read, same, save, sharded_state
 from tests.states import error_of
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -377,6 +380,24 @@ def test_no_assets_are_those_of_the_current_directory(tmp_path: Path, monkeypatc
     with pytest.raises(CheckpointingException, match="folder of assets is empty text"):
         export_to_huggingface(tmp_path / "step", tmp_path / "hf", assets="")
     assert not (tmp_path / "hf").exists()
+
+
+@table("prefix", [("model.",), ["model."], True])
+def test_a_prefix_is_one_text(tmp_path: Path, prefix: Any) -> None:
+    """``str.startswith`` takes a tuple, whose length is no text's: names would lose as many letters as it has items."""
+    save(tmp_path / "step")
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}
+    for call in (
+        lambda: export_to_huggingface(tmp_path / "step", tmp_path / "new", prefix=prefix),
+        lambda: load_from_huggingface(state, tmp_path / "step", prefix=prefix),
+        lambda: dcp_to_torch_state_dict(tmp_path / "step", prefix=prefix),
+        lambda: convert_checkpoint(tmp_path / "step", tmp_path / "new", "safetensors", prefix=prefix),
+        lambda: diff_checkpoints(tmp_path / "step", tmp_path / "step", prefix=prefix),
+        lambda: dc.remove_sharded_tensors(tmp_path / "step", prefix),
+    ):
+        with pytest.raises(CheckpointingException, match="prefix=.*: give one text"):
+            call()
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_export_s_memory_budget_that_is_too_small_is_refused(tmp_path: Path) -> None:
