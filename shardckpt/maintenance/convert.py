@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.commit.upload import is_under_way
 from shardckpt.engine.locations import locate, refuse_overlap
+from shardckpt.engine.renaming import parse_renames
 from shardckpt.engine.saving import find_saver
 from shardckpt.errors import CheckpointingException, UnknownBackendError, UnsafePickleError
 from shardckpt.huggingface.assets import list_assets
@@ -190,6 +191,7 @@ def run_conversion(
     tensors; ``buffers`` are the bytes that reading and writing may hold next to them. ``written`` is what
     :func:`shardckpt.huggingface.parse_options` takes.
     """
+    rename = parse_renames(rename)
     if memory < _LEAST_MEMORY:
         raise CheckpointingException(
             f"memory={memory} bytes for converting {old}: at least {_LEAST_MEMORY >> 20} MiB are needed"
@@ -237,7 +239,7 @@ def run_conversion(
             opener=opener,
             identify=identify or partial(identify_source, source),
             buffers=buffers,
-            rename=dict(rename or {}),
+            rename=rename,
             trainer=trainer,
             is_merge=bool(others),
             skip_damaged=skip_damaged,

@@ -13,6 +13,7 @@ from shardckpt.engine.lazy import StoredCheckpoint
 from shardckpt.engine.locations import locate
 from shardckpt.engine.optimizer_keys import is_optimizer_key
 from shardckpt.engine.progress import Progress
+from shardckpt.engine.renaming import parse_renames
 from shardckpt.engine.streaming import STREAM_BYTES, TensorBox, read_boxes
 from shardckpt.errors import CheckpointingException, check_text, prefix_error
 from shardckpt.maintenance.diff_report import DiffReport, TensorDifference
@@ -81,11 +82,12 @@ def diff_checkpoints(
         raise CheckpointingException(f"rtol={rtol}, atol={atol}: a tolerance is a number that is not negative")
 
     plugins = get_plugin_manager()
+    renames = parse_renames(rename)
 
     def attempt() -> DiffReport:
         places = locate(first, plugins), locate(second, plugins)
         with ExitStack() as stack:
-            one = stack.enter_context(open_source(places[0], plugins, Reading(allow_globals, rename=rename)))
+            one = stack.enter_context(open_source(places[0], plugins, Reading(allow_globals, rename=renames)))
             other = stack.enter_context(open_source(places[1], plugins, Reading(allow_globals)))
             unread = [list_unread_files(at, StoredCheckpoint(o)) for at, o in zip(places, (one, other), strict=True)]
             report = _Comparison(one, other, rtol, atol, memory, str(first), ignore_dtype).run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 
 from shardckpt.engine.locations import locate, refuse_overlap
+from shardckpt.engine.renaming import parse_renames
 from shardckpt.errors import CheckpointingException, check_choice, format_many, listed
 from shardckpt.huggingface.names import parse_leave_out
 from shardckpt.maintenance.convert import run_conversion
@@ -22,7 +23,7 @@ from shardckpt.storage.memory_budget import check_memory_budget, parse_size
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
     from shardckpt.engine.loading import OpenCheckpoint
@@ -202,7 +203,7 @@ def merge_checkpoints(
 
     def identify(_: OpenCheckpoint) -> str:
         facts = [getattr(rules, name) for name in MergeRules.__dataclass_fields__ if name != "leave_out"]
-        names = [sorted((each or {}).items()) for each in renames]
+        names = [sorted(each.items()) for each in renames]
         return repr(("merge", identities, facts, sorted(rules.leave_out), names, damaged)) if all(identities) else ""
 
     conversion = run_conversion(
@@ -244,13 +245,13 @@ def merge_checkpoints(
 
 def _spread_renames(
     rename: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None, count: int
-) -> Sequence[Mapping[str, str] | None]:
+) -> list[dict[str, str]]:
     """Return what is renamed in each source."""
-    if rename is None or isinstance(rename, Mapping):
-        return [rename] * count
+    if not isinstance(rename, Sequence):
+        return [parse_renames(rename)] * count
     if len(rename) != count:
         raise CheckpointingException(f"rename is a list of {len(rename)}, for {count} sources: one for each, or None")
-    return rename
+    return [parse_renames(each) for each in rename]
 
 
 def _choose_weights(places: Sequence[str], weights: Sequence[float] | None, slerp: float | None) -> Sequence[float]:

@@ -31,7 +31,7 @@ from shardckpt.huggingface import (
     load_from_huggingface,
 )
 from shardckpt.huggingface.blocks import BLOCK_BYTES
-from shardckpt.maintenance import convert_checkpoint, diff_checkpoints
+from shardckpt.maintenance import convert_checkpoint, diff_checkpoints, merge_checkpoints
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from tests.damage import flip
@@ -396,6 +396,21 @@ def test_a_prefix_is_one_text(tmp_path: Path, prefix: Any) -> None:
         lambda: dc.remove_sharded_tensors(tmp_path / "step", prefix),
     ):
         with pytest.raises(CheckpointingException, match="prefix=.*: give one text"):
+            call()
+    assert not (tmp_path / "new").exists()
+
+
+@table("rename", ["optim", ["ab"], [("optim", "optimizer")], {"optim": None}, True])
+def test_renames_are_a_dict_of_texts(tmp_path: Path, rename: Any) -> None:
+    """A list of pairs, a text, and a name that is no text are errors, by every function that renames."""
+    save(tmp_path / "step")
+    for call in (
+        lambda: export_to_huggingface(tmp_path / "step", tmp_path / "new", rename=rename),
+        lambda: convert_checkpoint(tmp_path / "step", tmp_path / "new", "safetensors", rename=rename),
+        lambda: diff_checkpoints(tmp_path / "step", tmp_path / "step", rename=rename),
+        lambda: merge_checkpoints([tmp_path / "step"] * 2, tmp_path / "new", rename=[rename, None]),
+    ):
+        with pytest.raises(CheckpointingException, match="rename=.*: give a dict from old names to new"):
             call()
     assert not (tmp_path / "new").exists()
 
