@@ -382,6 +382,28 @@ def test_no_assets_are_those_of_the_current_directory(tmp_path: Path, monkeypatc
     assert not (tmp_path / "hf").exists()
 
 
+def test_data_files_and_weights_in_capitals_are_no_assets(tmp_path: Path) -> None:
+    """A step of (torch_dist, 1) as the folder of assets gives none of its data, nor are other weights copied."""
+    save(tmp_path / "step", {"w": torch.ones(4)}, ("torch_dist", 1))
+    for name in ("config.json", "WEIGHTS.PT"):
+        (tmp_path / "step" / name).write_text("{}")
+    export_to_huggingface(tmp_path / "step", tmp_path / "hf", assets=tmp_path / "step")
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_an_asset_that_is_a_link_to_nothing_is_not_left_out(tmp_path: Path) -> None:
+    """It is an error, as of a cache that has lost a file; so are values that are no paths."""
+    save(tmp_path / "step")
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "config.json").write_text("{}")
+    (tmp_path / "assets" / "tokenizer.json").symlink_to("nothing")
+    with pytest.raises(StorageError, match=r"tokenizer\.json is a link to nothing"):
+        export_to_huggingface(tmp_path / "step", tmp_path / "hf", assets=tmp_path / "assets")
+    for assets in (True, b"assets", [None], [1]):
+        with pytest.raises(CheckpointingException, match=r"assets: .* where a folder or a list of files is expected"):
+            export_to_huggingface(tmp_path / "step", tmp_path / "hf", assets=assets)  # type: ignore[arg-type]
+
+
 @table("prefix", [("model.",), ["model."], True])
 def test_a_prefix_is_one_text(tmp_path: Path, prefix: Any) -> None:
     """``str.startswith`` takes a tuple, whose length is no text's: names would lose as many letters as it has items."""
@@ -395,7 +417,7 @@ def test_a_prefix_is_one_text(tmp_path: Path, prefix: Any) -> None:
         lambda: diff_checkpoints(tmp_path / "step", tmp_path / "step", prefix=prefix),
         lambda: dc.remove_sharded_tensors(tmp_path / "step", prefix),
     ):
-        with pytest.raises(CheckpointingException, match="prefix=.*: give one text"):
+        with pytest.raises(CheckpointingException, match=r"prefix=.*: give one text"):
             call()
     assert not (tmp_path / "new").exists()
 
@@ -410,7 +432,7 @@ def test_renames_are_a_dict_of_texts(tmp_path: Path, rename: Any) -> None:
         lambda: diff_checkpoints(tmp_path / "step", tmp_path / "step", rename=rename),
         lambda: merge_checkpoints([tmp_path / "step"] * 2, tmp_path / "new", rename=[rename, None]),
     ):
-        with pytest.raises(CheckpointingException, match="rename=.*: give a dict from old names to new"):
+        with pytest.raises(CheckpointingException, match=r"rename=.*: give a dict from old names to new"):
             call()
     assert not (tmp_path / "new").exists()
 
