@@ -9,7 +9,7 @@ from shardckpt.commit.upload import is_under_way
 from shardckpt.engine.locations import locate, refuse_overlap
 from shardckpt.engine.renaming import parse_renames
 from shardckpt.engine.saving import find_saver
-from shardckpt.errors import CheckpointingException, UnknownBackendError, UnsafePickleError
+from shardckpt.errors import CheckpointingException, UnknownBackendError, UnsafePickleError, parse_globals
 from shardckpt.huggingface.assets import list_assets
 from shardckpt.huggingface.folder import CONFIG, resolve_link
 from shardckpt.huggingface.models import MegatronMapping
@@ -191,7 +191,7 @@ def run_conversion(
     tensors; ``buffers`` are the bytes that reading and writing may hold next to them. ``written`` is what
     :func:`shardckpt.huggingface.parse_options` takes.
     """
-    rename = parse_renames(rename)
+    rename, allow_globals = parse_renames(rename), parse_globals(allow_globals)
     if memory < _LEAST_MEMORY:
         raise CheckpointingException(
             f"memory={memory} bytes for converting {old}: at least {_LEAST_MEMORY >> 20} MiB are needed"
