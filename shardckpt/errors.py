@@ -435,6 +435,19 @@ def prefix_error(without: str, prefix: str, keys: Iterable[str]) -> KeyMismatchE
     return KeyMismatchError(f"{without} has a key that begins with {prefix!r} {name_prefixes(prefix, keys)}")
 
 
+def cut_prefix(key: str, prefix: str) -> str:
+    """Return a key without the prefix that it begins with.
+
+    Raises:
+        KeyMismatchError: what is left is empty, or begins with the dot that the prefix lacks: nothing loads that name.
+    """
+    name = key[len(prefix) :]
+    if prefix and (not name or name[0] == "."):
+        way = f"give it with its dot, {f'{prefix}.'!r}" if name else "give a beginning of keys"
+        raise KeyMismatchError(f"prefix={prefix!r} would leave {name!r} of {key!r}: {way}")
+    return name
+
+
 def name_prefixes(wanted: str, keys: Iterable[str]) -> str:
     """Return what an error about such a prefix adds: the prefixes that keys have, as deep as it."""
     depth = wanted.strip(".").count(".") + 1

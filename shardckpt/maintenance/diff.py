@@ -16,7 +16,7 @@ from shardckpt.engine.optimizer_keys import is_optimizer_key
 from shardckpt.engine.progress import Progress
 from shardckpt.engine.renaming import parse_renames
 from shardckpt.engine.streaming import STREAM_BYTES, TensorBox, read_boxes
-from shardckpt.errors import CheckpointingException, check_text, parse_globals, prefix_error, show_given
+from shardckpt.errors import CheckpointingException, check_text, cut_prefix, parse_globals, prefix_error, show_given
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.maintenance.diff_report import DiffReport, TensorDifference
 from shardckpt.maintenance.fingerprint_diff import find_same
@@ -225,7 +225,7 @@ class _Comparison:
         ``first`` and ``second`` are the fingerprints by which tensors are found to be equal; these are in no list.
         """
         ones, others = _list_tensors(self.first), _list_tensors(self.second)
-        names = {key: key.removeprefix(prefix) for key in ones if key.startswith(prefix)}
+        names = {key: cut_prefix(key, prefix) for key in ones if key.startswith(prefix)}
         if prefix and not names:
             raise prefix_error("no tensor of the first", prefix, ones)
         # without an object for each: to make those of 100,000 takes longer than all else

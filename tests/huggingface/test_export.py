@@ -422,6 +422,21 @@ def test_a_prefix_is_one_text(tmp_path: Path, prefix: Any) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@table(("prefix", "left"), [("model", "'.w'"), ("model.w", "''")])
+def test_a_prefix_without_its_dot_leaves_no_name(tmp_path: Path, prefix: str, left: str) -> None:
+    """No loader asks for a name that begins with a dot, or is empty: the error has the prefix that was meant."""
+    save(tmp_path / "step", {"model.w": torch.ones(4)})
+    for call in (
+        lambda: export_to_huggingface(tmp_path / "step", tmp_path / "new", prefix=prefix),
+        lambda: dcp_to_torch_state_dict(tmp_path / "step", prefix=prefix),
+        lambda: convert_checkpoint(tmp_path / "step", tmp_path / "new", "safetensors", prefix=prefix),
+        lambda: diff_checkpoints(tmp_path / "step", tmp_path / "step", prefix=prefix),
+    ):
+        with pytest.raises(KeyMismatchError, match=f"prefix='{prefix}' would leave {left} of 'model.w': give"):
+            call()
+    assert not (tmp_path / "new").exists()
+
+
 @table("rename", ["optim", ["ab"], [("optim", "optimizer")], {"optim": None}, True])
 def test_renames_are_a_dict_of_texts(tmp_path: Path, rename: Any) -> None:
     """A list of pairs, a text, and a name that is no text are errors, by every function that renames."""
