@@ -365,6 +365,12 @@ def parse_globals(allow_globals: object) -> tuple[Any, ...]:
     return found
 
 
+def check_text(argument: str, given: object) -> None:
+    """Raise CheckpointingException unless an argument is one text: ``str.startswith`` takes tuples, too."""
+    if not isinstance(given, str):
+        raise CheckpointingException(f"{argument}={show_given(given)}: give one text")
+
+
 def parse_texts(argument: str, given: object, what: str) -> tuple[str, ...]:
     """Return a caller's list of texts.
 
@@ -427,6 +433,19 @@ def _split_number(name: str) -> tuple[tuple[str, str], int | None]:
 def prefix_error(without: str, prefix: str, keys: Iterable[str]) -> KeyMismatchError:
     """Return the error of a prefix that no key begins with; ``without`` says of what."""
     return KeyMismatchError(f"{without} has a key that begins with {prefix!r} {name_prefixes(prefix, keys)}")
+
+
+def cut_prefix(key: str, prefix: str) -> str:
+    """Return a key without the prefix that it begins with.
+
+    Raises:
+        KeyMismatchError: what is left is empty, or begins with the dot that the prefix lacks: nothing loads that name.
+    """
+    name = key[len(prefix) :]
+    if prefix and (not name or name[0] == "."):
+        way = f"give it with its dot, {f'{prefix}.'!r}" if name else "give a beginning of keys"
+        raise KeyMismatchError(f"prefix={prefix!r} would leave {name!r} of {key!r}: {way}")
+    return name
 
 
 def name_prefixes(wanted: str, keys: Iterable[str]) -> str:

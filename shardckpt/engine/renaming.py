@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import KeyMismatchError, ask_nearest, listed
+from shardckpt.errors import CheckpointingException, KeyMismatchError, ask_nearest, listed
 from shardckpt.mapping.sharded_object import PlainObject, ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.strategy import (
@@ -22,10 +23,9 @@ from shardckpt.strategy import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from shardckpt.engine.loading import OpenCheckpoint
-    from shardckpt.errors import CheckpointingException
     from shardckpt.manifest.models import Manifest
     from shardckpt.mapping.base import ShardedBase, StateDict
     from shardckpt.storage.reader import CheckpointReader
@@ -33,6 +33,17 @@ if TYPE_CHECKING:
 
 #: Entries of an optimizer's state dict.
 _GROUPS, _PARAMS = "param_groups", "params"
+
+
+def parse_renames(rename: object) -> dict[str, str]:
+    """Return a caller's new names by the old ones; a value that is no dict of texts is a CheckpointingException."""
+    if rename is None:
+        return {}
+    if not (isinstance(rename, Mapping) and all(isinstance(name, str) for pair in rename.items() for name in pair)):
+        raise CheckpointingException(
+            f"rename={rename!r:.200}: give a dict from old names to new ones, such as {{'optim': 'optimizer'}}"
+        )
+    return dict(rename)
 
 
 def rename_stored(checkpoint: OpenCheckpoint, names: Mapping[str, str], keys: Sequence[str]) -> OpenCheckpoint:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine.locations import expand_home, locate
-from shardckpt.errors import CheckpointingException, StorageError, listed
+from shardckpt.errors import CheckpointingException, StorageError, listed, show_given
 from shardckpt.huggingface.adapters import find_adapter_mapping
 from shardckpt.huggingface.names import ADAPTER, is_asset, is_copied
 from shardckpt.plugins.manager import get_plugin_manager
@@ -40,9 +41,12 @@ def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -
             found = sorted(folder.iterdir(), key=lambda path: path.name)
             is_adapter = find_adapter_mapping(mapping) is not None
             is_wanted = is_asset if not is_adapter else (lambda name: name == ADAPTER)
-            files = [path for path in found if path.is_file() and is_wanted(path.name)]
+            wanted = [path for path in found if is_wanted(path.name)]
+            files = [path for path in wanted if path.is_file()]
+            if lost := [path.name for path in wanted if path.is_symlink() and not path.exists()]:
+                raise StorageError(f"assets={assets}: {listed(lost)} is a link to nothing: restore what it was of")
     else:
-        files = [Path(expand_home(path)) for path in assets]
+        files = [Path(expand_home(path)) for path in _list_paths(assets)]
     if not files:
         raise CheckpointingException(f"assets={assets}: it has no files other than weights")
     names = [path.name for path in files]
@@ -53,6 +57,14 @@ def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -
     if folders := [str(path) for path in files if path.is_dir()]:
         raise CheckpointingException(f"assets: {listed(folders)} is a folder: give it alone, or files")
     return files
+
+
+def _list_paths(assets: Any) -> list[PathLike]:
+    """Return a list of paths; another value is a CheckpointingException."""
+    found = list(assets) if isinstance(assets, Iterable) and not isinstance(assets, bytes) else [assets]
+    if wrong := [path for path in found if not isinstance(path, (str, os.PathLike))]:
+        raise CheckpointingException(f"assets: {show_given(wrong[0])} where a folder or a list of files is expected")
+    return found
 
 
 def read_asset(path: Path) -> bytes:

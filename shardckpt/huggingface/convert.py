@@ -9,7 +9,7 @@ from shardckpt.distributed.comm import Comm
 from shardckpt.engine.loading import LoadOptions, open_checkpoint
 from shardckpt.engine.locations import locate, locate_file, refuse_overlap
 from shardckpt.engine.saving import SaveOptions, save_checkpoint
-from shardckpt.errors import KeyMismatchError
+from shardckpt.errors import KeyMismatchError, check_text, cut_prefix
 from shardckpt.huggingface.small_file import replace_file, write_pickled
 from shardckpt.huggingface.structure import make_structure, nest_stored, plain_name
 from shardckpt.huggingface.torch_file import read_torch_file
@@ -56,13 +56,14 @@ def _state_dict(directory: Path, prefix: str) -> StateDict:
     with open_checkpoint(directory, Comm(alone=True), get_plugin_manager(), LoadOptions()) as checkpoint:
         index = checkpoint.index()
         if prefix:
+            check_text("prefix", prefix)
             tensors: list[ShardedBase] = [s for s in index if isinstance(s, ShardedTensor) and s.key.startswith(prefix)]
             if not tensors:
                 keys = sorted(shard.key for shard in index)[:8]
                 raise KeyMismatchError(
                     f"no tensor is stored whose key begins with {prefix!r}; the first keys are {keys}"
                 )
-            return {s.key[len(prefix) :]: v for s, v in zip(tensors, checkpoint.values(tensors), strict=True)}
+            return {cut_prefix(s.key, prefix): v for s, v in zip(tensors, checkpoint.values(tensors), strict=True)}
         values = dict(zip(map(plain_name, index), checkpoint.values(index), strict=True))
         return nest_stored(checkpoint, checkpoint.common(), values)
 

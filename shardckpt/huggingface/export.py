@@ -12,7 +12,7 @@ from shardckpt.engine.damage import hide_damaged
 from shardckpt.engine.loading import LoadOptions, open_checkpoint
 from shardckpt.engine.locations import locate, refuse_overlap
 from shardckpt.engine.operation import Operation
-from shardckpt.engine.renaming import list_names, rename_stored
+from shardckpt.engine.renaming import list_names, parse_renames, rename_stored
 from shardckpt.huggingface.export_budget import split_export_budget
 from shardckpt.huggingface.names import SAFETENSORS
 from shardckpt.huggingface.options import parse_options
@@ -167,8 +167,8 @@ def export_to_huggingface(
             cut_vocabulary=cut_vocabulary,
         )
         budget = split_export_budget(memory_budget, source, folder, options.file_format)
-        names = sorted((rename or {}).items())
-    comm.agree(checkpoint_dir=str(source), target=str(folder), rename=names, skip_damaged=skip_damaged)
+        names = parse_renames(rename)
+    comm.agree(checkpoint_dir=str(source), target=str(folder), rename=sorted(names.items()), skip_damaged=skip_damaged)
 
     def attempt() -> tuple[ExportPlan, tuple[str, ...]]:
         damaged: tuple[str, ...] = ()
@@ -186,8 +186,8 @@ def export_to_huggingface(
                         check=False,
                     )
                 )
-                if rename:
-                    checkpoint = rename_stored(checkpoint, rename, list_names(checkpoint))
+                if names:
+                    checkpoint = rename_stored(checkpoint, names, list_names(checkpoint))
                 if skip_damaged:
                     checkpoint.context.reader.accept_cut_files()  # on each rank: one alone looks for damage
                     damaged = comm.main_runs("looking for damage", lambda: tuple(hide_damaged(checkpoint).damaged))

@@ -13,7 +13,14 @@ from shardckpt.engine.loading import OpenCheckpoint, load_checkpoint
 from shardckpt.engine.locations import locate
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.resizing import allow_resizing, parse_resize
-from shardckpt.errors import CheckpointingException, KeyMismatchError, NotACheckpointError, listed, parse_texts
+from shardckpt.errors import (
+    CheckpointingException,
+    KeyMismatchError,
+    NotACheckpointError,
+    check_text,
+    listed,
+    parse_texts,
+)
 from shardckpt.huggingface.adapters import PEFT
 from shardckpt.huggingface.config import ModelConfig
 from shardckpt.huggingface.folder import CONFIG, check_same_folder, read_folder
@@ -110,6 +117,7 @@ def load_from_huggingface(
     comm = Comm(process_group)
     with comm.local_phase("reading the arguments"):
         find_mapping(mapping)
+        check_text("prefix", prefix)
         budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
         resized = parse_resize(resize)
         names = parse_texts("optional", optional, "names")

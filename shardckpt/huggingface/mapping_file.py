@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import runpy
 from pathlib import Path
@@ -12,8 +13,10 @@ from shardckpt.errors import CheckpointingException, listed
 from shardckpt.huggingface.folder import CONFIG, CONFIG_LIMIT, read_json
 from shardckpt.huggingface.megatron import split_qkv, split_vocabulary
 from shardckpt.huggingface.rules import Rule, RuleMapping
+from shardckpt.manifest.strict_json import parse_json
 from shardckpt.plugins.key_mapping import KeyMapping
 from shardckpt.storage.filesystem import name_siblings
+from shardckpt.storage.input_file import read_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +38,7 @@ def find_file_mapping(text: str) -> KeyMapping | None:
     path, name = _find_file(text)
     if path is None:
         return None
-    value = read_json(path, CONFIG_LIMIT) if path.suffix == ".json" else _run(path, name or _DEFAULT_NAME)
+    value = _read_rules(path) if path.suffix == ".json" else _run(path, name or _DEFAULT_NAME)
     return _make_mapping(value, text)
 
 
@@ -67,6 +70,16 @@ def read_config_file(text: str) -> dict[str, Any] | None:
     found = read_json(path, CONFIG_LIMIT)
     if not isinstance(found.get("model_type"), str):
         raise CheckpointingException(f"mapping {text!r}: the config has no model_type")
+    return found
+
+
+def _read_rules(path: Path) -> Any:
+    try:
+        found = parse_json(read_file(path, CONFIG_LIMIT).removeprefix(codecs.BOM_UTF8))
+    except ValueError as exc:  # a name twice, too: one of the two would be lost
+        raise CheckpointingException(f"mapping {path}: {exc}") from exc
+    if not isinstance(found, dict):
+        raise CheckpointingException(f"mapping {path} is not a JSON object")
     return found
 
 

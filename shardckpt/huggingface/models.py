@@ -6,6 +6,7 @@ experts in one tensor, folders do not) and of torchtitan 0.1 to 0.3 (its Qwen3 a
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CheckpointingException, PluginError, name_known
@@ -160,7 +161,7 @@ _BUILT_IN: dict[str, KeyMapping] = {
 
 
 def find_mapping(
-    mapping: str | KeyMapping | None,
+    mapping: str | os.PathLike[str] | KeyMapping | None,
     config: Callable[[], Mapping[str, Any] | None] | None = None,
     padding: Padding = "refuse",
 ) -> KeyMapping:
@@ -175,9 +176,10 @@ def find_mapping(
     config's ``vocab_size`` does not count; to cut them, by a mapping, or without a config, that does not say how many
     is an error. So is a model or file without a mapping, and a plugin that returns something else.
     """
-    if isinstance(mapping, str) and (found := read_config_file(mapping)) is not None:
-        mapping, config = found["model_type"], lambda: found
-    chosen = _find(mapping)
+    given = os.fspath(mapping) if isinstance(mapping, os.PathLike) else mapping
+    if isinstance(given, str) and (found := read_config_file(given)) is not None:
+        given, config = found["model_type"], lambda: found
+    chosen = _find(given)
     if config is not None and isinstance(chosen, UsesConfig) and (values := config()):
         return chosen.with_config(values, padding)
     if padding == "cut":

@@ -35,7 +35,10 @@ _CONFIGURING = re.compile(
     r"([^.].*_)?config\.json|(tokenizer|chat_template|vocab|special_tokens|added_tokens|merges|params|tekken)[^/]*|[^.].*\.(model|tiktoken)"
 )
 #: Suffixes of weights in any format.
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+_WEIGHT_SUFFIXES = (
+    *(".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt", ".distcp"),
+    *(".h5", ".msgpack", ".gguf", ".onnx"),
+)
 #: Files of checkpoints: a Hub folder with them would be read as a checkpoint, whose other files are missing.
 _OF_CHECKPOINTS = frozenset({MARKER_NAME, RECORD_NAME, INTEGRITY_NAME, FINGERPRINTS_NAME, ".metadata"})
 #: What keys of the metadata begin with that say which checkpoint a folder has.
@@ -132,7 +135,7 @@ def is_asset(name: str) -> bool:
 
 def is_copied(name: str) -> bool:
     """Return whether a file of this name may be copied next to weights: it is neither weights nor of a checkpoint."""
-    return not name.endswith(_WEIGHT_SUFFIXES) and name not in _OF_CHECKPOINTS
+    return not name.lower().endswith(_WEIGHT_SUFFIXES) and name not in _OF_CHECKPOINTS
 
 
 def is_replaced(name: str, *, has_assets: bool) -> bool:

@@ -11,6 +11,7 @@ from shardckpt.errors import (
     CheckpointingException,
     KeyMismatchError,
     ShardingError,
+    cut_prefix,
     format_many,
     listed,
     name_known,
@@ -203,7 +204,6 @@ def plan_tensors(shards: Iterable[ShardedBase], options: ExportOptions, others: 
     neither. It is an error if a tensor is not stored as a whole, or two are mapped to one.
     """
     prefix = options.prefix or ""
-    cut = len(prefix)
     parts: dict[str, list[StoredPart]] = {}
     unmapped = []
     dtypes: dict[str, torch.dtype] = {}
@@ -213,7 +213,7 @@ def plan_tensors(shards: Iterable[ShardedBase], options: ExportOptions, others: 
         links: Sequence[KeyMapEntry] = ()
         if isinstance(shard, ShardedTensor):
             shape, dtypes[shard.key] = tuple(shard.global_shape), shard.dtype
-            links = get_key_map_entries(options.mapping, shard.key[cut:], shape)
+            links = get_key_map_entries(options.mapping, cut_prefix(shard.key, prefix), shape)
             for link in links:
                 parts.setdefault(link.name, []).append(StoredPart(shard.key, shape, link))
         if not links:

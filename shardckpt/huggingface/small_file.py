@@ -11,6 +11,7 @@ import torch
 from shardckpt.commit.commit import discard_staging
 from shardckpt.engine.locations import check_names
 from shardckpt.engine.pruning import open_staging
+from shardckpt.errors import StorageError
 from shardckpt.huggingface.assets import read_asset
 from shardckpt.storage.abilities import has_local_files
 from shardckpt.storage.filesystem import open_new, sync_directory, sync_file, wrap_os_errors
@@ -29,6 +30,8 @@ _STAGED = "file"
 def replace_file(path: Path, journal: Journal | None = None) -> Iterator[Path]:
     """Yield a staging path for a file; at the end, the written and durable file replaces the one at ``path``."""
     check_names(path)
+    if path.is_dir():
+        raise StorageError(f"{path} is a directory: give the name of a file")
     staging, _ = open_staging(path, lambda *_: False, restore=False, journal=journal)
     try:
         staged = staging / _STAGED

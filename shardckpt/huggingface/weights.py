@@ -13,6 +13,7 @@ from shardckpt.huggingface.planning import choose_model, plan_tensors
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.batches import batch_by_bytes
 from shardckpt.planning.boxes import Box
+from shardckpt.storage.memory_budget import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -35,7 +36,7 @@ class ModelCheckpoint(StoredCheckpoint):
         keep: Collection[str] = (),
         optimizer: bool = False,
         leave_out: Collection[str] = (),
-        memory: int = STREAM_BYTES,
+        memory: int | str = STREAM_BYTES,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Return an iterator of the model's weights, whole, under the names of the Hub, for evaluation and serving.
 
@@ -73,7 +74,7 @@ class ModelCheckpoint(StoredCheckpoint):
                 f"{self._checkpoint.context.reader.directory} has no weight whose key begins with {prefix!r} "
                 f"{name_prefixes(prefix, (shard.key for shard in stored))}: give another prefix"
             )
-        return self._read_weights(list(found.values()), memory)
+        return self._read_weights(list(found.values()), parse_size(memory, "memory"))
 
     def _read_weights(self, tensors: list[HubTensor], memory: int) -> Iterator[tuple[str, torch.Tensor]]:
         for batch in batch_by_bytes(tensors, lambda tensor: tensor.nbytes, memory):

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.commit.upload import is_under_way
 from shardckpt.engine.locations import locate, refuse_overlap
+from shardckpt.engine.renaming import parse_renames
 from shardckpt.engine.saving import find_saver
-from shardckpt.errors import CheckpointingException, UnknownBackendError, UnsafePickleError
+from shardckpt.errors import CheckpointingException, UnknownBackendError, UnsafePickleError, parse_globals
 from shardckpt.huggingface.assets import list_assets
 from shardckpt.huggingface.folder import CONFIG, resolve_link
 from shardckpt.huggingface.models import MegatronMapping
@@ -190,6 +191,7 @@ def run_conversion(
     tensors; ``buffers`` are the bytes that reading and writing may hold next to them. ``written`` is what
     :func:`shardckpt.huggingface.parse_options` takes.
     """
+    rename, allow_globals = parse_renames(rename), parse_globals(allow_globals)
     if memory < _LEAST_MEMORY:
         raise CheckpointingException(
             f"memory={memory} bytes for converting {old}: at least {_LEAST_MEMORY >> 20} MiB are needed"
@@ -237,7 +239,7 @@ def run_conversion(
             opener=opener,
             identify=identify or partial(identify_source, source),
             buffers=buffers,
-            rename=dict(rename or {}),
+            rename=rename,
             trainer=trainer,
             is_merge=bool(others),
             skip_damaged=skip_damaged,

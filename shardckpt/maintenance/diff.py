@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,8 +14,10 @@ from shardckpt.engine.lazy import StoredCheckpoint
 from shardckpt.engine.locations import locate
 from shardckpt.engine.optimizer_keys import is_optimizer_key
 from shardckpt.engine.progress import Progress
+from shardckpt.engine.renaming import parse_renames
 from shardckpt.engine.streaming import STREAM_BYTES, TensorBox, read_boxes
-from shardckpt.errors import CheckpointingException, prefix_error
+from shardckpt.errors import CheckpointingException, check_text, cut_prefix, parse_globals, prefix_error, show_given
+from shardckpt.huggingface.models import find_mapping
 from shardckpt.maintenance.diff_report import DiffReport, TensorDifference
 from shardckpt.maintenance.fingerprint_diff import find_same
 from shardckpt.maintenance.object_diff import diff_objects
@@ -26,6 +29,7 @@ from shardckpt.planning.boxes import Box, cut_box
 from shardckpt.plugins.key_mapping import Identity, KeyMapEntry, get_key_map_entries
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.storage.directory import open_directory, retry_if_replaced
+from shardckpt.storage.memory_budget import parse_size
 
 if TYPE_CHECKING:
     import os
@@ -42,12 +46,12 @@ def diff_checkpoints(
     *,
     rtol: float = 0.0,
     atol: float = 0.0,
-    mapping: KeyMapping | None = None,
+    mapping: str | KeyMapping | None = None,
     prefix: str = "",
     read_values: bool = False,
     tensors_only: bool = False,
     allow_globals: tuple[object, ...] = (),
-    memory: int = STREAM_BYTES,
+    memory: int | str = STREAM_BYTES,
     rename: Mapping[str, str] | None = None,
     ignore_dtype: bool = False,
 ) -> DiffReport:
@@ -64,7 +68,7 @@ def diff_checkpoints(
         rtol: Values differ if ``|first - second| > atol + rtol * |second|``.
         atol: See ``rtol``.
         mapping: How names and shapes of the first become those of the second; by default, they are the same.
-            :func:`shardckpt.huggingface.find_mapping` returns that of a model.
+            As for :func:`shardckpt.huggingface.find_mapping`.
         prefix: Prefix that names of the first have and those of the second lack; its other tensors are left out.
         read_values: Read all values: fingerprints say what was saved, not whether the files are still undamaged.
         tensors_only: Do not compare objects and common state. With a mapping or a prefix they are not compared either:
@@ -76,22 +80,30 @@ def diff_checkpoints(
         ignore_dtype: Whether tensors of two dtypes are equal where their values are, both cast to a wider one; else
             they differ whatever the values.
     """
-    if not (rtol >= 0 and atol >= 0):
-        raise CheckpointingException(f"rtol={rtol}, atol={atol}: a tolerance is a number that is not negative")
+    check_text("prefix", prefix)
+    tolerances: dict[str, Any] = {"rtol": rtol, "atol": atol}
+    for name, tolerance in tolerances.items():
+        if not (isinstance(tolerance, Real) and float(tolerance) >= 0):
+            raise CheckpointingException(
+                f"{name}={show_given(tolerance)}: a tolerance is a number that is not negative"
+            )
 
     plugins = get_plugin_manager()
+    chosen, budget = find_mapping(mapping), parse_size(memory, "memory")
+    how = Reading(parse_globals(allow_globals))
+    renamed = how._replace(rename=parse_renames(rename))
 
     def attempt() -> DiffReport:
         places = locate(first, plugins), locate(second, plugins)
         with ExitStack() as stack:
-            one = stack.enter_context(open_source(places[0], plugins, Reading(allow_globals, rename=rename)))
-            other = stack.enter_context(open_source(places[1], plugins, Reading(allow_globals)))
+            one = stack.enter_context(open_source(places[0], plugins, renamed))
+            other = stack.enter_context(open_source(places[1], plugins, how))
             unread = [list_unread_files(at, StoredCheckpoint(o)) for at, o in zip(places, (one, other), strict=True)]
-            report = _Comparison(one, other, rtol, atol, memory, str(first), ignore_dtype).run(
-                mapping or Identity(), prefix, read_values
+            report = _Comparison(one, other, rtol, atol, budget, str(first), ignore_dtype).run(
+                chosen, prefix, read_values
             )
             report = replace(report, unread_files=unread[0] | unread[1])
-            if tensors_only or prefix or not isinstance(mapping or Identity(), Identity):
+            if tensors_only or prefix or not isinstance(chosen, Identity):
                 return report
             common = sorted(unread[0].keys() & unread[1].keys())
             different = [name for name in common if not have_same_bytes(*(open_directory(at) / name for at in places))]
@@ -213,7 +225,7 @@ class _Comparison:
         ``first`` and ``second`` are the fingerprints by which tensors are found to be equal; these are in no list.
         """
         ones, others = _list_tensors(self.first), _list_tensors(self.second)
-        names = {key: key.removeprefix(prefix) for key in ones if key.startswith(prefix)}
+        names = {key: cut_prefix(key, prefix) for key in ones if key.startswith(prefix)}
         if prefix and not names:
             raise prefix_error("no tensor of the first", prefix, ones)
         # without an object for each: to make those of 100,000 takes longer than all else

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
 from shardckpt.engine.locations import locate, refuse_overlap
-from shardckpt.errors import CheckpointingException, check_choice, format_many, listed
+from shardckpt.engine.renaming import parse_renames
+from shardckpt.errors import CheckpointingException, check_choice, format_many, listed, show_given
 from shardckpt.huggingface.names import parse_leave_out
 from shardckpt.maintenance.convert import run_conversion
 from shardckpt.maintenance.merge_weights import check_weights
@@ -21,8 +25,7 @@ from shardckpt.maintenance.sources import Reading, identify_source, open_source,
 from shardckpt.storage.memory_budget import check_memory_budget, parse_size
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
     from shardckpt.engine.loading import OpenCheckpoint
@@ -150,15 +153,16 @@ def merge_checkpoints(
         CheckpointingException: Tensors that are not floating-point differ; weights do not fit; or as for
             :func:`convert_checkpoint`.
     """
+    sources = _list_given("sources", sources, "checkpoints")
     places = [str(source) for source in sources]
     chosen = _choose_weights(places, weights, slerp)
     budget = parse_size(memory_budget, "memory_budget")
     check_memory_budget(budget, _LEAST_BUDGET, "to merge takes")
-    if not -len(places) <= base < len(places):
-        raise CheckpointingException(f"base={base}: there are {len(places)} sources, numbered from 0")
+    if not _is_number(base, Integral) or not -len(places) <= base < len(places):
+        raise CheckpointingException(f"base={show_given(base)}: there are {len(places)} sources, numbered from 0")
     check_choice("optimizer", optimizer, get_args(Optimizer))
     check_choice("missing", missing, get_args(Missing))
-    if accumulate not in _ACCUMULATORS:
+    if accumulate not in [*_ACCUMULATORS]:  # a list has no hash
         raise CheckpointingException(f"accumulate={accumulate!r}: expected 'fp32' or 'fp64'")
     if optimizer == "average" and min(chosen) < 0:
         raise CheckpointingException(
@@ -167,8 +171,8 @@ def merge_checkpoints(
         )
     rules = MergeRules(
         weights=tuple(chosen),
-        base=base % len(places),
-        slerp=slerp,
+        base=int(base) % len(places),
+        slerp=None if slerp is None else chosen[1],
         accumulate=_ACCUMULATORS[accumulate],
         optimizer=optimizer,
         missing=missing,
@@ -202,11 +206,11 @@ def merge_checkpoints(
 
     def identify(_: OpenCheckpoint) -> str:
         facts = [getattr(rules, name) for name in MergeRules.__dataclass_fields__ if name != "leave_out"]
-        names = [sorted((each or {}).items()) for each in renames]
+        names = [sorted(each.items()) for each in renames]
         return repr(("merge", identities, facts, sorted(rules.leave_out), names, damaged)) if all(identities) else ""
 
     conversion = run_conversion(
-        sources[base],
+        sources[rules.base],
         target,
         to,
         open_merge,
@@ -242,15 +246,27 @@ def merge_checkpoints(
     )
 
 
+def _list_given(argument: str, given: Any, what: str) -> list[Any]:
+    """Return what a caller lists in an order; a text, whose letters would be meant, or a set is an error."""
+    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, os.PathLike, Mapping, AbstractSet)):
+        raise CheckpointingException(f"{argument}={show_given(given)}: give a list of {what}, in their order")
+    return list(given)
+
+
+def _is_number(given: object, kind: type) -> bool:
+    """Return whether a value is a number of a kind of :mod:`numbers`, as numpy's are, too."""
+    return isinstance(given, kind)
+
+
 def _spread_renames(
     rename: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None, count: int
-) -> Sequence[Mapping[str, str] | None]:
+) -> list[dict[str, str]]:
     """Return what is renamed in each source."""
-    if rename is None or isinstance(rename, Mapping):
-        return [rename] * count
+    if not isinstance(rename, Sequence):
+        return [parse_renames(rename)] * count
     if len(rename) != count:
         raise CheckpointingException(f"rename is a list of {len(rename)}, for {count} sources: one for each, or None")
-    return rename
+    return [parse_renames(each) for each in rename]
 
 
 def _choose_weights(places: Sequence[str], weights: Sequence[float] | None, slerp: float | None) -> Sequence[float]:
@@ -261,9 +277,14 @@ def _choose_weights(places: Sequence[str], weights: Sequence[float] | None, sler
             "behind them"
         )
     if slerp is None:
-        chosen = [1.0] * len(places) if weights is None else list(weights)
+        given: list[Any] = [1.0] * len(places) if weights is None else _list_given("weights", weights, "numbers")
+        # numpy's, too; True and texts are none, which is said below
+        chosen = [float(each) if _is_number(each, Real) and not isinstance(each, int) else each for each in given]
         check_weights(chosen, len(places))
         return chosen
+    if not _is_number(slerp, Real):
+        raise CheckpointingException(f"slerp={show_given(slerp)}: expected a number from 0 to 1")
+    slerp = float(slerp)
     if weights is not None or len(places) != _TWO or not 0 <= slerp <= 1:
         also = "" if weights is None else " and weights"
         raise CheckpointingException(

@@ -154,3 +154,26 @@ def test_a_file_is_one_of_this_machine(tmp_path: Path, monkeypatch: pytest.Monke
         ):
             call()
     assert not list((tmp_path / "work").iterdir())
+
+
+def test_a_directory_is_no_file_and_none_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are errors that say so, before anything is written; the current directory, too."""
+    save(tmp_path / "c")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    state = {"w": torch.ones(3)}
+    for place in (tmp_path / "work", "."):
+        for write in (lambda at: dcp_to_torch_save(tmp_path / "c", at), lambda at: save_state_dict(state, at)):
+            with pytest.raises(StorageError, match="is a directory: give the name of a file"):
+                write(place)
+    wrong: Any
+    for wrong in (None, b"a.pt", 3):
+        calls: list[Callable[[], object]] = [
+            lambda wrong=wrong: dcp_to_torch_save(tmp_path / "c", wrong),
+            lambda wrong=wrong: torch_save_to_dcp(wrong, tmp_path / "d"),
+            lambda wrong=wrong: dc.remove_sharded_tensors(wrong, "w"),
+        ]
+        for call in calls:
+            with pytest.raises(CheckpointingException, match="in the place of a checkpoint's path or URL"):
+                call()
+    assert not list((tmp_path / "work").iterdir())

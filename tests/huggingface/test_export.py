@@ -25,16 +25,19 @@ from shardckpt.errors import (
 from shardckpt.huggingface import (
     Rule,
     RuleMapping,
+    dcp_to_torch_state_dict,
     export_to_huggingface,
     huggingface_index,
+    load_from_huggingface,
 )
 from shardckpt.huggingface.blocks import BLOCK_BYTES
-from shardckpt.maintenance import convert_checkpoint
+from shardckpt.maintenance import convert_checkpoint, diff_checkpoints, merge_checkpoints
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from tests.damage import flip
 from tests.huggingface.samples import global_tensors, read, same, save, sharded_state
 from tests.states import error_of
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -377,6 +380,76 @@ def test_no_assets_are_those_of_the_current_directory(tmp_path: Path, monkeypatc
     with pytest.raises(CheckpointingException, match="folder of assets is empty text"):
         export_to_huggingface(tmp_path / "step", tmp_path / "hf", assets="")
     assert not (tmp_path / "hf").exists()
+
+
+def test_data_files_and_weights_in_capitals_are_no_assets(tmp_path: Path) -> None:
+    """A step of (torch_dist, 1) as the folder of assets gives none of its data, nor are other weights copied."""
+    save(tmp_path / "step", {"w": torch.ones(4)}, ("torch_dist", 1))
+    for name in ("config.json", "WEIGHTS.PT"):
+        (tmp_path / "step" / name).write_text("{}")
+    export_to_huggingface(tmp_path / "step", tmp_path / "hf", assets=tmp_path / "step")
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_an_asset_that_is_a_link_to_nothing_is_not_left_out(tmp_path: Path) -> None:
+    """It is an error, as of a cache that has lost a file; so are values that are no paths."""
+    save(tmp_path / "step")
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "config.json").write_text("{}")
+    (tmp_path / "assets" / "tokenizer.json").symlink_to("nothing")
+    with pytest.raises(StorageError, match=r"tokenizer\.json is a link to nothing"):
+        export_to_huggingface(tmp_path / "step", tmp_path / "hf", assets=tmp_path / "assets")
+    for assets in (True, b"assets", [None], [1]):
+        with pytest.raises(CheckpointingException, match=r"assets: .* where a folder or a list of files is expected"):
+            export_to_huggingface(tmp_path / "step", tmp_path / "hf", assets=assets)  # type: ignore[arg-type]
+
+
+@table("prefix", [("model.",), ["model."], True])
+def test_a_prefix_is_one_text(tmp_path: Path, prefix: Any) -> None:
+    """``str.startswith`` takes a tuple, whose length is no text's: names would lose as many letters as it has items."""
+    save(tmp_path / "step")
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}
+    for call in (
+        lambda: export_to_huggingface(tmp_path / "step", tmp_path / "new", prefix=prefix),
+        lambda: load_from_huggingface(state, tmp_path / "step", prefix=prefix),
+        lambda: dcp_to_torch_state_dict(tmp_path / "step", prefix=prefix),
+        lambda: convert_checkpoint(tmp_path / "step", tmp_path / "new", "safetensors", prefix=prefix),
+        lambda: diff_checkpoints(tmp_path / "step", tmp_path / "step", prefix=prefix),
+        lambda: dc.remove_sharded_tensors(tmp_path / "step", prefix),
+    ):
+        with pytest.raises(CheckpointingException, match=r"prefix=.*: give one text"):
+            call()
+    assert not (tmp_path / "new").exists()
+
+
+@table(("prefix", "left"), [("model", "'.w'"), ("model.w", "''")])
+def test_a_prefix_without_its_dot_leaves_no_name(tmp_path: Path, prefix: str, left: str) -> None:
+    """No loader asks for a name that begins with a dot, or is empty: the error has the prefix that was meant."""
+    save(tmp_path / "step", {"model.w": torch.ones(4)})
+    for call in (
+        lambda: export_to_huggingface(tmp_path / "step", tmp_path / "new", prefix=prefix),
+        lambda: dcp_to_torch_state_dict(tmp_path / "step", prefix=prefix),
+        lambda: convert_checkpoint(tmp_path / "step", tmp_path / "new", "safetensors", prefix=prefix),
+        lambda: diff_checkpoints(tmp_path / "step", tmp_path / "step", prefix=prefix),
+    ):
+        with pytest.raises(KeyMismatchError, match=f"prefix='{prefix}' would leave {left} of 'model.w': give"):
+            call()
+    assert not (tmp_path / "new").exists()
+
+
+@table("rename", ["optim", ["ab"], [("optim", "optimizer")], {"optim": None}, True])
+def test_renames_are_a_dict_of_texts(tmp_path: Path, rename: Any) -> None:
+    """A list of pairs, a text, and a name that is no text are errors, by every function that renames."""
+    save(tmp_path / "step")
+    for call in (
+        lambda: export_to_huggingface(tmp_path / "step", tmp_path / "new", rename=rename),
+        lambda: convert_checkpoint(tmp_path / "step", tmp_path / "new", "safetensors", rename=rename),
+        lambda: diff_checkpoints(tmp_path / "step", tmp_path / "step", rename=rename),
+        lambda: merge_checkpoints([tmp_path / "step"] * 2, tmp_path / "new", rename=[rename, None]),
+    ):
+        with pytest.raises(CheckpointingException, match=r"rename=.*: give a dict from old names to new"):
+            call()
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_export_s_memory_budget_that_is_too_small_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, KeyMismatchError
 from shardckpt.huggingface import Rule, RuleMapping, export_to_huggingface
 from shardckpt.huggingface.models import find_mapping
-from shardckpt.maintenance import convert_checkpoint, merge_checkpoints
+from shardckpt.maintenance import convert_checkpoint, diff_checkpoints, merge_checkpoints
 from tests.huggingface.samples import read, save
 from tests.tables import table
 
@@ -176,3 +176,21 @@ def test_the_report_in_json_has_the_tensors_without_a_rule(folder: Path, capsys:
     assert json.loads(capsys.readouterr().out)["unmatched"] == expected
     assert main([*command, "--strict", "--overwrite"]) == 2
     assert "3 of 4 tensors matched no rule" in capsys.readouterr().err
+
+
+def test_a_path_names_a_file_as_its_text_does(tmp_path: Path) -> None:
+    """A Path is a file of rules, by which two exports of a model are compared, too."""
+    save(tmp_path / "c", {"a": torch.ones(2)})
+    (tmp_path / "rules.json").write_text('{"a": "b"}')
+    export_to_huggingface(tmp_path / "c", tmp_path / "hf", mapping=tmp_path / "rules.json")  # type: ignore[arg-type]
+    for mapping in (tmp_path / "rules.json", str(tmp_path / "rules.json")):
+        assert diff_checkpoints(tmp_path / "c", tmp_path / "hf", mapping=mapping).are_same  # type: ignore[arg-type]
+    with pytest.raises(CheckpointingException, match="no mapping for models of type 'lama'"):
+        diff_checkpoints(tmp_path / "c", tmp_path / "hf", mapping="lama")
+
+
+def test_a_name_twice_in_a_file_of_rules_is_an_error(tmp_path: Path) -> None:
+    """The first of the two would be lost without a word."""
+    (tmp_path / "rules.json").write_text('{"a": "b", "a": "c"}')
+    with pytest.raises(CheckpointingException, match=r"rules\.json: .*'a'"):
+        find_mapping(str(tmp_path / "rules.json"))

@@ -405,13 +405,27 @@ def test_objects_of_unknown_classes_are_not_unpickled(tmp_path: Path) -> None:
     with pytest.raises(CheckpointingException, match="_Unknown"):
         diff_checkpoints(tmp_path / "one", tmp_path / "one")
     assert diff_checkpoints(tmp_path / "one", tmp_path / "one", allow_globals=(_Unknown,)).are_same
+    # each checkpoint is read with all of an iterator
+    assert diff_checkpoints(tmp_path / "one", tmp_path / "one", allow_globals=iter([_Unknown])).are_same  # type: ignore[arg-type]
+    with pytest.raises(CheckpointingException, match="allow_globals: the class _Unknown where a list"):
+        diff_checkpoints(tmp_path / "one", tmp_path / "one", allow_globals=_Unknown)  # type: ignore[arg-type]
 
 
 def test_a_tolerance_that_is_none_is_an_error(tmp_path: Path) -> None:
     """A negative tolerance, or NaN, would make everything different: it is refused before anything is read."""
-    for tolerance in (-1.0, math.nan):
+    for tolerance in (-1.0, math.nan, "1e-3", None):
         with pytest.raises(CheckpointingException, match="not negative"):
-            diff_checkpoints(tmp_path, tmp_path, rtol=tolerance)
+            diff_checkpoints(tmp_path, tmp_path, rtol=tolerance)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointingException, match="memory=0: expected a number of bytes"):
+        diff_checkpoints(tmp_path, tmp_path, memory=0)
+
+
+def test_memory_is_a_size_as_other_budgets_are(tmp_path: Path) -> None:
+    """Text such as 1MiB is bytes of values, of a comparison and of weights."""
+    save_values(tmp_path / "one", _values())
+    assert diff_checkpoints(tmp_path / "one", tmp_path / "one", read_values=True, memory="1MiB").are_same
+    with dist_checkpointing.open_checkpoint(tmp_path / "one") as checkpoint:
+        assert dict(checkpoint.weights(memory="1MiB")).keys() == _values().keys()
 
 
 def test_names_that_begin_otherwise_are_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

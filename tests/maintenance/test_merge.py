@@ -236,3 +236,38 @@ def test_averaged_step_counts_are_said(tmp_path: Path, caplog: pytest.LogCapture
     merge_checkpoints(places, tmp_path / "merged")
     assert "step counts are averaged as its moments are (optimizer." in caplog.text
     assert "optimizer='base' or 'drop'" in caplog.text
+
+
+def test_sources_and_numbers_are_any_lists_and_numpys_numbers(tmp_path: Path) -> None:
+    """An iterator of sources, an array of weights, and a number of numpy's give what lists and Python's give."""
+    for name in "ab":
+        dc.save({"w": whole("w", torch.full((3,), float(ord(name))))}, tmp_path / name)
+    sources = [tmp_path / name for name in "ab"]
+    report = merge_checkpoints(iter(sources), tmp_path / "1", weights=np.array([1, 3]), base=np.int64(0))  # type: ignore[arg-type]
+    assert (report.weights, report.base, type(report.base)) == ((0.25, 0.75), 0, int)
+    assert read(tmp_path / "1")["w"].tolist() == [97.75] * 3
+    report = merge_checkpoints(sources, tmp_path / "2", slerp=np.float32(0.25))  # type: ignore[arg-type]
+    assert [type(weight) for weight in report.weights] == [float, float]
+
+
+@table(
+    ("options", "message"),
+    [
+        ({"sources": "ab"}, "sources='ab': give a list of checkpoints"),
+        ({"sources": {"a", "b"}}, "sources=.*: give a list of checkpoints, in their order"),
+        ({"sources": None}, "sources=None: give a list"),
+        ({"weights": "12"}, "weights='12': give a list of numbers"),
+        ({"weights": {1, 2}}, "weights=.*: give a list of numbers, in their order"),
+        ({"weights": 0.5}, "weights=0.5: give a list of numbers"),
+        ({"slerp": "0.5"}, "slerp='0.5': expected a number from 0 to 1"),
+        ({"base": None}, "base=None: there are 2 sources"),
+        ({"base": 0.5}, "base=0.5: there are 2 sources"),
+        ({"accumulate": ["fp32"]}, "expected 'fp32' or 'fp64'"),
+    ],
+    ids=str,
+)
+def test_values_that_no_merge_has_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    """No raw error, no letters of a text as sources, and no weights in an order that nobody has said."""
+    sources = options.pop("sources", ["a", "b"])
+    with pytest.raises(CheckpointingException, match=message):
+        merge_checkpoints(sources, tmp_path / "new", **options)
