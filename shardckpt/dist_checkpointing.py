@@ -21,6 +21,7 @@ from shardckpt.engine.saving import SaveOptions, find_saver, save_checkpoint
 from shardckpt.errors import CheckpointingException, StorageError, parse_globals
 from shardckpt.huggingface.weights import ModelCheckpoint
 from shardckpt.maintenance.remove import RemovalReport, remove_keys
+from shardckpt.manager.step_names import parse_number
 from shardckpt.manifest.models import Marker
 from shardckpt.manifest.names import MARKER_LIMIT, MARKER_NAME, SAVE_ID, Lineage
 from shardckpt.mapping.factory import ShardedTensorFactory
@@ -223,8 +224,7 @@ def _parse_lineage(parent: str | None, step: int | None) -> Lineage:
         raise CheckpointingException(
             f"parent={parent!r}: expected the id of a checkpoint, 32 hex digits: open_checkpoint(path).save_id"
         )
-    if step is not None and (type(step) is not int or not 0 <= step < 1 << 53):
-        raise CheckpointingException(f"step={step!r}: expected an integer from 0 to 2^53 - 1")
+    step = None if step is None else parse_number(step, "save", "a whole number, as step=100")
     return Lineage(parent, step)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -302,6 +303,7 @@ class ShardedTensor(ShardedBase):
             raise ShardingError(f"ShardedTensor {key!r}: use from_rank_offsets_flat for a flattened_range")
         if fault := _arguments_fault(key, data, rank_offsets, prepend_axis_num):
             raise ShardingError(f"ShardedTensor {key!r}: {fault}")
+        prepend_axis_num = operator.index(prepend_axis_num)
         shape = tuple(data.shape)
         offsets, global_shape, fragments = _grid_geometry(key, shape, rank_offsets, prepend_axis_num)
         return cls(
@@ -358,7 +360,7 @@ def _arguments_fault(key: Any, data: Any, rank_offsets: Sequence[Any], prepend_a
             f"data is {show_given(data)}, expected the local tensor; a description without data is "
             "from_rank_offsets(key, torch.empty(shape, dtype=dtype, device='meta'), ...).without_data()"
         )
-    if not isinstance(prepend_axis_num, int) or prepend_axis_num < 0:
+    if not hasattr(prepend_axis_num, "__index__") or prepend_axis_num < 0:
         return f"prepend_axis_num is {show_given(prepend_axis_num)}, expected a number of axes, 0 or more"
     for given in rank_offsets:
         is_triple = isinstance(given, (tuple, list)) and len(given) == 3  # noqa: PLR2004 - axis, i, n
