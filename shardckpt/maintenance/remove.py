@@ -76,7 +76,7 @@ def remove_keys(
 
 
 def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool) -> RemovalReport:
-    if not prefix:
+    if not prefix or not isinstance(prefix, str):
         raise CheckpointingException(f"the prefix is {prefix!r}: give the text that the keys to be removed begin with")
     if not dry_run:
         check_target(directory, overwrite=True)
