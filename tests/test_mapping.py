@@ -206,6 +206,19 @@ def test_factory_builds_from_its_own_fields() -> None:
         factory.without_data()
 
 
+@pytest.mark.parametrize("replica_id", [None, "0", 0.5, (0, None)])
+def test_names_of_shards_are_checked(tmp_path: Path, replica_id: Any) -> None:
+    """A key that is no text, and a replica id that is no integer, are errors by name, also where they are set later."""
+    with pytest.raises(ShardingError, match="ShardedObject None: key is None, expected the name"):
+        ShardedObject(None, 1, (1,), (0,))  # type: ignore[arg-type]
+    with pytest.raises(ShardingError, match="ShardedTensor 3: key is 3, expected the name"):
+        dc.save({"w": ShardedTensor(3, torch.ones(2), torch.float32, (2,), (2,), (0,), (1,))}, tmp_path / "a")  # type: ignore[arg-type]
+    for shard in (ShardedTensor.from_rank_offsets("w", torch.ones(2)), ShardedObject("w", 1, (1,), (0,))):
+        shard.replica_id = replica_id
+        with pytest.raises(ShardingError, match=r"'w': replica_id is .*, expected an integer or a tuple"):
+            dc.save({"w": shard}, tmp_path / "a")
+
+
 @pytest.mark.parametrize("built", [None, torch.ones(2), "k"])
 def test_a_factory_that_builds_no_shards_is_refused(tmp_path: Path, built: Any) -> None:
     """A build_fn without a `return` is said: its tensor was not stored, without a word."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from shardckpt.errors import ShardingError, show_given
-from shardckpt.mapping.base import ReplicaId, Replicated, ShardedBase
+from shardckpt.mapping.base import ReplicaId, Replicated, ShardedBase, find_name_fault
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -148,7 +148,9 @@ class ShardedTensor(ShardedBase):
 
     def validate_metadata_integrity(self) -> None:
         """Raise :class:`ShardingError` if shapes, offsets, dtype and data do not fit each other."""
-        fault = _box_fault(self) or _flat_fault(self) or _data_fault(self) or _scales_fault(self)
+        fault = (
+            find_name_fault(self) or _box_fault(self) or _flat_fault(self) or _data_fault(self) or _scales_fault(self)
+        )
         if fault:
             raise ShardingError(f"ShardedTensor {self.key!r}: {fault} in {self!r}")
 
