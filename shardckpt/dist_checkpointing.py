@@ -18,7 +18,7 @@ from shardckpt.engine.locations import locate, locate_local
 from shardckpt.engine.operation import report_failure
 from shardckpt.engine.resizing import parse_resize
 from shardckpt.engine.saving import SaveOptions, find_saver, save_checkpoint
-from shardckpt.errors import CheckpointingException, StorageError, parse_globals
+from shardckpt.errors import CheckpointingException, StorageError, check_flags, parse_globals
 from shardckpt.huggingface.weights import ModelCheckpoint
 from shardckpt.maintenance.remove import RemovalReport, remove_keys
 from shardckpt.manager.step_names import parse_number
@@ -202,6 +202,13 @@ def save(
     with report_failure("save", checkpoint_dir, comm.rank):
         with comm.local_phase("reading the arguments"):
             target = locate(checkpoint_dir, get_plugin_manager())
+            check_flags(
+                validate_access_integrity=validate_access_integrity,
+                async_sharded_save=async_sharded_save,
+                verify_integrity=verify_integrity,
+                overwrite=overwrite,
+                fingerprints=fingerprints,
+            )
             options = SaveOptions(
                 validate_access_integrity,
                 overwrite,
@@ -321,6 +328,12 @@ def load(
     comm = Comm(process_group)
     with report_failure("load", checkpoint_dir, comm.rank):
         with comm.local_phase("reading the arguments"):
+            check_flags(
+                validate_access_integrity=validate_access_integrity,
+                verify_integrity=verify_integrity,
+                allow_dtype_cast=allow_dtype_cast,
+                fully_parallel=fully_parallel,
+            )
             budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
             mode, options = (
                 parse_strict_flag(strict),
