@@ -18,9 +18,10 @@ from shardckpt.engine.locations import locate, locate_local
 from shardckpt.engine.operation import report_failure
 from shardckpt.engine.resizing import parse_resize
 from shardckpt.engine.saving import SaveOptions, find_saver, save_checkpoint
-from shardckpt.errors import CheckpointingException, StorageError, parse_globals
+from shardckpt.errors import CheckpointingException, StorageError, check_flags, parse_globals
 from shardckpt.huggingface.weights import ModelCheckpoint
 from shardckpt.maintenance.remove import RemovalReport, remove_keys
+from shardckpt.manager.step_names import parse_number
 from shardckpt.manifest.models import Marker
 from shardckpt.manifest.names import MARKER_LIMIT, MARKER_NAME, SAVE_ID, Lineage
 from shardckpt.mapping.factory import ShardedTensorFactory
@@ -201,6 +202,13 @@ def save(
     with report_failure("save", checkpoint_dir, comm.rank):
         with comm.local_phase("reading the arguments"):
             target = locate(checkpoint_dir, get_plugin_manager())
+            check_flags(
+                validate_access_integrity=validate_access_integrity,
+                async_sharded_save=async_sharded_save,
+                verify_integrity=verify_integrity,
+                overwrite=overwrite,
+                fingerprints=fingerprints,
+            )
             options = SaveOptions(
                 validate_access_integrity,
                 overwrite,
@@ -223,8 +231,7 @@ def _parse_lineage(parent: str | None, step: int | None) -> Lineage:
         raise CheckpointingException(
             f"parent={parent!r}: expected the id of a checkpoint, 32 hex digits: open_checkpoint(path).save_id"
         )
-    if step is not None and (type(step) is not int or not 0 <= step < 1 << 53):
-        raise CheckpointingException(f"step={step!r}: expected an integer from 0 to 2^53 - 1")
+    step = None if step is None else parse_number(step, "save", "a whole number, as step=100")
     return Lineage(parent, step)
 
 
@@ -321,6 +328,12 @@ def load(
     comm = Comm(process_group)
     with report_failure("load", checkpoint_dir, comm.rank):
         with comm.local_phase("reading the arguments"):
+            check_flags(
+                validate_access_integrity=validate_access_integrity,
+                verify_integrity=verify_integrity,
+                allow_dtype_cast=allow_dtype_cast,
+                fully_parallel=fully_parallel,
+            )
             budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
             mode, options = (
                 parse_strict_flag(strict),

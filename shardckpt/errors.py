@@ -347,6 +347,13 @@ def check_choice(argument: str, value: object, choices: Collection[str]) -> None
         )
 
 
+def check_flags(**flags: object) -> None:
+    """Raise CheckpointingException for a text in the place of a flag: "false", as of a variable, would be true."""
+    for name, value in flags.items():
+        if isinstance(value, str):
+            raise CheckpointingException(f"{name}={value!r:.100}: expected True or False")
+
+
 def parse_globals(allow_globals: object) -> tuple[Any, ...]:
     """Return the classes and functions that a caller allows in pickles.
 

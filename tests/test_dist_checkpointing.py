@@ -366,6 +366,8 @@ def test_ranks_save_to_one_place(ranks: Ranks, tmp_path: Path) -> None:
         (lambda _, at: dc.load(None, at), "the state dict to load is None: expected a dict"),
         (lambda state, at: dc.load([*state.values()], at), "the state dict to load is an object of type list"),
         (lambda state, at: dc.load(state.items(), at), "the state dict to load is an object of type dict_items"),
+        (lambda state, at: dc.save(state, at, overwrite="false"), "overwrite='false': expected True or False"),
+        (lambda state, at: dc.load(state, at, allow_dtype_cast="0"), "allow_dtype_cast='0': expected True or False"),
         (lambda _, at: dc.load(torch.ones(2), at), "the state dict to load is an object of type Tensor"),
     ],
 )

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
+from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping import (
     LocalNonpersistentObject,
@@ -18,6 +20,9 @@ from shardckpt.mapping import (
     is_main_replica,
 )
 from tests.tables import table
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_from_rank_offsets_places_a_cell_of_a_regular_grid() -> None:
@@ -199,6 +204,34 @@ def test_factory_builds_from_its_own_fields() -> None:
     assert (key, data.tolist(), replica_id, part) == ("k", [1, 1], 3, slice(0, 1))
     with pytest.raises(CheckpointingException, match="ShardedTensorFactory"):
         factory.without_data()
+
+
+@pytest.mark.parametrize("replica_id", [None, "0", 0.5, (0, None)])
+def test_names_of_shards_are_checked(tmp_path: Path, replica_id: Any) -> None:
+    """A key that is no text, and a replica id that is no integer, are errors by name, also where they are set later."""
+    with pytest.raises(ShardingError, match="ShardedObject None: key is None, expected the name"):
+        ShardedObject(None, 1, (1,), (0,))  # type: ignore[arg-type]
+    with pytest.raises(ShardingError, match="ShardedTensor 3: key is 3, expected the name"):
+        dc.save({"w": ShardedTensor(3, torch.ones(2), torch.float32, (2,), (2,), (0,), (1,))}, tmp_path / "a")  # type: ignore[arg-type]
+    for shard in (ShardedTensor.from_rank_offsets("w", torch.ones(2)), ShardedObject("w", 1, (1,), (0,))):
+        shard.replica_id = replica_id
+        with pytest.raises(ShardingError, match=r"'w': replica_id is .*, expected an integer or a tuple"):
+            dc.save({"w": shard}, tmp_path / "a")
+
+
+@pytest.mark.parametrize("built", [None, torch.ones(2), "k"])
+def test_a_factory_that_builds_no_shards_is_refused(tmp_path: Path, built: Any) -> None:
+    """A build_fn without a `return` is said: its tensor was not stored, without a word."""
+    state = {"w": ShardedTensorFactory("w", torch.ones(2), lambda *_: built, lambda loaded: loaded)}
+    with pytest.raises(CheckpointingException, match="ShardedTensorFactory 'w': its build_fn returned"):
+        dc.save(state, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_numpys_number_of_axes() -> None:
+    """A number of prepended axes may be numpy's."""
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(2), prepend_axis_num=np.int64(1))
+    assert (shard.global_shape, type(shard.prepend_axis_num)) == ((1, 2), int)
 
 
 def test_local_objects_unwrap() -> None:

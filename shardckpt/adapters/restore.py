@@ -26,7 +26,7 @@ from shardckpt.adapters.optimizers import EMPTY, ENTRIES, find_owner, name_parts
 from shardckpt.adapters.own_values import find_own_values
 from shardckpt.adapters.versions import add_versions
 from shardckpt.engine.gc_pause import pause_gc
-from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
+from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed, show_given
 from shardckpt.planning.dtypes import refuse_cast, refuse_changed_values
 from shardckpt.state_dict import are_equal, dict_list_map_outplace
 from shardckpt.tensors.torch_private import is_sharded_tensor
@@ -320,6 +320,11 @@ def _share_options(groups: list[dict[str, Any]], live: list[dict[str, Any]]) -> 
 
 def _check_structure(loaded: StateDict, *, with_optimizers: bool) -> None:
     """Raise unless ``loaded`` has the structure that :func:`to_sharded_state_dict` gives."""
+    if not isinstance(loaded, dict):
+        raise ShardingError(
+            f"load_into: {show_given(loaded)} in the place of the loaded state dict, which is first, then the model: "
+            "load_into(load(...), model); strict='return_all' returns it as the first of a tuple"
+        )
     has_both = {"model", "optimizer"} <= loaded.keys()
     if with_optimizers and not has_both:
         raise ShardingError(

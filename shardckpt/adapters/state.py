@@ -29,7 +29,7 @@ from shardckpt.adapters.optimizer_requests import find_fresh, request_numbered, 
 from shardckpt.adapters.optimizers import describe_others, describe_state, get_optimizer_state, make_flat_state
 from shardckpt.adapters.saved_states import SavedStates
 from shardckpt.engine.gc_pause import pause_gc
-from shardckpt.errors import KeyMismatchError, ShardingError
+from shardckpt.errors import KeyMismatchError, ShardingError, show_given
 from shardckpt.mapping.base import ShardedBase
 from shardckpt.mapping.unstored import OptionalEntries
 from shardckpt.state_dict import nested_values
@@ -109,6 +109,8 @@ def to_sharded_state_dict(
             type.
     """
     replicated: Replicated = True if check_replicas else "sampled"
+    if not isinstance(prefix, str):
+        raise ShardingError(f"prefix={show_given(prefix)}: give the text before every key, prefix='model.'")
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ShardingError(

@@ -39,7 +39,9 @@ def locate(path: str | os.PathLike[str], plugins: PluginManager) -> Path:
     Of a path ``~``, links and ``..`` are resolved; a ``file://`` URL is a path. It is a StorageError if no plugin
     serves the URL, or a name in the path is too long.
     """
-    text = _get_text(path)
+    text = _read_path(
+        path, "checkpoint", ": the state dict is first, then the path: save(state, path), load(state, path)"
+    )
     if (local := find_local(text)) is not None:
         return local
     url = text.rstrip("/")
@@ -48,21 +50,12 @@ def locate(path: str | os.PathLike[str], plugins: PluginManager) -> Path:
     return RemotePath(open_folder(url, plugins))
 
 
-def _get_text(path: object) -> str:
-    if not isinstance(path, str | os.PathLike):
-        raise CheckpointingException(
-            f"{show_given(path)} in the place of a checkpoint's path or URL: the state dict is first, then the path: "
-            "save(state, path) and load(state, path)"
-        )
-    return os.fspath(path)
-
-
 def locate_local(path: str | os.PathLike[str], action: str) -> Path:
     """Return the directory that a path or ``file://`` URL names, for an action that stores cannot do.
 
     Another URL is an error that names the action: "take keys out of".
     """
-    text = _get_text(path)
+    text = _read_path(path, "checkpoint")
     if (local := find_local(text)) is None:
         raise CheckpointingException(
             f"cannot {action} {mask_password(text)}: it takes a directory of this machine, because a store cannot "
@@ -76,13 +69,20 @@ def locate_file(path: str | os.PathLike[str], action: str) -> Path:
 
     Another URL is an error that names the action.
     """
-    text = _get_text(path)
+    text = _read_path(path, "file")
     if (local := _find_local_text(text)) is None:
         raise CheckpointingException(
             f"cannot {action} {mask_password(text)}: it takes a file of this machine; give a path, and copy the file "
             "from the store before, or to it afterwards"
         )
     return check_names(Path(local))
+
+
+def _read_path(path: object, what: str, advice: str = "") -> str:
+    """Return the text of a caller's path or URL; an error if it is neither."""
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointingException(f"{show_given(path)} in the place of a {what}'s path or URL{advice}")
+    return os.fspath(path)
 
 
 def refuse_overlap(sources: Iterable[Path], target: Path, *, in_place: bool = False) -> None:

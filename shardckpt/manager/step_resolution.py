@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.distributed.error_report import replace_text
 from shardckpt.engine.operation import report_skipped
@@ -21,6 +22,7 @@ from shardckpt.errors import (
 from shardckpt.maintenance.inside import list_local_names
 from shardckpt.maintenance.mending import explain_mendable
 from shardckpt.manager.retention import KeepBest
+from shardckpt.manager.step_names import parse_number
 from shardckpt.manager.steps import MissingStatesError
 from shardckpt.manifest.names import MARKERS
 from shardckpt.storage.abilities import takes_requests
@@ -120,7 +122,11 @@ def resolve_step(folder: StepFolder, comm: Comm, step: int = NEWEST, without: Co
     CorruptCheckpointError. A ``step`` that is named (not -1, the newest) must be one that can be loaded: else it is a
     CannotLoadError, or a CorruptCheckpointError if it is damaged.
     """
-    comm.agree(step=step, without=sorted(without))
+    with comm.local_phase("reading the steps to skip"):
+        skipped: Any = without
+        given = skipped if isinstance(skipped, Iterable) else [skipped]
+        without = sorted({parse_number(each, "without", "a list of steps") for each in given})
+    comm.agree(step=step, without=without)
     return comm.main_runs(
         "choosing the step", lambda: find_newest(folder, without) if step == NEWEST else check_step(folder, step)
     )

@@ -8,6 +8,8 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from shardckpt.errors import show_given
+
 StateDict: TypeAlias = dict[str, Any]
 CommonStateDict: TypeAlias = dict[str, Any]
 ShardedStateDict: TypeAlias = dict[str, Any]
@@ -23,6 +25,17 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
     if isinstance(replica_id, int):
         return replica_id == 0
     return all(part == 0 for part in replica_id)
+
+
+def find_name_fault(shard: ShardedBase) -> str:
+    """Return what is wrong with the key and the replica id of a shard; ``""`` if nothing is."""
+    key: object = shard.key
+    parts: Any = shard.replica_id if isinstance(shard.replica_id, (tuple, list)) else (shard.replica_id,)
+    if not isinstance(key, str):
+        return f"key is {show_given(key)}, expected the name of the global tensor or object"
+    if not all(hasattr(part, "__index__") for part in parts):  # "0" was no main replica
+        return f"replica_id is {show_given(shard.replica_id)}, expected an integer or a tuple of integers"
+    return ""
 
 
 class ShardedBase(ABC):

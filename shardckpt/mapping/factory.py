@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, ShardingError, show_given
 from shardckpt.mapping.base import FactoryBuildFn, FactoryMergeFn, ReplicaId, ShardedBase
 
 if TYPE_CHECKING:
@@ -38,8 +38,17 @@ class ShardedTensorFactory(ShardedBase):
     flattened_range: slice | None = None
 
     def build(self) -> Any:
-        """Return the shards that ``data`` is stored as, in a nested dict or list."""
-        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+        """Return the shards that ``data`` is stored as, in a nested dict or list; ShardingError if it is neither.
+
+        What is neither, as of a ``build_fn`` without a ``return``, would be stored in the place of the tensor.
+        """
+        built = self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+        if not isinstance(built, (dict, list, ShardedBase)):
+            raise ShardingError(
+                f"ShardedTensorFactory {self.key!r}: its build_fn returned {show_given(built)}, expected a dict "
+                "or list of shards"
+            )
+        return built
 
     def validate_metadata_integrity(self) -> None:
         """Nothing to check before it is built."""

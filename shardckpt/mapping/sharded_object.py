@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from shardckpt.errors import CheckpointingException, ShardingError
-from shardckpt.mapping.base import ReplicaId, Replicated, ShardedBase
+from shardckpt.mapping.base import ReplicaId, Replicated, ShardedBase, find_name_fault
 
 
 @dataclass
@@ -35,6 +35,8 @@ class ShardedObject(ShardedBase):
 
     def validate_metadata_integrity(self) -> None:
         """Raise :class:`ShardingError` if the offset does not lie in the grid."""
+        if fault := find_name_fault(self):
+            raise ShardingError(f"ShardedObject {self.key!r}: {fault}")
         given: tuple[object, object] = (self.global_shape, self.global_offset)
         if not all(isinstance(each, (tuple, list)) and all(hasattr(n, "__index__") for n in each) for each in given):
             raise ShardingError(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 from shardckpt.errors import ShardingError, show_given
-from shardckpt.mapping.base import ReplicaId, Replicated, ShardedBase
+from shardckpt.mapping.base import ReplicaId, Replicated, ShardedBase, find_name_fault
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -147,7 +148,9 @@ class ShardedTensor(ShardedBase):
 
     def validate_metadata_integrity(self) -> None:
         """Raise :class:`ShardingError` if shapes, offsets, dtype and data do not fit each other."""
-        fault = _box_fault(self) or _flat_fault(self) or _data_fault(self) or _scales_fault(self)
+        fault = (
+            find_name_fault(self) or _box_fault(self) or _flat_fault(self) or _data_fault(self) or _scales_fault(self)
+        )
         if fault:
             raise ShardingError(f"ShardedTensor {self.key!r}: {fault} in {self!r}")
 
@@ -302,6 +305,7 @@ class ShardedTensor(ShardedBase):
             raise ShardingError(f"ShardedTensor {key!r}: use from_rank_offsets_flat for a flattened_range")
         if fault := _arguments_fault(key, data, rank_offsets, prepend_axis_num):
             raise ShardingError(f"ShardedTensor {key!r}: {fault}")
+        prepend_axis_num = operator.index(prepend_axis_num)
         shape = tuple(data.shape)
         offsets, global_shape, fragments = _grid_geometry(key, shape, rank_offsets, prepend_axis_num)
         return cls(
@@ -358,7 +362,7 @@ def _arguments_fault(key: Any, data: Any, rank_offsets: Sequence[Any], prepend_a
             f"data is {show_given(data)}, expected the local tensor; a description without data is "
             "from_rank_offsets(key, torch.empty(shape, dtype=dtype, device='meta'), ...).without_data()"
         )
-    if not isinstance(prepend_axis_num, int) or prepend_axis_num < 0:
+    if not hasattr(prepend_axis_num, "__index__") or prepend_axis_num < 0:
         return f"prepend_axis_num is {show_given(prepend_axis_num)}, expected a number of axes, 0 or more"
     for given in rank_offsets:
         is_triple = isinstance(given, (tuple, list)) and len(given) == 3  # noqa: PLR2004 - axis, i, n

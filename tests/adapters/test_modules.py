@@ -260,3 +260,13 @@ def test_parameters_named_like_options_of_numbered_groups(tmp_path: Path) -> Non
     loaded = dist_checkpointing.load(to_sharded_state_dict(model, optimizer), tmp_path / "ckpt")
     load_into(loaded, model, optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("loaded", [None, nn.Linear(2, 2), ({}, set(), set())])
+def test_what_is_no_loaded_state_dict_is_refused(loaded: Any) -> None:
+    """A model in the place of the state dict, and the tuple of `strict="return_all"`, are errors that say so."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(ShardingError, match="in the place of the loaded state dict"):
+        load_into(loaded, model)
+    with pytest.raises(CheckpointingException, match="keep_options=True: give a list of names of options"):
+        load_into(to_sharded_state_dict(model), model, keep_options=True)  # type: ignore[arg-type]

@@ -163,3 +163,10 @@ def test_local_experts_are_not_lost_on_request(ranks: Ranks, tmp_path: Path, wit
     for name in ("norm", "up", "codes", "experts.bias"):
         assert name not in outcomes[1].message
     assert not (tmp_path / "experts").exists()
+
+
+@pytest.mark.parametrize("prefix", [None, 0, ("model.",)])
+def test_a_prefix_is_text(prefix: Any) -> None:
+    """A prefix that is none is an error: the keys of None began with "None"."""
+    with pytest.raises(ShardingError, match=r"^prefix=.*: give the text before every key"):
+        to_sharded_state_dict(nn.Linear(2, 2), prefix=prefix)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,7 +50,7 @@ def test_a_checkpoint_says_where_it_comes_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], backend: str
 ) -> None:
     """Parent and step of a save, in the foreground and behind the training, are stored, inspected and converted."""
-    dc.save(make_state(), tmp_path / "a", backend, parent=PARENT, step=7)
+    dc.save(make_state(), tmp_path / "a", backend, parent=PARENT, step=np.int64(7))  # type: ignore[arg-type]
     with AsyncCallsQueue() as queue:
         request = dc.save(make_state(), tmp_path / "b", backend, async_sharded_save=True, parent=PARENT, step=8)
         queue.schedule_async_request(request)
@@ -68,7 +69,7 @@ def test_a_checkpoint_says_where_it_comes_from(
 @table("wrong", [{"parent": "step-6"}, {"parent": PARENT.upper()}, {"step": -1}, {"step": True}])
 def test_what_is_no_lineage_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     """A path in the place of an id, or a step that is none, is an error that says what is expected."""
-    with pytest.raises(CheckpointingException, match=rf"{next(iter(wrong))}=.*: expected "):
+    with pytest.raises(CheckpointingException, match=r"parent=.*: expected |is no step; give"):
         dc.save(make_state(), tmp_path / "a", **wrong)
     assert not (tmp_path / "a").exists()
 

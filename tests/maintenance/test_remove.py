@@ -279,8 +279,11 @@ def test_no_match_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING):
         dc.remove_sharded_tensors(path, prefix)
     assert f"begins with {prefix!r}: nothing is removed" in caplog.text
-    with pytest.raises(CheckpointingException, match="the prefix is ''"):
-        dc.remove_sharded_tensors(path, "")
+    for wrong in ("", ["model."], path / "model."):  # of the latter two the checkpoint was called damaged
+        with pytest.raises(CheckpointingException, match=r"^the prefix is .*: give the text"):
+            dc.remove_sharded_tensors(path, wrong)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointingException, match="None in the place of a checkpoint's path"):
+        dc.remove_sharded_tensors(None, "model.")  # type: ignore[arg-type]
     assert files_of(path) == before
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (listed.st_ino, listed.st_mtime_ns)
     assert names(tmp_path) == {"ckpt"}

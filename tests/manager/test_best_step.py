@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from torch import nn
@@ -38,6 +39,10 @@ def test_the_best_step_by_a_metric_is_found_and_loaded(tmp_path: Path) -> None:
         assert manager.best_step() == 5
         assert manager.best_step(mode="max") == 3
         assert manager.latest_step() == 5
+        assert manager.latest_step({np.int64(5), 4}) == 3
+        for wrong in ("54", None, [None]):
+            with pytest.raises(CheckpointingException, match=r"^without: .* is no step; give a list of steps"):
+                manager.latest_step(wrong)  # type: ignore[arg-type]
         with pytest.deprecated_call(match="is latest_step now"):
             assert manager.find_newest([5]) == 4
         assert manager.metrics(4) == {"loss": None, "score": None}
