@@ -204,12 +204,12 @@ def run_conversion(
         )
     plugins = get_plugin_manager()
     written["assets"] = _find_assets(old, new, to, plugins, is_renamed=bool(rename), **written)
-    options = parse_options(locate(new, plugins) if to == FOLDER else None, **written)
     saver = None if to in (FOLDER, FILE) else _find_saver(to, plugins)
-    if options.assets and to != FOLDER:
+    if written["assets"] and to != FOLDER:
         raise CheckpointingException(
             f"assets={written['assets']!r} are copied to Hugging Face folders alone, not with to={to!r}"
         )
+    options = parse_options(locate(new, plugins) if to == FOLDER else None, **written)
 
     def attempt(allowed: tuple[Any, ...] = allow_globals) -> ConversionReport:
         target = locate(new, plugins)

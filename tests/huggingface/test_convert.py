@@ -174,6 +174,6 @@ def test_a_directory_is_no_file_and_none_is_no_path(tmp_path: Path, monkeypatch:
             lambda wrong=wrong: dc.remove_sharded_tensors(wrong, "w"),
         ]
         for call in calls:
-            with pytest.raises(CheckpointingException, match="in the place of a checkpoint's path or URL"):
+            with pytest.raises(CheckpointingException, match=r"in the place of a (checkpoint|file)'s path or URL"):
                 call()
     assert not list((tmp_path / "work").iterdir())

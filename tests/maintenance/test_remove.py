@@ -279,9 +279,11 @@ def test_no_match_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING):
         dc.remove_sharded_tensors(path, prefix)
     assert f"begins with {prefix!r}: nothing is removed" in caplog.text
-    for wrong in ("", ["model."], path / "model."):  # of the latter two the checkpoint was called damaged
-        with pytest.raises(CheckpointingException, match=r"^the prefix is .*: give the text"):
+    for wrong in (["model."], path / "model."):  # the checkpoint was called damaged
+        with pytest.raises(CheckpointingException, match=r"^key_prefix=.*: give one text"):
             dc.remove_sharded_tensors(path, wrong)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointingException, match=r"^the prefix is '': give the text"):
+        dc.remove_sharded_tensors(path, "")
     with pytest.raises(CheckpointingException, match="None in the place of a checkpoint's path"):
         dc.remove_sharded_tensors(None, "model.")  # type: ignore[arg-type]
     assert files_of(path) == before
