@@ -126,7 +126,10 @@ def get_replica_coordinates(dtensor: DTensor) -> Ints:
 
 
 def to_local(value: Any) -> Any:
-    """Return the local tensor of a DTensor; anything else as it is."""
+    """Return the local tensor of a DTensor, for its class and values; anything else as it is.
+
+    :func:`get_local_tensor` is for what is stored: it waits for a redistribution, and unwraps.
+    """
     if not isinstance(value, DTensor):
         return value
     with torch.no_grad():  # under autograd, each call would return a new object

@@ -14,6 +14,17 @@ if TYPE_CHECKING:
 
 __all__ = ["folders"]  # fixtures
 
+#: An adapter that loses one bit of what it loads.
+LOSSY = """
+import torch
+from benchmarks.adapters.reference import Buffered
+
+class Lossy(Buffered):
+    def load(self, described, path):
+        super().load(described, path)
+        described.pieces[-1].tensor.view(torch.uint8).view(-1)[-1] ^= 1
+"""
+
 
 def test_every_adapter_round_trips_and_stands_in_the_table(folders: Folders, tmp_path: Path) -> None:
     """Each library saves, loads, slices and saves behind the training, bit for bit, with one rank and with two."""
@@ -117,3 +128,13 @@ def test_stores_are_measured() -> None:
     assert len(rows) == 8  # four clients, of which two are raw ones
     assert all(float(row[-6]) > 0 for row in rows if row[0] == "save")  # PUT
     assert all(float(row[-4]) > 0 for row in rows if row[0] == "load")  # GET
+
+
+def test_one_lost_bit_is_a_failure(folders: Folders, tmp_path: Path) -> None:
+    """An adapter that brings back one wrong bit is named, has no figures, and makes the run fail."""
+    (tmp_path / "lossy.py").write_text(LOSSY)
+    options = ("--workloads", "tiny", "--ranks", "1", "--operations", "save,load")
+    done = run_benchmarks(folders, *options, "--adapters", "reference-buffered,lossy:Lossy", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "note: lossy:Lossy FAILED in check" in done.stdout
+    assert "1 tensors are not as they were saved: optimizer.exp_avg_sq." in done.stderr

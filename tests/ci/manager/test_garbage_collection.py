@@ -99,7 +99,7 @@ def reports(
     ("backend", "reports"),
     [
         pytest.param("torch_dist", "store", marks=pytest.mark.ci),
-        pytest.param("torch_dist", "links", marks=pytest.mark.ci),
+        pytest.param("torch_dist", "links", marks=pytest.mark.proof),
         pytest.param("safetensors", "local", marks=pytest.mark.proof),
         pytest.param("torch_dist", "local", marks=pytest.mark.proof),
         pytest.param("safetensors", "store", marks=pytest.mark.proof),
