@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import parse_texts
 from shardckpt.manifest.hub import HUB_ADAPTER, HUB_ADAPTER_CONFIG, HUB_FILES, HUB_WEIGHTS, TRAINER_STATE, lacks_weights
-from shardckpt.manifest.names import FINGERPRINTS_NAME, INTEGRITY_NAME, MARKER_NAME, RECORD_NAME
+from shardckpt.manifest.names import FINGERPRINTS_NAME, INTEGRITY_NAME, MARKERS, RECORD_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -40,7 +40,7 @@ _WEIGHT_SUFFIXES = (
     *(".h5", ".msgpack", ".gguf", ".onnx"),
 )
 #: Files of checkpoints: a Hub folder with them would be read as a checkpoint, whose other files are missing.
-_OF_CHECKPOINTS = frozenset({MARKER_NAME, RECORD_NAME, INTEGRITY_NAME, FINGERPRINTS_NAME, ".metadata"})
+_OF_CHECKPOINTS = frozenset({*MARKERS, RECORD_NAME, INTEGRITY_NAME, FINGERPRINTS_NAME})
 #: What keys of the metadata begin with that say which checkpoint a folder has.
 ORIGIN = "shardckpt_"
 

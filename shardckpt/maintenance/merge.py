@@ -254,7 +254,7 @@ def _list_given(argument: str, given: Any, what: str) -> list[Any]:
 
 
 def _is_number(given: object, kind: type) -> bool:
-    """Return whether a value is a number of a kind of :mod:`numbers`, as numpy's are, too."""
+    """Return whether a value is a number of a kind of :mod:`numbers`, as numpy's are, too; to mypy no int is one."""
     return isinstance(given, kind)
 
 

@@ -34,9 +34,8 @@ def describe_tensors(name: str, state: Any, replicated: Replicated) -> Any:
     ``replicated`` is True to compare the ranks' tensors in a save, ``"unchecked"`` not to.
     """
     tensors = {path: leaf for path, leaf in nested_items(state, (name,)) if isinstance(leaf, torch.Tensor)}
-    return nest({path: describe_leaf(leaf, join_path(path), replicated) for path, leaf in tensors.items()}).get(
-        name, {}
-    )
+    described = {path: describe_leaf(leaf, join_path(path), replicated) for path, leaf in tensors.items()}
+    return nest(described).get(name, {})
 
 
 def describe_values(name: str, state: Any, taken: set[str]) -> dict[str, PlainObject]:
