@@ -27,8 +27,18 @@ if TYPE_CHECKING:
     FindFrames: TypeAlias = Callable[[Sequence[torch.dtype], Sequence[Ints], Sequence[int]], Sequence[Frame | None]]
     #: Reads a region by itself.
     ReadOne: TypeAlias = Callable[[Region, ReadAhead], None]
-    #: Reads small neighbours at once into a buffer, and copies them.
-    ReadNeighbours: TypeAlias = Callable[[CheckpointReader, ReadOne], None]
+
+
+class NeighbourRead(NamedTuple):
+    """A read of small neighbours at once into a buffer, and their copies into memory.
+
+    Attributes:
+        nbytes: The bytes of the range.
+        read: Reads and copies them.
+    """
+
+    nbytes: int
+    read: Callable[[CheckpointReader, ReadOne], None]
 
 
 class ContiguousRegions(NamedTuple):
@@ -85,20 +95,21 @@ class ContiguousRegions(NamedTuple):
         several = [range(low, high) for low, high in pairwise(bounds) if high - low > 1]
         return self.make_regions(self.row[[*chain(*several)]]) if several else ()
 
-    def plan_reads(self) -> tuple[list[RangeRead], list[ReadNeighbours]]:
+    def plan_reads(self) -> tuple[list[RangeRead], list[NeighbourRead]]:
         """Return the ranges that are read in place, in the order of the files, and the reads of small neighbours.
 
         Regions that follow each other in memory as they do in a file are one range.
         """
         ranges: list[RangeRead] = []
-        neighbours: list[ReadNeighbours] = []
+        neighbours: list[NeighbourRead] = []
         if not len(self.file):
             return ranges, neighbours
         runs = self._join()
         small = [stop - start <= SMALL_ITEM for start, stop in zip(runs.start, runs.stop, strict=True)]
         for low, high, stop in group_neighbours(runs.file, runs.start, runs.stop, small):
             if high - low > 1:
-                neighbours.append(partial(self._read_runs, runs, low, high, stop))
+                read = partial(self._read_runs, runs, low, high, stop)
+                neighbours.append(NeighbourRead(stop - runs.start[low], read))
                 continue
             memory = view_memory(runs.address[low], runs.end[low] - runs.begin[low], self.make_regions)
             key = self.keys[int(self.tensor[runs.first[low]])]
@@ -179,14 +190,17 @@ class FramedRegions(NamedTuple):
         """Return no region: an error names the tensor of the damaged item."""
         return ()
 
-    def plan_reads(self) -> tuple[list[RangeRead], list[ReadNeighbours]]:
+    def plan_reads(self) -> tuple[list[RangeRead], list[NeighbourRead]]:
         """Return the reads of neighbours; see :meth:`ContiguousRegions.plan_reads`."""
         regions = self.regions
         starts, stops = regions.start.tolist(), regions.stop.tolist()
         places = regions.offset.tolist(), regions.nbytes.tolist(), regions.address.tolist()
         copies = [*zip(starts, stops, *places, self.frames, strict=True)]
         groups = group_neighbours(regions.file.tolist(), starts, stops, [True] * len(starts))
-        return [], [partial(self._read_items, copies, low, high, end) for low, high, end in groups]
+        return [], [
+            NeighbourRead(end - starts[low], partial(self._read_items, copies, low, high, end))
+            for low, high, end in groups
+        ]
 
     def _read_items(
         self,

@@ -119,9 +119,9 @@ class ItemReader:
                 others.append(group)
         in_place = self._find_ranges([region for _, region in large])
         others += [group for (group, _), found in zip(large, in_place, strict=True) if found is None]
-        # small items count as 0: they cost Python's time, not the disk's
-        jobs = [_Job(0, partial(read, self.reader, self._serve)) for read in neighbours]
+        jobs = [_Job(nbytes, partial(read, self.reader, self._serve)) for nbytes, read in neighbours]
         for group in others:
+            # as objects small items cost Python's time, not the disk's: the calling thread reads them
             nbytes = 0 if group.is_small else sum(request.nbytes for request in group.requests)
             jobs.append(_Job(nbytes, partial(self._read_group, group)))
         read_others = partial(self.reader.map, lambda job: job.read(), jobs, attrgetter("nbytes")) if jobs else None

@@ -33,7 +33,9 @@ class _Parts(InParts):
     page_rows = 128
 
 
-KINDS = pytest.mark.parametrize("linked", [False, True], ids=["plain", "ties and scales"])
+KINDS = pytest.mark.parametrize(
+    "linked", [pytest.param(False, marks=pytest.mark.proof, id="plain"), pytest.param(True, id="ties and scales")]
+)
 
 
 @KINDS

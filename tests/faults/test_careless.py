@@ -31,6 +31,7 @@ from tests.faults.careless import (
 )
 from tests.remote.store import Store
 from tests.states import rank_and_size
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,10 +72,8 @@ def _all_in_the_foreground(folder: str) -> dict[str, tuple[str, str]]:
     ("backend", "world"),
     [
         ("torch_dist", 1),
-        pytest.param("torch_dist", 3, marks=pytest.mark.ci),
         pytest.param("safetensors", 2, marks=pytest.mark.ci),
-        *(pytest.param(*each, marks=pytest.mark.proof) for each in (("torch_dist", 2), ("safetensors", 1))),
-        pytest.param("safetensors", 3, marks=pytest.mark.proof),
+        *in_proof(("torch_dist", 2), ("torch_dist", 3), ("safetensors", 1), ("safetensors", 3)),
     ],
     indirect=["backend"],
     scope="module",

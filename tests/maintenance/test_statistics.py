@@ -44,7 +44,10 @@ def test_statistics_do_not_depend_on_the_blocks(tmp_path: Path, monkeypatch: pyt
             assert found.norm == pytest.approx(finite.norm().item())
             if finite.numel():
                 exact = tensor if tensor.dtype == torch.int64 else finite
-                assert (found.minimum, found.maximum) == (exact.min().item(), exact.max().item())
+                extremes = (exact.min().item(), exact.max().item())
+                # the last bit of torch's ``abs`` of a complex number depends on how many are computed at once
+                expected = pytest.approx(extremes, rel=1e-15) if tensor.is_complex() else extremes
+                assert (found.minimum, found.maximum) == expected
                 assert found.mean == pytest.approx(finite.mean().item())
             else:
                 assert (found.minimum, found.maximum, found.mean) == (None, None, None)

@@ -32,7 +32,7 @@ _ALL = (*_SOME, ("torch_dist", "fresh", "absent"), ("safetensors", "existing", "
 _CASES = pytest.mark.parametrize(
     ("backend", "case", "before", "most"),
     [
-        *(pytest.param(*each, SOME, marks=pytest.mark.ci) for each in _SOME),
+        pytest.param(*_SOME[1], SOME, marks=pytest.mark.ci),
         *(pytest.param(*each, MANY, marks=pytest.mark.proof) for each in _ALL),
     ],
     indirect=["backend"],
@@ -45,7 +45,7 @@ _CASES = pytest.mark.parametrize(
     [
         *(
             pytest.param(operation, *_SOME[number % 2], SOME, marks=pytest.mark.ci)
-            for number, operation in enumerate(("thread", "training", "convert", "export", "manager"))
+            for number, operation in enumerate(("thread", "training", "convert"))
         ),
         *(pytest.param(operation, *each, MANY, marks=pytest.mark.proof) for operation in _OPERATIONS for each in _ALL),
     ],
@@ -67,7 +67,7 @@ def test_a_killed_process_of_a_training_commits_nothing(disk: Path, most: int, c
 @backends.both_in_proof
 @pytest.mark.parametrize("most", [SOME, pytest.param(MANY, marks=pytest.mark.proof)])
 @pytest.mark.parametrize(
-    "operation", ["prune", "migrate", "pin", *in_proof("unpin", "mark", "pointer", "links", "contiguous")]
+    "operation", ["prune", *in_proof("migrate", "pin", "unpin", "mark", "pointer", "links", "contiguous")]
 )
 def test_a_killed_change_of_a_checkpoint_leaves_old_or_new(
     disk: Path, operation: str, most: int, backend: backends.Backend

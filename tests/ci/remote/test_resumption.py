@@ -64,7 +64,7 @@ def _list(url: str) -> dict[str, int]:
     return open_folder(url, get_plugin_manager()).tree()  # type: ignore[union-attr, no-any-return]
 
 
-@pytest.mark.parametrize("to", ["safetensors", "hf", *in_proof("dcp", "merge safetensors")])
+@pytest.mark.parametrize("to", ["hf", *in_proof("safetensors", "dcp", "merge safetensors")])
 def test_a_killed_conversion_sends_only_the_rest(s3: str, tmp_path: Path, to: str) -> None:
     """Run again after a SIGKILL it sends what was not complete; killed for good, a prune leaves nothing of it."""
     make_source(tmp_path / "old", is_checkpoint=True)

@@ -225,7 +225,7 @@ def _nodes(tree: Any) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore")  # torch warns of experimental dtypes that it is asked for
 @pytest.mark.parametrize(
-    "rounds", [150, pytest.param(4000, marks=pytest.mark.ci), pytest.param(20_000, marks=pytest.mark.proof)]
+    "rounds", [150, pytest.param(1000, marks=pytest.mark.ci), pytest.param(20_000, marks=pytest.mark.proof)]
 )
 @pytest.mark.parametrize("name", [*STATES, "values"])
 def test_mutated_payloads_are_errors_or_values(name: str, rounds: int) -> None:
