@@ -75,15 +75,17 @@ def check_index(strategy: LoadStrategy, index: Any, plugins: PluginManager) -> l
 
 
 def check_columns(strategy: LoadStrategy, columns: Any, plugins: PluginManager) -> StoredColumns:
-    """Return the columns of ``list_columns``; PluginError unless they are StoredColumns of equal lengths."""
+    """Return the columns of ``list_columns``; PluginError unless they have equal lengths, and texts as keys."""
     if isinstance(columns, StoredColumns):
         counts = len(columns.keys), len(columns.dtypes), len(columns.shapes)
-        if len(set(counts)) == 1:
+        # by class, as in check_index; dtypes and shapes may be read only when they are asked for
+        wrong = [kind.__name__ for kind in {*map(type, columns.keys)} if not issubclass(kind, str)]
+        if len(set(counts)) == 1 and not wrong:
             return columns
-        returned = "{} keys, {} dtypes and {} shapes".format(*counts)
+        returned = f"a key of type {wrong[0]}" if wrong else "{} keys, {} dtypes and {} shapes".format(*counts)
     else:
         returned = f"a {_class_name(columns)}"
-    fault = f"list_columns returned {returned}, expected StoredColumns with one of each per tensor"
+    fault = f"list_columns returned {returned}, expected StoredColumns with a text, a dtype and a shape per tensor"
     raise _make_error(strategy, plugins, fault)
 
 

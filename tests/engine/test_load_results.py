@@ -203,6 +203,7 @@ class ReturnsColumns(Returns):
         (tuple, "a tuple"),
         (lambda columns: columns._replace(keys=[]), "0 keys, 1 dtypes and 1 shapes"),
         (lambda columns: columns._replace(shapes=[]), "1 keys, 1 dtypes and 0 shapes"),
+        (lambda columns: columns._replace(keys=[b"w"]), "a key of type bytes"),
     ],
 )
 @pytest.mark.parametrize("wrap", [False, True])
