@@ -43,9 +43,14 @@ class Experts:
         """Return the layout of a value of any type, under a key with dots, of the state dict.
 
         It is None if the value is not an expert's tensor, or is optimizer state without a layout (a step count). An
-        expert's that has no layout, or another shape than its layout, is a ShardingError.
+        expert's that has no layout, or another shape than its layout, is a ShardingError; so is an array of numpy's.
         """
         if not isinstance(value, torch.Tensor):
+            if getattr(value, "shape", ()) and (self.names.find(key) or self._is_expert(key)):
+                raise ShardingError(
+                    f"{key!r} is an expert's and a {type(value).__name__}, no tensor: all but one rank's would be "
+                    "lost. Pass a tensor, as torch.as_tensor(array) is, or an is_expert= that excludes it"
+                )
             return None
         name = self.names.find(key)
         if name is None:
