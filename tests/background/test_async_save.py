@@ -7,6 +7,7 @@ import pytest
 from shardckpt.maintenance.verify import verify_checkpoint
 from tests import backends
 from tests.background import jobs
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +23,7 @@ THREAD_FIRST = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     ("world_size", "persistent"),
     [
-        pytest.param(0, True, marks=pytest.mark.ci),
+        *in_proof((0, True)),
         (0, False),
         (1, False),
         (2, False),

@@ -17,6 +17,7 @@ from benchmarks.simulation.index_parts import (
 )
 from shardckpt.mapping import ShardedTensor
 from tests.safetensors.parts import InParts
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,7 +53,7 @@ def test_no_rank_receives_what_all_send(linked: bool) -> None:
     assert (len(found.rest.aliases), len(found.rest.scales)) == ((1, SHARDS // 2) if linked else (0, 0))
 
 
-@KINDS
+@pytest.mark.parametrize("linked", in_proof(False, True))
 def test_the_count_is_that_of_a_save(linked: bool) -> None:
     """The counted bytes are, rank by rank, those that the strategy's own planning moves; plans are moved as made."""
     found = count_planning(72, 4, _Few(), linked=linked)

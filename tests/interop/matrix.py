@@ -20,16 +20,10 @@ NEWEST = "0.16.1"
 WORLDS = (1, 2, 4)
 
 
-def each_writer(*, own_classes: bool | None = None, read_here: bool = True) -> list[object]:
+def each_writer(*, own_classes: bool | None = None) -> list[object]:
     """Writers as parameters; releases of Megatron are slow: installing and running one takes as long as 200 tests.
 
-    Where nothing of ours reads (``read_here=False``), what Megatron wrote is a control of the test, and in proof.
+    They are proof: what they wrote is golden, and loads in the default run.
     """
     chosen = [name for name, writer in WRITERS.items() if own_classes in (None, writer.own_classes)]
-    marks = {n: tier_of(n) if read_here else pytest.mark.proof for n in chosen}
-    return [n if n == "shardckpt" else pytest.param(n, marks=marks[n]) for n in chosen]
-
-
-def tier_of(release: str) -> pytest.MarkDecorator:
-    """The newest release in CI, the others in proof: their goldens load in the default run."""
-    return pytest.mark.ci if release == NEWEST else pytest.mark.proof
+    return [name if name == "shardckpt" else pytest.param(name, marks=pytest.mark.proof) for name in chosen]

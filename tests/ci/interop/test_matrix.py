@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("world", [2, *in_proof(1, 4)])
-@pytest.mark.parametrize("writer", each_writer(read_here=False))
+@pytest.mark.parametrize("writer", each_writer())
 def test_megatron_loads(megatron: Releases, saved: Saved, writer: str, world: int) -> None:
     """What anyone saved is loaded by the newest Megatron on PyPI that runs here."""
     megatron(NEWEST).run(world, "load", saved(writer), writer)
 
 
-@pytest.mark.parametrize("writer", each_writer(own_classes=False, read_here=False))
+@pytest.mark.parametrize("writer", each_writer(own_classes=False))
 def test_plain_dcp_loads(gloo_ranks: RankPool, saved: Saved, writer: str) -> None:
     """What anyone saved without classes of its own is loaded by plain dcp.load: tensors, DTensors and objects."""
     plain_dcp.load(saved(writer))  # without a process group

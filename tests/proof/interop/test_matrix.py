@@ -21,7 +21,7 @@ from shardckpt import mapping
 from shardckpt.engine.integrity import verify_integrity_manifest
 from tests.compat.rewritten import SCRIPT, run
 from tests.interop import here, plain_dcp, sample
-from tests.interop.matrix import NEWEST, WORLDS, each_writer, tier_of
+from tests.interop.matrix import NEWEST, WORLDS, each_writer
 from tests.interop.writers import WRITERS
 
 if TYPE_CHECKING:
@@ -38,9 +38,7 @@ if TYPE_CHECKING:
 CANNOT_READ_ITSELF = ("0.9.0", "0.15.3")
 
 
-@pytest.mark.parametrize(
-    "release", [pytest.param(name, marks=tier_of(name)) for name in WRITERS if name not in ("shardckpt", NEWEST)]
-)
+@pytest.mark.parametrize("release", [name for name in WRITERS if name not in ("shardckpt", NEWEST)])
 def test_older_megatron_loads_what_is_saved_here(megatron: Releases, saved: Saved, release: str) -> None:
     """What is saved here is loaded by every older Megatron."""
     for world in WORLDS:
@@ -94,9 +92,7 @@ def test_what_is_left_of_ours(ranks: Ranks, megatron: Releases, left_of_ours: st
         megatron(NEWEST).run(world, "load", left_of_ours, "shardckpt")
 
 
-@pytest.mark.parametrize(
-    "release", [pytest.param(name, marks=tier_of(name)) for name, writer in WRITERS.items() if writer.flattened]
-)
+@pytest.mark.parametrize("release", [name for name, writer in WRITERS.items() if writer.flattened])
 def test_older_megatron_loads_what_is_left_of_ours(megatron: Releases, left_of_ours: str, release: str) -> None:
     """The same for older releases."""
     megatron(release).run(4, "load", left_of_ours, "shardckpt")
@@ -112,9 +108,7 @@ def test_what_is_left_of_megatrons(ranks: Ranks, megatron: Releases, saved: Save
     megatron(NEWEST).run(4, "query", str(path), NEWEST)
 
 
-@pytest.mark.parametrize(
-    "release", [pytest.param(name, marks=tier_of(name)) for name, writer in WRITERS.items() if writer.flattened]
-)
+@pytest.mark.parametrize("release", [name for name, writer in WRITERS.items() if writer.flattened])
 def test_what_is_left_of_older_megatrons(
     ranks: Ranks, megatron: Releases, saved: Saved, tmp_path: Path, release: str
 ) -> None:

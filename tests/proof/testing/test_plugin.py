@@ -7,6 +7,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from tests.ci.testing.test_plugin import run_alone
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -73,3 +75,26 @@ def test_a_project_has_ranks_and_stores(tmp_path: Path) -> None:
     (tmp_path / "test_saving.py").write_text(TESTS)
     done = run_pytest(tmp_path)
     assert "4 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_an_error_that_says_all_is_no_broken_promise(tmp_path: Path) -> None:
+    """Of a contract without strategy or with a misspelt claim, and of any such failure, pytest prints one sentence."""
+    module = tmp_path / "test_first.py"
+    module.write_text(
+        "import pytest\n"
+        "from tests.testing.wrong_strategies import Contract, StrategyContract\n"
+        "class TestX(StrategyContract): pass\n"
+        "class TestZ(Contract): support_urls = True\n"
+        "class TestY(Contract):\n"
+        "    def test_mine(self): pytest.fail('not on this host', pytrace=False)\n"
+    )
+    shown = run_alone(
+        f"{module}::TestX::test_many_tensors",
+        f"{module}::TestY::test_mine",
+        f"{module}::TestZ::test_many_tensors",
+        f"--rootdir={tmp_path}",
+    )
+    assert "\nTestX sets no strategy, or save_strategy and load_strategy\n" in shown
+    assert "\nTestZ.support_urls is no claim, and nothing reads it: did you mean supports_urls?" in shown
+    assert "\nnot on this host\n" in shown
+    assert "promise" not in shown

@@ -14,7 +14,7 @@ from shardckpt_torch_dist import (
     CheckpointStorageWriter,
 )
 from tests import programs
-from tests.faults.kill import SAMPLED, bad
+from tests.faults.kill import bad
 from tests.faults.programs import ask
 from tests.states import run_here
 from tests.torch_dist import plain_states
@@ -27,16 +27,20 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
 
 
+#: Of the calls of a save, so many are killed.
+KILLED = 25
+
+
 @pytest.mark.parametrize(
     ("case", "allowed"),
     [pytest.param("fresh", {"absent", "new"}, marks=pytest.mark.proof), ("existing", {"old", "new"})],
 )
 def test_a_killed_save_leaves_the_old_or_the_new(tmp_path: Path, case: str, allowed: set[str]) -> None:
-    """After a kill at any of 50 calls of a dcp.save, the path holds the old or the new, bit for bit, or nothing."""
-    outcomes = ask("killer", "storage writer", tmp_path, case, SAMPLED)["outcomes"]
+    """After a kill at any of 25 calls of a dcp.save, the path holds the old or the new, bit for bit, or nothing."""
+    outcomes = ask("killer", "storage writer", tmp_path, case, KILLED)["outcomes"]
     # a file is cut to its length where DCP's copies lie in their pages so that it was made too long: not in every run
     killed = [outcome for outcome in outcomes if outcome["killed"] or outcome["call"] != "ftruncate"]
-    assert len(killed) >= SAMPLED - 2
+    assert len(killed) >= KILLED - 2
     assert bad(killed, allowed) == []
     assert {outcome["state"] for outcome in killed} == allowed
 
