@@ -234,7 +234,7 @@ ITEMS = {
         Item(
             "strategies by entry points",
             BETTER,
-            "tests/proof/test_third_party_plugin.py::test_migrate_rewrites_the_checkpoint",
+            "tests/ci/test_third_party_plugin.py::test_an_installed_plugin_is_listed",
         ),
     ],
     "EPLoadPlanner": [
