@@ -176,9 +176,9 @@ def exchange_loaded_objects_gather_object(loaded_objects: Mapping[Any, Any]) -> 
     found: dict[Any, Any] = {}
     for rank, loaded in enumerate(Comm().all_gather(dict(loaded_objects))):
         if twice := found.keys() & loaded.keys():
+            names = listed(sorted(map(str, twice)), limit=4)
             raise CheckpointingException(
-                f"rank {rank} and a rank before it have loaded the same objects: {listed([*map(str, twice)], limit=4)}; "
-                "each object is to be loaded by one rank"
+                f"rank {rank} and a rank before it have loaded the same objects: {names}; one rank is to load each"
             )
         found |= loaded
     return found
