@@ -137,14 +137,19 @@ class Workers:
     def _work(self, job: _Job[Any, Any], caught: type[BaseException], *, once: bool = False) -> None:
         """Do the items of a job as long as there are some, or one of them."""
         thread = threading.get_ident()
-        with self._lock:
-            taken = job.take(caught)
         try:
+            with self._lock:
+                taken = job.take(caught)
             while taken is not None:
                 job.do(*taken, caught)
                 with self._lock:
                     job.busy.discard(thread)
                     taken = None if once else job.take(caught)
+        except BaseException as exc:
+            # an interrupt that comes after an item is taken and before it is begun: its caller must not lack a result
+            job.errors.setdefault(sys.maxsize, exc)
+            job.open = False
+            raise
         finally:  # also of an interrupt: those who wait for this thread are told
             with self._lock:
                 job.busy.discard(thread)
