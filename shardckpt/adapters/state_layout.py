@@ -73,16 +73,20 @@ def empty_state_tensor(
 def resize_like(key: str, shape: Ints, old: Ints, new: Ints) -> Ints:
     """Return the shape of state whose parameter had another shape (``old``) when it was saved than now (``new``).
 
-    State that has sizes of the parameter in an order that is not known is a ShapeMismatchError: it is factored.
+    State that has the old size of an axis that grows, and not at that axis, is a ShapeMismatchError: it is factored, or
+    of another form of its own (a square preconditioner).
     """
-    if len(shape) == len(old) == len(new):
-        return tuple(wide if size == narrow else size for size, narrow, wide in zip(shape, old, new, strict=True))
-    if {narrow for narrow, wide in zip(old, new, strict=False) if narrow != wide}.intersection(shape):
+    grown = {narrow for narrow, wide in zip(old, new, strict=False) if narrow != wide}
+    is_aligned = len(shape) == len(old) == len(new)
+    elsewhere = [size for size, narrow in zip(shape, old, strict=True) if size != narrow] if is_aligned else shape
+    if grown.intersection(elsewhere):
         raise ShapeMismatchError(
             f"resize: {key!r} has the shape {shape} for a parameter of {old}, and which axis of it grows is not known: "
             "leave the optimizer out of what is loaded"
         )
-    return shape
+    if not is_aligned:
+        return shape
+    return tuple(wide if size == narrow else size for size, narrow, wide in zip(shape, old, new, strict=True))
 
 
 def _has_param_shape(shape: Ints, own: Ints, param_shape: Ints | None) -> bool:
