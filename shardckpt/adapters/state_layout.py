@@ -130,7 +130,10 @@ def _as_dtensor(key: str, shape: Ints, dtype: torch.dtype, param: DTensor, *, sh
 
 
 def empty_of_axes(key: str, shape: Ints, dtype: torch.dtype, param: DTensor, axes: Iterable[int]) -> DTensor:
-    """Return uninitialized memory for state of a DTensor with one axis sharded as it is, or none."""
+    """Return uninitialized memory for state of a DTensor: the mesh dimensions that shard the parameter shard its axis.
+
+    ``axes`` has that axis; empty, the state is replicated.
+    """
     if any(axis >= len(shape) for axis in axes):
         raise CorruptCheckpointError(f"{key!r} has the shape {shape}, and is said to be sharded along {axes}")
     sharded = {getattr(place, "dim", -1) for place in param.placements} - {-1}
