@@ -123,14 +123,16 @@ class Workers:
         with self._changed:
             job.open = False
             job.busy.discard(threading.get_ident())
-            self._changed.wait_for(lambda: not job.busy)
-            if job in self._jobs:
-                self._jobs.remove(job)
-            if not self._jobs:
-                idle, self._helpers = self._helpers, []
-                self._active = 0
-                self._generation += 1
-                self._changed.notify_all()
+            try:
+                self._changed.wait_for(lambda: not job.busy)
+            finally:  # also of a second interrupt: the helpers then end with what they have begun
+                if job in self._jobs:
+                    self._jobs.remove(job)
+                if not self._jobs:
+                    idle, self._helpers = self._helpers, []
+                    self._active = 0
+                    self._generation += 1
+                    self._changed.notify_all()
         for helper in idle:  # outside the lock, which they need to end
             helper.join()
 

@@ -139,6 +139,22 @@ def test_an_interrupt_ends_it_once_what_was_begun_has_ended() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "w"]
 
 
+def test_a_second_interrupt_leaves_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the caller waits for the others ends the wait; they end with what they have begun."""
+    workers = Workers(2, "w")
+
+    def interrupt(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workers._changed, "wait_for", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        workers.each(abs, enumerate(range(2)))
+    left = [thread for thread in threading.enumerate() if thread.name == "w"]
+    for thread in left:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in left)
+
+
 def test_an_interrupt_between_two_items_of_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes when the caller has taken a piece of another's and not begun it leaves nobody waiting."""
     workers = Workers(2, "w")
