@@ -56,6 +56,8 @@ _RUN_CODE = {
     "sys",
 }
 _RUN_CODE_OF_BUILTINS = {"__import__", "breakpoint", "compile", "eval", "exec", "getattr", "open", "setattr"}
+#: Most classes of stubs in a pickle: each takes two kilobytes, however short its name is.
+_MOST_STUB_CLASSES = 1024
 #: Refused globals that an error looks for.
 _MOST_REFUSED = 100
 
@@ -163,6 +165,7 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
         self._nesting = Nesting()
         self._storage = storage
         self._allowed_types: set[type] = set()
+        self._stub_classes: set[type] = set()
         self._pending: set[PendingValue] = set()
 
     def load(self) -> Any:
@@ -178,6 +181,10 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
         found = super().find_class(module, name)
         if isinstance(found, type) and found not in self.table.values():
             self._allowed_types.add(found)
+            if issubclass(found, Stub):
+                self._stub_classes.add(found)
+        if len(self._stub_classes) > _MOST_STUB_CLASSES:
+            raise CorruptCheckpointError(f"the pickle names more than {_MOST_STUB_CLASSES} classes of other libraries")
         return found
 
     # pickle's own would look the code up in a cache of this process before it asks find_class.

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import copyreg
-import functools
 import pickle
 import sys
+import threading
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakValueDictionary
 
 from shardckpt.errors import UnsafePickleError
 
@@ -173,9 +174,21 @@ def _refuse_class(kind: Any) -> Any:
 copyreg.pickle(_StubMeta, _refuse_class)
 
 
-@functools.cache
+#: The stub classes by module and name, for as long as something has them: checkpoints choose the names.
+_classes: WeakValueDictionary[tuple[str, str], type[Stub]] = WeakValueDictionary()
+_lock = threading.Lock()
+
+
 def make_stub_class(module: str, name: str) -> type[Stub]:
     """Return the stub class for a class of another library; always the same one for a name."""
+    with _lock:
+        found = _classes.get((module, name))
+        if found is None:
+            found = _classes[module, name] = _make_class(module, name)
+        return found
+
+
+def _make_class(module: str, name: str) -> type[Stub]:
     names = {"origin": f"{module}.{name}", "home": (module, name)}
     # a class of Python cannot have every name that a pickle can
     shown = name.rpartition(".")[2].replace("\0", r"\0").encode(errors="backslashreplace").decode()
