@@ -61,7 +61,8 @@ def expert_layouts(
         global_shapes: Shapes with all experts, by parameter, where they cannot be computed.
 
     Returns:
-        Layouts by parameter name; wrappers such as ``_orig_mod`` are left out of the names.
+        Layouts by parameter name; wrappers such as ``_orig_mod`` are left out of the names. All names of a tied
+        parameter have one layout.
 
     Raises:
         ShardingError: a parameter's shape contradicts the mesh, no module has one of the names, or braces hold
@@ -72,7 +73,11 @@ def expert_layouts(
         layouts = expert_layouts(model, mesh, "layers.*.moe.experts")
     """
     found: dict[str, ExpertLayout] = {}
+    first: dict[int, str] = {}
     for name, param in expert_parameters(model, modules):
+        if (tied := first.setdefault(id(param), name)) != name:
+            found[name] = found[tied]
+            continue
         if isinstance(param, DTensor) and has_mesh_dim(param.device_mesh, ep):
             found[name] = ExpertLayout.from_dtensor(param, expert_dim=expert_dim, name=name)
             continue
@@ -104,7 +109,7 @@ def expert_parameters(model: Module, modules: str | Collection[str]) -> list[tup
     patterns = {place: [_expand_braces(part, place) for part in place.split(".")] for place in places}
     unused = dict.fromkeys(places)
     found: list[tuple[str, torch.Tensor]] = []
-    for name, param in model.named_parameters():
+    for name, param in model.named_parameters(remove_duplicate=False):  # a state dict has each name of a tied one
         fqn = clean(name)
         path = fqn.split(".")[:-1]
         matching = [place for place, pattern in patterns.items() if _passes(path, pattern)]
