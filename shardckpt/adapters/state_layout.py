@@ -73,16 +73,20 @@ def empty_state_tensor(
 def resize_like(key: str, shape: Ints, old: Ints, new: Ints) -> Ints:
     """Return the shape of state whose parameter had another shape (``old``) when it was saved than now (``new``).
 
-    State that has sizes of the parameter in an order that is not known is a ShapeMismatchError: it is factored.
+    State that has the old size of an axis that grows, and not at that axis, is a ShapeMismatchError: it is factored, or
+    of another form of its own (a square preconditioner).
     """
-    if len(shape) == len(old) == len(new):
-        return tuple(wide if size == narrow else size for size, narrow, wide in zip(shape, old, new, strict=True))
-    if {narrow for narrow, wide in zip(old, new, strict=False) if narrow != wide}.intersection(shape):
+    grown = {narrow for narrow, wide in zip(old, new, strict=False) if narrow != wide}
+    is_aligned = len(shape) == len(old) == len(new)
+    elsewhere = [size for size, narrow in zip(shape, old, strict=True) if size != narrow] if is_aligned else shape
+    if grown.intersection(elsewhere):
         raise ShapeMismatchError(
             f"resize: {key!r} has the shape {shape} for a parameter of {old}, and which axis of it grows is not known: "
             "leave the optimizer out of what is loaded"
         )
-    return shape
+    if not is_aligned:
+        return shape
+    return tuple(wide if size == narrow else size for size, narrow, wide in zip(shape, old, new, strict=True))
 
 
 def _has_param_shape(shape: Ints, own: Ints, param_shape: Ints | None) -> bool:
@@ -126,7 +130,10 @@ def _as_dtensor(key: str, shape: Ints, dtype: torch.dtype, param: DTensor, *, sh
 
 
 def empty_of_axes(key: str, shape: Ints, dtype: torch.dtype, param: DTensor, axes: Iterable[int]) -> DTensor:
-    """Return uninitialized memory for state of a DTensor with one axis sharded as it is, or none."""
+    """Return uninitialized memory for state of a DTensor: the mesh dimensions that shard the parameter shard its axis.
+
+    ``axes`` has that axis; empty, the state is replicated.
+    """
     if any(axis >= len(shape) for axis in axes):
         raise CorruptCheckpointError(f"{key!r} has the shape {shape}, and is said to be sharded along {axes}")
     sharded = {getattr(place, "dim", -1) for place in param.placements} - {-1}

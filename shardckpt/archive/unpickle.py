@@ -56,6 +56,8 @@ _RUN_CODE = {
     "sys",
 }
 _RUN_CODE_OF_BUILTINS = {"__import__", "breakpoint", "compile", "eval", "exec", "getattr", "open", "setattr"}
+#: Most classes of stubs in a pickle: each takes two kilobytes, however short its name is.
+_MOST_STUB_CLASSES = 1024
 #: Refused globals that an error looks for.
 _MOST_REFUSED = 100
 
@@ -163,6 +165,7 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
         self._nesting = Nesting()
         self._storage = storage
         self._allowed_types: set[type] = set()
+        self._stub_classes: set[type] = set()
         self._pending: set[PendingValue] = set()
 
     def load(self) -> Any:
@@ -178,6 +181,10 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
         found = super().find_class(module, name)
         if isinstance(found, type) and found not in self.table.values():
             self._allowed_types.add(found)
+            if issubclass(found, Stub):
+                self._stub_classes.add(found)
+        if len(self._stub_classes) > _MOST_STUB_CLASSES:
+            raise CorruptCheckpointError(f"the pickle names more than {_MOST_STUB_CLASSES} classes of other libraries")
         return found
 
     # pickle's own would look the code up in a cache of this process before it asks find_class.
@@ -347,14 +354,14 @@ def load_object(
         ours = torch_global(module, name) or numpy_global(module, name)
         if ours is not None:  # before the caller's list: with numpy's own functions a pickle can corrupt memory
             return ours
-        if (module, name) in allowed():
-            return allowed()[module, name]
+        if f"{module}.{name}" in allowed():
+            return allowed()[f"{module}.{name}"]
         return make_stub_class(module, name) if module.partition(".")[0] in STUB_PACKAGES else None
 
     def inert(module: str, name: str) -> Any:
         """Return the same, but stubs for what the caller allows: it is not run on other stubs."""
         found = extra(module, name)
-        return make_stub_class(module, name) if found is not None and (module, name) in allowed() else found
+        return make_stub_class(module, name) if found is not None and f"{module}.{name}" in allowed() else found
 
     check_pickle(data, source)
     try:
@@ -379,20 +386,20 @@ def _python3_name(module: str, name: str) -> tuple[str, str]:
     return _compat_pickle.IMPORT_MAPPING.get(module, module), name
 
 
-def _list_allowed(allow_globals: Iterable[Any]) -> dict[tuple[str, str], Any]:
-    """Return the globals that the user allows, by the (module, name) that pickles write."""
+def _list_allowed(allow_globals: Iterable[Any]) -> dict[str, Any]:
+    """Return the globals that the user allows, by the "module.name" that pickles write."""
     registered = map(_name_global, torch.serialization.get_safe_globals())
     # torch registers internals of its own in the same list: only the others are the user's.
-    users = (entry for entry in registered if entry[0][0].partition(".")[0] != "torch")
+    users = (entry for entry in registered if entry[0].partition(".")[0] != "torch")
     return dict((*users, *map(_name_global, allow_globals)))
 
 
-def _name_global(item: Any) -> tuple[tuple[str, str], Any]:
-    """Return the (module, name) that a pickle writes for an allowed global, and the global."""
+def _name_global(item: Any) -> tuple[str, Any]:
+    """Return the "module.name" that a pickle writes for an allowed global, and the global."""
+    # as one text: of "package.Outer.Inner" only the pickle says where the module ends
     if isinstance(item, tuple):
-        module, _, name = item[1].rpartition(".")
-        return (module, name), item[0]
-    return (getattr(item, "__module__", ""), getattr(item, "__qualname__", "")), item
+        return item[1], item[0]
+    return f"{getattr(item, '__module__', '')}.{getattr(item, '__qualname__', '')}", item
 
 
 def _load(unpickler: _MetadataUnpickler | _ObjectUnpickler, source: str) -> Any:

@@ -144,9 +144,20 @@ def read_hub_options(options: Any) -> dict[str, Any]:
         "skip_damaged",
     )
     given = {name: getattr(options, name) for name in names}
-    # by patterns of names, "*" for the others
-    dtypes = {pattern or "*": dtype for pattern, _, dtype in (text.rpartition("=") for text in options.dtype or ())}
-    return {**given, "dtype": dtypes or None, "rename": read_renames(options)}
+    return {**given, "dtype": _read_dtypes(options.dtype or ()), "rename": read_renames(options)}
+
+
+def _read_dtypes(texts: Sequence[str]) -> dict[str, str] | None:
+    """Return the dtypes by patterns of names, "*" for the others; two for one pattern are an error."""
+    found: dict[str, str] = {}
+    for text in texts:
+        pattern, _, dtype = text.rpartition("=")
+        pattern = pattern or "*"
+        if found.setdefault(pattern, dtype) != dtype:
+            raise CheckpointingException(
+                f"--dtype: tensors of {pattern!r} cannot become both {found[pattern]!r} and {dtype!r}: give one"
+            )
+    return found or None
 
 
 def read_target_options(options: Any) -> dict[str, Any]:

@@ -90,8 +90,7 @@ def staging_directory(target: Path) -> Iterator[Path]:
     try:
         yield staging
     finally:
-        if staging.exists():
-            discard_staging(staging)
+        discard_staging(staging)  # if it is there still
 
 
 def list_staging_directories(target: Path) -> list[Path]:
@@ -105,7 +104,7 @@ def list_replaced_checkpoints(target: Path) -> list[Path]:
 
 
 def discard_staging(staging: Path) -> None:
-    """Remove a staging directory after a failed save; log what cannot be removed, and raise nothing."""
+    """Remove a staging directory, if it exists; log what cannot be removed, and raise nothing."""
     gone = staging.with_name(discarded_name(staging.name))
     try:
         os.rename(staging, gone)  # first: a rank that still writes there by path fails, and adds no file during removal

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from shardckpt.commit.commit import check_target, commit_staging, discard_staging, staging_path
 from shardckpt.commit.owner import Owner
@@ -27,6 +26,7 @@ from shardckpt.storage.store_abilities import StreamsWrites
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     from shardckpt.manifest.models import FileRecord
     from shardckpt.plugins.manager import PluginManager
@@ -175,7 +175,7 @@ class DirectoryCommitter(Committer):
         self, writer: CheckpointWriter, files: list[FileRecord], check: Callable[[Path, Path], None] | None
     ) -> None:
         """Rename the staging directory, or exchange it with what is at the target."""
-        staging = self.staging or Path()
+        staging = cast("Path", self.staging)  # since begin()
         if check is not None:  # before the journal's end: after a kill in the check another process goes on
             check(staging, staging)
         if self._journal is not None:
@@ -189,7 +189,8 @@ class DirectoryCommitter(Committer):
         """Discard the staging directory."""
         if self._journal is not None:
             self._journal.close()
-        if is_main and self.staging is not None and self.staging.exists():
+        # not after a look whether it exists, which a file server that has failed answers with an error
+        if is_main and self.staging is not None:
             discard_staging(self.staging)
 
 

@@ -14,6 +14,7 @@ from shardckpt.maintenance.diff_report import ObjectDifference, ObjectReport
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.state_dict import are_equal, have_equal_bits, of_type
+from shardckpt.stubs.stub import Stub
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 #: Characters of a value that are shown.
 _SHOWN = 60
 _ABSENT = object()
+_OF_ATTRIBUTES = (argparse.Namespace, types.SimpleNamespace, Stub)
+_PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class _Entry(NamedTuple):
@@ -187,6 +190,10 @@ def _compare(
                 for difference in _compare(f"{name}[{place}]", part, its, visited, containers):
                     containers[name] = len(pairs)
                     yield difference
+    elif isinstance(one, _OF_ATTRIBUTES):
+        # not by ==: stubs have none, and it would compare tensors and NaN in the attributes otherwise than elsewhere
+        if any(_compare(name, vars(one), vars(other), visited, {})):
+            yield ObjectDifference(name, "value", _show(one), _show(other))
     elif not _are_equal(one, other):
         yield ObjectDifference(name, "value", _show(one), _show(other))
 
@@ -194,12 +201,21 @@ def _compare(
 def _pair_parts(one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield the parts of two containers of one class, with their places."""
     if isinstance(one, dict):
-        for key in {**one, **other}:
-            yield f"{key!r}", one.get(key, _ABSENT), other.get(key, _ABSENT)
+        ones, others = ({_identify(key): part for key, part in each.items()} for each in (one, other))
+        shown = {_identify(key): key for key in (*one, *other)}
+        for key in {**ones, **others}:
+            yield f"{shown[key]!r}", ones.get(key, _ABSENT), others.get(key, _ABSENT)
     else:
         for number in range(max(len(one), len(other))):
             part, its = (each[number] if number < len(each) else _ABSENT for each in (one, other))
             yield f"{number}", part, its
+
+
+def _identify(key: Any) -> Any:
+    """Return the key of a dict, in the place of a stub what it stands for: members and named tuples of plain values."""
+    if isinstance(key, Stub) and all(type(arg) in _PLAIN for arg in key.args):
+        return type(key), key.args, vars(key).get("name")
+    return key
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -55,7 +55,7 @@ def find_trainer_parts(names: Collection[str]) -> list[str]:
 
 
 def explain_lost_model(parts: Sequence[str]) -> str:
-    """Return what a Trainer's step lacks that has an optimizer alone; ``""`` if its first part is the model."""
+    """Return that a Trainer's step has an optimizer and no model; ``""`` if it has one, its first part."""
     if not parts or not parts[0].startswith("optimizer"):
         return ""
     return f"pytorch_model_fsdp_{parts[0].rpartition('_')[2]} is missing, the model of {parts[0]}"
@@ -74,7 +74,7 @@ def explain_unfinished_step(step: str, names: Collection[str]) -> str:
 
 
 def explain_step_without_optimizer(step: str, names: Collection[str]) -> str:
-    """Return what a resume from a Trainer's step lacks that has a model alone; ``""`` if it has an optimizer, too."""
+    """Return that a Trainer's step has a model and no optimizer, which a resume misses; ``""`` if it has both."""
     if not _STEP.fullmatch(step) or TRAINER_STATE not in names or any(map(_OPTIMIZER.fullmatch, names)):
         return ""
     return "the model only, without optimizer.pt: a resume begins with a new optimizer"

@@ -116,9 +116,10 @@ class FileLog(JournalLog):
 
     def close(self) -> None:
         """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        descriptor, self._fd = self._fd, -1
+        if descriptor >= 0:
+            with suppress(OSError):  # of a file server: another process goes on by the lines that are there
+                os.close(descriptor)
 
 
 class ObjectLog(JournalLog):

@@ -35,7 +35,7 @@ _BITS = {
 
 
 class HeaderEntry(NamedTuple):
-    """A tensor that a header declares.
+    """A tensor of a header to be written; its payload follows that of the entry before it.
 
     Attributes:
         name: Its name.
@@ -51,7 +51,7 @@ class HeaderEntry(NamedTuple):
 
 
 class FileEntry(NamedTuple):
-    """A tensor that a header has declared.
+    """A tensor of a header that was read.
 
     Attributes:
         kind: The format's name of its dtype.

@@ -123,28 +123,35 @@ class Workers:
         with self._changed:
             job.open = False
             job.busy.discard(threading.get_ident())
-            self._changed.wait_for(lambda: not job.busy)
-            if job in self._jobs:
-                self._jobs.remove(job)
-            if not self._jobs:
-                idle, self._helpers = self._helpers, []
-                self._active = 0
-                self._generation += 1
-                self._changed.notify_all()
+            try:
+                self._changed.wait_for(lambda: not job.busy)
+            finally:  # also of a second interrupt: the helpers then end with what they have begun
+                if job in self._jobs:
+                    self._jobs.remove(job)
+                if not self._jobs:
+                    idle, self._helpers = self._helpers, []
+                    self._active = 0
+                    self._generation += 1
+                    self._changed.notify_all()
         for helper in idle:  # outside the lock, which they need to end
             helper.join()
 
     def _work(self, job: _Job[Any, Any], caught: type[BaseException], *, once: bool = False) -> None:
         """Do the items of a job as long as there are some, or one of them."""
         thread = threading.get_ident()
-        with self._lock:
-            taken = job.take(caught)
         try:
+            with self._lock:
+                taken = job.take(caught)
             while taken is not None:
                 job.do(*taken, caught)
                 with self._lock:
                     job.busy.discard(thread)
                     taken = None if once else job.take(caught)
+        except BaseException as exc:
+            # an interrupt that comes after an item is taken and before it is begun: its caller must not lack a result
+            job.errors.setdefault(sys.maxsize, exc)
+            job.open = False
+            raise
         finally:  # also of an interrupt: those who wait for this thread are told
             with self._lock:
                 job.busy.discard(thread)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import copyreg
-import functools
 import pickle
 import sys
+import threading
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakValueDictionary
 
 from shardckpt.errors import UnsafePickleError
 
@@ -40,23 +42,26 @@ class Stub(metaclass=_StubMeta):
     """An inert object in place of an instance of another library's class. It keeps the stored content.
 
     It can be pickled if the real class is imported in the saving process, and is then an instance of that class. In
-    place of a member of an enum it has the member's ``name`` and ``value``, as far as they are stored.
+    place of a member of an enum it has the member's ``name`` and ``value``, as far as they are stored. Attributes that
+    are set are pickled, too.
 
     Attributes:
         origin: "module.name" of the real class.
         home: The same as (module, name).
         args: The positional arguments of the constructor.
         kwargs: Its keyword arguments.
-        state: The pickled attributes, usually a dict. They can be read as attributes of the stub.
+        state: The pickled attributes, usually a dict. They can be read and set as attributes of the stub.
     """
 
     origin = ""
     home = ("", "")
+    #: Of a stub whose pickle has none; an empty one, or 0, is a state, of which the real class may make something.
+    state: Any = MappingProxyType({})
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Create a stub with any arguments, and keep them."""
         self = super().__new__(cls)
-        vars(self).update(args=args, kwargs=kwargs, state={}, called=False)
+        vars(self).update(args=args, kwargs=kwargs, called=False)
         return self
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -78,6 +83,15 @@ class Stub(metaclass=_StubMeta):
             return state[name]
         raise AttributeError(f"the stub for {self.origin} has no {name!r}")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        state = vars(self).get("state", None if self.args else {})
+        if name in ("args", "kwargs", "state"):
+            vars(self)[name] = value
+        elif isinstance(state, dict) and not hasattr(type(self), name):
+            vars(self)["state"] = {**state, name: value}  # an attribute of the stub's own would not be pickled
+        else:
+            raise AttributeError(f"{name!r} of the stub for {self.origin} cannot be set, since it would not be saved")
+
     def __setitem__(self, key: Any, value: Any) -> None:
         vars(self).setdefault("items", {})[key] = value
 
@@ -89,7 +103,14 @@ class Stub(metaclass=_StubMeta):
         """Keep the items that the pickle appends to a list subclass."""
         vars(self).setdefault("values", []).extend(values)
 
-    # copy.deepcopy would use __reduce_ex__, which needs the real class.
+    # The copy module would use __reduce_ex__, which needs the real class, and makes an instance of it.
+    def __copy__(self) -> Self:
+        new = type(self)()
+        vars(new).update(
+            (name, copy.copy(own) if type(own) in (dict, list) else own) for name, own in vars(self).items()
+        )
+        return new
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self)()
         memo[id(self)] = new
@@ -101,7 +122,7 @@ class Stub(metaclass=_StubMeta):
         if "name" in vars(self) and not self.args:  # a member of an enum, by its name
             return getattr, (real, vars(self)["name"])
         values, items = vars(self).get("values", ()), vars(self).get("items", {})
-        rest = (self.state or None, iter(values) if values else None, iter(items.items()) if items else None)
+        rest = (vars(self).get("state"), iter(values) if values else None, iter(items.items()) if items else None)
         if self.called:
             return (real, self.args, *rest)
         # The pickle called only __new__. copyreg's function can repeat that for a class with object's own __new__.
@@ -153,8 +174,22 @@ def _refuse_class(kind: Any) -> Any:
 copyreg.pickle(_StubMeta, _refuse_class)
 
 
-@functools.cache
+#: The stub classes by module and name, for as long as something has them: checkpoints choose the names.
+_classes: WeakValueDictionary[tuple[str, str], type[Stub]] = WeakValueDictionary()
+_lock = threading.Lock()
+
+
 def make_stub_class(module: str, name: str) -> type[Stub]:
     """Return the stub class for a class of another library; always the same one for a name."""
+    with _lock:
+        found = _classes.get((module, name))
+        if found is None:
+            found = _classes[module, name] = _make_class(module, name)
+        return found
+
+
+def _make_class(module: str, name: str) -> type[Stub]:
     names = {"origin": f"{module}.{name}", "home": (module, name)}
-    return cast("type[Stub]", _StubMeta(name.rpartition(".")[2], (Stub,), names))
+    # a class of Python cannot have every name that a pickle can
+    shown = name.rpartition(".")[2].replace("\0", r"\0").encode(errors="backslashreplace").decode()
+    return cast("type[Stub]", _StubMeta(shown, (Stub,), names))

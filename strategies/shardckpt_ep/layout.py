@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -260,14 +261,15 @@ def _locate_experts(
     name: str,
 ) -> tuple[Ints, Box]:
     """Return the shape with all experts, and this rank's block of it; ``uncut`` is its shape before FSDP cuts it."""
-    counts = None if experts_per_rank is None else list(experts_per_rank)
+    counts = None if experts_per_rank is None else [*_read_sizes(experts_per_rank, "experts_per_rank", name)]
     ranks, rank = mesh.size(ep_dim), (mesh.get_coordinate() or ())[ep_dim]
     if counts is not None and len(counts) != ranks:
         raise ShardingError(
             f"{name!r}: experts_per_rank={counts} has {len(counts)} counts, the expert-parallel dimension {ranks} ranks"
         )
     total = uncut[axis] * ranks if counts is None else sum(counts)
-    shape = _with_size(uncut, axis, total) if global_shape is None else tuple(global_shape)
+    whole = _with_size(uncut, axis, total)
+    shape = whole if global_shape is None else _read_sizes(global_shape, "global_shape", name)
     if len(shape) != len(uncut) or (counts is not None and shape[axis] != total):
         raise ShardingError(
             f"{name!r}: global_shape {shape} does not fit this rank's {uncut}"
@@ -281,8 +283,20 @@ def _locate_experts(
     return shape, Box(offset, _with_size(shape, axis, counts[rank]))
 
 
+def _read_sizes(sizes: Sequence[int], what: str, name: str) -> Ints:
+    """Return the caller's numbers, also numpy's or torch's, as integers; raise if they are none."""
+    try:
+        return tuple(map(operator.index, sizes))
+    except TypeError as exc:
+        raise ShardingError(f"{name!r}: {what}={sizes!r:.80} is no sequence of integers") from exc
+
+
 def _normalize_axis(axis: int, shape: Sequence[int], name: str) -> int:
     """Return the axis, counted from the front; raise if the shape has no such axis."""
+    try:
+        axis = operator.index(axis)
+    except TypeError as exc:
+        raise ShardingError(f"{name!r}: axis {axis!r:.80} is no integer") from exc
     if not -len(shape) <= axis < len(shape):
         raise ShardingError(f"{name!r}: a tensor of shape {tuple(shape)} has no axis {axis}")
     return axis % len(shape)

@@ -52,7 +52,7 @@ def expert_layouts(
         mesh: The mesh with the expert-parallel dimension.
         modules: Names of the modules with experts, or the last parts of them; ``*`` matches one part:
             ``"layers.*.experts"``. MindSpeed's ``{*}`` is ``*``; ``{0-5}`` is each number from 0 to 5, ``{0,2-4}`` each
-            that it lists. A pipeline stage without experts passes ``()``.
+            that it lists. Each must match: a pipeline stage passes those of its experts, or ``()``.
         ep: Name of that dimension; see :meth:`ExpertLayout.from_local` for this and all arguments that follow.
         fsdp: For plain tensors.
         fsdp_dim: For plain tensors.
@@ -61,18 +61,23 @@ def expert_layouts(
         global_shapes: Shapes with all experts, by parameter, where they cannot be computed.
 
     Returns:
-        Layouts by parameter name; wrappers such as ``_orig_mod`` are left out of the names.
+        Layouts by parameter name; wrappers such as ``_orig_mod`` are left out of the names. All names of a tied
+        parameter have one layout.
 
     Raises:
-        ShardingError: a parameter's shape contradicts the mesh, no module has such a name, or braces hold something
-            else.
+        ShardingError: a parameter's shape contradicts the mesh, no module has one of the names, or braces hold
+            something else.
 
     Example::
 
         layouts = expert_layouts(model, mesh, "layers.*.moe.experts")
     """
     found: dict[str, ExpertLayout] = {}
+    first: dict[int, str] = {}
     for name, param in expert_parameters(model, modules):
+        if (tied := first.setdefault(id(param), name)) != name:
+            found[name] = found[tied]
+            continue
         if isinstance(param, DTensor) and has_mesh_dim(param.device_mesh, ep):
             found[name] = ExpertLayout.from_dtensor(param, expert_dim=expert_dim, name=name)
             continue
@@ -98,19 +103,23 @@ def expert_parameters(model: Module, modules: str | Collection[str]) -> list[tup
         modules: As for :func:`expert_layouts`.
 
     Raises:
-        ShardingError: no parameter is in a module of these names, or braces hold no numbers.
+        ShardingError: one of the names is of no module with a parameter, or braces hold no numbers.
     """
     places = (modules,) if isinstance(modules, str) else tuple(modules)
-    patterns = [[_expand_braces(part, place) for part in place.split(".")] for place in places]
+    patterns = {place: [_expand_braces(part, place) for part in place.split(".")] for place in places}
+    unused = dict.fromkeys(places)
     found: list[tuple[str, torch.Tensor]] = []
-    for name, param in model.named_parameters():
+    for name, param in model.named_parameters(remove_duplicate=False):  # a state dict has each name of a tied one
         fqn = clean(name)
-        parents = fqn.split(".")[:-1]
-        if any(_ends_with(parents[:end], pattern) for end in range(1, len(parents) + 1) for pattern in patterns):
+        path = fqn.split(".")[:-1]
+        matching = [place for place, pattern in patterns.items() if _passes(path, pattern)]
+        if matching:
             found.append((fqn, param))
-    if places and not found:
+        for place in matching:
+            unused.pop(place, None)
+    if unused:
         raise ShardingError(
-            f"no parameter of the model is in a module at {', '.join(map(repr, places))}; its modules are "
+            f"no parameter of the model is in a module at {', '.join(map(repr, unused))}; its modules are "
             f"{listed(sorted({name.rpartition('.')[0] for name, _ in model.named_parameters()}), limit=8)}"
         )
     return found
@@ -129,15 +138,20 @@ def _expand_braces(part: str, place: str) -> list[str]:
 def _read_numbers(braces: str, place: str) -> list[str]:
     if braces == "*":
         return ["*"]
-    bounds = [_NUMBERS.fullmatch(each.strip()) for each in braces.split(",")]
-    if not all(bounds):
-        raise ShardingError(f"{place!r}: {{{braces}}} is neither {{*}} nor numbers, as {{0-5}} or {{0,2-4}}")
-    return [str(n) for found in bounds if found for n in range(int(found[1]), int(found[2] or found[1]) + 1)]
+    numbers: list[str] = []
+    for each in braces.split(","):
+        ends = _NUMBERS.fullmatch(each.strip())
+        counted = ends and range(int(ends[1]), int(ends[2] or ends[1]) + 1)
+        if not counted:  # also of {5-2}, which has no number
+            raise ShardingError(f"{place!r}: {{{braces}}} is neither {{*}} nor numbers, as {{0-5}} or {{0,2-4}}")
+        numbers += map(str, counted)
+    return numbers
 
 
-def _ends_with(path: Sequence[str], pattern: Sequence[Collection[str]]) -> bool:
-    """Return whether the last parts of a path match a pattern, each one of the choices for it."""
-    tail = path[-len(pattern) :]
-    return len(tail) == len(pattern) and all(
-        any(fnmatchcase(part, choice) for choice in choices) for part, choices in zip(tail, pattern, strict=True)
+def _passes(path: Sequence[str], pattern: Sequence[Collection[str]]) -> bool:
+    """Return whether parts of a path that follow each other match a pattern, each one of the choices for it."""
+    starts = range(len(path) - len(pattern) + 1)
+    return any(
+        all(any(fnmatchcase(path[start + n], choice) for choice in choices) for n, choices in enumerate(pattern))
+        for start in starts
     )

@@ -234,6 +234,63 @@ def test_stand_ins_are_saved_as_what_they_stand_for(megatron: type, monkeypatch:
         pickle.dumps(type(stand_in))
 
 
+def _count_of(state: Any) -> Any:
+    """A class's methods that store nothing but a state, and make an attribute of it."""
+    return {"__getstate__": lambda _: state, "__setstate__": lambda self, found: vars(self).update(made_of=found)}
+
+
+@table("state", [0, False, "", {}, []])
+def test_stand_ins_give_the_real_class_any_state(megatron: type, state: Any) -> None:
+    """A state of a class's own that is empty or zero is not dropped: its __setstate__ gets it."""
+    for name, method in _count_of(state).items():
+        setattr(megatron, name, method)
+    stand_in = load_bytes(archive(pickle.dumps(megatron(), 2)), "it")
+    again = pickle.loads(pickle.dumps(copy.deepcopy(stand_in), 2))
+    assert type(again) is megatron
+    assert (again.made_of, type(again.made_of)) == (state, type(state))
+
+
+@table("state", [{}, {"x": 1, "y": 2}])
+def test_what_is_set_of_a_stand_in_is_saved(megatron: type, state: dict[str, int]) -> None:
+    """An attribute that the user sets is saved as a stored one is, and one that could not be saved is an error."""
+    real = megatron()
+    vars(real).update(state)
+    stand_in = load_bytes(archive(pickle.dumps(real, 2)), "it")
+    stand_in.x = 7
+    assert stand_in.x == 7
+    assert vars(pickle.loads(pickle.dumps(stand_in, 2))) == {**state, "x": 7}
+    with pytest.raises(AttributeError, match=r"'origin' of the stub for megatron\.sample\.Config cannot be set"):
+        stand_in.origin = "another"
+
+
+def test_a_copy_of_a_stand_in_is_one(megatron: type) -> None:
+    """A shallow copy runs nothing of the real class, and is changed alone."""
+    real = megatron()
+    real.x = [1]
+    stand_in = load_bytes(archive(pickle.dumps(real, 2)), "it")
+    copied = copy.copy(stand_in)
+    assert type(copied) is type(stand_in)
+    assert copied.x is stand_in.x
+    copied.x = 2
+    assert stand_in.x == [1]
+
+
+class Outer:
+    """A class that has another."""
+
+    class Inner:
+        """The other one."""
+
+
+def test_a_class_in_a_class_is_allowed_by_its_name() -> None:
+    """The text that an error has for allow_globals= is one name, wherever its module ends."""
+    data = archive(pickle.dumps(Outer.Inner(), 4))
+    with pytest.raises(UnsafePickleError) as caught:
+        load_bytes(data, "it")
+    (name,) = caught.value.refused
+    assert type(load_bytes(data, "it", [(Outer.Inner, name)])) is Outer.Inner
+
+
 def test_object_names_of_old(tmp_path: Path) -> None:
     """Megatron 0.6 and 0.7 left extents out of the names of objects: they are found by the names of today."""
     dc.save({"o": ShardedObject("key", {"x": 1}, (1,), (0,))}, tmp_path / "c")

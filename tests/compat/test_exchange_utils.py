@@ -97,6 +97,18 @@ def test_shards_are_exchanged(ranks: Ranks, algorithm: str) -> None:
     assert ranks.run(2, _exchange_objects) == [{0: "0", 1: "1"}] * 2
 
 
+def _exchange_same() -> None:
+    exchange_utils.exchange_loaded_objects_gather_object({"rng": dist.get_rank(), dist.get_rank(): 0})
+
+
+def test_objects_of_one_key_are_not_dropped(ranks: Ranks) -> None:
+    """Where two ranks have loaded an object, none of the two wins in silence: all ranks raise, and name it."""
+    outcomes = ranks.outcomes(2, _exchange_same)
+    assert {outcome.kind for outcome in outcomes} == {"CheckpointingException"}
+    assert {outcome.message for outcome in outcomes} == {outcomes[0].message}
+    assert "rank 1 and a rank before it have loaded the same objects: rng;" in outcomes[0].message
+
+
 def _exchange_objects() -> dict[int, str]:
     return exchange_utils.exchange_loaded_objects_gather_object({dist.get_rank(): str(dist.get_rank())})
 
@@ -124,6 +136,15 @@ def test_another_dtype_than_the_distributions_is_refused() -> None:
     wanted = ShardedTensor.from_rank_offsets("w", torch.ones(3, dtype=torch.float64))
     with pytest.raises(CheckpointingException, match=r"torch.float64 here, the distribution says torch.float32"):
         exchange_by_distribution({}, {_sharded_tensor_shard_id(wanted): wanted}, distribution)
+
+
+def test_a_shard_that_the_distribution_does_not_have_is_refused() -> None:
+    """A requested shard that no rank sends is an error, not a result without it."""
+    shard, other = (ShardedTensor.from_rank_offsets(key, torch.ones(3)) for key in ("w", "v"))
+    distribution = determine_main_replica_uniform_distribution({"w": shard})
+    loaded = {_sharded_tensor_shard_id(shard): torch.ones(3)}
+    with pytest.raises(CheckpointingException, match=r"shard \('v', .* is in no state dict of the distribution"):
+        exchange_by_distribution(loaded, {_sharded_tensor_shard_id(other): other}, distribution)
 
 
 @given(st.lists(st.tuples(st.sets(st.integers(0, 3), min_size=1), st.integers(0, 99)), max_size=30))

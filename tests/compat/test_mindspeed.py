@@ -131,6 +131,8 @@ def _places() -> list[str]:
     found = [" ".join(expert_layouts(model, mesh, places)) for places in ("experts", ["exp*"], ())]
     with pytest.raises(ShardingError, match=r"in a module at 'expert', 'block\.experts'"):
         expert_layouts(model, mesh, ["expert", "block.experts"])
+    with pytest.raises(ShardingError, match=r"in a module at 'mtp\.experts'; its modules are experts, gate"):
+        expert_layouts(model, mesh, ["experts", "mtp.experts"])
     return found
 
 
@@ -419,7 +421,7 @@ def test_braces_hold_the_numbers_of_layers(pattern: str, numbers: Sequence[int])
     assert [n for n in range(12) if check_moe(f"layers.{n}.experts.weight")] == list(numbers)
 
 
-@table("braces", ["{a}", "{}", "{1-}", "{*-3}", "{1;2}"])
+@table("braces", ["{a}", "{}", "{1-}", "{*-3}", "{1;2}", "{5-2}", "{0,5-2}"])
 def test_braces_that_hold_something_else_are_named(braces: str) -> None:
     """What no layer can match is an error by itself, even beside a pattern that matches."""
     with pytest.raises(ShardingError, match=re.escape(f"{braces} is neither {{*}} nor numbers")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -142,6 +143,40 @@ def test_arguments_that_do_not_fit_are_refused_by_name(ranks: Ranks, kind: str, 
     for outcome in ranks.outcomes(2, _refused, kind):
         assert outcome.kind == ShardingError.__name__
         assert re.search(reason, outcome.message)
+
+
+def _numbers() -> list[str]:
+    mesh, tensor = mesh_of(("ep", 2)), torch.zeros(2, 3)
+    for counts in (torch.tensor([2, 2]), np.array([2, 2])):
+        shape = ExpertLayout.from_local(tensor, mesh, experts_per_rank=counts).global_shape  # type: ignore[arg-type]
+        assert [*map(type, shape)] == [int, int]
+    options: list[dict[str, Any]] = [
+        {"experts_per_rank": 2},
+        {"experts_per_rank": [2.0, 2.0]},
+        {"global_shape": 4},
+        {"global_shape": ("4", "3")},
+        {"expert_dim": None},
+        {"fsdp": "ep", "fsdp_dim": 1.0},
+    ]
+    found = []
+    for each in options:
+        with pytest.raises(ShardingError) as caught:
+            ExpertLayout.from_local(tensor, mesh, **each)
+        found.append(str(caught.value).partition(": ")[2])
+    return found
+
+
+def test_what_is_no_number_is_refused_by_name(ranks: Ranks) -> None:
+    """Sizes and axes are integers, also numpy's and torch's; a layout has none of a float, a text or None."""
+    for found in ranks.run(2, _numbers):
+        assert found == [
+            "experts_per_rank=2 is no sequence of integers",
+            "experts_per_rank=[2.0, 2.0] is no sequence of integers",
+            "global_shape=4 is no sequence of integers",
+            "global_shape=('4', '3') is no sequence of integers",
+            "axis None is no integer",
+            "axis 1.0 is no integer",
+        ]
 
 
 ROWS = ExpertLayout((8, 6, 4), Box((2, 0, 0), (2, 6, 4)), (Split(1, 2, 1),))

@@ -24,6 +24,7 @@ from shardckpt_ep import (
     EPLoadStrategy,
     EPSaveStrategy,
     ExpertLayout,
+    expert_layouts,
     expert_object,
     expert_sharded_state_dict,
 )
@@ -317,3 +318,25 @@ def test_a_wanted_expert_tensor_that_is_not_stored_is_named(ranks: Ranks, tmp_pa
     for outcome in ranks.outcomes(2, _loaded, tmp_path / "ckpt", HALVES, {}):
         assert outcome.kind == KeyMismatchError.__name__
         assert f"model.{FQN}" in outcome.message
+
+
+def _tied(path: Path) -> list[list[str]]:
+    mesh = mesh_of(("ep", 2))
+    model = torch.nn.ModuleDict({f"{n}": torch.nn.ModuleDict({"experts": torch.nn.Linear(3, 2)}) for n in range(2)})
+    first, second = model["0"].experts, model["1"].experts
+    second.weight = first.weight
+    first.weight.data.fill_(dist.get_rank() + 1)
+    given = expert_layouts(model, mesh, ["0.experts", "1.experts"])
+    dist_checkpointing.save(expert_sharded_state_dict(model.state_dict(), given), path, "ep")
+    params = dict(model.named_parameters())
+    state = {name: {"exp_avg": torch.zeros_like(param)} for name, param in params.items()}
+    described = expert_sharded_state_dict({"state": state}, given)
+    return [sorted(given), sorted(described["state"])]
+
+
+def test_tied_experts_have_a_layout_under_each_name(ranks: Ranks, tmp_path: Path) -> None:
+    """A model's state dict has a tied parameter twice and its optimizer's once: both are described."""
+    names = [f"{n}.experts.{name}" for n in range(2) for name in ("bias", "weight")]
+    assert ranks.run(2, _tied, tmp_path / "ckpt") == [[names, names[:3]]] * 2
+    stored = dist_checkpointing.load_plain_tensors(tmp_path / "ckpt")
+    assert [stored[f"{n}.experts.weight"][:, 0].tolist() for n in range(2)] == [[1, 1, 2, 2]] * 2

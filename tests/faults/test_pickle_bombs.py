@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
 import sys
@@ -14,8 +15,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from shardckpt import dist_checkpointing
 from shardckpt.archive.opcodes import check_pickle
+from shardckpt.archive.reader import load_bytes
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.huggingface.torch_file import read_torch_file
+from shardckpt.stubs import Stub
 from tests.faults import samples
 from tests.faults.bombs import ANYWHERE
 from tests.faults.hostile import Foreign, archive
@@ -175,3 +178,16 @@ def _nested(depth: int) -> Any:
     for _ in range(depth):
         value = (value,)
     return value
+
+
+def test_names_of_classes_do_not_pile_up() -> None:
+    """A class that stands for one of another library takes far more than its name: few are made, and none stays."""
+    names = [b"cmegatron.nowhere\nC%d\n" % number for number in range(2000)]
+    with pytest.raises(CorruptCheckpointError, match="names more than 1024 classes of other libraries"):
+        load_bytes(archive(b"\x80\x02(" + b"".join(names) + b"l."), "it")
+    found = load_bytes(archive(b"\x80\x02(" + b"".join(names[:1000]) + b"l."), "it")
+    assert len({*found}) == 1000
+    assert load_bytes(archive(b"\x80\x02" + names[7] + b"."), "it") is found[7]
+    del found
+    gc.collect()
+    assert not [cls for cls in Stub.__subclasses__() if cls.home[0] == "megatron.nowhere"]

@@ -30,6 +30,7 @@ from shardckpt.tensors import tensor_bytes
 from shardckpt.testing.tensors import DTYPES
 from shardckpt_ep import EPSaveStrategy
 from tests import backends
+from tests.faults.hostile import archive, named
 from tests.golden_checkpoints import VERSIONS, global_tensors
 from tests.tables import table
 from tests.testing.blocks import LoadBlocks, SaveBlocks
@@ -280,6 +281,15 @@ def test_objects_of_other_classes_need_leave(tmp_path: Path) -> None:
     with pytest.raises(ShardingError, match=r"object 'object/shard_0_1'.*Custom"):  # no pickles there
         convert_checkpoint(tmp_path / "old", tmp_path / "other", "safetensors", allow_globals=(Custom,))
     assert not (tmp_path / "other").exists()
+
+
+@table("name", ["Inner", "Outer.Inner", "In\0ner"])
+def test_a_class_of_what_is_left_out_is_not_needed(tmp_path: Path, name: str) -> None:
+    """What is left out needs no class, whatever its name: one in a class, or one that Python cannot have."""
+    pickled = b"(S'args'\n" + named("nowhere", name) + b")RS'step'\nI7\nd."
+    (tmp_path / "old.pt").write_bytes(archive(pickled))
+    convert_checkpoint(tmp_path / "old.pt", tmp_path / "new", "safetensors", leave_out=["args"])
+    assert dc.load_common_state_dict(tmp_path / "new")["step"] == 7
 
 
 @table("to", ["ep", "safetensors", "blocks", "npy"])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import sys
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -512,3 +515,42 @@ def test_tensors_of_one_checkpoint_are_cut(tmp_path: Path, capsys: pytest.Captur
     assert main([*call, "--verbose"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [sum(f"only in {side}" in line for line in lines) for side in ("first", "second")] == [30, 30]
+
+
+class Caller(NamedTuple):
+    """As megatron.core.rerun_state_machine has it: keys of a dict are of it."""
+
+    message: str
+    rank: int
+
+
+class Config:
+    """A class that a load does not import."""
+
+    def __init__(self, lr: float) -> None:
+        self.lr, self.losses = lr, torch.full((2,), math.nan)
+
+
+def _save_as_megatron(path: Path, lr: float, count: int) -> None:
+    args = argparse.Namespace(config=Config(lr), start=math.nan, tensor=torch.ones(3))
+    state = {"args": args, "config": Config(lr), "counts": {Caller("loss", 0): count}}
+    dist_checkpointing.save(state, path, "torch_dist")
+
+
+def test_equal_stand_ins_are_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of classes that are not imported are compared by what is stored of them, and so are keys."""
+    module = ModuleType("megatron")
+    for cls in (Caller, Config):
+        monkeypatch.setattr(cls, "__module__", "megatron")
+        setattr(module, cls.__name__, cls)
+    monkeypatch.setitem(sys.modules, "megatron", module)
+    for name, lr, count in (("a", 0.1, 3), ("b", 0.1, 3), ("c", 0.2, 4)):
+        _save_as_megatron(tmp_path / name, lr, count)
+    same = diff_checkpoints(tmp_path / "a", tmp_path / "b")
+    assert (same.objects.equal, same.objects.differences) == (3, ())
+    other = diff_checkpoints(tmp_path / "a", tmp_path / "c").objects
+    assert [(found.key, found.kind) for found in other.differences] == [
+        ("common['args']", "value"),
+        ("common['config']", "value"),
+        ("common['counts'][<stub for megatron.Caller('loss', 0)>]", "value"),
+    ]

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
-from shardckpt.adapters.state_layout import match_axes
-from shardckpt.errors import ShardingError
+from shardckpt.adapters.state_layout import match_axes, resize_like
+from shardckpt.errors import ShapeMismatchError, ShardingError
 from shardckpt.mapping import ShardedTensor as OurShardedTensor
 from shardckpt.optimizer_state import load_sharded_optimizer_state_dict
 from tests.adapters.layouts import S0, S1, SHAPES, SS0, Meshes, R, layouts, values, world
@@ -131,6 +131,15 @@ def test_shapes_are_read_as_parts_of_the_parameters() -> None:
     assert match_axes((5, 3), (5, 4, 3)) == [{0: 0, 2: 1}]
     assert match_axes((7,), (8, 6)) == []
     assert match_axes((2, 2, 2), (2, 2)) == []
+
+
+def test_state_grows_where_its_axes_are_the_parameters_alone() -> None:
+    """Where the old size stands at another axis, as in a square preconditioner, nothing grows in part."""
+    shapes = {shape: resize_like("k", shape, (8, 6), (10, 6)) for shape in ((8, 6), (8, 1), (1, 6), (6, 6), (), (6,))}
+    assert [*shapes.values()] == [(10, 6), (10, 1), (1, 6), (6, 6), (), (6,)]
+    for shape in ((8, 8), (6, 8), (8,), (2, 8, 6)):
+        with pytest.raises(ShapeMismatchError, match=r"which axis of it grows is not known"):
+            resize_like("k", shape, (8, 6), (10, 6))
 
 
 def _some_ranks(directory: Path) -> list[float]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
@@ -10,10 +12,11 @@ import pytest
 from shardckpt.engine import locate
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import RemotePath
-from shardckpt.storage.journal_log import ObjectLog
+from shardckpt.storage.journal_log import FileLog, ObjectLog
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -71,3 +74,18 @@ def test_an_incomplete_line_does_not_count(folder: RemotePath) -> None:
     assert again.go_on({})
     again.append({"number": 9})
     assert ObjectLog(folder).read() == [{"number": 0}, {"number": 1}, {"number": 9}]
+
+
+def test_a_file_server_that_fails_at_the_close_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends a save may close its journal: the error that ended it is told, and no later one."""
+    log = FileLog(tmp_path)
+    log.begin()
+    close = os.close
+
+    def fail(descriptor: int) -> None:
+        close(descriptor)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "close", fail)
+    log.close()
+    log.close()

@@ -139,6 +139,56 @@ def test_an_interrupt_ends_it_once_what_was_begun_has_ended() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "w"]
 
 
+def test_a_second_interrupt_leaves_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the caller waits for the others ends the wait; they end with what they have begun."""
+    workers = Workers(2, "w")
+
+    def interrupt(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workers._changed, "wait_for", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        workers.each(abs, enumerate(range(2)))
+    left = [thread for thread in threading.enumerate() if thread.name == "w"]
+    for thread in left:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in left)
+
+
+def test_an_interrupt_between_two_items_of_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes when the caller has taken a piece of another's and not begun it leaves nobody waiting."""
+    workers = Workers(2, "w")
+    caller, take = threading.get_ident(), _Job.take
+    begun, interrupted = threading.Event(), threading.Event()
+    outcomes: list[BaseException] = []
+
+    def interrupt(job: _Job[Any, Any], caught: type[BaseException]) -> Any:
+        taken = take(job, caught)
+        if threading.get_ident() == caller and caught is BaseException and taken is not None:
+            interrupted.set()
+            raise KeyboardInterrupt
+        return taken
+
+    def whole(_: int) -> None:
+        if threading.get_ident() == caller:
+            assert begun.wait(60)
+            return
+        try:
+            workers.each(piece, enumerate(range(2)))
+        except KeyboardInterrupt as exc:
+            outcomes.append(exc)
+            raise
+
+    def piece(_: int) -> None:
+        begun.set()
+        assert interrupted.wait(60)
+
+    monkeypatch.setattr(_Job, "take", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        workers.each(whole, enumerate(range(2)))
+    assert len(outcomes) == 1
+
+
 def test_two_callers_at_once() -> None:
     """Threads of the user's that share workers each get their own results."""
     workers = Workers(3, "w")

@@ -11,7 +11,7 @@ from shardckpt.tensors import is_ordinary, is_plain, plain_cpu, tensor_bytes
 from shardckpt_safetensors.contiguous.exchange import as_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
 
@@ -70,25 +70,39 @@ class ContiguousWork:
 
 
 def _write(file: SharedFile, write: Write, tensor: torch.Tensor, key: str) -> None:
+    """Begin a write; the thread that writes makes the bytes."""
     values = tensor.detach()
-    # the thread that writes makes the bytes; those of a device's tensor, which may be large, in parts
-    if is_ordinary(values) or not (is_plain(values) and values.is_contiguous()):
-
-        def view() -> memoryview:
-            return tensor_bytes(plain_cpu(tensor))[write.start : write.stop]
-
-        file.write(write.offset, view, write.segments, write.keys, key)
+    if not is_ordinary(values) and is_plain(values) and values.is_contiguous():
+        _write_copies(file, write, as_bytes(values), key)
         return
-    flat = as_bytes(values)
-    number, low, keys = 0, write.start, write.keys
-    while number < len(write.segments):
-        taken, end = [write.segments[number]], number + 1
-        while end < len(write.segments) and sum(taken) + write.segments[end] <= _COPIED_BYTES:
-            taken.append(write.segments[end])
-            end += 1
-        high = low + sum(taken)
-        file.write(write.offset + low - write.start, partial(_copy, flat[low:high]), taken, keys, key)
-        number, low, keys = end, high, 0
+
+    def view() -> memoryview:
+        return tensor_bytes(plain_cpu(tensor))[write.start : write.stop]
+
+    file.write(write.offset, view, write.segments, write.keys, key)
+
+
+def _write_copies(file: SharedFile, write: Write, values: torch.Tensor, key: str) -> None:
+    """Begin the writes of bytes on a device, which are copied to the host in parts: all of them may be large."""
+    offset, start, keys = write.offset, write.start, write.keys
+    for segments in _group(write.segments, _COPIED_BYTES):
+        nbytes = sum(segments)
+        file.write(offset, partial(_copy, values[start : start + nbytes]), segments, keys, key)
+        offset, start, keys = offset + nbytes, start + nbytes, 0  # all keys count with the first
+
+
+def _group(segments: Sequence[int], limit: int) -> Iterator[list[int]]:
+    """Yield segments that follow each other, as many as have at most so many bytes, and at least one."""
+    group: list[int] = []
+    nbytes = 0
+    for segment in segments:
+        if group and nbytes + segment > limit:
+            yield group
+            group, nbytes = [], 0
+        group.append(segment)
+        nbytes += segment
+    if group:
+        yield group
 
 
 def _view(head: bytes) -> memoryview:

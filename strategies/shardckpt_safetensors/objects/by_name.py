@@ -47,7 +47,8 @@ def _encode_stub(stub: Stub) -> tuple[str, dict[str, Any]]:
         value = {"value": held["value"]} if "value" in held else {}
         return _ENUM, {_MODULE: module, _CLASS: name, "name": held["name"], **value}
     empty = {field for field, content in held.items() if type(content) in (tuple, list, dict) and not content}
-    fields = {field: held[field] for field in _STUB_FIELDS if field in held and field not in empty}
+    # an empty state is one: the class may make something of it
+    fields = {field: held[field] for field in _STUB_FIELDS if field in held and field not in empty - {"state"}}
     return _STUB, {_MODULE: module, _CLASS: name, **fields, "args": list(stub.args)}
 
 

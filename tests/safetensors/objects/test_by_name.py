@@ -173,6 +173,10 @@ def test_stubs_keep_what_a_pickle_gave_them() -> None:
     found = decode_object(*encode_object(stub, WHAT), WHAT)
     assert type(found) is type(stub)
     assert vars(found) == vars(stub)
+    without = make_stub_class("megatron.elsewhere", "Kind")()
+    assert "state" not in vars(decode_object(*encode_object(without, WHAT), WHAT))
+    without.__setstate__({})
+    assert vars(decode_object(*encode_object(without, WHAT), WHAT))["state"] == {}
     named = make_stub_class("megatron.elsewhere", "Kind").for_member("A")
     assert decode_object(*encode_object(named, WHAT), WHAT).name == "A"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from shardckpt.compat.megatron.dist_checkpointing.utils import _sharded_tensor_shard_id, _ShardId
 from shardckpt.compat.megatron.refusals import make_refusing_getattr
 from shardckpt.distributed.comm import Comm
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, listed
 from shardckpt.mapping.base import is_main_replica
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.parallel.transfers import Transfer, check_algorithm, exchange_shards
@@ -140,7 +140,12 @@ def exchange_by_distribution(
             shard = shard_distribution.shard_to_metadata[number]
             targets = tuple(rank for rank in shard_distribution.all_ranks_for_shard[number] if rank != source)
             transfers[number] = Transfer(shard.data_shape, shard.dtype, source, targets)
-        for number in transfers.keys() & unloaded_shards.keys():
+        for number in unloaded_shards:
+            if number not in transfers:
+                raise CheckpointingException(
+                    f"shard {number} is in no state dict of the distribution, so that no rank sends it: pass the "
+                    "distribution of these state dicts"
+                )
             if unloaded_shards[number].dtype != transfers[number].dtype:
                 raise CheckpointingException(
                     f"shard {number} is {unloaded_shards[number].dtype} here, the distribution says "
@@ -164,8 +169,19 @@ def exchange_loaded_objects_gather_object(loaded_objects: Mapping[Any, Any]) -> 
 
     Returns:
         The objects of all ranks by key.
+
+    Raises:
+        CheckpointingException: several ranks have loaded an object of the same key.
     """
-    return {key: value for loaded in Comm().all_gather(dict(loaded_objects)) for key, value in loaded.items()}
+    found: dict[Any, Any] = {}
+    for rank, loaded in enumerate(Comm().all_gather(dict(loaded_objects))):
+        if twice := found.keys() & loaded.keys():
+            names = listed(sorted(map(str, twice)), limit=4)
+            raise CheckpointingException(
+                f"rank {rank} and a rank before it have loaded the same objects: {names}; one rank is to load each"
+            )
+        found |= loaded
+    return found
 
 
 def refuse_group_cache(pg_cache_path: str | None, pg_cache_create: bool) -> None:
