@@ -487,8 +487,8 @@ def _equal_leaves(x1: Any, x2: Any) -> bool:
     try:
         if isinstance(x1, torch.Tensor) or isinstance(x2, torch.Tensor):
             both = isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor)
-            alike = both and (x1.dtype, x1.shape) == (x2.dtype, x2.shape)
-            return alike and (torch.equal(x1, x2) or have_equal_bits(x1, x2))
+            same_kind = both and (x1.dtype, x1.shape) == (x2.dtype, x2.shape)
+            return same_kind and (torch.equal(x1, x2) or have_equal_bits(x1, x2))
         if isinstance(x1, tuple) and type(x1) is type(x2):
             return len(x1) == len(x2) and all(map(are_equal, x1, x2))
         same = x1 == x2

@@ -116,7 +116,7 @@ class LoadContext:
         # imported here: it imports torch, which the command line's help does not need
         from shardckpt.storage.directory import replaced_error
 
-        is_same = self.comm.agree(identity, **agreed) if agreed else self.comm.all_alike(identity)
+        is_same = self.comm.agree(identity, **agreed) if agreed else self.comm.all_equal(identity)
         if not is_same:
             with self.comm.local_phase(f"comparing the {what} that the ranks have read"):
                 raise replaced_error(self.reader.directory, f"the ranks have read different {what}")

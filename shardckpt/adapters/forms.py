@@ -23,7 +23,7 @@ from shardckpt.tensors.memory import ORDINARY
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from shardckpt.adapters.dtensor import AlikeTensors
+    from shardckpt.adapters.dtensor import LayoutCache
     from shardckpt.mapping.base import Replicated
 
 #: The key of a form, below that of its state: no name of a value has parentheses.
@@ -150,13 +150,13 @@ def list_tensors(state: Any) -> dict[str, torch.Tensor | InnerShard]:
 
 
 def describe_nested(
-    values: Any, key: str, replicated: Replicated, alike: AlikeTensors, layout: Layout | None
+    values: Any, key: str, replicated: Replicated, cache: LayoutCache, layout: Layout | None
 ) -> dict[str, Any]:
     """Describe a parameter's state that is not :func:`is_self_describing`; for the rest see there and describe_leaf."""
     flat = flatten_state(values)
     is_distributed = layout is not None
     form, tensors = make_form(flat, is_distributed=is_distributed), list_tensors(flat)
-    found = describe_with_form(form, tensors, key, replicated, alike, is_distributed=is_distributed)
+    found = describe_with_form(form, tensors, key, replicated, cache, is_distributed=is_distributed)
     if layout is not None and (axes := _list_axes(tensors, layout)):
         # a load must know before it has read an object; stock dcp.load knows tensors by their paths alone
         slot = f"{_SHARDED}{json.dumps(axes)})"
@@ -212,7 +212,7 @@ def describe_with_form(
     tensors: Mapping[str, torch.Tensor | InnerShard],
     key: str,
     replicated: Replicated,
-    alike: AlikeTensors | None = None,
+    cache: LayoutCache | None = None,
     *,
     is_distributed: bool = False,
 ) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def describe_with_form(
             return tensor.describe(key, replicated)
         # next to a DTensor it may be of this rank's rows: one rank's would be wrong for all
         is_compared = is_distributed and not isinstance(tensor, DTensor) and tensor.numel() > 1
-        return describe_leaf(tensor, key, True if is_compared else replicated, alike=alike)
+        return describe_leaf(tensor, key, True if is_compared else replicated, cache=cache)
 
     return {
         FORM: describe_object(form, f"{key}.{FORM}", replicated),

@@ -49,7 +49,7 @@ _FEW = 32768
 #: Small tensors that a thread copies at a time.
 _BATCH = 256
 #: So many tensors that follow each other in the buffer and have one form are worth joining.
-_FEWEST_ALIKE = 8
+_FEWEST_JOINED = 8
 
 #: Dtypes whose tensors are copied as bytes, not by torch: it cannot copy integers narrower than a byte, normalizes
 #: bools to 0 and 1, and keeps the scales of quantized dtypes elsewhere.
@@ -110,10 +110,9 @@ class Layout:
         """The numbers of the small tensors, a batch each; a range, if the batch can be copied as one tensor."""
         found: list[Sequence[int]] = []
         rest: list[int] = []
-        alike = groupby(enumerate(self.small), lambda pair: self._find_joint(*pair))
-        for joint, pairs in alike:
+        for joint, pairs in groupby(enumerate(self.small), lambda pair: self._find_joint(*pair)):
             numbers = [number for _, number in pairs]
-            if joint is None or len(numbers) < _FEWEST_ALIKE:
+            if joint is None or len(numbers) < _FEWEST_JOINED:
                 rest += numbers
                 continue
             found += _cut(range(numbers[0], numbers[-1] + 1))
@@ -239,7 +238,7 @@ class Copies:
             batches = _cut(rest)
         yield from _moves(runs, views)
         for batch in batches:
-            yield partial(self._copy_alike if isinstance(batch, range) else self._copy_batch, batch, views)
+            yield partial(self._copy_joined if isinstance(batch, range) else self._copy_batch, batch, views)
 
     def _are_contiguous(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether the small tensors are; they are asked if that was not foreseen: few saves have runs."""
@@ -255,7 +254,7 @@ class Copies:
         key, *planned, count, dtype = next(row for row in rows if row[1:3] != row[3:])
         raise ShardingError(f"tensor {key!r}: {count} of {dtype}, not {planned[0]} of {planned[1]}")
 
-    def _copy_alike(self, batch: Sequence[int], views: Sequence[torch.Tensor]) -> None:
+    def _copy_joined(self, batch: Sequence[int], views: Sequence[torch.Tensor]) -> None:
         """Copy tensors of one shape and dtype, whose copies lie side by side: as one tensor that is joined from them.
 
         torch prepares a copy once for all of them, not for each.

@@ -463,7 +463,7 @@ class Comm:
         return self._reduce(values, dist.ReduceOp.SUM)
 
     @_uninterrupted
-    def all_alike(self, data: bytes) -> bool:
+    def all_equal(self, data: bytes) -> bool:
         """Collective: return whether every rank has the same bytes, compared by 62 bits of their SHA-256."""
         return self._are_same(data)[0]
 

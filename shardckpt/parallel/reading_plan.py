@@ -182,18 +182,18 @@ def find_shared(everyone: Sequence[WantedColumns]) -> SharedShards:
         ),
         dtype=torch.uint8,
     )[rows]
-    alike, lowest = _find_same(codes, owner, len(sizes))
+    same_device, lowest = _find_same(codes, owner, len(sizes))
     numbers = (rows - starts[ranks]).tolist()
     holders, places, kinds = [], [], []
     rank_list, end = ranks.tolist(), 0
-    for size, is_same, is_alike, code in zip(
-        sizes.tolist(), same.tolist(), alike.tolist(), lowest.tolist(), strict=True
+    for size, is_same, is_one_device, code in zip(
+        sizes.tolist(), same.tolist(), same_device.tolist(), lowest.tolist(), strict=True
     ):
         begin, end = end, end + size
         if is_same:
             holders.append(tuple(rank_list[begin:end]))
             places.append(tuple(numbers[begin:end]))
-            kinds.append(names[code] if is_alike else None)
+            kinds.append(names[code] if is_one_device else None)
     return SharedShards(holders, places, kinds)
 
 

@@ -100,7 +100,7 @@ class PackedShards(NamedTuple):
         return PackedShards(pack_columns(specs), _pack_boxes(boxes, []), len(boxes.spec))
 
     def unpack(self) -> tuple[list[TensorSpec], Table]:
-        """Return the specs and boxes of tensors and objects alike, an object as one box.
+        """Return the specs and boxes of tensors and objects; an object is one box.
 
         Returns:
             The specs, of tensors and then objects; and the boxes, whose tensor numbers are indices of the specs.

@@ -39,7 +39,7 @@ def saved_shards(case: TensorCase, rank: int) -> list[ShardedTensor]:
 
 
 def _filled(whole: TensorSpec, piece: ShardSpec, part: torch.Tensor) -> ShardedTensor:
-    axis = None if whole.alike is None or piece.flat else whole.alike - piece.lead
+    axis = None if whole.constant_axis is None or piece.flat else whole.constant_axis - piece.lead
     thin = piece.thin and axis is not None and axis >= 0
     data = squeezed(part, axis or 0) if thin else place_in_memory(part, piece.memory).view
     return describe(whole.key, piece, data.dtype, whole.shape, data)

@@ -286,7 +286,7 @@ def _describe_unused(
 
     left = list_counted(stored.keys() - mine)
     # nearly always all ranks ask for the same; pipeline stages do not, and only together know what is left
-    if not comm.all_alike("\n".join(left).encode()):
+    if not comm.all_equal("\n".join(left).encode()):
         names = list_counted(stored)
         used = comm.largest(*(name in mine for name in names))
         left = [name for name, is_used in zip(names, used, strict=True) if not is_used]
@@ -403,7 +403,7 @@ def compare_common(
         mine = dict_list_map_outplace(lambda leaf: leaf, common)
         mine = mine if preprocess is None else preprocess(mine)
     data = try_pickle(mine)
-    if comm.all_alike(data or os.urandom(8)):  # random bytes differ: what cannot be pickled is compared below
+    if comm.all_equal(data or os.urandom(8)):  # random bytes differ: what cannot be pickled is compared below
         return
     stored = comm.broadcast(None if data is None else mine)  # a strategy may store what pickle does not take
     places = ([], [], []) if stored is None else diff(stored, mine)

@@ -88,7 +88,7 @@ def find_replicas(shards: Sequence[ShardedBase], comm: Comm) -> Replicas:
             if (replicated := _get_replicated(shard))
         }
         ordered = sorted(short_ids.values())
-    if comm.all_alike(b"".join(ordered)):  # one small message answers for most jobs; ids go to their owners else
+    if comm.all_equal(b"".join(ordered)):  # one small message answers for most jobs; ids go to their owners else
         if not ordered:
             return Replicas(None, [])
         holders = dict.fromkeys(ordered, Holders(0, comm.world_size))
@@ -185,7 +185,7 @@ def _compare(shared: list[_Shared], comm: Comm) -> None:
         mine = [(short_id, _digest_shard(shard, samples.get(short_id), digest)) for shard, short_id in others]
         rows = [short_id + _pack(value) for short_id, value in mine]
         rows += sorted(_digest_numbers(group, digest) for group in numbers)
-    if comm.all_alike(b"".join(rows)):
+    if comm.all_equal(b"".join(rows)):
         return
     with comm.local_phase("comparing replicated shards"):
         mine += [(short_id, _digest(shard.data, digest)) for group in numbers for shard, short_id in group]

@@ -297,7 +297,7 @@ def _list_round(rounds: dict[int, list[list[Message]]], number: int) -> list[tup
 
 
 def _split_rounds(messages: Sequence[Message], world_size: int) -> list[list[Message]]:
-    """Split the messages from one rank to another into rounds: sender and receiver split alike."""
+    """Split the messages from one rank to another into rounds: the sender and the receiver split them equally."""
     most = _count_round_bytes(world_size)
     rounds: list[list[Message]] = []
     filled = most

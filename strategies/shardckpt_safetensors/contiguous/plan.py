@@ -176,7 +176,7 @@ def plan_contiguous(
     # one number a tensor: on the ranks together, the largest says whether any rank has it otherwise than in a range
     scattered = comm.largest(*votes.values()) if votes else []
     in_range = {key: not vote for key, vote in zip(votes, scattered, strict=True)}
-    shared = comm.all_alike(str(context.staging).encode())  # a save to a store: each rank writes to its own directory
+    shared = comm.all_equal(str(context.staging).encode())  # a save to a store: each rank writes to its own directory
     with comm.local_phase("looking for tied tensors"):
         tensors = [t for t in tensors if in_range.get(t.key) or options.choose(t.key, sections) == "contiguous"]
         chosen_keys = {tensor.key for tensor in tensors}
@@ -246,7 +246,7 @@ def _find_tied_head(
 
 def _combine(mine: T, unite: Callable[[Sequence[T]], U], name: str, comm: Comm) -> U:
     """Collective: return what is made of the values of all ranks."""
-    if comm.all_alike(repr(mine).encode()):  # as with FSDP: no rank needs to receive what the others have
+    if comm.all_equal(repr(mine).encode()):  # as with FSDP: no rank needs to receive what the others have
         return unite([mine])
     everyone = comm.gather(mine)
     return comm.main_runs(name, lambda: unite(everyone))
