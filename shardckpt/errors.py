@@ -151,7 +151,7 @@ class CommunicationError(CheckpointingException):
 
 
 class OtherJobError(CheckpointingException):
-    """A folder that another job saves to, too, where ``on_other_job="error"`` lets a manager save beside none."""
+    """Another job saves to the same folder, which ``on_other_job="error"`` forbids."""
 
 
 class RankFailedError(CheckpointingException):
@@ -290,7 +290,7 @@ def format_many(count: int, noun: str) -> str:
 
 
 def natural_order(key: str) -> list[tuple[int, str, str]]:
-    """Return what keys are sorted by so that layer 2 comes before layer 10.
+    """Return a sort key of a name, by which layer 2 comes before layer 10.
 
     Args:
         key: The key.
@@ -310,7 +310,7 @@ def name_known(wanted: str, known: Collection[str], what: str, limit: int = 6, a
     Args:
         wanted: The name.
         known: Those there are.
-        what: What they are called, in the plural: ``"keys"``.
+        what: Their kind, in the plural: ``"keys"``.
         limit: How many are listed.
         also: Other names that are asked about, and not listed.
 
@@ -467,7 +467,7 @@ def refuse_copy(value: object, holds: str, instead: str) -> NoReturn:
 
     Args:
         value: The object.
-        holds: What it has that another object or process cannot have.
+        holds: The part of it that no other object or process can have.
         instead: What to make instead.
     """
     raise CheckpointingException(

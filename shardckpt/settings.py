@@ -37,7 +37,7 @@ _MOST_DIGITS = 9
 _KEY = re.compile(r"[^\s@]+(@[0-9]{1,9})?")
 
 
-#: What each is for, and what reads it.
+#: The purpose of each variable, and the function that reads it.
 _VARIABLES: dict[str, tuple[str, Callable[[], object]]] = {}
 
 
@@ -211,7 +211,7 @@ class Variable(NamedTuple):
     Attributes:
         name: Its name.
         value: What is in force, by default or as it is set.
-        text: What it is for; of one that nothing reads, or whose value is wrong, what to do.
+        text: Its purpose; of one that nothing reads, or whose value is wrong, what to do.
         is_wrong: Whether nothing reads it, or its value is wrong.
     """
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 #: Where torch keeps its tensors that are spread over ranks: DTensor, ShardedTensor.
 _SHARDED_BY_TORCH = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._shard")
-#: What dcp.save and dcp.load take, and what here is described by the adapters.
+#: Classes that dcp.save and dcp.load accept, and that the adapters describe here.
 _DESCRIBED = (torch.nn.Module, torch.optim.Optimizer)
 
-#: What may have shards in it, where it is a leaf, or in one: all but the dicts and lists that are looked into.
+#: Containers that may have shards in them, as a leaf or inside of one: all but the dicts and lists that are walked.
 _CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
 #: Classes of most leaves, which have nothing in them: isinstance of Mapping is slow.
 _SIMPLE = frozenset((bool, int, float, str, bytes, type(None), torch.Tensor))
@@ -94,7 +94,7 @@ def nested_items(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any
 def flatten_as_dcp(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield (path, leaf) pairs as torch.distributed.checkpoint flattens a state dict: the keys of dicts become text.
 
-    A list in which, or in a list of which, there is no dict, tensor or shard, is a leaf; so is every tuple.
+    A list without a dict, tensor or shard, in it or in its lists, is a leaf; so is every tuple.
     """
     if isinstance(x, dict):
         for key, value in x.items():

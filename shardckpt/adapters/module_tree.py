@@ -1,4 +1,4 @@
-"""List a module's tensors by full name in one walk, or read its state dict where classes or hooks decide what it has.
+"""List a module's tensors by full name in one walk, or read its state dict where classes or hooks change its content.
 
 ``get_model_state_dict`` finds each name by attributes, and detaches each tensor: 40 to 60 µs a tensor in every save.
 Nothing is remembered between two walks, so a module may be wrapped or changed in any way between them.

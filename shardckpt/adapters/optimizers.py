@@ -1,4 +1,4 @@
-"""State of optimizers by full parameter names: what there is to save.
+"""The state of optimizers to save, by full parameter names.
 
 An optimizer's ``state_dict()`` has the state of each parameter, the options of each group, and whatever else the class
 keeps: entries of its own, state under keys that are no parameters. All of it is stored. A load asks for what is stored,
@@ -257,7 +257,7 @@ def find_owner(parts: Sequence[NamedPart], optimizer: Optimizer, number: int) ->
     if not hasattr(optimizer, GROUPS):
         raise ShardingError(
             f"optimizer {number}, a {type(optimizer).__name__}, has no param_groups that say which parameters it "
-            "trains: pass the optimizer that it has inside, and save its own state_dict() beside it"
+            "trains: pass the optimizer that it has inside, and save its own state_dict() in addition"
         )
     params = {id(param) for group in optimizer.param_groups for param in group[PARAMS]}
     for part in parts:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _LOADING = frozenset(("load_state_dict", "_load_from_state_dict", "set_extra_state"))
 _RESIZING = frozenset(("_load_from_state_dict",))
 _SAVING = frozenset(("state_dict", "_save_to_state_dict"))
-#: Where torch has modules that load nothing but what they have.
+#: Packages of torch whose modules load nothing but their own values.
 _TORCH = ("torch.nn.", "torch.distributed.")
 
 

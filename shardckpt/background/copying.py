@@ -82,7 +82,7 @@ class Layout:
     large: array[int]
     nbytes: int
 
-    # What follows is computed once a layout, which nearly all saves of a job have in common.
+    # The properties below are computed once a layout, which nearly all saves of a job have in common.
 
     @cached_property
     def small_starts(self) -> list[int]:

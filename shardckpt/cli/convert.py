@@ -1,6 +1,6 @@
 """Write a checkpoint, a Hugging Face folder or a file of torch.save in another format, and prove that nothing changed.
 
-What SRC is, its content says: a checkpoint that an installed strategy reads (Megatron's, plain DCP's,
+SRC is recognised by its content: a checkpoint that an installed strategy reads (Megatron's, plain DCP's,
 torch_checkpointing's and zarr's among them), a Hugging Face folder of safetensors or .bin files, one safetensors file,
 or one file of torch.save. Pickles are read without running code in them.
 

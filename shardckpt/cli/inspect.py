@@ -206,7 +206,7 @@ def _read_outline(options: Any) -> _Found | None:
         found = open_by_outline(options.directory, OUTLINES)
     except CheckpointReplacedError:
         raise
-    except (CheckpointingException, OSError):  # the strategy's way says better what it is
+    except (CheckpointingException, OSError):  # the strategy has the better error
         return None
     if found is None:
         return None

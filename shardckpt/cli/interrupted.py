@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 #: What is left of a verb that does not write all at its end.
 _LEFT = {
-    "prune": "what it has removed is gone, and the next call goes on",
+    "prune": "removed steps and files are gone, and the next call goes on",
     "verify": "verdicts that it has marked stay",
     "demo": "its files are in its folder",
 }
@@ -44,8 +44,8 @@ def find_published(options: argparse.Namespace, before: object) -> str:
 def describe_left(options: argparse.Namespace) -> str:
     """Return what is left of an interrupted verb.
 
-    One that writes DST removes what it has written, but a second Ctrl-C stops that, and what an earlier call that was
-    killed has left stays until a call goes on with it.
+    One that writes DST removes its files, but a second Ctrl-C stops that, and the files of an earlier call that was
+    killed stay until a call goes on with them.
     """
     if options.verb in _LEFT:
         return _LEFT[options.verb]

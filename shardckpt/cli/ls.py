@@ -66,7 +66,7 @@ def add_options(parser: Any) -> None:
 
 
 def run(options: Any) -> Output:
-    """Return a row per directory, and what they are together; of several folders, of each.
+    """Return a row per directory, and their totals; for each of several folders.
 
     It is an error if no checkpoint has the metric that is asked for, or the only folder cannot be listed.
     """
@@ -178,7 +178,7 @@ def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: 
 
 
 def _find_leftovers(folder: str) -> list[PruneResult]:
-    """Return what killed saves have left in a folder or next to a checkpoint; next to a file and at a URL, nothing."""
+    """Return the leftovers of killed saves in a folder or next to a checkpoint; none next to a file and at a URL."""
     from shardckpt.commit.leftovers import find_leftovers_of
     from shardckpt.engine.locations import find_local
 
@@ -366,7 +366,7 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary], *, recursive: bo
 
 
 def _measure_others(folder: str, found: Sequence[CheckpointSummary]) -> int:
-    """Return the bytes in a folder of this machine, logs and what killed saves have left, that no row has."""
+    """Return the bytes in a folder of this machine, logs and leftovers of killed saves, that no row has."""
     from shardckpt.engine.locations import find_local, measure
 
     if (top := find_local(folder)) is None or not top.is_dir():

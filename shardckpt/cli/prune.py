@@ -1,4 +1,4 @@
-"""Remove what killed saves, overwrites, exports and removals have left next to checkpoints, or on a store.
+"""Remove the leftovers of killed saves, overwrites, exports and removals, next to checkpoints or on a store.
 
 In a directory these are hidden directories, on a store the objects of a save that has not committed them, and the parts
 of objects that it had not sent to the end (S3, with s3fs).
@@ -20,7 +20,7 @@ one, until one is intact, which is kept; with --damaged, too, all of them are re
 A metric that no step has, and a --keep-step that is not there, are errors, and nothing is removed.
 A checkpoint that is alone in its folder is one, too: its folder was meant.
 
-With -r each folder below PATH that has steps, or only what killed saves have left, is pruned by itself, as each of
+With -r each folder below PATH that has steps, or only leftovers of killed saves, is pruned by itself, as each of
 several PATHs is. What is an error for one of them is one for all, before anything is removed; with --skip-errors that
 folder alone is left as it was, and the exit code is 2. The steps of one that lack the metric of --keep-best are left,
 which is said, and no error where another has it. Links in PATH to folders elsewhere are not followed.
@@ -78,7 +78,7 @@ def add_options(parser: Any) -> None:
         nargs="?",
         const="",
         metavar="DIR",
-        help="also remove what killed uploads to stores have left on this machine: in DIR, or by default in "
+        help="also remove the leftovers of killed uploads to stores on this machine: in DIR, or by default in "
         "SHARDCKPT_SPOOL_DIR or the temporary directory",
     )
     parser.add_argument(
@@ -318,7 +318,7 @@ def _plan(options: Any, policies: Sequence[Any], *, is_alone: bool) -> list[Step
 def _prune(
     options: Any, policies: Sequence[Any], planned: list[StepResult]
 ) -> tuple[list[Verified], list[StepResult], list[PruneResult]]:
-    """Prune one folder: return what was verified, and what became of its steps and of what killed saves have left."""
+    """Prune one folder: return what was verified, and the results for its steps and for leftovers of killed saves."""
     from shardckpt.engine.display import show_progress
 
     verified, failed, unwritten = _verify_newest(options) if options.verify else ([], [], {})
@@ -365,7 +365,7 @@ class Verified(NamedTuple):
 
 
 def _prune_leftovers(options: Any) -> list[PruneResult]:
-    """Remove what killed saves have left in a folder, and return what became of it."""
+    """Remove the leftovers of killed saves in a folder, and return the results."""
     from shardckpt.engine.pruning import prune_leftovers
 
     return prune_leftovers(options.path, options.leftover_age, dry_run=options.dry_run)

@@ -36,7 +36,7 @@ def split_region(text: str) -> tuple[str, tuple[Any, ...]] | None:
 
 
 def read_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...]) -> Output:
-    """Return what is known of a region: what it is, its statistics, and its values or the first of them.
+    """Return the description of a region, its statistics, and its values or the first of them.
 
     An index that selects nothing of the tensor is an error.
     """
@@ -164,7 +164,7 @@ def find_common(checkpoint: StoredCheckpoint, path: str) -> tuple[str, Any] | No
 
 
 def show_common(path: str, value: Any) -> Output:
-    """Return a value of the common state, and what it is."""
+    """Return a value of the common state, and its description."""
     return Output(lambda: {"common": path, "value": value}, lambda: _describe_common(path, value))
 
 

@@ -417,7 +417,7 @@ def _summary(results: Sequence[FileResult]) -> str:
 
 
 def _name_checks(files: Sequence[FileResult]) -> str:
-    """Return the verdict on a checkpoint without a fault, not all of whose files have digests: by what it is one."""
+    """Return the verdict on a checkpoint without a fault that has files without digests: how these were checked."""
     ways = {file.checked for file in files if not file.foreign}
     names = {"digests": "digests", "crc32": "CRC-32", "structure": "structure"}
     said = " and ".join(name for way, name in names.items() if way in ways)

@@ -4,7 +4,7 @@ A lease is a reader's, and ends with it. A pin has a label, and lasts until it i
 in the hidden directory ``.shardckpt-holds`` next to the checkpoints, on a store an object there: a checkpoint itself is
 never written into. A removal, too, writes a mark there before it looks for holds, as a reader writes its lease before
 it looks for such marks; and so does a save that takes the place of a checkpoint. So of a lease and a removal at the
-same time at least one sees the other, and the removal gives way. On a full file system, where nobody can write a lease,
+same time at least one sees the other, and the removal gives way. On a full file system, where no lease can be written,
 a removal does without its mark.
 
 Leases end at a time of day: the clocks of hosts that share a folder must agree to about a minute.

@@ -13,7 +13,7 @@ folder of its own below the URL, its generation, and the marker at the URL is re
 4. The main rank deletes the old checkpoint's objects, then the claims, then the in-progress object: after a crash the
    in-progress object shows that something is left.
 
-A save deletes the checkpoint that it has replaced, and what others have left if all of them are certainly dead.
+A save deletes the checkpoint that it has replaced, and leftovers of other saves if all of them are certainly dead.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class SmallFiles:
         self._remove_if_empty()
 
     def clear(self) -> None:
-        """Remove what killed writes have left, and the directory if it is empty."""
+        """Remove the leftovers of killed writes, and the directory if it is empty."""
         if not has_local_files(self.place):  # there each write is one request
             return
         with wrap_os_errors("clear", self.place):

@@ -198,7 +198,7 @@ class Operation:
             self._emit(phase=phase, seconds=time.perf_counter() - started, **described, **fields)
 
     def log_failure(self, error: BaseException) -> None:
-        """Log the failure of an operation that ends behind the training: nobody may ask for its error."""
+        """Log the failure of an operation that ends in the background: the program may never ask for its error."""
         log_failure(self.kind, self.directory, self.comm.rank, error, self._started)
 
     def _is_observed(self) -> bool:
@@ -339,6 +339,6 @@ class _Phase:
             raise
         finally:
             phase.end()
-        if error is None or isinstance(error, Exception):  # an interrupt is reported by nobody
+        if error is None or isinstance(error, Exception):  # an interrupt is not reported
             self._operation.end_phase(phase, error)
         return None

@@ -1,4 +1,4 @@
-"""Removing leftovers: what killed saves, overwrites and removals have left; never the only complete checkpoint."""
+"""Remove the leftovers of killed saves, overwrites and removals; never the only complete checkpoint."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class PruneResult:
 def prune_leftovers(
     path: str | os.PathLike[str], older_than: float | None = None, *, dry_run: bool = False
 ) -> list[PruneResult]:
-    """Remove what killed saves, overwrites, exports and removals have left. Not collective: one process calls.
+    """Remove the leftovers of killed saves, overwrites, exports and removals. Not collective: one process calls.
 
     Nothing is removed that a living process owns, nor the only complete checkpoint. The path is that of a folder of
     checkpoints, or of one checkpoint, whose leftovers are next to it; at a URL they are in the place of the checkpoint.

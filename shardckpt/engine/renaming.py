@@ -49,9 +49,9 @@ def parse_renames(rename: object) -> dict[str, str]:
 def rename_stored(checkpoint: OpenCheckpoint, names: Mapping[str, str], keys: Sequence[str]) -> OpenCheckpoint:
     """Return an open checkpoint under other names, which are the same on every rank.
 
-    ``names`` has the dotted beginnings of keys, or whole keys, as they are stored, and what they are to be; of several
-    that begin a key the longest counts, and ``""`` begins every key. It is a KeyMismatchError if the checkpoint has
-    nothing of one of these names, or two things would have one name.
+    ``names`` maps stored keys, or their dotted prefixes, to new ones; of several prefixes of a key the longest counts,
+    and ``""`` begins every key. It is a KeyMismatchError if the checkpoint has nothing of one of these names, or two
+    things would have one name.
     """
     with checkpoint.operation.local_phase("renaming what is stored"):
         _check(names, keys)

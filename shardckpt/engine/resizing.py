@@ -45,8 +45,8 @@ def allow_resizing(
 ) -> list[ShardedBase]:
     """Return shards; those that match a pattern may have another shape than is stored.
 
-    Where the stored shape is not known, what can have another shape may have it. One with another shape that has axes
-    that its tensor has not, or is flattened, is an error.
+    Where the stored shape is not known, every shard that can have another shape may have it. One with another
+    shape that has axes that its tensor has not, or is flattened, is an error.
     """
     if not patterns:
         return list(shards)

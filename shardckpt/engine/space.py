@@ -245,7 +245,7 @@ def explain_full(error: NotEnoughSpaceError, target: Path) -> NotEnoughSpaceErro
 
 
 def _advise_of_space(target: Path) -> tuple[int, str]:
-    """Return the bytes that interrupted saves have left beside a target, and what removes these, or others."""
+    """Return the bytes that interrupted saves have left next to a target, and advice how to free these, or others."""
     folder = get_parent(target)
     runs = None if takes_requests(target) else _find_used_runs(Path(folder))
     leftover = sum(_count_leftovers(place) for place in ([folder] if runs is None else runs))

@@ -76,7 +76,7 @@ class Timeline:
         return not math.isnan(self._planned)
 
     def pack(self, ready: float, nbytes: int) -> bytes:
-        """Return the times for the main rank; empty if nobody noted the writing, as where other programs do it.
+        """Return the times for the main rank; empty if the writing was not noted, as where other programs do it.
 
         ``ready`` is when the rank had written all, and began to commit.
         """

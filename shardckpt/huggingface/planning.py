@@ -67,7 +67,7 @@ class LeftOut(NamedTuple):
             )
         if self.outside:
             logger.warning(
-                "not exported (%s beside the model): %s; --prefix (prefix=) exports others",
+                "not exported (%s outside the model): %s; --prefix (prefix=) exports others",
                 format_many(len(self.outside), "tensor"),
                 listed(self.outside),
             )

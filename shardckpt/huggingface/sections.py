@@ -16,7 +16,7 @@ _MODELS = frozenset({"model", "models", "module", "state_dict", "model_state_dic
 #: What they put all states into, and no model of the Hub has.
 _OUTER = frozenset({"app", "state_dict", "model_state_dict", "module"})
 #: Modules that models of the Hub have next to one that is called "model".
-_BESIDE_MODEL = frozenset({"lm_head", "score", "classifier", "language_model", "embed_out", "visual", "vision_tower"})
+_OUTSIDE_MODEL = frozenset({"lm_head", "score", "classifier", "language_model", "embed_out", "visual", "vision_tower"})
 #: Keys of an optimizer that are compared with those of parameters.
 _SAMPLE = 64
 
@@ -118,9 +118,9 @@ def _find_parameters(keys: Collection[str], others: Iterable[str], optimizers: I
 def _find_neighbour(others: Iterable[str], optimizers: Iterable[str]) -> str:
     """Return the prefix of what stands next to an optimizer, and is called a model."""
     for prefix in sorted({_outer(optimizer) for optimizer in optimizers}, key=len):
-        beside = {key[len(prefix) :].partition(".")[0] for key in others if key.startswith(prefix)}
-        models = beside & _MODELS
-        if len(models) == 1 and not beside & _BESIDE_MODEL:
+        siblings = {key[len(prefix) :].partition(".")[0] for key in others if key.startswith(prefix)}
+        models = siblings & _MODELS
+        if len(models) == 1 and not siblings & _OUTSIDE_MODEL:
             return f"{prefix}{models.pop()}."
     return ""
 
@@ -134,7 +134,7 @@ def _find_lone_model(keys: Collection[str]) -> str:
             return prefix
         (part,) = parts
         inner = {key[len(prefix) + len(part) + 1 :].partition(".")[0] for key in keys}
-        is_outer = part in _OUTER or (part in _MODELS and (prefix or inner & {"model", *_BESIDE_MODEL}))
+        is_outer = part in _OUTER or (part in _MODELS and (prefix or inner & {"model", *_OUTSIDE_MODEL}))
         if not is_outer or "" in inner:
             return prefix
         prefix = f"{prefix}{part}."

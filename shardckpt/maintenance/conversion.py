@@ -152,7 +152,7 @@ class Conversion:
     is_merge: bool
     #: Whether what cannot be read is left out.
     skip_damaged: bool
-    #: The journal of what is written, once it is known what that is.
+    #: The journal of what is written, once that is known.
     journals: list[Journal] = field(default_factory=list)
 
     def run(self) -> ConversionReport:

@@ -61,7 +61,7 @@ def diff_by_fingerprints(
         objects = None if tensors_only else _compare_objects(one, other)
         if objects is None and not tensors_only:
             return None
-    except (CheckpointingException, OSError):  # diff_checkpoints says better what it is
+    except (CheckpointingException, OSError):  # diff_checkpoints has the better error
         return None
     differences = [
         *(TensorDifference(key, "only in first", text, "") for key, text in _describe(one.outline, alone[0])),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-#: What files begin with, and what they are.
+#: The first bytes of files, and the description of these files.
 _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras): write its weights as safetensors with the library that made it"),
     (b"GGUF", "a GGUF file (llama.cpp), whose weights are packed for inference: start from the weights it was made of"),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-#: What files are called that may be a checkpoint of their own; what they are, their content says.
+#: Suffixes of files that may be a checkpoint of their own; their content decides.
 FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors", ".gguf")
 #: A model of the Hub as a pickle.
 _BIN = "pytorch_model.bin"

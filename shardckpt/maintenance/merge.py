@@ -142,7 +142,7 @@ def merge_checkpoints(
         max_shard_size: As for :func:`convert_checkpoint`.
         allow_globals: As for :func:`convert_checkpoint`.
         rename: As for :func:`convert_checkpoint`, of every source; or a list with one, or None, for each source.
-        skip_damaged: As for :func:`convert_checkpoint`, of every source; see ``missing`` for what others have.
+        skip_damaged: As for :func:`convert_checkpoint`, of every source; see ``missing`` for values that others have.
 
     Returns:
         What was written, with the proof.

@@ -99,7 +99,7 @@ class MergedLoadStrategy(LoadStrategy):
     """Reads several open checkpoints as one.
 
     Attributes:
-        names: What each is called in errors.
+        names: The name of each in errors.
         left_out: Keys that the sources have and the merge has not, once its index was read.
     """
 

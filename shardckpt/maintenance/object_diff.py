@@ -143,7 +143,7 @@ def _compare_plain_objects(
     for key in sorted(found.keys() & its_found.keys()):
         pairs.setdefault((id(found[key]), id(its_found[key])), key)
     for key in pairs.values():
-        alone -= {*found[key].keys, *its_found[key].keys}  # another key of what both have
+        alone -= {*found[key].keys, *its_found[key].keys}  # another key of an object that both have
     different = (k for k in pairs.values() if any(_compare(k, found[k].data, its_found[k].data, set(), {})))
     return tuple(different), tuple(sorted(alone))
 

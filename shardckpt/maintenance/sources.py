@@ -123,8 +123,8 @@ _HEADER = b"\0\0\0\0{"
 def open_source(location: Path, plugins: PluginManager, how: Reading = _AS_IT_IS) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint, a folder or file of another library that is read here, for the block. Not collective.
 
-    ``location`` is as :func:`shardckpt.engine.locate` returned it. All that is opened is of one save. What is none of
-    these is a NotACheckpointError that says what it is; a format that ``SHARDCKPT_ACCEPT`` leaves out is a
+    ``location`` is as :func:`shardckpt.engine.locate` returned it. All that is opened is of one save. Anything else
+    is a NotACheckpointError that describes it; a format that ``SHARDCKPT_ACCEPT`` leaves out is a
     RefusedByPolicyError. It is a KeyMismatchError if nothing has a name that is to be renamed, or two things would have
     one name.
     """
@@ -245,9 +245,9 @@ def identify_source(location: Path, opened: OpenCheckpoint) -> str:
 def check_source(location: Path, plugins: PluginManager, error: CheckpointingException) -> dict[str, Checked]:
     """Check the files of a folder of Hugging Face or DeepSpeed, or a file, as far as that goes without digests.
 
-    Return what is wrong with each file by its name, or None, and how it was checked. What is none of these is a
-    NotACheckpointError that says what it is; if that is not known, ``error`` is raised. If what lists the files is
-    damaged, that is an error, too.
+    Return what is wrong with each file by its name, or None, and how it was checked. Anything else is a
+    NotACheckpointError that describes it; if it is not recognised, ``error`` is raised. A damaged list of the files is
+    an error, too.
     """
     if location.is_file():
         return _check_opened(location, plugins)
@@ -479,7 +479,7 @@ def recognise_file(
     """Return what reads a file, by what it begins with.
 
     ``suffix`` is that of a link to it, if it has none itself. A file that is cut, or empty, though its name is that of
-    a checkpoint, is a CorruptCheckpointError; anything else is a NotACheckpointError that says what it is.
+    a checkpoint, is a CorruptCheckpointError; anything else is a NotACheckpointError that describes it.
     """
     suffix = suffix or path.suffix
     with wrap_os_errors("open", path), path.open("rb") as file:

@@ -567,7 +567,7 @@ def _make_contradiction(given: Mapping[str, Any], text: str) -> SettingFault:
 
 
 def _find_superseded(given: Mapping[str, Any]) -> list[str]:
-    """Return errors of settings that are given beside the policies that take their place; their values may be wrong."""
+    """Return errors of settings that are given next to the policies that replace them; their values may be wrong."""
     fields = CheckpointConfig.model_fields
     limits = ("keep_latest_k", "keep_every_n_steps", "keep_best_k")
     texts = []
@@ -600,7 +600,7 @@ def _list_all_faults(
 
 
 def find_wrong_settings(error: ValidationError) -> set[str]:
-    """Return the names of the settings that are wrong by themselves, not beside others."""
+    """Return the names of the settings that are wrong by themselves, not in combination with others."""
     return {str(fault["loc"][0]) for fault in error.errors() if fault["loc"]}
 
 

@@ -100,7 +100,7 @@ class Removals(NamedTuple):
     Attributes:
         removed: Those that were removed, in the order of the choice.
         kept: Why others stay, by step.
-        choice: What was chosen, of which steps.
+        choice: The steps that were chosen, and from which.
     """
 
     removed: list[int]
@@ -338,7 +338,7 @@ def _report_kept(path: Path, error: Exception, phase: str, text: str) -> None:
 
 
 def _clear_remains(folder: StepFolder, choice: Choice, judge: Judge, removed: Collection[int]) -> set[str]:
-    """Remove what killed saves and removals have left, and the holds and marks that have ended.
+    """Remove the leftovers of killed saves and removals, and the holds and marks that have ended.
 
     Return what :func:`_remove_leftovers` returns.
     """

@@ -146,8 +146,8 @@ def summarize_step(folder: StepFolder, step: int) -> CheckpointSummary:
 class FoundCheckpoints(NamedTuple):
     """The checkpoints that a path stands for.
 
-    ``paths`` are theirs, or URLs, in the order of :func:`list_checkpoints`. ``skipped`` is what else is in the folder,
-    and is no checkpoint that can be read where it is, or has others in its folders, by paths of this form.
+    ``paths`` are theirs, or URLs, in the order of :func:`list_checkpoints`. ``skipped`` has the paths of
+    all else in the folder: no checkpoints that can be read in place, or folders with others in them.
     """
 
     paths: list[str]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def list_accepts(accept: Accept | None) -> list[tuple[str, Accept | None]]:
-    """Return the two policies of which checkpoints may be loaded, by their names: the setting and the variable."""
+    """Return the two policies that accept or refuse checkpoints, by name: the setting and the variable."""
     return [("accept", accept), (settings.ACCEPT, settings.accept())]
 
 

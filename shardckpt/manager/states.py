@@ -335,7 +335,7 @@ class TrainingStates:
 
 
 def name_state(error: BaseException) -> str:
-    """Return of which state the code has raised an error, for the text of :attr:`Comm.describe_origin`; "" of none."""
+    """Return the state whose code raised an error, for the text of :attr:`Comm.describe_origin`; "" without one."""
     name = getattr(error, _STATE_NAME, "")
     return f"in the state {name!r}" if name else ""
 

@@ -321,7 +321,7 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
 
 
 def _check_indexed_files(directory: Path, manifest: Manifest, strategy: LoadStrategy) -> bool:
-    """Raise unless every file that the index names exists and is long enough for what it has there.
+    """Raise unless every file that the index names exists and is long enough for its items.
 
     Return whether a record of ours is lost, which is no fault: what the index names can be loaded without it.
     """

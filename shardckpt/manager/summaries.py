@@ -116,7 +116,7 @@ def list_plain(
         return None
     try:
         return _list_folder(os.fspath(folder), formats, recursive=recursive)
-    except (_NeedsReaderError, CheckpointingException, OSError):  # list_checkpoints says better what it is
+    except (_NeedsReaderError, CheckpointingException, OSError):  # list_checkpoints has the better error
         return None
 
 

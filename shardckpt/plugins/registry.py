@@ -232,8 +232,9 @@ class StrategyRegistry:
     def attribute_to(self, distribution: str, conflicts: dict[Any, str] | None = None) -> Iterator[None]:
         """Attribute what the block registers to a distribution; undo all of it if the block fails.
 
-        If ``conflicts`` is given, what others have registered before is no error of the block: it is switched off,
-        alone, and a text is put there. A strategy that saves goes with the one that loads the same backend and version.
+        If ``conflicts`` is given, a key that others have registered before is no error of the block: it is switched
+        off, alone, and a text is put there. A strategy that saves goes with the one that loads the same backend and
+        version.
         """
         before = self.content
         self._distribution, self._conflicts, self._entries_before = distribution, conflicts, dict(self._entries)

@@ -393,7 +393,7 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
 
 
 def _unrecognised_error(directory: Path, names: Collection[str]) -> CannotLoadError:
-    """Return the error of a directory that no strategy recognises: what it is, as the names of what is in it show."""
+    """Return the error of a directory that no strategy recognises, with a description by the names of its files."""
     text = f"{directory} is not a distributed checkpoint"
     if not names:
         return NotACheckpointError(f"{text}: it is an empty directory")

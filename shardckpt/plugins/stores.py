@@ -133,5 +133,5 @@ def name_stored_siblings(url: str, plugins: PluginManager) -> str:
         folders = list_folders(RemotePath(open_folder(above, plugins)))
     except CheckpointingException:  # a bucket, a store that lists no folders, or one that may not be listed
         return ""
-    beside = [folder for folder in folders if not folder.startswith(".")]
-    return name_known(name, beside, f"in {mask_password(above)}")
+    siblings = [folder for folder in folders if not folder.startswith(".")]
+    return name_known(name, siblings, f"in {mask_password(above)}")

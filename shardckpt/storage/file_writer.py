@@ -153,7 +153,7 @@ class FileWriter:
 
         Args:
             records: The bytes of each, up to ``SMALL_RECORD``; they are copied before this returns.
-            whats: What each is (a key), named in errors.
+            whats: The name of each (a key) in errors.
         """
         sizes = list(map(len, records))
         if self._lane is not None or max(sizes, default=0) > SMALL_RECORD:

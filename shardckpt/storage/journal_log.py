@@ -53,7 +53,7 @@ class JournalLog(ABC):
     @property
     @abstractmethod
     def names(self) -> list[str]:
-        """The names of what it has in the folder."""
+        """The names of its files in the folder."""
 
     def close(self) -> None:  # noqa: B027 - objects need none of it
         """Close what is open; may be called twice."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-    _Base = Path  # code that reads a checkpoint takes one as a Path, and uses what it has
+    _Base = Path  # code that reads a checkpoint uses it as a Path
 else:
     _Base = object
 

@@ -70,7 +70,7 @@ class SharedFile:
                 once, when the threads may hold one more range.
             lengths: The segments of the range, in bytes, each at most ``SEGMENT_BYTES``.
             keys: How many stored items are counted with it, for reports.
-            what: What it is (a key), named in errors.
+            what: Its name (a key) in errors.
 
         Raises:
             Exception: What an earlier write failed with.

@@ -211,7 +211,7 @@ class _Job:
             while not is_over():
                 gone = self._left.keys() & awaited()
                 if not self.reason and self._is_stuck():
-                    self.stop("; ".join(["nobody can go on", *self._describe_waits()]))
+                    self.stop("; ".join(["no rank can go on", *self._describe_waits()]))
                 if self.reason or gone:
                     ended = gone and f"rank {min(gone)} {self._left[min(gone)]}, and rank {rank.number} waits {where}"
                     raise RuntimeError(self.reason or ended)

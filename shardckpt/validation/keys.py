@@ -306,7 +306,7 @@ def _describe_unused(
 
 
 def find_usual_names(keys: Iterable[str]) -> dict[str, str]:
-    """Return what a checkpoint calls the model and its optimizer, and what they are called here, where these differ.
+    """Return a checkpoint's names of the model and its optimizer that differ from ours, and ours.
 
     An optimizer is what has ``state`` or ``param_groups``. All may be inside one entry, as ``app`` of torch's tutorial.
     ``keys`` are those of a checkpoint, and the dotted paths of its common state, if they are known.

@@ -76,7 +76,7 @@ class FileTests(Claims):
         self.check_version(path, 1)
         for folder in (tmp_path / "work", tmp_path / "temporary"):
             check(not list(folder.iterdir()), f"left in the {folder.name} directory: {[*folder.iterdir()]}")
-        check([entry.name for entry in path.parent.iterdir()] == [path.name], "a file was left beside the checkpoint")
+        check([entry.name for entry in path.parent.iterdir()] == [path.name], "a file was left next to the checkpoint")
         check(
             {file: file.stat().st_mtime_ns for file in path.rglob("*")} == before, "a load has changed the checkpoint"
         )

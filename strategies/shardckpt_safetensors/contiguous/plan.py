@@ -84,7 +84,7 @@ class ContiguousPlan:
         return [shard for shard, is_one in pairs if is_one], [shard for shard, is_one in pairs if not is_one]
 
     def collect(self, shards: Sequence[ShardedBase], comm: Comm) -> list[torch.Tensor]:
-        """Collective: return the tensors that the rank's writes are of: views, and buffers with what it has received.
+        """Collective: return the tensors that the rank writes: views, and buffers with received values.
 
         ``shards`` are those of contiguous tensors, with the same metadata as when the plan was made.
         """

@@ -93,7 +93,7 @@ class _Decoder:
         return self._tagged(tree[KIND], tree[VALUE])
 
     def _tagged(self, kind: str, inner: Any) -> Any:
-        """Return the value, or the walk over it, of an object that says what it is."""
+        """Return the value, or the walk over it, of an object with a type tag."""
         decode = DECODERS.get(kind) or _BUILDERS.get(kind)
         if decode is not None:
             return decode(inner)
