@@ -241,6 +241,11 @@ def show_given(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
 
 
+def list_given(given: object) -> list[Any]:
+    """Return a caller's list; one value, as a text is, gives a list of it."""
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else [given]
+
+
 def is_first_warning(*what: object) -> bool:
     """Return whether this process has not warned of this yet; what a training meets at every save is logged once.
 
@@ -439,7 +444,10 @@ def _split_number(name: str) -> tuple[tuple[str, str], int | None]:
 
 def prefix_error(without: str, prefix: str, keys: Iterable[str]) -> KeyMismatchError:
     """Return the error of a prefix that no key begins with; ``without`` says of what."""
-    return KeyMismatchError(f"{without} has a key that begins with {prefix!r} {name_prefixes(prefix, keys)}")
+    depth = prefix.strip(".").count(".") + 1
+    parts = (key.split(".", depth) for key in keys)
+    known = {".".join(found[:depth]) + "." * (len(found) > depth) for found in parts}  # as deep as the prefix
+    return KeyMismatchError(f"{without} has a key that begins with {prefix!r} {name_known(prefix, known, 'keys')}")
 
 
 def cut_prefix(key: str, prefix: str) -> str:
@@ -453,13 +461,6 @@ def cut_prefix(key: str, prefix: str) -> str:
         way = f"give it with its dot, {f'{prefix}.'!r}" if name else "give a beginning of keys"
         raise KeyMismatchError(f"prefix={prefix!r} would leave {name!r} of {key!r}: {way}")
     return name
-
-
-def name_prefixes(wanted: str, keys: Iterable[str]) -> str:
-    """Return what an error about such a prefix adds: the prefixes that keys have, as deep as it."""
-    depth = wanted.strip(".").count(".") + 1
-    parts = (key.split(".", depth) for key in keys)
-    return name_known(wanted, {".".join(found[:depth]) + "." * (len(found) > depth) for found in parts}, "keys")
 
 
 def refuse_copy(value: object, holds: str, instead: str) -> NoReturn:
@@ -510,7 +511,6 @@ __all__ = [
     "list_causes",
     "listed",
     "name_known",
-    "name_prefixes",
     "natural_order",
     "prefix_error",
     "refuse_copy",
