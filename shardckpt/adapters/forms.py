@@ -75,12 +75,6 @@ def has_tensors(leaf: Any) -> bool:
     )
 
 
-def _rebuild_sequence(parts: Mapping[str, Any]) -> Any:
-    """Return the tuple or deque of a dict that :func:`flatten_state` has made."""
-    (cls, longest), items = parts[_SEQUENCE], parts[_ITEMS]
-    return deque(items, longest) if cls == "deque" else tuple(items)
-
-
 def is_self_describing(state: Any, layout: Layout | None) -> bool:
     """Return whether keys alone say what a state was: nested dicts with names as keys, and values that are no lists.
 
@@ -249,7 +243,8 @@ def fill_form(
     if isinstance(form, dict):
         filled: Any = of_type(form, {key: fill_form(each, find, param, (*path, key)) for key, each in form.items()})
         if _SEQUENCE in filled:
-            return _rebuild_sequence(filled)
+            (cls, longest), items = filled[_SEQUENCE], filled[_ITEMS]
+            return deque(items, longest) if cls == "deque" else tuple(items)
         return rebuild_wrapper(filled, form, param) if CLASS in filled else filled
     if isinstance(form, list):
         return of_type(form, [fill_form(each, find, param, (*path, index)) for index, each in enumerate(form)])

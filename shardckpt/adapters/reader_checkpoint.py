@@ -65,7 +65,9 @@ class ReaderCheckpoint:
         """Collective: return the values below the key that are not tensors, nested as they were saved."""
         if not self._objects:
             return {}
-        items = [_object_item(key) for key in self._objects]
+        zero = torch.Size((0,))  # as DCP's planner makes the items of objects
+        indices = map(MetadataIndex, self._objects)
+        items = [ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero) for index in indices]
         values = self._read(_Planner(items, {}, self._allow))
         paths = self._metadata.planner_data or {}
         found: StateDict = nest_values((tuple(paths.get(key, (key,))), value) for key, value in values.items())
@@ -172,9 +174,3 @@ class _Planner(LoadPlanner):
 
 def _place(item: ReadItem) -> Place:
     return item.dest_index.fqn, tuple(item.dest_index.offset or ())
-
-
-def _object_item(key: str) -> ReadItem:
-    """Return the item of an object, as DCP's planner makes it."""
-    zero, index = torch.Size((0,)), MetadataIndex(key)
-    return ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)

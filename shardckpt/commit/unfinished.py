@@ -126,7 +126,8 @@ def explain_unfinished_kept(unfinished: Unfinished, hours: float | None = None) 
     limit = settings.leftover_hours() if hours is None else hours
     if limit <= 0:  # clocks of other hosts may be ahead
         return ""
-    written = _last_write(unfinished)
+    times = unfinished.path.times()
+    written = max([unfinished.begun, *(times[name] for name in unfinished.objects if name in times)])
     if not written:
         return "nothing says who writes it, or when it was written: --older-than 0 removes it"
     return explain_recent(ELSEWHERE if alive else "an unknown process", written, limit)
@@ -151,8 +152,3 @@ def remove_unfinished(unfinished: Unfinished) -> None:
     delete_record_last(path, names)
     delete_generations(path, (), {find_generation(name) for name in names} - {""})  # folders that are empty now
     path.delete_all(now.marks)  # last: after a crash in between, the rest is still found
-
-
-def _last_write(unfinished: Unfinished) -> float:
-    times = unfinished.path.times()
-    return max([unfinished.begun, *(times[name] for name in unfinished.objects if name in times)])

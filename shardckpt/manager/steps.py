@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -300,7 +301,9 @@ class StepFolder:
         mark = self.unwritten.get(name)
         if mark is None and has_mark:
             mark = find_mark(self.find(MARKS_NAME), name, found.record)
-        changed_at = _find_time(directory)
+        changed_at = None
+        with suppress(StorageError, OSError):  # it was replaced or removed meanwhile
+            changed_at = find_save_time(directory)
         return StepCheckpoint(step, manifest, changed_at=changed_at, mark=mark, has_lost_record=has_lost_record)
 
     def committed(self) -> list[StepCheckpoint]:
@@ -343,13 +346,6 @@ def _file_fault(directory: Path, name: str, size: int | None) -> str:
     except (FileNotFoundError, NotADirectoryError):
         return f"{name} is missing"
     return f"{name} has {found} bytes, {size} were written" if size not in (None, found) else ""
-
-
-def _find_time(directory: Path) -> float | None:
-    try:
-        return find_save_time(directory)
-    except (StorageError, OSError):  # it was replaced or removed meanwhile
-        return None
 
 
 def _without_frames(error: _E) -> _E:

@@ -84,8 +84,11 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
         if asked != own:
             raise CheckpointingException(f"{type(self).__qualname__} writes {own}, not {asked}")
         super().__init__(keep_only_main_replica=keep_only_main_replica, thread_count=thread_count)
-        if separation_hint is not None:
-            _check_hint(separation_hint)
+        if separation_hint is not None and (not is_file_name(separation_hint) or "/" in separation_hint):
+            raise CheckpointingException(
+                f"separation_hint={separation_hint!r}: names of files begin with it, so it has letters, digits, '.', "
+                "'_' and '-' only"
+            )
         self._hint = separation_hint
         if planner is not None:
             check_planner(planner, ShardedSavePlanner)
@@ -145,11 +148,3 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
     ) -> StoredIndex:
         """Return the index of what all ranks store; arguments as of the base."""
         return build_index(plans)
-
-
-def _check_hint(hint: str) -> None:
-    """Raise unless names of files can begin with the separation hint."""
-    if not is_file_name(hint) or "/" in hint:
-        raise CheckpointingException(
-            f"separation_hint={hint!r}: names of files begin with it, so it has letters, digits, '.', '_' and '-' only"
-        )
