@@ -142,7 +142,6 @@ class _SavedState:
         return describe_leaf(tensor, key, "unchecked")
 
     def _list_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the stored tensors."""
         keys = {slot: f"{self.key}.{slot}" for slot in self.slots}
         return {slot: self.stored.tensors[key][1] for slot, key in keys.items() if key in self.stored.tensors}
 

@@ -220,7 +220,6 @@ class Copies:
             synchronize_devices(self._on_devices)
 
     def _copy_small(self, views: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
-        """Yield functions that copy the small tensors."""
         small = self.layout.small
         is_all = len(small) == len(self._tensors)
         tensors = self._tensors if is_all else [self._tensors[n] for n in small]

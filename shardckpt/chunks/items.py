@@ -119,7 +119,6 @@ def collect_items(shards: Sequence[ShardedBase], left_out: Collection[str] = ())
 
 
 def _add_shard(items: LocalItems, position: int, shard: ShardedTensor) -> None:
-    """Add the boxes of a shard."""
     if shard.data is None:
         raise ShardingError(f"ShardedTensor {shard.key!r} has no data to save")
     number = items.add_tensor(shard.key, shard.dtype, tuple(shard.global_shape))

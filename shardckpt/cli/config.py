@@ -194,7 +194,6 @@ def _find_section(given: Any) -> str:
 
 
 def _describe_variable(variable: Variable) -> SettingFault:
-    """Return a wrong variable as a wrong setting."""
     from shardckpt.manager.faults import make_fault
 
     name, value, text, _ = variable

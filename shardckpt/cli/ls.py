@@ -197,7 +197,6 @@ def _parse_metric(text: str) -> tuple[str, str]:
 
 
 def _refuse_unknown_metric(wanted: tuple[str, str] | None, found: Sequence[CheckpointSummary]) -> None:
-    """Raise CheckpointingException if no checkpoint has the metric that is wanted."""
     known = {name for each in found for name in each.metrics}
     if wanted is not None and wanted[0] not in known:
         deeper = "; -r looks in folders, too" if any(each.inside for each in found) else ""

@@ -365,7 +365,6 @@ class Verified(NamedTuple):
 
 
 def _prune_leftovers(options: Any) -> list[PruneResult]:
-    """Remove the leftovers of killed saves in a folder, and return the results."""
     from shardckpt.engine.pruning import prune_leftovers
 
     return prune_leftovers(options.path, options.leftover_age, dry_run=options.dry_run)

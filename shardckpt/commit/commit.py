@@ -160,7 +160,6 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 
 
 def _refuse_current_directory(target: Path) -> None:
-    """Raise a StorageError if the target has the current directory of this process."""
     with suppress(FileNotFoundError):  # it is gone
         here = Path.cwd()
         if target in (here, *here.parents):

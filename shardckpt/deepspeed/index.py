@@ -370,7 +370,6 @@ def _check_flat(found: StoredTensorFile, path: str) -> StoredTensorFile:
 
 
 def _check_shapes(group: Any, place: str) -> dict[str, Ints]:
-    """Return shapes by name as tuples."""
     found = check_dict(group, f"{place}: param_shapes")
     for name, shape in found.items():
         if not isinstance(shape, (tuple, list)) or not all(type(size) is int and size >= 0 for size in shape):

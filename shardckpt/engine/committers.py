@@ -297,7 +297,6 @@ class StoreCommitter(Committer):
                 (self._upload.spool / name).write_bytes(content)
 
     def _open_folder(self, url: str) -> RemoteFolder:
-        """Open a folder below the URL of the target."""
         folder = open_folder(url, self._plugins)
         limit_uploads(folder, self._memory_budget)
         return folder

@@ -161,7 +161,6 @@ def _describe_free(directory: Path) -> str:
 
 
 def _show_folder(target: Path) -> str:
-    """Return the folder of a target as errors show it."""
     return mask_password(get_parent(target))
 
 

@@ -84,7 +84,6 @@ def _read_rules(path: Path) -> Any:
 
 
 def _run(path: Path, name: str) -> object:
-    """Run a Python file, and return a value of it."""
     try:
         values = runpy.run_path(str(path))
     except (Exception, SystemExit) as exc:

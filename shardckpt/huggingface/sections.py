@@ -59,7 +59,6 @@ def _outer_prefixes(key: str) -> Iterator[str]:
 
 
 def _find_optimizers(keys: Collection[str]) -> Iterator[str]:
-    """Yield the prefixes of optimizers' keys."""
     prefixes = {prefix for key in keys for prefix in _outer_prefixes(key)}
     named = {prefix for prefix in prefixes if is_optimizer_key(f"{prefix}x")}
     yield from (prefix for prefix in named if _outer(prefix) not in named)

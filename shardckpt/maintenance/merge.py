@@ -261,7 +261,6 @@ def _is_number(given: object, kind: type) -> bool:
 def _spread_renames(
     rename: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None, count: int
 ) -> list[dict[str, str]]:
-    """Return what is renamed in each source."""
     if not isinstance(rename, Sequence):
         return [parse_renames(rename)] * count
     if len(rename) != count:
@@ -270,7 +269,6 @@ def _spread_renames(
 
 
 def _choose_weights(places: Sequence[str], weights: Sequence[float] | None, slerp: float | None) -> Sequence[float]:
-    """Return a weight for each source."""
     if len(places) < _TWO:
         raise CheckpointingException(
             f"{format_many(len(places), 'source')}: a merge takes two checkpoints or more; of a command, DST stands "

@@ -562,7 +562,6 @@ class CheckpointConfig(BaseModel):
 
 
 def _make_contradiction(given: Mapping[str, Any], text: str) -> SettingFault:
-    """Return the fault of a text that begins with a setting."""
     return make_fault(given, re.split(r"\W", text)[0], text)
 
 

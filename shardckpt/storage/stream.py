@@ -324,7 +324,6 @@ class FileStream(ContentStream):
             self._start, self._filled = self._start + self._filled, 0
 
     def _describe_block(self) -> str:
-        """Return what the block contains, for errors."""
         return self._what and f"{self._what} and what precedes it"
 
     def _free(self, block: Buffer) -> None:
