@@ -274,15 +274,12 @@ class MergedLoadStrategy(LoadStrategy):
             merged = self._tensors[read.key]
             if merged.is_averaged:
                 # with a cast, too, values are rounded once: to the dtype that is written
-                kind = self._find_accumulator(merged.dtype, read.target.dtype)
+                is_wide = bool({torch.float64, torch.complex128} & {merged.dtype, read.target.dtype})
+                kind = torch.float64 if is_wide else self.rules.accumulate
                 combine(parts, self._find_combination(read.key), read.target, kind)
             else:
                 self._check_equal(read.key, parts)
                 read.target.copy_(parts[0])
-
-    def _find_accumulator(self, *dtypes: torch.dtype) -> torch.dtype:
-        wide = {torch.float64, torch.complex128}
-        return torch.float64 if wide & set(dtypes) else self.rules.accumulate
 
     def _find_combination(self, key: str) -> Combination:
         numbers = [number for number, _ in self._tensors[key].sources]

@@ -161,8 +161,9 @@ class CheckpointReader:
         """
         if self._records is not None and name in self._records:
             return True
-        if self._records is not None and self._is_table(name):
-            return False  # the reader's own: no strategy reads it
+        owner = (self._records or {}).get(name.removesuffix(TABLE_SUFFIX))
+        if owner is not None and owner.table_name == name:
+            return False  # the table of digests of another file, the reader's own: no strategy reads it
         path = self.place / check_file_name(name)
         found = is_there(path)
         if found and self._records is not None and name in find_folders(self._records):
@@ -446,11 +447,6 @@ class CheckpointReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _is_table(self, name: str) -> bool:
-        """Return whether a file holds the table of digests of another file of the checkpoint."""
-        record = (self._records or {}).get(name.removesuffix(TABLE_SUFFIX))
-        return record is not None and record.table_name == name
 
     @cached_property
     def _workers(self) -> Workers:
