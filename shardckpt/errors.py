@@ -310,7 +310,7 @@ def natural_order(key: str) -> list[tuple[int, str, str]]:
 
 
 def name_known(wanted: str, known: Collection[str], what: str, limit: int = 6, also: Collection[str] = ()) -> str:
-    """Return what an error about a name that matches nothing adds: the nearest of those there are, and the first.
+    """Return the end of an error about a name that matches nothing: the nearest known name, and the first ones.
 
     Args:
         wanted: The name.
@@ -437,7 +437,7 @@ def _find_nearest_number(wanted: str, like: str, known: Sequence[str]) -> str:
 
 
 def _split_number(name: str) -> tuple[tuple[str, str], int | None]:
-    """Return what stands before and behind the last number of a name's last part, and the number; None without one."""
+    """Return the texts around the last number of a name's last part, and the number; None without one."""
     found = _LAST_NUMBER.fullmatch(name)
     return (("", ""), None) if found is None else ((found[1], found[3]), int(found[2]))
 

@@ -61,7 +61,7 @@ def nested_values(x: Any) -> Iterator[Any]:
 
 
 def list_nested_values(x: Any) -> list[Any]:
-    """Return what :func:`nested_values` yields, in half of the time."""
+    """Return the values of :func:`nested_values`, in half of the time."""
     found: list[Any] = []
     _add_values(x, found)
     return found
@@ -114,7 +114,7 @@ def _is_taken_apart(values: list[Any]) -> bool:
 
 
 def list_dcp_values(x: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what is no tensor in a state dict, by the key under which stock ``dcp.load`` asks for it."""
+    """Yield the values of a state dict that are no tensors, by the keys that stock ``dcp.load`` asks for."""
     return ((".".join(map(str, path)), v) for path, v in flatten_as_dcp(x) if not isinstance(v, torch.Tensor))
 
 
@@ -386,7 +386,7 @@ def _split_mixed(x: Any, children: dict[Any, Any], path: tuple[Any, ...], *, pla
 
 
 def _find_shards(leaf: Any) -> Any:
-    """Return what needs no closer look: a ShardedTensor, or the list of them that a factory builds anew; else None."""
+    """Return a ShardedTensor, or the list of them that a factory builds anew; None for any other leaf."""
     if type(leaf) is ShardedTensor:  # isinstance of an ABC is slow
         return leaf
     return leaf.build() if isinstance(leaf, ShardedTensorFactory) and leaf.builds_anew else None

@@ -77,7 +77,7 @@ class ModelTensors:
         return "unchecked" if name in self._buffers else self._replicated
 
     def _request(self, prefix: str, stored: StoredNames, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a load asks a checkpoint for."""
+        """Return the request of a load."""
         found = request_wrapper_params(entries, self._wrappers, stored, prefix)
         return found if self._own is None else request_own_values(found, self._values, self._own, stored, prefix)
 

@@ -255,7 +255,7 @@ def has_load_hook(module: Module, *, but_torchs: tuple[str, ...] = ()) -> bool:
 
 
 def _list_prefixes(root: Module) -> dict[str, str]:
-    """Return what the keys of each module begin with in a state dict, and the same without the names of wrappers."""
+    """Return the prefix of each module's keys in a state dict, and the same without the names of wrappers."""
     found = {}
     checked: set[type[Any]] = set()
     for module, _, key, name in walk_modules(root):

@@ -220,7 +220,7 @@ def describe_state(
 
 
 def describe_others(one: NamedState, key: str, replicated: Replicated, cache: LayoutCache) -> dict[str, Any]:
-    """Describe what an optimizer has in addition to the state of parameters: tensors, and the form.
+    """Describe the values of an optimizer other than the state of parameters: tensors, and the form.
 
     The key of a tensor that is sharded as a parameter names it: a load must know before it has read the form.
     """

@@ -56,7 +56,7 @@ class ReaderCheckpoint:
         comm.agree(metadata=digest)
 
     def columns(self) -> StoredColumns:
-        """Return what is stored but for the values of :meth:`common`."""
+        """Return the stored names but for the values of :meth:`common`."""
         tensors = self._tensors.values()
         dtypes, shapes = ([each.properties.dtype for each in tensors], [tuple(each.size) for each in tensors])
         return StoredColumns(list(self._tensors), dtypes, shapes, (), {})
@@ -96,7 +96,7 @@ class ReaderCheckpoint:
         return found
 
     def _list_items(self, shard: ShardedTensor, numel: int) -> list[ReadItem]:
-        """Return what is read for a shard of that many elements."""
+        """Return the read items for a shard of that many elements."""
         box = unflattened_box(shard)
         chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
         items = create_read_items_for_chunk_list(shard.key, self._tensors[shard.key], [chunk])

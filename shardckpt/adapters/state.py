@@ -184,7 +184,7 @@ def _describe_dict(values: Mapping[Any, Any], prefix: str, replicated: Replicate
 def _request_numbered(
     values: Mapping[Any, Any], groups: list[dict[str, Any]], key: str, stored: StoredNames, _: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what :func:`request_numbered` returns, whole tensors; raise if the state dict has sharded ones."""
+    """Return the request of :func:`request_numbered` for whole tensors; raise if the state dict has sharded ones."""
     found = request_numbered(groups, stored, key)
     if found and any(map(_is_sharded, nested_values(dict(values)))):
         raise KeyMismatchError(

@@ -90,7 +90,7 @@ def _agree(saved: dict[str, Any], live: dict[str, Any]) -> bool:
 def request_wrapper_params(
     entries: Mapping[str, Any], params: Mapping[str, torch.Tensor], stored: StoredNames, prefix: str
 ) -> dict[str, Any]:
-    """Return what a load asks for of a module's tensors: values where the checkpoint has no tensors inside."""
+    """Return the request of a load for a module's tensors: values where the checkpoint has no tensors inside."""
     by_value = {
         name: describe_leaf(param, f"{prefix}{name}", "unchecked", detached=True)
         for name, param in params.items()

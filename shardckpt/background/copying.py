@@ -119,7 +119,7 @@ class Layout:
         return found + _cut(rest)
 
     def _find_joint(self, place: int, number: int) -> tuple[Any, ...] | None:
-        """Return what small tensors have in common that torch can join into their copies; None if it cannot."""
+        """Return a key, equal for small tensors that torch can join into their copies; None if it cannot."""
         shape, dtype, nbytes = self.shapes[number], self.dtypes[number], self.ends[number] - self.offsets[number]
         if not shape or not nbytes or nbytes % ALIGNED or not dtype.is_floating_point or dtype.itemsize == 1:
             return None

@@ -257,7 +257,7 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
 
     @abstractmethod
     def measure(self, encoded: ObjectT) -> Hashable:
-        """Return what places an encoded object in a file: its size in bytes, and its other fields in the index."""
+        """Return the size of an encoded object in bytes, and its other fields in the index."""
 
     @abstractmethod
     def lay_out(

@@ -84,7 +84,7 @@ def add_options(parser: Any) -> None:
 
 
 def run(options: Any) -> Output:
-    """Return what is stored, and what is missing."""
+    """Return the stored and the missing items."""
     from shardckpt.engine.gc_pause import pause_gc
     from shardckpt.storage.directory import retry_if_replaced
 
@@ -199,7 +199,7 @@ def _list_faults(faults: Sequence[IncompleteFile]) -> list[dict[str, Any]]:
 
 
 def _read_outline(options: Any) -> _Found | None:
-    """Return what a checkpoint has by its outline, without torch; None if it has none, or is not whole."""
+    """Return the content of a checkpoint by its outline, without torch; None if it has none, or is not whole."""
     from shardckpt.engine.outlined import open_by_outline
 
     try:

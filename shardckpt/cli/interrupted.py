@@ -1,4 +1,4 @@
-"""Say what a verb had done when it was interrupted by Ctrl-C."""
+"""Describe the work that a verb had done when Ctrl-C interrupted it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEFT = {
 
 
 def identify_target(options: argparse.Namespace) -> object:
-    """Return what tells one DST on this machine from the next that takes its name; None if there is none."""
+    """Return the identity of a DST on this machine, which the next one of its name has not; None without one."""
     if not (target := find_target(options)):
         return None
     from shardckpt.engine.locations import find_local
@@ -42,7 +42,7 @@ def find_published(options: argparse.Namespace, before: object) -> str:
 
 
 def describe_left(options: argparse.Namespace) -> str:
-    """Return what is left of an interrupted verb.
+    """Describe the files that an interrupted verb leaves.
 
     One that writes DST removes its files, but a second Ctrl-C stops that, and the files of an earlier call that was
     killed stay until a call goes on with them.
@@ -62,7 +62,7 @@ def describe_left(options: argparse.Namespace) -> str:
 
 
 def find_target(options: argparse.Namespace) -> str:
-    """Return what a verb writes; ``""`` for one that writes nothing new."""
+    """Return the target of a verb; ``""`` for one that writes nothing new."""
     found: str = getattr(options, "target", getattr(options, "new", ""))
     return found
 

@@ -289,7 +289,7 @@ def _name_writer(found: CheckpointSummary) -> str:
 
 
 def _find_writer(found: Sequence[CheckpointSummary]) -> str:
-    """Return who wrote all that is there; ``""`` if several did, or it is unknown."""
+    """Return the one writer of all checkpoints there; ``""`` if there are several, or it is unknown."""
     writers = {_name_writer(each) for each in found} - {"-"}
     return writers.pop() if len(writers) == 1 else ""
 

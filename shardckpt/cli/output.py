@@ -145,7 +145,7 @@ def without_logs(*names: str) -> Iterator[None]:
 
 
 def _make_filter() -> Callable[[logging.LogRecord], bool]:
-    """Return what lets each text pass once: a verb may look at a checkpoint several times."""
+    """Return a filter that lets each text pass once: a verb may look at a checkpoint several times."""
     said: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:

@@ -166,7 +166,7 @@ def run(options: Any) -> Output:
 
 
 def _find_uncounted(folder: str, steps: Sequence[StepResult]) -> list[str]:
-    """Return what ls shows of a local folder and no policy counts: files of steps, and directories of other names."""
+    """Return the entries of a local folder that ls shows and no policy counts: files of steps, other directories."""
     from shardckpt.engine.locations import find_local
     from shardckpt.maintenance.inside import FILE_SUFFIXES, is_marked
     from shardckpt.manager.step_names import parse_step
@@ -252,7 +252,7 @@ class Plan(NamedTuple):
 
 
 def _plan_all(folders: Sequence[argparse.Namespace], policies: Sequence[Any]) -> Plan:
-    """Return what is to be done, before anything is removed of any folder.
+    """Return the plan for all folders, before anything is removed.
 
     What cannot be done in a folder is an error; with --skip-errors, if it can be done in none of them.
     """
@@ -297,7 +297,7 @@ def _refuse_empty(plan: Plan, policies: Sequence[Any]) -> None:
 
 
 def _plan(options: Any, policies: Sequence[Any], *, is_alone: bool) -> list[StepResult]:
-    """Return what would become of the steps of one folder; a metric or step that an option names must be there."""
+    """Return the planned results for the steps of one folder; a metric or step that an option names must be there."""
     from shardckpt.engine.pruning import prune_leftovers
 
     if not _chooses_steps(options, policies):

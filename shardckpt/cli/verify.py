@@ -281,7 +281,7 @@ def _count_verdicts(answers: Sequence[Answer]) -> str:
 
 
 def _describe_marks(answers: Sequence[Answer]) -> Iterator[str]:
-    """Say what was marked, and what was not, each reason once."""
+    """List the marked checkpoints, and those that were not marked, each reason once."""
     marked = Counter(answer.mark.verdict for answer in answers if answer.mark is not None)
     unmarked: dict[str, list[str]] = {}
     for answer in answers:
@@ -300,7 +300,7 @@ def _describe_marks(answers: Sequence[Answer]) -> Iterator[str]:
 
 
 def _describe_skipped(skipped: Sequence[CheckpointSummary]) -> list[str]:
-    """Say what was not verified, because it is no checkpoint itself."""
+    """List the paths that were not verified, because they are no checkpoints."""
     if not skipped:
         return []
     deeper = "; -r verifies what is in folders" if any(each.inside for each in skipped) else ""

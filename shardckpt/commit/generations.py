@@ -37,7 +37,7 @@ def list_recorded(place: RemotePath, found: Collection[str]) -> set[str] | None:
 
 
 def list_first_save(place: RemotePath, found: Collection[str]) -> set[str]:
-    """Return what is left of the first save at a URL, which an overwrite has replaced."""
+    """Return the leftovers of the first save at a URL, which an overwrite has replaced."""
     recorded = list_recorded(place, found)
     return {*recorded, INTEGRITY_NAME, RECORD_NAME}.intersection(found) if recorded else set()
 

@@ -231,7 +231,7 @@ class Holds:
     def _read_all(
         self, directories: Collection[str] | None = None, kinds: Collection[Kind] | None = None
     ) -> dict[str, Hold]:
-        """Return what each file says, by name; of some directories of steps, or some kinds, if given."""
+        """Return the content of each file, by name; of some directories of steps, or some kinds, if given."""
         found, place = {}, self._files.open()
         for name in self._files.names():
             match = _NAME.fullmatch(name)

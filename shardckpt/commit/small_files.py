@@ -41,7 +41,7 @@ class SmallFile(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Return what a file says; None if there is none.
+        """Return the content of a file; None if there is none.
 
         What is not such a file, or what this machine cannot read, is a CorruptCheckpointError. A store that does not
         answer is a StorageError: it must not pass for no file.

@@ -55,7 +55,7 @@ class Unfinished(NamedTuple):
 
 
 def find_unfinished(place: Path) -> Unfinished | None:
-    """Return what saves and removals that have not ended have at a URL; None if there is nothing, or in a directory.
+    """Return the objects of unfinished saves and removals at a URL; None if there are none, or in a directory.
 
     Beside a complete checkpoint that is what a save deletes after it has written the marker; and of overwrites, all
     generations but the one that is the checkpoint. It takes one listing without folders, and more requests only where

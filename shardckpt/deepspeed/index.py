@@ -173,7 +173,7 @@ class ModelStates:
 def index_partitions(
     files: Mapping[str, Any], models: ModelStates, place: str, read: Callable[[StoredTensorFile], torch.Tensor]
 ) -> Index:
-    """Return what a ZeRO checkpoint has, of stage 1, 2 or 3.
+    """Return the index of a ZeRO checkpoint, of stage 1, 2 or 3.
 
     ``files`` has what is in the file of each rank's partition, in the order of ranks, with LazyTensors, by name.
     """
@@ -308,7 +308,7 @@ def make_whole(name: str, shape: Ints, found: StoredTensorFile) -> IndexedTensor
 
 
 def _take(name: str, row: Sequence[StoredTensorFile], start: int, count: int) -> Iterator[StoredTensorFile]:
-    """Yield what elements ``start`` to ``start + count`` of a row of flat tensors are."""
+    """Yield the parts of a row of flat tensors that have its elements ``start`` to ``start + count``."""
     for file, payload in row:
         size = payload.shape[0]
         taken = max(0, min(count, size - start))

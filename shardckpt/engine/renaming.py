@@ -290,7 +290,7 @@ def _rename_last(name: Any, path: str, names: Mapping[str, str]) -> Any:
 
 
 def _join(one: Any, other: Any, path: str) -> Any:
-    """Return what two nested dicts have together, without a change of either.
+    """Return the union of two nested dicts, without a change of either.
 
     Values of both at the same path are a KeyMismatchError.
     """

@@ -151,7 +151,7 @@ def _ask_system(directory: str | Path) -> os.statvfs_result | None:
 
 
 def _describe_free(directory: Path) -> str:
-    """Return what a directory's file system has free: bytes, and inodes where it counts them; ``""`` if unknown."""
+    """Describe the free space of a directory's file system: bytes, and inodes if it counts them; ``""`` if unknown."""
     free, found = find_free_bytes(directory), _ask_system(directory)
     if free == UNKNOWN or found is None:
         return ""

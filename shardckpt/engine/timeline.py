@@ -95,7 +95,7 @@ class Timeline:
 
 
 def gather_timings(packed: Sequence[bytes], timeline: Timeline) -> SaveTimings | None:
-    """Return what the record keeps of the times of all ranks, packed in rank order; None if some rank has none.
+    """Return the times of all ranks for the record, packed in rank order; None if some rank has none.
 
     The timeline is the main rank's; its time is the end of the commit, as far as the record can have it.
     """

@@ -125,7 +125,7 @@ def _find_neighbour(others: Iterable[str], optimizers: Iterable[str]) -> str:
 
 
 def _find_lone_model(keys: Collection[str]) -> str:
-    """Return what all keys begin with and no model of the Hub has: ``app.model.``, ``state_dict.``."""
+    """Return the common prefix of all keys that no model of the Hub has: ``app.model.``, ``state_dict.``."""
     prefix = ""
     while True:
         parts = {key[len(prefix) :].partition(".")[0] for key in keys}

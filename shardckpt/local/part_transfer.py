@@ -161,7 +161,7 @@ class _PartTransfer:
                     incoming.write(number)
 
     def _list_messages(self, number: int) -> tuple[_Tensors, _Tensors]:
-        """Return what this rank sends and receives of message ``number`` of every copy, with the other rank."""
+        """Return the tensors of message ``number`` that this rank sends and receives, each with the other rank."""
         sent = [(self._outgoing[route.part], route.target) for route in self._list_sent()]
         received = [(self._incoming[route], route.source) for route in self._list_received()]
         return (

@@ -81,7 +81,7 @@ def find_same(first: Mapping[str, str], second: Mapping[str, str], names: Mappin
 
 
 def _compare_objects(*checkpoints: OutlinedCheckpoint) -> ObjectReport | None:
-    """Return what is equal but for tensors; None if that needs a look at values."""
+    """Return the comparison of all but tensors; None if that needs a look at values."""
     one, other = (each.outline for each in checkpoints)
     # the structure of what was a file of torch.save is no value
     if not one.plain_common or one.plain_common != other.plain_common or CONTENT in one.common:

@@ -76,7 +76,7 @@ def describe_folder(folder: Path, names: Collection[str]) -> str:
 
 
 def describe_foreign(folder: Path, names: Collection[str]) -> str:
-    """Return what a folder is that is one checkpoint of a kind that is not read here; ``""`` if it is none."""
+    """Describe a folder that is one checkpoint of a kind that is not read here; ``""`` if it is none."""
     legacy = describe_legacy_megatron(folder, names)
     orbax = {"_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"}
     known = (

@@ -94,7 +94,7 @@ def is_visible_in(path: str, top: str) -> bool:
 
 
 def list_local_names(place: Path, top: str = "") -> Callable[[str], Names]:
-    """Return what lists the folders in a directory of this machine; links are followed directly in it alone.
+    """Return the listing of the folders in a directory of this machine; links are followed directly in it alone.
 
     A link to what is next to it, as ``latest``, or to what is in ``top``, is left out: that is listed by its own name.
     """

@@ -247,7 +247,7 @@ def merge_checkpoints(
 
 
 def _list_given(argument: str, given: Any, what: str) -> list[Any]:
-    """Return what a caller lists in an order; a text, whose letters would be meant, or a set is an error."""
+    """Return a caller's ordered list; a text, whose letters would be meant, or a set is an error."""
     if not isinstance(given, Iterable) or isinstance(given, (str, bytes, os.PathLike, Mapping, AbstractSet)):
         raise CheckpointingException(f"{argument}={show_given(given)}: give a list of {what}, in their order")
     return list(given)

@@ -166,7 +166,7 @@ def _find_absent(keys: set[str], entries: Mapping[str, _Entry]) -> set[str]:
 
 
 def _list_prefixes(keys: Collection[str]) -> set[str]:
-    """Return what keys begin with, up to a dot: a walk that enters nothing else ends, whatever a pickle has made."""
+    """Return the first names of keys, up to a dot: a walk that enters nothing else ends, whatever a pickle has made."""
     return {".".join(parts[:end]) for key in keys if (parts := key.split(".")) for end in range(1, len(parts))}
 
 

@@ -230,7 +230,7 @@ def open_any(
 
 
 def identify_source(location: Path, opened: OpenCheckpoint) -> str:
-    """Return what identifies the values of a source; ``""`` if nothing does: a foreign folder on a store."""
+    """Return the identity of the values of a source; ``""`` without one: a foreign folder on a store."""
     record = opened.context.reader.manifest.record
     if record is not None:
         return record.self_digest
@@ -476,7 +476,7 @@ def _recognise(
 def recognise_file(
     path: Path, place: Path, *, suffix: str = "", skip_damaged: bool = False
 ) -> TorchFileLoadStrategy | HuggingFaceLoadStrategy:
-    """Return what reads a file, by what it begins with.
+    """Return the reader of a file, by its first bytes.
 
     ``suffix`` is that of a link to it, if it has none itself. A file that is cut, or empty, though its name is that of
     a checkpoint, is a CorruptCheckpointError; anything else is a NotACheckpointError that describes it.
@@ -506,7 +506,7 @@ def recognise_file(
 def recognise_files(
     place: Path, names: Collection[str], *, skip_damaged: bool = False
 ) -> DeepSpeedLoadStrategy | TorchFileLoadStrategy | None:
-    """Return what reads a folder of files of ``torch.save``: DeepSpeed's, or a model of the Hub; None if it is none.
+    """Return the reader of a folder of files of ``torch.save``: DeepSpeed's, or a model of the Hub; None if it is none.
 
     With ``skip_damaged`` files of a model may be missing.
     """

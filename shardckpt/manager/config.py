@@ -583,7 +583,7 @@ def _find_superseded(given: Mapping[str, Any]) -> list[str]:
 def _list_all_faults(
     kind: type[CheckpointConfig], given: Mapping[str, Any], error: ValidationError
 ) -> list[SettingFault]:
-    """Return what pydantic found wrong, and contradictions among the other settings, which it has not looked for."""
+    """Return the faults that pydantic found, and contradictions among the other settings, which it does not check."""
     faults = list_faults(error, given, [*kind.model_fields], partial(find_hint, given))
     wrong = find_wrong_settings(error)
     others: list[SettingFault] = []

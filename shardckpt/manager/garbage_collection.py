@@ -179,7 +179,7 @@ def remove_steps(
 
 
 def find_held(folder: StepFolder, *, keeps_linked: bool = True, own_links: Collection[str] = ()) -> dict[str, str]:
-    """Return what keeps steps from removal, by the names of their directories: leases, pins, and links to them.
+    """Return the holds of steps by the names of their directories: leases, pins, and links to them.
 
     With ``keeps_linked`` a symbolic link in the folder keeps what it leads to (``best -> step-100``), but not one of
     ``own_links``, because they are moved: :func:`~shardckpt.manager.step_links.find_own_links`.
@@ -429,7 +429,7 @@ def _try_to_remove(
 
 
 def _find_change(folder: StepFolder, chosen: StepCheckpoint, needed: Collection[StepCheckpoint], judge: Judge) -> str:
-    """Return what has happened since a step was chosen that forbids its removal; ``""`` if nothing has."""
+    """Return the event since a step was chosen that forbids its removal; ``""`` without one."""
     path, now = folder.path(chosen.step), folder.inspect_step(chosen.step)
     if not chosen.is_sound and (damage := judge(now)) is not None:
         return damage.kept or _find_loss(folder, needed)
@@ -446,7 +446,7 @@ def _find_change(folder: StepFolder, chosen: StepCheckpoint, needed: Collection[
 
 
 def _find_loss(folder: StepFolder, needed: Collection[StepCheckpoint]) -> str:
-    """Return what has happened since to a step that was to stay; ``""`` if nothing has."""
+    """Return the event since then that changed a step that was to stay; ``""`` without one."""
     for each in needed:
         now = folder.inspect_step(each.step)
         if not now.is_loadable:

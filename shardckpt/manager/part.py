@@ -40,11 +40,11 @@ class ManagerPart:
         """
 
     def list_removable(self, step: int) -> list[str]:  # noqa: ARG002 - parts that override it use it
-        """Return what could go, as the error says it, when there is no space for a step; called on the main rank."""
+        """Return the steps that could go, for the error of a step without space; called on the main rank."""
         return []
 
     def list_kept(self) -> list[str]:
-        """Return what stays when there is no space, each with the reason, as the error says it; on the main rank."""
+        """Return the steps that stay, each with the reason, for the same error; called on the main rank."""
         return []
 
     def make_room(self, step: int) -> list[int]:  # noqa: ARG002 - parts that override it use it

@@ -384,7 +384,7 @@ def _load(
 
 
 def _list_outer_names(keys: Collection[str]) -> list[str]:
-    """Return what keys begin with; where that is one name, as in ``app.model``, with what follows it."""
+    """Return the first names of keys; where there is only one, as in ``app.model``, with the second names."""
     names = list_top_names(keys)
     if len(names) != 1:
         return names
@@ -393,7 +393,7 @@ def _list_outer_names(keys: Collection[str]) -> list[str]:
 
 
 def _find_prefix(names: Collection[str], keys: Collection[str]) -> str:
-    """Return what stands before most names of a module's tensors, and a dot, in the keys of a checkpoint."""
+    """Return the prefix, without its dot, of most names of a module's tensors in the keys of a checkpoint."""
     first, found = min(names), {*keys}
     prefixes = sorted(key.removesuffix(f".{first}") for key in found if key.endswith(f".{first}"))
     return max(prefixes, key=lambda each: sum(f"{each}.{name}" in found for name in names), default="")

@@ -213,7 +213,7 @@ def _remove(
 def _explain_kept(
     found: StepCheckpoint, choice: Choice, policies: Collection[RetentionPolicy], protected: Mapping[int, str]
 ) -> str:
-    """Return what keeps a step that was not chosen, of all that does."""
+    """Return the reasons to keep a step that was not chosen."""
     step, counted = found.step, choice.counted
     if (damage := choice.damage.get(step)) is not None:
         return damage.kept or f"{damage.fault}; no step that is whole is left without it"

@@ -179,7 +179,7 @@ class StepFolder:
         return self.find(self.names.name(step))
 
     def find_entry(self, name: str) -> Path:
-        """Return what has a name in the folder: a link itself; or a URL."""
+        """Return the path of a name in the folder: a link itself; or a URL."""
         return self.place / name if has_links(self.place) else self.find(name)
 
     def find(self, name: str) -> Path:

@@ -175,7 +175,7 @@ def _summarize(directory: Path, formats: Collection[tuple[str, int]]) -> Checkpo
 
 
 def _begin(directory: Path) -> CheckpointSummary:
-    """Return what is known of any directory."""
+    """Return the summary of a directory of any kind."""
     return CheckpointSummary(
         str(directory),
         directory.name,

@@ -131,7 +131,7 @@ def plan_reading(wants: Sequence[WantedShard], settings: tuple[str, int], group:
 
 
 def list_shareable(wants: Sequence[WantedShard]) -> list[WantedShard]:
-    """Return what other ranks may want too, each shard once."""
+    """Return the shards that other ranks may want too, each once."""
     found: dict[Hashable, WantedShard] = {}
     for want in wants:
         if want.can_share:

@@ -333,7 +333,7 @@ def parse_key(value: Any) -> tuple[str, int | None]:
 
 
 def _advise(value: Any) -> str:
-    """Return what to give in the place of a strategy's class, or of a strategy of the other side."""
+    """Return the advice for a strategy's class, or a strategy of the other side, in the place of a strategy."""
     for base, other in ((SaveStrategy, LoadStrategy), (LoadStrategy, SaveStrategy)):
         if isinstance(value, type) and issubclass(value, base):
             return f": {value.__name__} is a class: give an instance, {value.__name__}()"

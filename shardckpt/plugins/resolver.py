@@ -276,7 +276,7 @@ def choose_reader(
 
 
 def find_reader(directory: Path, manifest: Manifest, plugins: PluginManager, wanted: Any = None) -> LoadStrategy:
-    """Return what :func:`choose_reader` returns, whatever may be read: for what this process has written itself."""
+    """Return :func:`choose_reader`'s result under any policy: for files that this process has written itself."""
     if isinstance(wanted, LoadStrategy):
         get_strategy_key(wanted)
         reason = wanted.cannot_load(_rename_manifest(directory, wanted, manifest, plugins))

@@ -157,7 +157,7 @@ def name_siblings(path: Path) -> str:
 
 
 def retry_transient(call: Callable[..., _T], *args: Any) -> _T:
-    """Return what the call returns; after an error of ``TRANSIENT`` repeat the call a few times, with pauses."""
+    """Return the result of the call; after an error of ``TRANSIENT`` repeat the call a few times, with pauses."""
     for pause in _PAUSES:
         try:
             return call(*args)

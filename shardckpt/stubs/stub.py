@@ -124,7 +124,7 @@ def _show(value: Any) -> str:
 
 
 def find_imported(module: str, name: str) -> Any:
-    """Return what a module that is imported has under a name with dots, or None. Nothing is imported here."""
+    """Return the attribute of an imported module under a name with dots, or None. Nothing is imported here."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         # getattr(module, part) could import a module that the checkpoint chooses

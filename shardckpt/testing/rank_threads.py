@@ -196,7 +196,7 @@ class _Job:
             self._changed.notify_all()
 
     def describe_turn(self) -> str:
-        """Return what each rank does."""
+        """Describe the state of each rank."""
         with self._changed:
             return "; ".join([f"rank {self._turn} runs", *self._describe_waits()])
 

@@ -230,7 +230,7 @@ def _group_numbers(shared: list[_Shared]) -> tuple[list[list[_Shared]], list[_Sh
 
 
 def _digest_numbers(group: list[_Shared], digest: Digest) -> bytes:
-    """Return what is equal on ranks that have the same numbers under the same ids."""
+    """Return bytes that are equal on ranks that have the same numbers under the same ids."""
     with torch.no_grad():
         values = torch.stack([shard.data for shard, _ in group])
     return b"".join((str(values.dtype).encode(), *(short_id for _, short_id in group), _pack(_digest(values, digest))))

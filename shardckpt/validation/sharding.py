@@ -223,7 +223,7 @@ def _describe_others(
 
 
 def _find_common(shard: ShardedBase) -> tuple[str, str, Any, Ints]:
-    """Return what all shards of the same tensor or object must agree on: kind, key, dtype and global shape."""
+    """Return the common fields of all shards of a tensor or object: kind, key, dtype and global shape."""
     if isinstance(shard, ShardedTensor):
         return "tensor", shard.key, shard.dtype, tuple(shard.global_shape)
     if isinstance(shard, ShardedObject):

@@ -221,7 +221,7 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
 
 
 def _read_nested_state(index: StoredIndex, context: LoadContext) -> NestedState:
-    """Return what a plain DCP directory stored value by value; nothing for any other dialect."""
+    """Return the values that a plain DCP directory stored one by one; none for any other dialect."""
     values = _read_loose_values(index, context)
     return context.reader.parsed("nested state", lambda: NestedState(values, index.tensor_paths, values.__getitem__))
 

@@ -138,7 +138,7 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
         rank: int,
         files: int,
     ) -> tuple[WritePlan, LocalPlan]:
-        """Return what a rank writes, and the same as the main rank needs it; arguments as of the base."""
+        """Return the plan of a rank's writes, and its form for the main rank; arguments as of the base."""
         return lay_out(items, objects, find_other_keys(items.objects, shards), rank, files, self._hint)
 
     def make_index(

@@ -134,7 +134,7 @@ def _resolve(node: ast.ImportFrom, package: str) -> str:
 
 
 def _list_files(path: Path) -> list[Path]:
-    """Return what is to be ported: a file, or the modules of a folder but those that are replaced."""
+    """Return the files to port: a file, or the modules of a folder but those that are replaced."""
     if path.is_file():
         return [path]
     replaced = f"{_THERE}.{_NAME}."

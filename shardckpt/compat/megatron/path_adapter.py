@@ -251,7 +251,7 @@ class PathLoader(LoadStrategy):
         self.version = version  # type: ignore[misc]
 
     def cannot_load(self, manifest: Manifest) -> str | None:
-        """Return what the registry or the strategy's own checks have against the checkpoint, or None."""
+        """Return the objection of the registry or of the strategy's own checks to the checkpoint, or None."""
         reason = super().cannot_load(manifest) if self.backend else None
         if reason is not None:
             return f"({_name(self.strategy)}) {reason}"

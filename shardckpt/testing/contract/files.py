@@ -174,7 +174,7 @@ class FileTests(Claims):
 
 
 def _open_files(folder: Path) -> set[str]:
-    """Return what this process has open in a folder: all that it has open changes with the threads of other tests."""
+    """Return the open files of this process in a folder: those elsewhere change with the threads of other tests."""
     found = set()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the descriptor by which the folder is listed

@@ -219,7 +219,7 @@ def _make_write(layout: FolderLayout, file: int, offset: int, source: int, start
 
 
 def _pack(messages: Sequence[Message]) -> bytes:
-    """Return what the receiver needs to know of messages: where in the payloads the values belong."""
+    """Return the description of messages for the receiver: the places of their values in the payloads."""
     return json.dumps([message[:4] for message in messages], separators=(",", ":")).encode()
 
 

@@ -92,7 +92,7 @@ LEAVES: dict[type, Callable[[Any], Any]] = {
 
 
 def decode_plain(value: Any) -> Any:
-    """Return what a value of JSON is that is neither a list nor an object; ValueError for a string with surrogates."""
+    """Decode a value of JSON that is neither a list nor an object; ValueError for a string with surrogates."""
     if type(value) is str and has_surrogates(value):
         raise ValueError("a string with surrogates as it is")
     return value

@@ -101,7 +101,7 @@ def append_archive(file: FileWriter, tensor: torch.Tensor, key: str, nbytes: int
 
 
 def _frame(tensor: torch.Tensor, key: str, nbytes: int) -> tuple[bytes, bytes]:
-    """Return what precedes and follows the values of a tensor: its archive, and the padding behind that."""
+    """Return the bytes before and after the values of a tensor: its archive, and the padding behind that."""
     frame = make_frame_of_length(tensor.dtype, tuple(tensor.shape), nbytes)
     if frame is None:
         raise ShardingError(f"tensor {key!r} is no longer the {nbytes} bytes that were planned for it")
