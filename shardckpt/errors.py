@@ -96,7 +96,7 @@ class StorageError(CheckpointingException):
 
 
 class NotEnoughSpaceError(StorageError):
-    """A file system, or a quota, that has no space for what is to be written.
+    """A file system, or a quota, that has no space for a write.
 
     Mostly it is refused before a file is written; else a write has failed, and what was written is removed.
 
@@ -112,11 +112,11 @@ class NotEnoughSpaceError(StorageError):
 
 
 class CheckpointReplacedError(StorageError):
-    """A checkpoint that another save has replaced since it was opened: what was opened is gone, open it again."""
+    """A checkpoint that another save has replaced since it was opened: its files are gone, open it again."""
 
 
 class CorruptCheckpointError(CheckpointingException):
-    """Stored bytes that are not what was written: missing, cut, altered or malformed."""
+    """Stored bytes that differ from the written ones: missing, cut, altered or malformed."""
 
 
 #: How a file that is a whole ``nn.Module`` becomes one that is read, by the paths of both.

@@ -42,7 +42,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[], object]]] = {}
 
 
 def _listed(name: str, text: str) -> Callable[[_R], _R]:
-    """Add a variable to those that ``shardckpt config`` lists: a decorator of what reads it."""
+    """Add a variable to those that ``shardckpt config`` lists: a decorator of the function that reads it."""
 
     def add(read: _R) -> _R:
         _VARIABLES[name] = text, read
@@ -52,12 +52,12 @@ def _listed(name: str, text: str) -> Callable[[_R], _R]:
 
 
 def _number(name: str, text: str, *, default: int, least: int = 1) -> Callable[[], int]:
-    """Add a variable that is a whole number; return what reads it."""
+    """Add a variable that is a whole number; return the function that reads it."""
     return _listed(name, text)(functools.partial(_integer, name, default, least))
 
 
 def _switch(name: str, text: str) -> Callable[[], bool]:
-    """Add a variable that is 1, by default, or 0; return what reads it."""
+    """Add a variable that is 1, by default, or 0; return the function that reads it."""
     return _listed(name, text)(lambda: bool(_integer(name, 1, 0)))
 
 

@@ -520,7 +520,7 @@ class StoredFile:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Let go of what the frames of an error and its causes hold: all that was read would live as long as the error."""
+    """Clear the frames of an error and its causes: all that was read would live as long as the error."""
     chain: list[BaseException] = []
     following: BaseException | None = error
     while following is not None and following not in chain:  # one that is raised again may be its own context

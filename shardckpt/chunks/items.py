@@ -1,4 +1,4 @@
-"""Collect what one rank stores: the boxes of its main replicas, with their tensors, and its objects."""
+"""Collect the items of one rank: the boxes of its main replicas, with their tensors, and its objects."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class ChunkRead(NamedTuple):
 
 
 class ChunkLoadStrategy(LoadStrategy):
-    """Loads what is stored as boxes of tensors. A format lists the boxes and reads one; the base does the rest.
+    """Loads tensors that are stored as boxes. A format lists the boxes and reads one; the base does the rest.
 
     It finds the boxes of each shard, refuses holes and overlaps, waits until every rank has planned the same save, and
     only then reads: by several threads, into the memory of the shards, cast to their dtypes.
@@ -188,7 +188,7 @@ class ChunkLoadStrategy(LoadStrategy):
 
 
 class _StoredTensor:
-    """The chunks of one tensor, and what finds them; it is made when it is first asked for."""
+    """The chunks of one tensor, and their finder; it is made when it is first asked for."""
 
     def __init__(self) -> None:
         self.chunks: list[StoredChunk] = []

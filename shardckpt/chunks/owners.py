@@ -1,4 +1,4 @@
-"""Merge what all ranks store by owners: each merges the tensors of one part, and no rank has the boxes of all.
+"""Merge the plans of all ranks by owners: each merges the tensors of one part, and no rank has the boxes of all.
 
 A tensor's key says which part it is in, and a part which rank owns it. The boxes go to the owners as columns. The
 descriptions of tensors are mostly the same on many ranks: an owner gets a hash of them from each rank, and asks the
@@ -154,7 +154,7 @@ class SpecsByPart:
 
 
 def _part_scales(columns: Columns, owner_by_key: Mapping[str, int]) -> dict[int, dict[str, Column]]:
-    """Return the columns of a rank's plan that say what scales its tensors, by the part of the tensors."""
+    """Return the columns of a rank's plan with the scales of its tensors, by the part of the tensors."""
     if not columns.has("scaled"):
         return {}
     keys, by, blocks = columns.texts("scaled"), columns.texts("scaled_by"), columns.integers("scaled_block")

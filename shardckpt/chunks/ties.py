@@ -81,7 +81,7 @@ def _group_equal(values: Mapping[str, Hashable]) -> list[list[str]]:
 
 
 def _list_views(shards: Iterable[ShardedBase], keys: AbstractSet[str]) -> dict[str, Hashable]:
-    """Return the views of each of the keys: the boxes of its shards, each with what identifies its memory."""
+    """Return the views of each of the keys: the boxes of its shards, each with an identity of its memory."""
     views: dict[str, list[Hashable]] = {}
     for shard in shards:
         if isinstance(shard, ShardedTensor) and shard.key in keys:

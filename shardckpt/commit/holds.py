@@ -131,7 +131,7 @@ class Holds:
 
     @contextlib.contextmanager
     def removing(self, directory: str, needed: Collection[str] = ()) -> Generator[list[Hold], None, None]:
-        """Mark a removal for the block, and yield what forbids it.
+        """Mark a removal for the block, and yield the holds that forbid it.
 
         That is each lease and pin of the directory, each mark of another removal or save of it, and each mark of a
         removal of a needed one.
@@ -259,7 +259,7 @@ class Holds:
 
 
 def make_hold(directory: str, kind: Kind, holder: str, seconds: float | None) -> tuple[str, Hold]:
-    """Return a file's name and what it says; without ``seconds`` of a pin, which does not end."""
+    """Return a file's name and content; without ``seconds`` of a pin, which does not end."""
     if seconds is None:  # a pin: the same label is the same file
         return f"{directory}.{kind}.{hashlib.sha256(holder.encode()).hexdigest()[:32]}.json", Hold(
             directory=directory, kind=kind, holder=holder

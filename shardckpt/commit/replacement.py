@@ -121,7 +121,7 @@ class Replacement:
             raise self._claim.make_error(set(found) - {CLAIM})
 
     def finish(self, generation_marks: Collection[str]) -> None:
-        """Delete the old checkpoint, what dead saves have left, and at last the claims and in-progress objects.
+        """Delete the old checkpoint, leftovers of dead saves, and at last the claims and in-progress objects.
 
         ``generation_marks`` are the names of the new save's own ones in its generation.
         """
@@ -135,7 +135,7 @@ class Replacement:
             (self._target / name).delete()
 
     def abort(self) -> None:
-        """Give the URL back, unless the marker may have been replaced: then a prune decides what is left over."""
+        """Give the URL back, unless the marker may have been replaced: then a prune finds the leftovers."""
         if self._begun and not self.may_be_switched:
             # its objects are deleted; its folder outlives them on some stores
             delete_generations(self._target, (), [generation_name(self._save_id)])

@@ -70,7 +70,7 @@ class SmallFiles:
         return str(self.place)
 
     def names(self) -> list[str]:
-        """Return the names of what is there now."""
+        """Return the names of the present files."""
         return list_names(self.place)
 
     def open(self) -> Path:

@@ -113,7 +113,7 @@ def _list_needless(path: RemotePath, tree: Mapping[str, int], generation: str | 
 
 
 def explain_unfinished_kept(unfinished: Unfinished, hours: float | None = None) -> str:
-    """Return why what a save has left must stay; ``""`` if it may be removed.
+    """Return why the leftovers of a save must stay; ``""`` if they may be removed.
 
     It is judged by its process and the time of its last write. ``hours`` after that a process on another host counts as
     dead; by default ``SHARDCKPT_LEFTOVER_HOURS``.
@@ -134,7 +134,7 @@ def explain_unfinished_kept(unfinished: Unfinished, hours: float | None = None) 
 
 
 def remove_unfinished(unfinished: Unfinished) -> None:
-    """Remove what a save has left, or continue a removal; several processes may do so at a time.
+    """Remove the leftovers of a save, or continue a removal; several processes may do so at a time.
 
     Nothing is removed if another save has taken the place since it was found. A save that begins there by
     ``overwrite=True`` during the deletion fails with an error, since some of its objects may go. If the store fails,

@@ -102,7 +102,7 @@ class Operation:
         return None if self._progress is None else self._progress.add
 
     def share_progress(self, other: Operation) -> None:
-        """Count what another operation does, for this one: a conversion's loads."""
+        """Count the work of another operation for this one: a conversion's loads."""
         other._progress = self._progress
 
     @contextmanager
@@ -259,7 +259,7 @@ def report_skipped(directory: object, why: str) -> None:
 
 
 def report_event(kind: str, state: str, directory: object, rank: int) -> None:
-    """Report what happens in no operation, and takes no time."""
+    """Report an event outside of operations, which takes no time."""
     get_plugin_manager().report(Event(kind, "", state, mask_password(str(directory)), rank))
 
 

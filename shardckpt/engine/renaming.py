@@ -1,4 +1,4 @@
-"""A checkpoint as if what it stores had other names: ``optim.`` as ``optimizer.``."""
+"""A checkpoint under other names: ``optim.`` as ``optimizer.``."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def _begins(key: str, name: str) -> bool:
 
 
 def _list_beginnings(key: str) -> Iterator[str]:
-    """Yield the names that begin a key, the longest first: the key, what is before each dot, and ``""``."""
+    """Yield the prefixes of a key, the longest first: the key, the part before each dot, and ``""``."""
     name, dot = key, "."
     while dot:
         yield name
@@ -241,7 +241,7 @@ def _rename_columns(columns: StoredColumns, names: Mapping[str, str]) -> StoredC
 
 
 def _list_paths(values: Any, path: str = "") -> Iterable[str]:
-    """Yield the dotted paths of nested dicts and of what is in them."""
+    """Yield the dotted paths of nested dicts and of their values."""
     for key, value in values.items():
         yield f"{path}{key}"
         if isinstance(value, dict):
@@ -284,7 +284,7 @@ def _rename_params(group: Any, path: str, names: Mapping[str, str]) -> Any:
 
 
 def _rename_last(name: Any, path: str, names: Mapping[str, str]) -> Any:
-    """Return the new name of what is stored at a path and a name below it, without the path; itself if it has none."""
+    """Return the new name, without the path, of an item stored at a path and a name; the name if it has none."""
     new = names.get(f"{path}.{name}")
     return name if new is None else new.removeprefix(f"{rename_key(path, names)}.")
 

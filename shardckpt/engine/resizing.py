@@ -100,7 +100,7 @@ class Resizing:
             logger.warning("resize: stored rows beyond the wanted shape are not loaded: %s", listed(sorted(set(cut))))
 
     def restore(self, values: list[Any]) -> None:
-        """Put back what new rows had, into the loaded values."""
+        """Put the former values of new rows back into the loaded values."""
         for number, axis, first, kept in self._kept:
             _view_copyable(values[number]).narrow(axis, first, kept.shape[axis]).copy_(kept)
 

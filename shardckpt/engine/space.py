@@ -1,4 +1,4 @@
-"""The forecast of space: what is more than its file system has free is refused before a file is written."""
+"""The forecast of space: a save that is larger than the free space is refused before a file is written."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _find_system_bytes(target: Path) -> int:
 def refuse_full(
     target: Path, needed: int, action: str, free: int | None = None, room: Room = UNLIMITED, rest: int = 0
 ) -> None:
-    """Raise NotEnoughSpaceError if the file system of a target has less free than what is to be written takes.
+    """Raise NotEnoughSpaceError if the file system of a target has less free space than the write takes.
 
     ``needed`` are the bytes of the tensors, ``rest`` those of all else. ``free`` are those of the file system, or what
     the quota of the room leaves; None: look.
@@ -182,7 +182,7 @@ def refuse_full(
 
 
 def _make_space_error(target: Path, needed: int, free: int, action: str, room: Room, rest: int) -> NotEnoughSpaceError:
-    """Return the error of a save that does not fit, with what could go."""
+    """Return the error of a save that does not fit, with the steps that could go."""
     takes = _describe_needs(needed, rest)
     if room.never_fits(needed + rest):  # no advice of what could go
         error = NotEnoughSpaceError(
@@ -232,7 +232,7 @@ def is_of_write(error: NotEnoughSpaceError, target: Path) -> bool:
 
 
 def explain_full(error: NotEnoughSpaceError, target: Path) -> NotEnoughSpaceError:
-    """Return the error of a write that found no space with what is free, and could go; that of a refusal as it is."""
+    """Return the error of a write without space, with the free space and steps that could go; a refusal as it is."""
     if not is_of_write(error, target):
         return error
     leftover, advice = _advise_of_space(target)

@@ -443,7 +443,7 @@ class CheckpointConfig(BaseModel):
             self.make_saver(None)
 
     def check_assets(self) -> None:
-        """Check that the folder of ``hf_assets_path`` has what the export of the last step copies and reads.
+        """Check that the folder of ``hf_assets_path`` has the files that the export of the last step copies and reads.
 
         Raises:
             CheckpointingException: it does not exist, cannot be listed, has nothing to copy, or lacks the
@@ -550,7 +550,7 @@ class CheckpointConfig(BaseModel):
         return self
 
     def _explain_small_budget(self) -> str:
-        """Return why ``memory_budget`` is too small for what the settings ask for; ``""`` if it is not."""
+        """Return why ``memory_budget`` is too small for the settings; ``""`` if it is not."""
         if self.last_save_in_hf:
             is_url = "://" in self.folder and not self.folder.lower().startswith("file://")
             least = LEAST_EXPORTING_ON_STORES if is_url else LEAST_EXPORTING

@@ -55,7 +55,7 @@ def collect_garbage(
     *,
     links: bool = False,
 ) -> list[int]:
-    """Remove what no policy keeps, and the remains of killed saves and removals; return the steps that were removed.
+    """Remove the steps that no policy keeps, and remains of killed saves and removals; return the removed steps.
 
     Without policies all are kept, and the folder's links are looked at only if ``links`` is True. Steps in
     ``protected`` are kept whatever the policies return. A policy that returns something other than steps is an error,
@@ -331,7 +331,7 @@ class GarbageCollector:
 
 
 def _report_kept(path: Path, error: Exception, phase: str, text: str) -> None:
-    """Report what cannot be removed: each time as an event, and once in the log, as each collection tries again."""
+    """Report a failed removal: each time as an event, and once in the log, as each collection tries again."""
     if is_first_warning(__name__, text):
         logger.warning("%s", text)
     report_failed("prune", path, error, phase)

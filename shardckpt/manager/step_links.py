@@ -150,7 +150,7 @@ def _refuse_other_file(link: Path, *, has_own: bool = True) -> None:
 
 
 def _try_to_put_link(link: Path, target: str | None) -> None:
-    """Make a link to what is next to it, or log a warning; None for the target removes it."""
+    """Make a link to a name next to it, or log a warning; None for the target removes it."""
     is_put = False
     try:
         _refuse_other_file(link)

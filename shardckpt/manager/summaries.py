@@ -242,7 +242,7 @@ def _find_mark(directory: Path, record: PlainRecord) -> Mark | None:
 
 
 def add_record(summary: CheckpointSummary, record: PlainRecord | Record, lineage: Lineage) -> CheckpointSummary:
-    """Return a summary with what the record of a checkpoint of ours says."""
+    """Return a summary with the facts in the record of a checkpoint of ours."""
     return replace(
         summary,
         step=summary.step if lineage.step is None else lineage.step,
@@ -294,7 +294,7 @@ def arrange(found: Iterable[CheckpointSummary], holds: Mapping[str, Collection[H
 
 
 def list_once(found: Iterable[CheckpointSummary]) -> list[CheckpointSummary]:
-    """Return summaries without those of links to what is among them by its own name, or by another link."""
+    """Return summaries without links to checkpoints that are among them by their own names, or by another link."""
     found = [*found]
     once = {each.path: each for each in found}
     once.update((each.path, each) for each in found if each.path.endswith(f"/{each.name}"))

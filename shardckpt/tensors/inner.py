@@ -1,4 +1,4 @@
-"""The tensors inside a tensor of another class, by torch's protocol ``__tensor_flatten__``, and what they are for."""
+"""The tensors inside a tensor of another class, by torch's protocol ``__tensor_flatten__``, and their roles."""
 
 from __future__ import annotations
 
