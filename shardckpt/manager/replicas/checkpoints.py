@@ -140,7 +140,7 @@ class ReplicaCheckpoints:
             copy.deepcopy(self._loaded[found]).restore(self._states)
 
     def advance(self, *, blocking: bool = False) -> None:
-        """Collective: commit saves that all ranks of the replica have written; if ``blocking``, wait for all and removals."""
+        """Collective: commit saves that the whole replica has written; if ``blocking``, wait for all and removals."""
         if self._writer is not None:
             self._writer.advance(blocking=blocking)
         if self._gc is not None and blocking:
