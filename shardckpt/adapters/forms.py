@@ -259,7 +259,7 @@ def fill_form(
 
 
 def rebuild_state(values: Mapping[str, Any], param: torch.Tensor | None = None) -> Any:
-    """Collective where :func:`fill_form` is: return a state from what was loaded for it, by its form if it has one."""
+    """Collective where :func:`fill_form` is: return a state from its loaded values, by its form if it has one."""
     if FORM not in values:
         return dict(values)
     by_path = {slot.partition(_LAYOUT)[0]: value for slot, value in values.items()}

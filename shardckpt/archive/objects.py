@@ -153,7 +153,7 @@ def refuse_unloadable(values: Mapping[str, Any], allow_globals: tuple[Any, ...])
 
 
 def _make_error(refusal: CheckpointingException) -> UnsafePickleError:
-    """Return the error of a save about what a load would refuse."""
+    """Return the error of a save about values that a load would refuse."""
     error = UnsafePickleError(f"a load would refuse {refusal} (to save and to load)")
     error.refused = getattr(refusal, "refused", ())
     return error

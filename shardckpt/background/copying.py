@@ -245,7 +245,7 @@ class Copies:
         return are_contiguous(tensors, self._facts.dtypes) if known is None else known
 
     def _check(self) -> None:
-        """Raise for the first tensor that is not what the layout has."""
+        """Raise for the first tensor that differs from the layout."""
         counts, dtypes = self._facts.counts, self._facts.dtypes
         if counts == self.layout.counts and dtypes == self.layout.dtypes:
             return

@@ -204,7 +204,7 @@ def _describe_left_out(report: ConversionReport) -> list[str]:
 
 
 def describe_damaged(names: Sequence[str]) -> list[str]:
-    """Return the line about what is damaged and was not written."""
+    """Return the line about damaged items that were not written."""
     many = format_many(len(names), "name")
     return [f"damaged, and left out: {many}: {listed(names, limit=_NAMES_SHOWN)}"] if names else []
 

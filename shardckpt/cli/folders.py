@@ -44,7 +44,7 @@ def _is_word(path: str) -> bool:
 
 
 def refuse_lost_link(path: str) -> None:
-    """Raise if a path, or a folder that it goes through, is a link to what is not there: errors name that alone."""
+    """Raise if a path, or a folder that it goes through, is a broken link: errors name its target alone."""
     from shardckpt.engine.locations import find_local
 
     if find_local(path) is None:

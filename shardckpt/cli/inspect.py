@@ -174,7 +174,7 @@ def _find_faults(checkpoint: StoredCheckpoint, lost: str) -> list[IncompleteFile
 
 
 def _add_faults(output: Output, checkpoint: StoredCheckpoint, lost: str) -> Output:
-    """Return an answer about a part of a checkpoint, with what is incomplete of the whole."""
+    """Return an answer about a part of a checkpoint, with the incomplete files of the whole."""
     faults = _find_faults(checkpoint, lost)
     if not faults:
         return output

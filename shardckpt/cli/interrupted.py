@@ -68,7 +68,7 @@ def find_target(options: argparse.Namespace) -> str:
 
 
 def _list_staged(target: str) -> list[Path]:
-    """Return the staging directories of what a verb writes on this machine."""
+    """Return the staging directories of a verb's target on this machine."""
     from shardckpt.commit.commit import list_staging_directories
     from shardckpt.engine.locations import find_local
 

@@ -185,5 +185,5 @@ def parse_count(text: str) -> int:
 
 
 def add_verbose(parser: Any, help: str) -> None:  # noqa: A002 - as argparse calls it
-    """Add the option that shows more than a line of what was done."""
+    """Add the option that shows more than a line."""
     parser.add_argument("-v", "--verbose", action="store_true", help=help)

@@ -235,7 +235,7 @@ def _describe_links(links: Sequence[str]) -> str:
 
 
 class Plan(NamedTuple):
-    """The folders to prune, what would become of the steps of each, and which are left.
+    """The folders to prune, the planned results for the steps of each, and the folders that are left.
 
     Attributes:
         folders: The options for each.
@@ -318,7 +318,7 @@ def _plan(options: Any, policies: Sequence[Any], *, is_alone: bool) -> list[Step
 def _prune(
     options: Any, policies: Sequence[Any], planned: list[StepResult]
 ) -> tuple[list[Verified], list[StepResult], list[PruneResult]]:
-    """Prune one folder: return what was verified, and the results for its steps and for leftovers of killed saves."""
+    """Prune one folder: return the verified steps, and the results for its steps and for leftovers of killed saves."""
     from shardckpt.engine.display import show_progress
 
     verified, failed, unwritten = _verify_newest(options) if options.verify else ([], [], {})
@@ -378,7 +378,7 @@ class Skipped(NamedTuple):
 
 
 class Pruned(NamedTuple):
-    """The steps that were verified, removed and kept, or with ``--dry-run`` would be, and what was not looked at."""
+    """The steps that were verified, removed and kept, or with ``--dry-run`` would be, and paths not looked at."""
 
     dry_run: bool
     verified: Sequence[Verified]
@@ -434,7 +434,7 @@ def _make_table(what: str, results: Sequence[PruneResult | StepResult], options:
 
 
 def _describe_left(found: Pruned, options: Any) -> list[str]:
-    """Return a line for each kind of what was not looked at, or is left as a whole."""
+    """Return a line for each kind of path that was not looked at, or is left as a whole."""
     above = f"{options.paths[0].rstrip('/')}/" if len(options.paths) == 1 else ""
     lines = [found.unseen, _describe_links(found.links)]
     if found.uncounted:
@@ -457,7 +457,7 @@ def _name_folders(options: Any) -> str:
 
 
 def _chooses_steps(options: Any, policies: Sequence[Any]) -> bool:
-    """Return whether steps are to be removed, and not only what is left next to them."""
+    """Return whether steps are to be removed, and not only leftovers next to them."""
     return bool(policies) or options.damaged
 
 

@@ -119,7 +119,7 @@ class ModelStates:
         return [_check_shapes(group, self._place) for group in (found if isinstance(found, list) else [found])]
 
     def add_rest(self, index: Index, *, is_cut: bool) -> None:
-        """Add what is not trained: frozen parameters, buffers, extra state, names of tied weights, the job's values.
+        """Add untrained values: frozen parameters, buffers, extra state, names of tied weights, the job's values.
 
         ``is_cut`` says whether frozen parameters are cut over the ranks.
         """
@@ -145,7 +145,7 @@ class ModelStates:
             yield name, join_parts(name, shape, parts) if is_cut else make_whole(name, shape, parts[0])
 
     def _add_module(self, index: Index, tied: Mapping[Any, Any], *, is_cut: bool) -> None:
-        """Add what the module's state dict has and the index has not: buffers, and extra state as objects."""
+        """Add the values of the module's state dict that the index lacks: buffers, and extra state as objects."""
         module = self._take_dict(self._first, "module")
         # stage 3 has no values of parameters in it
         buffers = (self._first.get("buffer_names") or []) if is_cut else list(module)

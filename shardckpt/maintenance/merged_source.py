@@ -121,7 +121,7 @@ class MergedLoadStrategy(LoadStrategy):
         return self.checkpoints[self.rules.base]
 
     def load_common(self, context: LoadContext) -> StateDict:
-        """Return the base's, without what the merge leaves out."""
+        """Return the base's, without the keys that the merge leaves out."""
         index, common = self.load_index(context), self.base.common()
         self.left_out += [key for key in common if self._is_left_out(key)]
         kept = forget_metrics({key: value for key, value in common.items() if not self._is_left_out(key)})

@@ -183,7 +183,7 @@ def read_hub_config(location: Path, plugins: PluginManager) -> dict[str, Any] | 
 def open_staged(
     staging: Path, files: Path, plugins: PluginManager, how: Reading = _AS_IT_IS
 ) -> Iterator[OpenCheckpoint]:
-    """Open what is staged and not committed, for the block. Not collective.
+    """Open a staged checkpoint that is not committed, for the block. Not collective.
 
     ``staging`` is the staging directory or file; of a checkpoint, it has the record and ``metadata.json``. ``files`` is
     where all other files of a checkpoint are: ``staging``, or a store folder, which has no marker yet.
@@ -315,7 +315,7 @@ def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[s
 def _check_trainer_step(
     place: Path, location: Path, plugins: PluginManager, checked: dict[str, Checked]
 ) -> dict[str, Checked]:
-    """Check what transformers' Trainer saves with a model: files of torch.save, and FSDP's and DeepSpeed's folders.
+    """Check files of transformers' Trainer next to a model: files of torch.save, and FSDP's and DeepSpeed's folders.
 
     Return the result of each file, those in ``checked`` among them, which are not read again.
     """

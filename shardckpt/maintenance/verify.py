@@ -242,7 +242,7 @@ def _list_other_files(directory: Path, found: Collection[str]) -> list[str]:
 
 
 def _list_folder(path: Path, folder: str) -> list[str]:
-    """Return the paths of what is directly in a folder of the checkpoint; ``""`` is the checkpoint's directory."""
+    """Return the paths of the entries of a folder of the checkpoint; ``""`` is the checkpoint's directory."""
     if not folder:
         return [entry.name for entry in path.iterdir()]
     try:

@@ -212,7 +212,7 @@ class StrategyRegistry:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Undo at the end of the block what was registered in it: tests register strategies for a while."""
+        """Undo at the end of the block all registrations in it: tests register strategies for a while."""
         before = self.content
         try:
             yield

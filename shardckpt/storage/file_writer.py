@@ -77,7 +77,7 @@ class FileWriter:
         return self._stream.sync_seconds
 
     def describe(self, content: Callable[[], str]) -> None:
-        """Say, before the first record, what the records hold that their sizes and names do not tell.
+        """Describe, before the first record, the content of the records beyond their sizes and names.
 
         Args:
             content: Returns a text, or a digest; called where another process may go on with the file. One of another

@@ -132,7 +132,7 @@ class Journal:
 
 
 def can_resume(place: Path) -> bool:
-    """Return whether another process may go on with what a killed one has written to a place.
+    """Return whether another process may go on with the files of a killed one at a place.
 
     Where a store cannot replace an object on a condition, two processes could go on with the same.
     """

@@ -212,7 +212,7 @@ class OpenFiles:
             return file
 
     def release(self, file: OpenFile) -> None:
-        """End the use of what :meth:`acquire` returned."""
+        """End the use of a file that :meth:`acquire` returned."""
         with self._lock:
             file.users -= 1
             if not file.users and self._files.get(file.name) is not file:  # close() was called during the use

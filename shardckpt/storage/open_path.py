@@ -27,7 +27,7 @@ class OpenPath(_Base):
         return PurePosixPath(self.name).suffix
 
     def refresh(self) -> Path:
-        """Return the same without what was listed; a directory is listed anew each time."""
+        """Return the same without its listing; a directory is listed anew each time."""
         return self
 
     def hold(self) -> Path:

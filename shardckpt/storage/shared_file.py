@@ -166,7 +166,7 @@ def cut_segments(nbytes: int) -> list[int]:
 
 
 def merge_parts(parts: Iterable[FilePart], algorithm: str) -> list[FileRecord]:
-    """Return the records of files, by what the ranks have written of them; a file's rank is the lowest with a part.
+    """Return the records of files, by the parts that the ranks have written; a file's rank is the lowest with a part.
 
     It is a StorageError if parts of a file overlap, leave a hole, or are of files of several sizes.
     """

@@ -1,4 +1,4 @@
-"""Sums of the bits of what each rank stores: added up over all ranks, they are fingerprints of the tensors."""
+"""Sums of the bits of each rank's shards: added up over all ranks, they are fingerprints of the tensors."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class StrictHandling(Enum):
 
     @property
     def checks_all(self) -> bool:
-        """Whether missing keys matter, too: then the ranks exchange what they want."""
+        """Whether missing keys matter, too: then the ranks exchange their wanted keys."""
         return self in (self.LOG_ALL, self.RAISE_ALL, self.RETURN_ALL)
 
     @property

@@ -260,7 +260,7 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
         return replace(cast("WritePlan", work), parts={_name_part(n): part for n, part in parts.items()}), index
 
     def make_index(self, plans: Sequence[LocalPlan], aliases: Mapping[str, str]) -> EncodedIndex:
-        """Return the index of what all ranks store; arguments as of the base."""
+        """Return the index of all ranks' plans; arguments as of the base."""
         return encode_index(merge_plans(plans, aliases))
 
 

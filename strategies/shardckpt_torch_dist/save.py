@@ -108,7 +108,7 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
     def collect(
         self, shards: Sequence[ShardedBase], aliases: Mapping[str, str], context: PlanContext
     ) -> tuple[LocalItems, dict[str, bytes]]:
-        """Collective: return what this rank stores, by the planner if there is one; arguments as of the base."""
+        """Collective: return this rank's items, by the planner if there is one; arguments as of the base."""
         if self._planner is None:
             return super().collect(shards, aliases, context)
         with context.comm.local_phase("making the planner"):
@@ -146,5 +146,5 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
         plans: Sequence[LocalPlan],
         aliases: Mapping[str, str],  # noqa: ARG002 - other readers know none: there are none
     ) -> StoredIndex:
-        """Return the index of what all ranks store; arguments as of the base."""
+        """Return the index of all ranks' plans; arguments as of the base."""
         return build_index(plans)

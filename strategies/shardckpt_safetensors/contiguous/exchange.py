@@ -150,7 +150,7 @@ def assign_owners(
 def plan_exchange(
     layout: FolderLayout, boxes: Boxes, in_ranges: Sequence[bool], owners: Sequence[int], comm: Comm, *, shared: bool
 ) -> ExchangePlan:
-    """Collective: plan what this rank writes, sends and receives.
+    """Collective: plan this rank's writes and messages.
 
     The tensors of ``boxes``, which this rank has, are numbered as in the layout. ``owners`` are those of the payloads.
     It is a ShardingError if ranks send the same elements, or boxes that do not fill their payload. A gap between ranges

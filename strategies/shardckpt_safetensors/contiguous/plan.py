@@ -1,4 +1,4 @@
-"""Plan with all ranks which tensors are stored contiguously, and what each rank writes of them."""
+"""Plan with all ranks which tensors are stored contiguously, and the part of each rank."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def _find_tied_head(
 
 
 def _combine(mine: T, unite: Callable[[Sequence[T]], U], name: str, comm: Comm) -> U:
-    """Collective: return what is made of the values of all ranks."""
+    """Collective: return the result of a function of all ranks' values."""
     if comm.all_equal(repr(mine).encode()):  # as with FSDP: no rank needs to receive what the others have
         return unite([mine])
     everyone = comm.gather(mine)
