@@ -410,7 +410,7 @@ def load_common_state_dict(checkpoint_dir: PathLike, *, allow_globals: Iterable[
 
 
 def load_sharded_metadata(checkpoint_dir: PathLike, sharded_strategy: LoadChoice = None) -> dict[str, ShardedBase]:
-    """Return what is stored, without data. Not collective.
+    """Return the stored items, without data. Not collective.
 
     Returns:
         ShardedTensors of the global shape by key, ShardedObjects by unique key.
@@ -438,7 +438,7 @@ def load_plain_tensors(checkpoint_dir: PathLike) -> dict[str, torch.Tensor]:
 def load_content_metadata(
     checkpoint_dir: PathLike | None = None, *, preloaded_state_dict: StateDict | None = None
 ) -> dict[str, Any] | None:
-    """Return what was saved as ``content_metadata``, or None. Not collective.
+    """Return the saved ``content_metadata``, or None. Not collective.
 
     Where it is plain JSON, it comes from ``shardckpt.json``, and nothing is unpickled.
 

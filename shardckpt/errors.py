@@ -96,7 +96,7 @@ class StorageError(CheckpointingException):
 
 
 class NotEnoughSpaceError(StorageError):
-    """A file system, or a quota, that has no space for what is to be written.
+    """A file system, or a quota, that has no space for a write.
 
     Mostly it is refused before a file is written; else a write has failed, and what was written is removed.
 
@@ -112,11 +112,11 @@ class NotEnoughSpaceError(StorageError):
 
 
 class CheckpointReplacedError(StorageError):
-    """A checkpoint that another save has replaced since it was opened: what was opened is gone, open it again."""
+    """A checkpoint that another save has replaced since it was opened: its files are gone, open it again."""
 
 
 class CorruptCheckpointError(CheckpointingException):
-    """Stored bytes that are not what was written: missing, cut, altered or malformed."""
+    """Stored bytes that differ from the written ones: missing, cut, altered or malformed."""
 
 
 #: How a file that is a whole ``nn.Module`` becomes one that is read, by the paths of both.
@@ -151,7 +151,7 @@ class CommunicationError(CheckpointingException):
 
 
 class OtherJobError(CheckpointingException):
-    """A folder that another job saves to, too, where ``on_other_job="error"`` lets a manager save beside none."""
+    """Another job saves to the same folder, which ``on_other_job="error"`` forbids."""
 
 
 class RankFailedError(CheckpointingException):
@@ -241,6 +241,11 @@ def show_given(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
 
 
+def list_given(given: object) -> list[Any]:
+    """Return a caller's list; one value, as a text is, gives a list of it."""
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else [given]
+
+
 def is_first_warning(*what: object) -> bool:
     """Return whether this process has not warned of this yet; what a training meets at every save is logged once.
 
@@ -290,7 +295,7 @@ def format_many(count: int, noun: str) -> str:
 
 
 def natural_order(key: str) -> list[tuple[int, str, str]]:
-    """Return what keys are sorted by so that layer 2 comes before layer 10.
+    """Return a sort key of a name, by which layer 2 comes before layer 10.
 
     Args:
         key: The key.
@@ -305,12 +310,12 @@ def natural_order(key: str) -> list[tuple[int, str, str]]:
 
 
 def name_known(wanted: str, known: Collection[str], what: str, limit: int = 6, also: Collection[str] = ()) -> str:
-    """Return what an error about a name that matches nothing adds: the nearest of those there are, and the first.
+    """Return the end of an error about a name that matches nothing: the nearest known name, and the first ones.
 
     Args:
         wanted: The name.
         known: Those there are.
-        what: What they are called, in the plural: ``"keys"``.
+        what: Their kind, in the plural: ``"keys"``.
         limit: How many are listed.
         also: Other names that are asked about, and not listed.
 
@@ -432,14 +437,17 @@ def _find_nearest_number(wanted: str, like: str, known: Sequence[str]) -> str:
 
 
 def _split_number(name: str) -> tuple[tuple[str, str], int | None]:
-    """Return what stands before and behind the last number of a name's last part, and the number; None without one."""
+    """Return the texts around the last number of a name's last part, and the number; None without one."""
     found = _LAST_NUMBER.fullmatch(name)
     return (("", ""), None) if found is None else ((found[1], found[3]), int(found[2]))
 
 
 def prefix_error(without: str, prefix: str, keys: Iterable[str]) -> KeyMismatchError:
     """Return the error of a prefix that no key begins with; ``without`` says of what."""
-    return KeyMismatchError(f"{without} has a key that begins with {prefix!r} {name_prefixes(prefix, keys)}")
+    depth = prefix.strip(".").count(".") + 1
+    parts = (key.split(".", depth) for key in keys)
+    known = {".".join(found[:depth]) + "." * (len(found) > depth) for found in parts}  # as deep as the prefix
+    return KeyMismatchError(f"{without} has a key that begins with {prefix!r} {name_known(prefix, known, 'keys')}")
 
 
 def cut_prefix(key: str, prefix: str) -> str:
@@ -455,19 +463,12 @@ def cut_prefix(key: str, prefix: str) -> str:
     return name
 
 
-def name_prefixes(wanted: str, keys: Iterable[str]) -> str:
-    """Return what an error about such a prefix adds: the prefixes that keys have, as deep as it."""
-    depth = wanted.strip(".").count(".") + 1
-    parts = (key.split(".", depth) for key in keys)
-    return name_known(wanted, {".".join(found[:depth]) + "." * (len(found) > depth) for found in parts}, "keys")
-
-
 def refuse_copy(value: object, holds: str, instead: str) -> NoReturn:
     """Raise the error of an object of one process that somebody copies or pickles.
 
     Args:
         value: The object.
-        holds: What it has that another object or process cannot have.
+        holds: The part of it that no other object or process can have.
         instead: What to make instead.
     """
     raise CheckpointingException(
@@ -510,7 +511,6 @@ __all__ = [
     "list_causes",
     "listed",
     "name_known",
-    "name_prefixes",
     "natural_order",
     "prefix_error",
     "refuse_copy",

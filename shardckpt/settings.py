@@ -37,12 +37,12 @@ _MOST_DIGITS = 9
 _KEY = re.compile(r"[^\s@]+(@[0-9]{1,9})?")
 
 
-#: What each is for, and what reads it.
+#: The purpose of each variable, and the function that reads it.
 _VARIABLES: dict[str, tuple[str, Callable[[], object]]] = {}
 
 
 def _listed(name: str, text: str) -> Callable[[_R], _R]:
-    """Add a variable to those that ``shardckpt config`` lists: a decorator of what reads it."""
+    """Add a variable to those that ``shardckpt config`` lists: a decorator of the function that reads it."""
 
     def add(read: _R) -> _R:
         _VARIABLES[name] = text, read
@@ -52,12 +52,12 @@ def _listed(name: str, text: str) -> Callable[[_R], _R]:
 
 
 def _number(name: str, text: str, *, default: int, least: int = 1) -> Callable[[], int]:
-    """Add a variable that is a whole number; return what reads it."""
+    """Add a variable that is a whole number; return the function that reads it."""
     return _listed(name, text)(functools.partial(_integer, name, default, least))
 
 
 def _switch(name: str, text: str) -> Callable[[], bool]:
-    """Add a variable that is 1, by default, or 0; return what reads it."""
+    """Add a variable that is 1, by default, or 0; return the function that reads it."""
     return _listed(name, text)(lambda: bool(_integer(name, 1, 0)))
 
 
@@ -211,7 +211,7 @@ class Variable(NamedTuple):
     Attributes:
         name: Its name.
         value: What is in force, by default or as it is set.
-        text: What it is for; of one that nothing reads, or whose value is wrong, what to do.
+        text: Its purpose; of one that nothing reads, or whose value is wrong, what to do.
         is_wrong: Whether nothing reads it, or its value is wrong.
     """
 

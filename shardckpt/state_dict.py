@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 #: Where torch keeps its tensors that are spread over ranks: DTensor, ShardedTensor.
 _SHARDED_BY_TORCH = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._shard")
-#: What dcp.save and dcp.load take, and what here is described by the adapters.
+#: Classes that dcp.save and dcp.load accept, and that the adapters describe here.
 _DESCRIBED = (torch.nn.Module, torch.optim.Optimizer)
 
-#: What may have shards in it, where it is a leaf, or in one: all but the dicts and lists that are looked into.
+#: Containers that may have shards in them, as a leaf or inside of one: all but the dicts and lists that are walked.
 _CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
 #: Classes of most leaves, which have nothing in them: isinstance of Mapping is slow.
 _SIMPLE = frozenset((bool, int, float, str, bytes, type(None), torch.Tensor))
@@ -61,7 +61,7 @@ def nested_values(x: Any) -> Iterator[Any]:
 
 
 def list_nested_values(x: Any) -> list[Any]:
-    """Return what :func:`nested_values` yields, in half of the time."""
+    """Return the values of :func:`nested_values`, in half of the time."""
     found: list[Any] = []
     _add_values(x, found)
     return found
@@ -94,7 +94,7 @@ def nested_items(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any
 def flatten_as_dcp(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield (path, leaf) pairs as torch.distributed.checkpoint flattens a state dict: the keys of dicts become text.
 
-    A list in which, or in a list of which, there is no dict, tensor or shard, is a leaf; so is every tuple.
+    A list without a dict, tensor or shard, in it or in its lists, is a leaf; so is every tuple.
     """
     if isinstance(x, dict):
         for key, value in x.items():
@@ -114,7 +114,7 @@ def _is_taken_apart(values: list[Any]) -> bool:
 
 
 def list_dcp_values(x: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what is no tensor in a state dict, by the key under which stock ``dcp.load`` asks for it."""
+    """Yield the values of a state dict that are no tensors, by the keys that stock ``dcp.load`` asks for."""
     return ((".".join(map(str, path)), v) for path, v in flatten_as_dcp(x) if not isinstance(v, torch.Tensor))
 
 
@@ -386,7 +386,7 @@ def _split_mixed(x: Any, children: dict[Any, Any], path: tuple[Any, ...], *, pla
 
 
 def _find_shards(leaf: Any) -> Any:
-    """Return what needs no closer look: a ShardedTensor, or the list of them that a factory builds anew; else None."""
+    """Return a ShardedTensor, or the list of them that a factory builds anew; None for any other leaf."""
     if type(leaf) is ShardedTensor:  # isinstance of an ABC is slow
         return leaf
     return leaf.build() if isinstance(leaf, ShardedTensorFactory) and leaf.builds_anew else None
@@ -487,8 +487,8 @@ def _equal_leaves(x1: Any, x2: Any) -> bool:
     try:
         if isinstance(x1, torch.Tensor) or isinstance(x2, torch.Tensor):
             both = isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor)
-            alike = both and (x1.dtype, x1.shape) == (x2.dtype, x2.shape)
-            return alike and (torch.equal(x1, x2) or have_equal_bits(x1, x2))
+            same_kind = both and (x1.dtype, x1.shape) == (x2.dtype, x2.shape)
+            return same_kind and (torch.equal(x1, x2) or have_equal_bits(x1, x2))
         if isinstance(x1, tuple) and type(x1) is type(x2):
             return len(x1) == len(x2) and all(map(are_equal, x1, x2))
         same = x1 == x2

@@ -116,7 +116,7 @@ class LoadContext:
         # imported here: it imports torch, which the command line's help does not need
         from shardckpt.storage.directory import replaced_error
 
-        is_same = self.comm.agree(identity, **agreed) if agreed else self.comm.all_alike(identity)
+        is_same = self.comm.agree(identity, **agreed) if agreed else self.comm.all_equal(identity)
         if not is_same:
             with self.comm.local_phase(f"comparing the {what} that the ranks have read"):
                 raise replaced_error(self.reader.directory, f"the ranks have read different {what}")
@@ -520,7 +520,7 @@ class StoredFile:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Let go of what the frames of an error and its causes hold: all that was read would live as long as the error."""
+    """Clear the frames of an error and its causes: all that was read would live as long as the error."""
     chain: list[BaseException] = []
     following: BaseException | None = error
     while following is not None and following not in chain:  # one that is raised again may be its own context

@@ -105,8 +105,8 @@ def count_planning(
     encoded: dict[str, EncodedPart] = {}
 
     def plan_rank(rank: int, comm: Recorder) -> MergedPlan | None:
-        if comm.all_alike(b"the tied tensors") and aliases:
-            comm.all_alike(b"which of them are the same memory")
+        if comm.all_equal(b"the tied tensors") and aliases:
+            comm.all_equal(b"which of them are the same memory")
         comm.largest(0)  # of gather_up_to, which sends no more than this if there is too much to gather
         comm.total(first.stored.size, linked, 0)
         plans = comm.gather(bare[rank])

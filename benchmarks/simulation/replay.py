@@ -170,7 +170,7 @@ class Recorder:
                     call.result.setdefault(target, {})[sender] = data
         return dict(call.result.get(self.rank, {}))
 
-    def all_alike(self, data: bytes) -> bool:
+    def all_equal(self, data: bytes) -> bool:
         """Whether all have the same."""
         digest = int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 2
         largest, negative = self._reduced((digest, -digest), max)

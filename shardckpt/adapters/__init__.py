@@ -1,4 +1,4 @@
-"""Describe torch's modules, optimizers and distributed tensors as shards, and restore what was loaded into them."""
+"""Describe torch's modules, optimizers and distributed tensors as shards, and restore the loaded values into them."""
 
 from shardckpt.lazy import attach_stub
 

@@ -37,7 +37,7 @@ def describe_dtensor(
     dtensor: DTensor,
     replicated: Replicated = True,
     *,
-    alike: AlikeTensors | None = None,
+    cache: LayoutCache | None = None,
     detached: bool = False,
 ) -> InPlaceFactory | LocalNonpersistentObject:
     """Return a factory of a DTensor's shards, which a load fills in place, and which it resolves to the DTensor itself.
@@ -50,7 +50,7 @@ def describe_dtensor(
     Placements that cannot be described raise when the tensor is saved or loaded, not here: only then do all ranks raise
     the same error. With ``detached`` a load returns the DTensor detached.
     """
-    common = (alike or AlikeTensors()).find(dtensor)
+    common = (cache or LayoutCache()).find(dtensor)
     if common is None:
         return LocalNonpersistentObject(dtensor)
     # a mesh of all ranks names every copy; only copies on other meshes remain to be compared
@@ -241,7 +241,7 @@ class _Cut(NamedTuple):
         return len(self.held) == 1 and self.held[0].box.shape == self.extent
 
 
-class _Common(NamedTuple):
+class _CommonLayout(NamedTuple):
     """The common layout of DTensors of one mesh, placements and shape on this rank.
 
     Attributes:
@@ -255,18 +255,18 @@ class _Common(NamedTuple):
     cut: _Cut | None
 
 
-class AlikeTensors:
-    """Finds what DTensors that are described together have in common, once for each mesh, placements and shape.
+class LayoutCache:
+    """Caches the common layout of DTensors: computed once for each mesh, placements and shape.
 
     To be used within one call: the DTensors keep their meshes alive, whose ids are remembered.
     """
 
     def __init__(self) -> None:
         self.rank, _ = rank_and_size()
-        self._found: dict[tuple[Any, ...], _Common | None] = {}
+        self._found: dict[tuple[Any, ...], _CommonLayout | None] = {}
 
-    def find(self, dtensor: DTensor) -> _Common | None:
-        """Return what a DTensor has in common with others; None if this rank is outside its mesh."""
+    def find(self, dtensor: DTensor) -> _CommonLayout | None:
+        """Return the common layout of a DTensor and others; None if this rank is outside its mesh."""
         # not the placements themselves: to hash and compare them takes longer than all else here
         marks = [
             place.dim if type(place) is Shard else Replicate if type(place) is Replicate else f"id {id(place)}"
@@ -278,14 +278,14 @@ class AlikeTensors:
         return self._found[key]
 
 
-def _find_common(dtensor: DTensor) -> _Common | None:
+def _find_common(dtensor: DTensor) -> _CommonLayout | None:
     mesh = dtensor.device_mesh
     if mesh.get_coordinate() is None:
         return None
     cut = None
     with suppress(ShardingError):  # which is to be raised in the save or load, by all ranks
         cut = _cut(tuple(dtensor.shape), tuple(get_dtensor_splits("", dtensor)))
-    return _Common(get_replica_coordinates(dtensor) or 0, mesh.size() >= dist.get_world_size(), cut)
+    return _CommonLayout(get_replica_coordinates(dtensor) or 0, mesh.size() >= dist.get_world_size(), cut)
 
 
 @lru_cache(maxsize=4096)  # the layers of a model have equal shapes, and every save describes all of them anew

@@ -31,15 +31,15 @@ def describe_groups(
     """
     # the groups of each option and value; of few groups each keeps its own objects, so that a later save has as many as
     # the last
-    alike: dict[tuple[str, Any], list[int]] = {}
+    groups_by_value: dict[tuple[str, Any], list[int]] = {}
     mark = make_marker() if len(param_groups) > FEW_GROUPS else None
     for number, group in enumerate(param_groups):
         for option, value in group.items():
             same = None if mark is None or option == PARAMS else mark(value)
-            alike.setdefault((option, number if same is None else same), []).append(number)
+            groups_by_value.setdefault((option, number if same is None else same), []).append(number)
     kept.begin([(*group[PARAMS],) for group in param_groups], key, frozenset(params))
     found = {}
-    for (option, _), numbers in alike.items():
+    for (option, _), numbers in groups_by_value.items():
         value = param_groups[numbers[0]][option]
         own, keys = kept.find(option, numbers, by_name=option != PARAMS and not isinstance(value, torch.Tensor))
         if keys:

@@ -23,7 +23,7 @@ from shardckpt.tensors.memory import ORDINARY
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from shardckpt.adapters.dtensor import AlikeTensors
+    from shardckpt.adapters.dtensor import LayoutCache
     from shardckpt.mapping.base import Replicated
 
 #: The key of a form, below that of its state: no name of a value has parentheses.
@@ -73,12 +73,6 @@ def has_tensors(leaf: Any) -> bool:
     return type(leaf) in (tuple, deque) and any(
         isinstance(each, torch.Tensor) or has_tensors(each) for each in nested_values(list(leaf))
     )
-
-
-def _rebuild_sequence(parts: Mapping[str, Any]) -> Any:
-    """Return the tuple or deque of a dict that :func:`flatten_state` has made."""
-    (cls, longest), items = parts[_SEQUENCE], parts[_ITEMS]
-    return deque(items, longest) if cls == "deque" else tuple(items)
 
 
 def is_self_describing(state: Any, layout: Layout | None) -> bool:
@@ -150,13 +144,13 @@ def list_tensors(state: Any) -> dict[str, torch.Tensor | InnerShard]:
 
 
 def describe_nested(
-    values: Any, key: str, replicated: Replicated, alike: AlikeTensors, layout: Layout | None
+    values: Any, key: str, replicated: Replicated, cache: LayoutCache, layout: Layout | None
 ) -> dict[str, Any]:
     """Describe a parameter's state that is not :func:`is_self_describing`; for the rest see there and describe_leaf."""
     flat = flatten_state(values)
     is_distributed = layout is not None
     form, tensors = make_form(flat, is_distributed=is_distributed), list_tensors(flat)
-    found = describe_with_form(form, tensors, key, replicated, alike, is_distributed=is_distributed)
+    found = describe_with_form(form, tensors, key, replicated, cache, is_distributed=is_distributed)
     if layout is not None and (axes := _list_axes(tensors, layout)):
         # a load must know before it has read an object; stock dcp.load knows tensors by their paths alone
         slot = f"{_SHARDED}{json.dumps(axes)})"
@@ -212,7 +206,7 @@ def describe_with_form(
     tensors: Mapping[str, torch.Tensor | InnerShard],
     key: str,
     replicated: Replicated,
-    alike: AlikeTensors | None = None,
+    cache: LayoutCache | None = None,
     *,
     is_distributed: bool = False,
 ) -> dict[str, Any]:
@@ -226,7 +220,7 @@ def describe_with_form(
             return tensor.describe(key, replicated)
         # next to a DTensor it may be of this rank's rows: one rank's would be wrong for all
         is_compared = is_distributed and not isinstance(tensor, DTensor) and tensor.numel() > 1
-        return describe_leaf(tensor, key, True if is_compared else replicated, alike=alike)
+        return describe_leaf(tensor, key, True if is_compared else replicated, cache=cache)
 
     return {
         FORM: describe_object(form, f"{key}.{FORM}", replicated),
@@ -249,7 +243,8 @@ def fill_form(
     if isinstance(form, dict):
         filled: Any = of_type(form, {key: fill_form(each, find, param, (*path, key)) for key, each in form.items()})
         if _SEQUENCE in filled:
-            return _rebuild_sequence(filled)
+            (cls, longest), items = filled[_SEQUENCE], filled[_ITEMS]
+            return deque(items, longest) if cls == "deque" else tuple(items)
         return rebuild_wrapper(filled, form, param) if CLASS in filled else filled
     if isinstance(form, list):
         return of_type(form, [fill_form(each, find, param, (*path, index)) for index, each in enumerate(form)])
@@ -264,7 +259,7 @@ def fill_form(
 
 
 def rebuild_state(values: Mapping[str, Any], param: torch.Tensor | None = None) -> Any:
-    """Collective where :func:`fill_form` is: return a state from what was loaded for it, by its form if it has one."""
+    """Collective where :func:`fill_form` is: return a state from its loaded values, by its form if it has one."""
     if FORM not in values:
         return dict(values)
     by_path = {slot.partition(_LAYOUT)[0]: value for slot, value in values.items()}

@@ -107,7 +107,7 @@ def _share_plain_options(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any
 
 
 def request_options(names: Iterable[str], stored: StoredNames, key: str) -> dict[str, Any]:
-    """Return what a load asks for of the options: all groups that are stored, whose parameters only their objects name.
+    """Return the request of a load for the options: all stored groups, whose parameters only their objects name.
 
     Options that are tensors are stored by parameter, as stock ``dcp.load`` asks for them. Older checkpoints, and those
     of other libraries, have an object for each parameter, too. ``key`` is what the keys of options begin with, without

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardckpt.adapters.dtensor import AlikeTensors
+from shardckpt.adapters.dtensor import LayoutCache
 from shardckpt.adapters.leaves import describe_leaf
 from shardckpt.distributed.comm import rank_and_size
 from shardckpt.mapping.factory import ShardedTensorFactory
@@ -38,7 +38,7 @@ class _Options(NamedTuple):
 class _Signature(NamedTuple):
     """All that determines the shards of leaves. Leaves with equal signatures have equal shards, with other data.
 
-    A signature has no layouts and strides: a save refuses a leaf that is not strided, and stores any strides alike.
+    A signature has no layouts and strides: a save refuses a leaf that is not strided, and strides change nothing.
 
     Attributes:
         names: The names of the leaves.
@@ -181,11 +181,11 @@ def _holds_all(shard: ShardedTensor, local: torch.Tensor) -> bool:
 
 def _describe_each(leaves: Mapping[str, Any], options: _Options) -> dict[str, Any]:
     """Describe leaves by name with :func:`describe_leaf`, and build factories."""
-    alike = AlikeTensors()
+    cache = LayoutCache()
     described = {}
     for name, leaf in leaves.items():
         replicated = "unchecked" if name in options.unchecked else options.replicated
-        shard = describe_leaf(leaf, f"{options.prefix}{name}", replicated, alike=alike, detached=True)
+        shard = describe_leaf(leaf, f"{options.prefix}{name}", replicated, cache=cache, detached=True)
         if isinstance(shard, ShardedTensorFactory):
             shards = shard.build()
             shard = shards[0] if isinstance(shards, list) and len(shards) == 1 else shards

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from shardckpt.adapters.dtensor import AlikeTensors, describe_dtensor, get_local_tensor
+from shardckpt.adapters.dtensor import LayoutCache, describe_dtensor, get_local_tensor
 from shardckpt.adapters.overlapping import describe_overlapping
 from shardckpt.adapters.torch_sharded import describe_torch_sharded
 from shardckpt.distributed.comm import rank_and_size
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 
 def describe_tree(
-    value: Any, key: str, replicated: Replicated, *, objects: bool, alike: AlikeTensors | None = None
+    value: Any, key: str, replicated: Replicated, *, objects: bool, cache: LayoutCache | None = None
 ) -> Any:
     """Return nested dicts and lists with descriptions for leaves; the key of a leaf is its path, joined by dots.
 
     ``key`` is the path so far. Leaves that are not tensors become replicated objects with ``objects``, else they stay,
-    as common state. ``alike`` is what the tensors that are described together have in common.
+    as common state. ``cache`` is shared by all leaves of one call.
     """
-    alike = alike or AlikeTensors()
+    cache = cache or LayoutCache()
     if isinstance(value, dict):
-        return {k: describe_tree(v, f"{key}.{k}", replicated, objects=objects, alike=alike) for k, v in value.items()}
+        return {k: describe_tree(v, f"{key}.{k}", replicated, objects=objects, cache=cache) for k, v in value.items()}
     if isinstance(value, list):
-        return [describe_tree(v, f"{key}.{i}", replicated, objects=objects, alike=alike) for i, v in enumerate(value)]
+        return [describe_tree(v, f"{key}.{i}", replicated, objects=objects, cache=cache) for i, v in enumerate(value)]
     if objects or isinstance(value, torch.Tensor):
-        return describe_leaf(value, key, replicated, alike=alike)
+        return describe_leaf(value, key, replicated, cache=cache)
     return value
 
 
 def describe_leaf(
-    value: Any, key: str, replicated: Replicated, *, alike: AlikeTensors | None = None, detached: bool = False
+    value: Any, key: str, replicated: Replicated, *, cache: LayoutCache | None = None, detached: bool = False
 ) -> Any:
     """Describe a leaf: a tensor of any kind as its shards, anything else as a replicated object.
 
@@ -51,7 +51,7 @@ def describe_leaf(
     load returns a DTensor detached, as it returns any other tensor. A nested tensor is a ShardingError.
     """
     if isinstance(value, DTensor):
-        return describe_dtensor(key, value, replicated, alike=alike, detached=detached)
+        return describe_dtensor(key, value, replicated, cache=cache, detached=detached)
     if type(value) not in ORDINARY and is_sharded_tensor(value):
         return describe_torch_sharded(key, value, replicated)
     if is_lazy(value):
@@ -64,7 +64,7 @@ def describe_leaf(
             )
         shape = tuple(value.shape)
         # the rank as replica id: the lowest rank that has the key writes it, and rank 0 may not have it
-        rank = rank_and_size()[0] if alike is None else alike.rank
+        rank = rank_and_size()[0] if cache is None else cache.rank
         if value.layout is torch.strided and overlaps_itself(value):
             return describe_overlapping(key, value.detach(), replicated, rank)
         offset, grid = (0,) * len(shape), (1,) * len(shape)

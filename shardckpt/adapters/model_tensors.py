@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-    from shardckpt.adapters.dtensor import AlikeTensors
+    from shardckpt.adapters.dtensor import LayoutCache
     from shardckpt.adapters.leaf_shards import LeafShards
     from shardckpt.adapters.module_tree import StateColumns
     from shardckpt.mapping.base import Replicated, ShardedStateDict
@@ -49,7 +49,7 @@ class ModelTensors:
         self._own = find_own_values(parts) if kept is None else None
         self._kept = kept
 
-    def describe(self, prefix: str, alike: AlikeTensors) -> ShardedStateDict:
+    def describe(self, prefix: str, cache: LayoutCache) -> ShardedStateDict:
         """Describe the tensors, and the versions of modules."""
         values, wrappers = self._values, self._wrappers
         plain = {name: value for name, value in values.items() if name not in wrappers} if wrappers else values
@@ -57,12 +57,12 @@ class ModelTensors:
             found = self._kept.describe(plain, prefix, self._replicated, self._buffers)
         else:
             found = {
-                name: describe_leaf(value, f"{prefix}{name}", self._replication(name), alike=alike, detached=True)
+                name: describe_leaf(value, f"{prefix}{name}", self._replication(name), cache=cache, detached=True)
                 for name, value in plain.items()
             }
         if wrappers:
             inner = {
-                name: describe_wrapper_param(f"{prefix}{name}", value, self._replication(name), alike)
+                name: describe_wrapper_param(f"{prefix}{name}", value, self._replication(name), cache)
                 for name, value in wrappers.items()
             }
             found = {name: inner[name] if name in inner else found[name] for name in values}
@@ -77,7 +77,7 @@ class ModelTensors:
         return "unchecked" if name in self._buffers else self._replicated
 
     def _request(self, prefix: str, stored: StoredNames, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a load asks a checkpoint for."""
+        """Return the request of a load."""
         found = request_wrapper_params(entries, self._wrappers, stored, prefix)
         return found if self._own is None else request_own_values(found, self._values, self._own, stored, prefix)
 

@@ -1,4 +1,4 @@
-"""List a module's tensors by full name in one walk, or read its state dict where classes or hooks decide what it has.
+"""List a module's tensors by full name in one walk, or read its state dict where classes or hooks change its content.
 
 ``get_model_state_dict`` finds each name by attributes, and detaches each tensor: 40 to 60 µs a tensor in every save.
 Nothing is remembered between two walks, so a module may be wrapped or changed in any way between them.
@@ -255,7 +255,7 @@ def has_load_hook(module: Module, *, but_torchs: tuple[str, ...] = ()) -> bool:
 
 
 def _list_prefixes(root: Module) -> dict[str, str]:
-    """Return what the keys of each module begin with in a state dict, and the same without the names of wrappers."""
+    """Return the prefix of each module's keys in a state dict, and the same without the names of wrappers."""
     found = {}
     checked: set[type[Any]] = set()
     for module, _, key, name in walk_modules(root):

@@ -55,7 +55,7 @@ def read_versions(parts: Sequence[Module]) -> list[dict[str, Any]]:
 def read_model(
     parts: Sequence[Module], columns: Iterable[StateColumns | None] | None = None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return what :func:`read_model_tensors` returns, and of each module the versions by name.
+    """Return the result of :func:`read_model_tensors`, and of each module the versions by name.
 
     ``columns`` is what :func:`list_state_columns` has returned for each, if it was called.
     """

@@ -184,7 +184,8 @@ def _load(
     common = checkpoint.common()
     with phase("choosing the optimizer's state"):
         values = _find_common_values(key, stored, common)
-        group_count = _count_groups(values)
+        groups = values.get(GROUPS)
+        group_count = len(groups) if isinstance(groups, list) else 0  # 0: options are stored by parameter
         names = _list_names(key, stored, values, group_count)
         objects = {each[len(key) + 1 :] for each in stored.list_below(key) if each in stored.objects}
         has_place = [_has_place(name, params, objects, numbered=group_count > 0) for name in names]
@@ -254,12 +255,6 @@ def _list_names(key: str, stored: StoredNames, values: StateDict, group_count: i
         return part in _NAMED and bool(rest) and not is_of_group
 
     return sorted(filter(is_of_parameter, names))
-
-
-def _count_groups(values: StateDict) -> int:
-    """Return how many groups are stored by number; 0 if options are stored by parameter."""
-    groups = values.get(GROUPS)
-    return len(groups) if isinstance(groups, list) else 0
 
 
 def _has_place(name: str, params: Mapping[str, torch.Tensor], objects: Collection[str], *, numbered: bool) -> bool:

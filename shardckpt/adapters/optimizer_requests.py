@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def request_optimizer(
     params: Mapping[str, torch.Tensor], stored: StoredNames, key: str, *, groups: int, shard_factored: bool
 ) -> dict[str, Any]:
-    """Return what a load without an optimizer asks for: all that is stored below its key, in new memory.
+    """Return the request of a load without an optimizer: all that is stored below its key, in new memory.
 
     It is the state and options by parameter, or the options of each group, and what belongs to no parameter by its
     path. ``key`` is what the keys begin with, without the last dot. ``groups`` is how many groups are stored by number;
@@ -73,7 +73,7 @@ def request_states(
     *,
     shard_factored: bool = False,
 ) -> dict[str, Any]:
-    """Return what a load asks for: all that is stored of each parameter's state, in the live tensors where they fit.
+    """Return the request of a load: all that is stored of each parameter's state, in the live tensors where they fit.
 
     A parameter without stored state has its live descriptions, or none. What the caller has changed in ``described`` is
     heeded. ``key`` is what the keys of states begin with, without the last dot. ``shard_factored`` is as for
@@ -142,13 +142,12 @@ class _SavedState:
         return describe_leaf(tensor, key, "unchecked")
 
     def _list_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the stored tensors."""
         keys = {slot: f"{self.key}.{slot}" for slot in self.slots}
         return {slot: self.stored.tensors[key][1] for slot, key in keys.items() if key in self.stored.tensors}
 
 
 def _request_state(saved: _SavedState, state: Any, described: dict[str, Any] | None, taken: set[int]) -> Any:
-    """Return what a load asks for of one parameter's state.
+    """Return the request of a load for one parameter's state.
 
     A leaf of ``described`` that fits is loaded as it is described; one that the caller has removed is not asked for.
     ``taken`` has the addresses of memory that is loaded into; those of leaves are added.
@@ -203,7 +202,7 @@ def find_fresh(values: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def request_numbered(groups: Iterable[Mapping[str, Any]], stored: StoredNames, key: str) -> dict[Any, Any]:
-    """Return what a load asks for of the state of an optimizer's own state dict that has none yet: all that is stored.
+    """Return the request of a load for an optimizer's own state dict that has no state yet: all that is stored.
 
     What the groups have under ``params`` are the keys of the state; ``key`` is what its stored keys begin with, without
     the last dot.
@@ -223,7 +222,7 @@ def request_numbered(groups: Iterable[Mapping[str, Any]], stored: StoredNames, k
 
 
 def request_others(live: OptimizerState, described: Mapping[str, Any], stored: StoredNames, key: str) -> dict[str, Any]:
-    """Return what a load asks for of what belongs to no parameter.
+    """Return the request of a load for values that belong to no parameter.
 
     ``key`` is what the keys begin with, without the last dot.
     """

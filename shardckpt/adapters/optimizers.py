@@ -1,4 +1,4 @@
-"""State of optimizers by full parameter names: what there is to save.
+"""The state of optimizers to save, by full parameter names.
 
 An optimizer's ``state_dict()`` has the state of each parameter, the options of each group, and whatever else the class
 keeps: entries of its own, state under keys that are no parameters. All of it is stored. A load asks for what is stored,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from shardckpt.adapters.dtensor import AlikeTensors
+    from shardckpt.adapters.dtensor import LayoutCache
     from shardckpt.adapters.forms import Layout
     from shardckpt.adapters.module_tree import StateColumns
     from shardckpt.mapping.base import Replicated
@@ -208,24 +208,24 @@ def _drop_empty(states: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_state(
-    values: Any, key: str, replicated: Replicated, alike: AlikeTensors, layout: Layout | None
+    values: Any, key: str, replicated: Replicated, cache: LayoutCache, layout: Layout | None
 ) -> dict[str, Any]:
     """Describe the state of a parameter below a key: tensors and other values one by one, or with its form.
 
     ``layout`` is that of the parameter, if it is a DTensor.
     """
     if is_self_describing(values, layout):
-        return describe_tree(values, key, replicated, objects=True, alike=alike)  # type: ignore[no-any-return]
-    return describe_nested(values, key, replicated, alike, layout)
+        return describe_tree(values, key, replicated, objects=True, cache=cache)  # type: ignore[no-any-return]
+    return describe_nested(values, key, replicated, cache, layout)
 
 
-def describe_others(one: NamedState, key: str, replicated: Replicated, alike: AlikeTensors) -> dict[str, Any]:
-    """Describe what an optimizer has in addition to the state of parameters: tensors, and the form.
+def describe_others(one: NamedState, key: str, replicated: Replicated, cache: LayoutCache) -> dict[str, Any]:
+    """Describe the values of an optimizer other than the state of parameters: tensors, and the form.
 
     The key of a tensor that is sharded as a parameter names it: a load must know before it has read the form.
     """
     flat = flatten_state(one.others, shards=False)
-    return describe_with_form(make_form(flat), list_slots(flat, one.params), key, replicated, alike)
+    return describe_with_form(make_form(flat), list_slots(flat, one.params), key, replicated, cache)
 
 
 def list_slots(flat: Any, params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def find_owner(parts: Sequence[NamedPart], optimizer: Optimizer, number: int) ->
     if not hasattr(optimizer, GROUPS):
         raise ShardingError(
             f"optimizer {number}, a {type(optimizer).__name__}, has no param_groups that say which parameters it "
-            "trains: pass the optimizer that it has inside, and save its own state_dict() beside it"
+            "trains: pass the optimizer that it has inside, and save its own state_dict() in addition"
         )
     params = {id(param) for group in optimizer.param_groups for param in group[PARAMS]}
     for part in parts:

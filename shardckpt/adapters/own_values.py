@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _LOADING = frozenset(("load_state_dict", "_load_from_state_dict", "set_extra_state"))
 _RESIZING = frozenset(("_load_from_state_dict",))
 _SAVING = frozenset(("state_dict", "_save_to_state_dict"))
-#: Where torch has modules that load nothing but what they have.
+#: Packages of torch whose modules load nothing but their own values.
 _TORCH = ("torch.nn.", "torch.distributed.")
 
 
@@ -117,7 +117,7 @@ def _loads_itself(module: Module) -> bool:
 def request_own_values(
     entries: Mapping[str, Any], values: Mapping[str, Any], own: OwnValues, stored: StoredNames, prefix: str
 ) -> dict[str, Any]:
-    """Return what a load asks for: what modules load by code of their own as it is stored, all else as it is live."""
+    """Return the request of a load: values that modules load by code of their own as stored, all others as live."""
     found = dict(entries)
     for name, live in values.items():
         if name not in entries or not (is_lazy(live) or own.has(name)):
@@ -161,7 +161,7 @@ def _decides(module: Module, names: Iterable[str]) -> bool:
 
 
 def _list_parents(name: str) -> Iterator[str]:
-    """Yield what names of the modules around a value begin with: ``""``, ``a.`` and ``a.b.`` for ``a.b.c``."""
+    """Yield the prefixes of the names of the modules around a value: ``""``, ``a.`` and ``a.b.`` for ``a.b.c``."""
     yield ""
     end = 0
     while end := name.find(".", end) + 1:

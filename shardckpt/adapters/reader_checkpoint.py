@@ -56,7 +56,7 @@ class ReaderCheckpoint:
         comm.agree(metadata=digest)
 
     def columns(self) -> StoredColumns:
-        """Return what is stored but for the values of :meth:`common`."""
+        """Return the stored names but for the values of :meth:`common`."""
         tensors = self._tensors.values()
         dtypes, shapes = ([each.properties.dtype for each in tensors], [tuple(each.size) for each in tensors])
         return StoredColumns(list(self._tensors), dtypes, shapes, (), {})
@@ -65,7 +65,9 @@ class ReaderCheckpoint:
         """Collective: return the values below the key that are not tensors, nested as they were saved."""
         if not self._objects:
             return {}
-        items = [_object_item(key) for key in self._objects]
+        zero = torch.Size((0,))  # as DCP's planner makes the items of objects
+        indices = map(MetadataIndex, self._objects)
+        items = [ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero) for index in indices]
         values = self._read(_Planner(items, {}, self._allow))
         paths = self._metadata.planner_data or {}
         found: StateDict = nest_values((tuple(paths.get(key, (key,))), value) for key, value in values.items())
@@ -94,7 +96,7 @@ class ReaderCheckpoint:
         return found
 
     def _list_items(self, shard: ShardedTensor, numel: int) -> list[ReadItem]:
-        """Return what is read for a shard of that many elements."""
+        """Return the read items for a shard of that many elements."""
         box = unflattened_box(shard)
         chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
         items = create_read_items_for_chunk_list(shard.key, self._tensors[shard.key], [chunk])
@@ -172,9 +174,3 @@ class _Planner(LoadPlanner):
 
 def _place(item: ReadItem) -> Place:
     return item.dest_index.fqn, tuple(item.dest_index.offset or ())
-
-
-def _object_item(key: str) -> ReadItem:
-    """Return the item of an object, as DCP's planner makes it."""
-    zero, index = torch.Size((0,)), MetadataIndex(key)
-    return ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)

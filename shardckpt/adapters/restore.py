@@ -53,7 +53,7 @@ def load_into(
     strict: bool = True,
     keep_options: Collection[str] | str = (),
 ) -> None:
-    """Collective over the meshes of DTensors, if there are any: restore what was loaded into modules and optimizers.
+    """Collective over the meshes of DTensors, if there are any: restore the loaded values into modules and optimizers.
 
     The groups of the optimizers get their options (lr, betas). Optimizer state that each rank had whole when it was
     saved, and that was loaded as a DTensor, is gathered.

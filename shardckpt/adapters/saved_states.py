@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardckpt.adapters.dtensor import AlikeTensors
+from shardckpt.adapters.dtensor import LayoutCache
 from shardckpt.adapters.forms import describe_nested, get_layout, is_self_describing, join_path
 from shardckpt.adapters.leaf_shards import LeafShards
 from shardckpt.adapters.leaves import describe_leaf
@@ -72,10 +72,10 @@ def _flatten(
     """Return the tensors of states by the names of parameters and dotted paths, and what describes all else."""
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {}
-    alike = AlikeTensors()
+    cache = LayoutCache()
     for name, state, layout in zip(columns.params, states, columns.layouts, strict=True):
         if not is_self_describing(state, layout):
-            others[name] = describe_nested(state, f"{key}.{name}", replicated, alike, layout)
+            others[name] = describe_nested(state, f"{key}.{name}", replicated, cache, layout)
             continue
         for path, leaf in nested_items(state):
             slot = f"{name}.{join_path(path)}"
@@ -84,5 +84,5 @@ def _flatten(
                 continue
             # of two parameters' values with one key both are described: the save refuses them
             place = f"{slot} of {name}" if slot in tensors or slot in others else slot
-            others[place] = describe_leaf(leaf, f"{key}.{slot}", replicated, alike=alike)
+            others[place] = describe_leaf(leaf, f"{key}.{slot}", replicated, cache=cache)
     return tensors, others

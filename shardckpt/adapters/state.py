@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters import modules
-from shardckpt.adapters.dtensor import AlikeTensors
+from shardckpt.adapters.dtensor import LayoutCache
 from shardckpt.adapters.for_dcp import GroupKeys, describe_groups, describe_numbers
 from shardckpt.adapters.forms import get_layout
 from shardckpt.adapters.group_options import (
@@ -184,7 +184,7 @@ def _describe_dict(values: Mapping[Any, Any], prefix: str, replicated: Replicate
 def _request_numbered(
     values: Mapping[Any, Any], groups: list[dict[str, Any]], key: str, stored: StoredNames, _: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what :func:`request_numbered` returns, whole tensors; raise if the state dict has sharded ones."""
+    """Return the request of :func:`request_numbered` for whole tensors; raise if the state dict has sharded ones."""
     found = request_numbered(groups, stored, key)
     if found and any(map(_is_sharded, nested_values(dict(values)))):
         raise KeyMismatchError(
@@ -214,14 +214,14 @@ def _describe_modules(
     tensors = ModelTensors(
         parts, columns, replicated, dequantize=dequantize, kept=None if kept is None else kept.tensors
     )
-    alike = AlikeTensors()
+    cache = LayoutCache()
     if not optimizers:
-        return tensors.describe(prefix, alike)
+        return tensors.describe(prefix, cache)
     live = get_optimizer_state(parts, optimizers, columns)
     make_flat = partial(make_flat_state, parts, optimizers, live)
     return {
-        "model": tensors.describe(f"{prefix}model.", alike),
-        "optimizer": _describe_optimizers(live, make_flat, prefix, replicated, alike, kept),
+        "model": tensors.describe(f"{prefix}model.", cache),
+        "optimizer": _describe_optimizers(live, make_flat, prefix, replicated, cache, kept),
     }
 
 
@@ -230,7 +230,7 @@ def _describe_optimizers(
     make_flat: Callable[[], Mapping[str, Any]],
     prefix: str,
     replicated: Replicated,
-    alike: AlikeTensors,
+    cache: LayoutCache,
     kept: _Kept | None,
 ) -> ShardedStateDict:
     """Describe the state of optimizers; ``make_flat`` makes that of FSDP1's parameters that have none."""
@@ -238,14 +238,14 @@ def _describe_optimizers(
 
     def describe(values: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            name: describe_state(each, f"{state}.{name}", replicated, alike, get_layout(live.params.get(name)))
+            name: describe_state(each, f"{state}.{name}", replicated, cache, get_layout(live.params.get(name)))
             for name, each in values.items()
         }
 
     states = describe(live.states) if kept is None else kept.states.describe(live, state, replicated)
     options = describe_options(live.groups, groups, replicated)
     rest = {
-        one.digest: describe_others(one, f"{others}.{one.digest}", replicated, alike) for one in live.each if one.others
+        one.digest: describe_others(one, f"{others}.{one.digest}", replicated, cache) for one in live.each if one.others
     }
 
     def request_state(stored: StoredNames, entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from shardckpt.tensors.wrappers import kind
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardckpt.adapters.dtensor import AlikeTensors
+    from shardckpt.adapters.dtensor import LayoutCache
     from shardckpt.mapping.base import ReplicaId, Replicated
     from shardckpt.mapping.unstored import StoredNames
 
@@ -38,7 +38,7 @@ def find_wrapper_params(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def describe_wrapper_param(
-    key: str, tensor: torch.Tensor, replicated: Replicated, alike: AlikeTensors
+    key: str, tensor: torch.Tensor, replicated: Replicated, cache: LayoutCache
 ) -> ShardedTensorFactory:
     """Return a factory of a module's tensor, by the tensors inside it, which a load fills; it resolves to ``tensor``.
 
@@ -47,13 +47,13 @@ def describe_wrapper_param(
 
     def build(key: str, data: Any, _: ReplicaId, __: slice | None) -> dict[str, Any]:
         flat = flatten_wrappers(data)
-        leaves = describe_with_form(_make_form(data), list_tensors(flat), key, replicated, alike)
+        leaves = describe_with_form(_make_form(data), list_tensors(flat), key, replicated, cache)
         # those inside a DTensor are DTensors
         return {n: leaf.build() if isinstance(leaf, ShardedTensorFactory) else leaf for n, leaf in leaves.items()}
 
     def merge(loaded: dict[str, Any]) -> torch.Tensor:
         saved, live = loaded[FORM], _make_form(tensor)
-        if not _are_alike(saved, live):
+        if not _agree(saved, live):
             raise ShardingError(
                 f"{key!r} was saved as {saved}, and loaded into {live}, whose values are now wrong: quantize the model "
                 "as the saved one was before the load"
@@ -78,11 +78,11 @@ def _make_form(tensor: torch.Tensor) -> dict[str, Any]:
     return {CLASS: kind(local), **flags, **{name: _make_form(each) for name, each in inner.items() if has_inner(each)}}
 
 
-def _are_alike(saved: dict[str, Any], live: dict[str, Any]) -> bool:
+def _agree(saved: dict[str, Any], live: dict[str, Any]) -> bool:
     """Return whether no form contradicts the other; a number may be a size in one of them alone."""
     pairs = [(saved[name], live[name]) for name in saved.keys() & live.keys()]
     return CLASS in saved.keys() & live.keys() and all(
-        _are_alike(one, other) if isinstance(one, dict) and isinstance(other, dict) else one == other
+        _agree(one, other) if isinstance(one, dict) and isinstance(other, dict) else one == other
         for one, other in pairs
     )
 
@@ -90,7 +90,7 @@ def _are_alike(saved: dict[str, Any], live: dict[str, Any]) -> bool:
 def request_wrapper_params(
     entries: Mapping[str, Any], params: Mapping[str, torch.Tensor], stored: StoredNames, prefix: str
 ) -> dict[str, Any]:
-    """Return what a load asks for of a module's tensors: values where the checkpoint has no tensors inside."""
+    """Return the request of a load for a module's tensors: values where the checkpoint has no tensors inside."""
     by_value = {
         name: describe_leaf(param, f"{prefix}{name}", "unchecked", detached=True)
         for name, param in params.items()

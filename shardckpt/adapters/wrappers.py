@@ -238,14 +238,14 @@ def _find_class(name: str) -> Any:
 
 
 def _split_parts(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a dict of :func:`flatten_wrappers` has of the tensors that are parts, and of the shared ones."""
+    """Return the tensors that are parts in a dict of :func:`flatten_wrappers`, and the shared ones."""
     inner = parts[INNER if INNER in parts else _OLD_INNER]
     shared = parts.get(SHARED, {name: inner[name] for name in _OLD_SHARED & inner.keys()})
     return {name: each for name, each in inner.items() if name not in shared}, shared
 
 
 def _cut(tensor: torch.Tensor, param: DTensor) -> torch.Tensor:
-    """Return what belongs to a rank's part of a parameter, of a tensor that has an element for each of its blocks."""
+    """Return the elements for a rank's part of a parameter, of a tensor with an element for each of its blocks."""
     elements = get_element_range(param)
     places = [] if elements is None else [index * tensor.numel() for index in (elements.start, elements.stop)]
     if not places or any(index % param.numel() for index in places):

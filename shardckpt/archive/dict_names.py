@@ -1,4 +1,4 @@
-"""The names in the dict of a ``torch.save`` archive, without torch: for a command that only lists what is stored."""
+"""The names in the dict of a ``torch.save`` archive, without torch: for a command that only lists the stored items."""
 
 from __future__ import annotations
 

@@ -93,7 +93,6 @@ class LazyReads:
 
 @lru_cache(maxsize=1024)  # of each class once: most values are numbers and texts
 def _list_slots(kind: type) -> list[types.MemberDescriptorType]:
-    """Return the slots of a class and its bases."""
     classes = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
     return [each for names in classes for each in names.values() if isinstance(each, types.MemberDescriptorType)]
 

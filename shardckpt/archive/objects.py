@@ -129,7 +129,7 @@ def _is_plain(value: Any) -> bool:
 def refuse_unloadable(values: Mapping[str, Any], allow_globals: tuple[Any, ...]) -> None:
     """Raise UnsafePickleError for all parts of nested values that a load would refuse by themselves, with their places.
 
-    The values are by what they are; ``allow_globals`` is as for :func:`encode_object`.
+    The values are by their names in errors; ``allow_globals`` is as for :func:`encode_object`.
     """
     errors: dict[str, CheckpointingException] = {}
     for what, value in values.items():
@@ -153,7 +153,7 @@ def refuse_unloadable(values: Mapping[str, Any], allow_globals: tuple[Any, ...])
 
 
 def _make_error(refusal: CheckpointingException) -> UnsafePickleError:
-    """Return the error of a save about what a load would refuse."""
+    """Return the error of a save about values that a load would refuse."""
     error = UnsafePickleError(f"a load would refuse {refusal} (to save and to load)")
     error.refused = getattr(refusal, "refused", ())
     return error

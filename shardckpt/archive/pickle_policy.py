@@ -233,7 +233,7 @@ def list_values(made: Any) -> Iterable[Any]:
 
 
 def check_container(target: Any) -> None:
-    """Raise UnsafePickleError if a pickle adds values to what is not a container."""
+    """Raise UnsafePickleError if a pickle adds values to an object that is no container."""
     if isinstance(target, (type, FunctionProxy, torch.Tensor)) or type(target).__module__.partition(".")[0] == "numpy":
         raise UnsafePickleError(f"a pickle tries to put values into {describe(target)}: refused")
 

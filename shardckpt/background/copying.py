@@ -49,7 +49,7 @@ _FEW = 32768
 #: Small tensors that a thread copies at a time.
 _BATCH = 256
 #: So many tensors that follow each other in the buffer and have one form are worth joining.
-_FEWEST_ALIKE = 8
+_FEWEST_JOINED = 8
 
 #: Dtypes whose tensors are copied as bytes, not by torch: it cannot copy integers narrower than a byte, normalizes
 #: bools to 0 and 1, and keeps the scales of quantized dtypes elsewhere.
@@ -82,7 +82,7 @@ class Layout:
     large: array[int]
     nbytes: int
 
-    # What follows is computed once a layout, which nearly all saves of a job have in common.
+    # The properties below are computed once a layout, which nearly all saves of a job have in common.
 
     @cached_property
     def small_starts(self) -> list[int]:
@@ -110,17 +110,16 @@ class Layout:
         """The numbers of the small tensors, a batch each; a range, if the batch can be copied as one tensor."""
         found: list[Sequence[int]] = []
         rest: list[int] = []
-        alike = groupby(enumerate(self.small), lambda pair: self._find_joint(*pair))
-        for joint, pairs in alike:
+        for joint, pairs in groupby(enumerate(self.small), lambda pair: self._find_joint(*pair)):
             numbers = [number for _, number in pairs]
-            if joint is None or len(numbers) < _FEWEST_ALIKE:
+            if joint is None or len(numbers) < _FEWEST_JOINED:
                 rest += numbers
                 continue
             found += _cut(range(numbers[0], numbers[-1] + 1))
         return found + _cut(rest)
 
     def _find_joint(self, place: int, number: int) -> tuple[Any, ...] | None:
-        """Return what small tensors have in common that torch can join into their copies; None if it cannot."""
+        """Return a key, equal for small tensors that torch can join into their copies; None if it cannot."""
         shape, dtype, nbytes = self.shapes[number], self.dtypes[number], self.ends[number] - self.offsets[number]
         if not shape or not nbytes or nbytes % ALIGNED or not dtype.is_floating_point or dtype.itemsize == 1:
             return None
@@ -221,7 +220,6 @@ class Copies:
             synchronize_devices(self._on_devices)
 
     def _copy_small(self, views: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
-        """Yield functions that copy the small tensors."""
         small = self.layout.small
         is_all = len(small) == len(self._tensors)
         tensors = self._tensors if is_all else [self._tensors[n] for n in small]
@@ -239,7 +237,7 @@ class Copies:
             batches = _cut(rest)
         yield from _moves(runs, views)
         for batch in batches:
-            yield partial(self._copy_alike if isinstance(batch, range) else self._copy_batch, batch, views)
+            yield partial(self._copy_joined if isinstance(batch, range) else self._copy_batch, batch, views)
 
     def _are_contiguous(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether the small tensors are; they are asked if that was not foreseen: few saves have runs."""
@@ -247,7 +245,7 @@ class Copies:
         return are_contiguous(tensors, self._facts.dtypes) if known is None else known
 
     def _check(self) -> None:
-        """Raise for the first tensor that is not what the layout has."""
+        """Raise for the first tensor that differs from the layout."""
         counts, dtypes = self._facts.counts, self._facts.dtypes
         if counts == self.layout.counts and dtypes == self.layout.dtypes:
             return
@@ -255,7 +253,7 @@ class Copies:
         key, *planned, count, dtype = next(row for row in rows if row[1:3] != row[3:])
         raise ShardingError(f"tensor {key!r}: {count} of {dtype}, not {planned[0]} of {planned[1]}")
 
-    def _copy_alike(self, batch: Sequence[int], views: Sequence[torch.Tensor]) -> None:
+    def _copy_joined(self, batch: Sequence[int], views: Sequence[torch.Tensor]) -> None:
         """Copy tensors of one shape and dtype, whose copies lie side by side: as one tensor that is joined from them.
 
         torch prepares a copy once for all of them, not for each.

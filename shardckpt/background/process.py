@@ -158,7 +158,7 @@ class WorkerProcess:
             while True:
                 data = self._pipe.recv_bytes()
                 if data.startswith(EVENT_NUMBER):
-                    _observe(data[NUMBER_BYTES:])
+                    get_plugin_manager().report(unpickle_trusted(data[NUMBER_BYTES:]))
                     continue
                 with self._lock:
                     future = self._calls.pop(int.from_bytes(data[:NUMBER_BYTES], "little"))[1]
@@ -194,11 +194,6 @@ class WorkerProcess:
             return f"(process {self.pid}) ended with exit code {code}"
         why = ", as the kernel does where memory runs out: see dmesg" if code == -signal.SIGKILL else ""
         return f"(process {self.pid}) was ended by signal {-code} ({signal.strsignal(-code)}{why})"
-
-
-def _observe(data: bytes) -> None:
-    """Pass an event of the child to the plugins of this process."""
-    get_plugin_manager().report(unpickle_trusted(data))
 
 
 def _resolve(future: Future[Any], data: bytes, pid: int) -> None:

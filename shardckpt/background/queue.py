@@ -157,7 +157,10 @@ class AsyncCallsQueue:
                 self._finalize_all()
         finally:
             self._caller.close(abort)
-            self._abandon_all()
+            while self._calls:
+                error = CheckpointingException("its queue was closed before it was finalized")
+                _fail(self._calls.popleft().request, error)  # which removes its files
+            _busy.pop(self, None)
 
     @classmethod
     def warmup_persistent_caller(cls, rank: int | None = None, **_: Any) -> None:  # noqa: ARG003 - Megatron's
@@ -189,12 +192,6 @@ class AsyncCallsQueue:
                 first = first or exc
         if first is not None:
             raise first
-
-    def _abandon_all(self) -> None:
-        """Abandon the requests that are not finalized: their files are removed."""
-        while self._calls:
-            _fail(self._calls.popleft().request, CheckpointingException("its queue was closed before it was finalized"))
-        _busy.pop(self, None)
 
     def finalize_at_exit(self) -> None:
         """Finalize the requests at the end of the program, if this is the only rank or all ranks end together.

@@ -262,7 +262,7 @@ def request_save(
 
 
 def _leave_for_writing(budget: int | None, prepared: PreparedSave, least: int) -> int | None:
-    """Return what a memory budget leaves for writing next to the copy of this rank's tensors; None for no budget.
+    """Return the bytes of a memory budget for writing next to the copy of this rank's tensors; None for no budget.
 
     A budget that is too small for the copy is an error.
     """

@@ -1,4 +1,4 @@
-"""Chunks of tensors in files, whatever the format: what a rank stores, what all store, and how to read it elsewhere.
+"""Chunks of tensors in files, whatever the format: the plan of a rank, of all ranks, and the reads of other ranks.
 
 A format says where an item lies in a file and what its bytes are; what is here is the same for all that store boxes.
 """

@@ -1,4 +1,4 @@
-"""Collect what one rank stores: the boxes of its main replicas, with their tensors, and its objects."""
+"""Collect the items of one rank: the boxes of its main replicas, with their tensors, and its objects."""
 
 from __future__ import annotations
 
@@ -119,7 +119,6 @@ def collect_items(shards: Sequence[ShardedBase], left_out: Collection[str] = ())
 
 
 def _add_shard(items: LocalItems, position: int, shard: ShardedTensor) -> None:
-    """Add the boxes of a shard."""
     if shard.data is None:
         raise ShardingError(f"ShardedTensor {shard.key!r} has no data to save")
     number = items.add_tensor(shard.key, shard.dtype, tuple(shard.global_shape))

@@ -63,7 +63,7 @@ class ChunkRead(NamedTuple):
 
 
 class ChunkLoadStrategy(LoadStrategy):
-    """Loads what is stored as boxes of tensors. A format lists the boxes and reads one; the base does the rest.
+    """Loads tensors that are stored as boxes. A format lists the boxes and reads one; the base does the rest.
 
     It finds the boxes of each shard, refuses holes and overlaps, waits until every rank has planned the same save, and
     only then reads: by several threads, into the memory of the shards, cast to their dtypes.
@@ -107,7 +107,7 @@ class ChunkLoadStrategy(LoadStrategy):
         raise ShardingError(f"{shard.key!r}: {self.backend!r} stores no objects")
 
     def identify(self, context: LoadContext) -> bytes:
-        """Return what only this save has; by default the id in its record. An index that stores an id is better."""
+        """Return an identity of the save; by default the id in its record. An index that stores an id is better."""
         return context.reader.manifest.save_id.encode()
 
     def match(self, shard: ShardedTensor, context: LoadContext) -> Mapping[FlatPart, Sequence[tuple[StoredChunk, Box]]]:
@@ -188,7 +188,7 @@ class ChunkLoadStrategy(LoadStrategy):
 
 
 class _StoredTensor:
-    """The chunks of one tensor, and what finds them; it is made when it is first asked for."""
+    """The chunks of one tensor, and their finder; it is made when it is first asked for."""
 
     def __init__(self) -> None:
         self.chunks: list[StoredChunk] = []
@@ -215,7 +215,7 @@ def read_chunks(reads: Iterable[ChunkRead], read: Callable[[ChunkRead], None], r
 
 
 def describe_columns(columns: StoredColumns) -> list[ShardedBase]:
-    """Return what ``load_index`` returns of a checkpoint with these columns: tensors without data, then objects."""
+    """Return the result of ``load_index`` for these columns: tensors without data, then objects."""
     tensors = list(map(ShardedTensor.from_global_shape, columns.keys, columns.dtypes, columns.shapes))
     for shard in tensors if columns.scales else ():
         shard.block_scales = columns.scales.get(shard.key)
@@ -232,7 +232,7 @@ def _group(chunks: Iterable[StoredChunk]) -> dict[str, _StoredTensor]:
 def _plan_reads(
     shard: ShardedTensor, matched: Mapping[FlatPart, Sequence[tuple[StoredChunk, Box]]]
 ) -> Iterator[ChunkRead]:
-    """Yield what to read into a shard; where not all of it needs to be stored, it is zeroed first."""
+    """Yield the reads of a shard; where not all of it needs to be stored, it is zeroed first."""
     if shard.allow_shape_mismatch and shard.data is not None:
         movable(shard.data).zero_()  # torch has no kernel for packed dtypes, but their zeros are zero bytes
     for part, touched in matched.items():

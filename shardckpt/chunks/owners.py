@@ -1,4 +1,4 @@
-"""Merge what all ranks store by owners: each merges the tensors of one part, and no rank has the boxes of all.
+"""Merge the plans of all ranks by owners: each merges the tensors of one part, and no rank has the boxes of all.
 
 A tensor's key says which part it is in, and a part which rank owns it. The boxes go to the owners as columns. The
 descriptions of tensors are mostly the same on many ranks: an owner gets a hash of them from each rank, and asks the
@@ -154,7 +154,7 @@ class SpecsByPart:
 
 
 def _part_scales(columns: Columns, owner_by_key: Mapping[str, int]) -> dict[int, dict[str, Column]]:
-    """Return the columns of a rank's plan that say what scales its tensors, by the part of the tensors."""
+    """Return the columns of a rank's plan with the scales of its tensors, by the part of the tensors."""
     if not columns.has("scaled"):
         return {}
     keys, by, blocks = columns.texts("scaled"), columns.texts("scaled_by"), columns.integers("scaled_block")
@@ -172,7 +172,7 @@ def _part_scales(columns: Columns, owner_by_key: Mapping[str, int]) -> dict[int,
 
 
 def route_rows(plan: LocalPlan, first_file: int, specs: SpecsByPart) -> dict[int, bytes]:
-    """Return what a rank stores of each part: the boxes, their locations and keys of objects, as packed columns.
+    """Return the items of a rank in each part: the boxes, their locations and keys of objects, as packed columns.
 
     There is a message for each part with boxes or objects of the rank, by the number of the part. ``first_file`` is the
     number of its first file among those of all ranks.
@@ -238,7 +238,7 @@ class PartMerge:
         self._scaled: dict[int, list[ScaledTensor]] = {}
 
     def merge(self, answers: Mapping[int, bytes], aliases: Mapping[str, str], count: int) -> dict[int, MergedPlan]:
-        """Return what all ranks store of each part that has tensors, by the number of the part.
+        """Return the items of all ranks in each part that has tensors, by the number of the part.
 
         ``aliases`` are those of all ``count`` parts. Files, locations of objects, and scales are not there. Errors are
         as of :func:`shardckpt.chunks.merge.merge_plans`.

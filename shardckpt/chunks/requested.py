@@ -106,7 +106,6 @@ class RequestedTensors:
         return units
 
     def _match_others(self, shards: Sequence[ShardedTensor], shapes: Sequence[Ints]) -> list[_OtherShard]:
-        """Match shards one by one."""
         if not shards:
             return []
         places = {number: place for place, number in enumerate(self._numbers.tolist())}

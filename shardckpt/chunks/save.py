@@ -59,7 +59,7 @@ class GlobalFiles(Generic[IndexT]):
 
 
 class PlannedPart:
-    """The pickle of what all saves by one plan have in common, made once: it is most of what a process is sent.
+    """The pickle of the common part of all saves by one plan, made once: most of the bytes that a process is sent.
 
     It holds no values, as the plan does not.
     """
@@ -151,7 +151,7 @@ class ChunkWork(ABC, Generic[IndexT, ObjectT]):
         return [] if self.stored is None else [(self.stored, self.tensors, self.aliases)]
 
     def record_written(self, writer: CheckpointWriter, positions: Sequence[int], objects: Sequence[str]) -> None:
-        """Report the shards that the files hold, so that the commit notices what a subclass has taken out of them.
+        """Report the shards that the files hold, so that the commit notices those that a subclass has left out.
 
         ``positions`` are those of the written tensors in ``tensors``, in ascending order.
         """
@@ -257,7 +257,7 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
 
     @abstractmethod
     def measure(self, encoded: ObjectT) -> Hashable:
-        """Return what places an encoded object in a file: its size in bytes, and its other fields in the index."""
+        """Return the size of an encoded object in bytes, and its other fields in the index."""
 
     @abstractmethod
     def lay_out(
@@ -283,7 +283,7 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
 
     @abstractmethod
     def make_index(self, plans: Sequence[LocalPlan], aliases: Mapping[str, str]) -> IndexT:
-        """Return the index of what all ranks store; called on the main rank only.
+        """Return the index of all ranks' plans; called on the main rank only.
 
         Args:
             plans: The plans of all ranks, in their order.
@@ -296,7 +296,7 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
     def collect(
         self, shards: Sequence[ShardedBase], aliases: Mapping[str, str], context: PlanContext
     ) -> tuple[LocalItems, dict[str, ObjectT]]:
-        """Collective: return what this rank stores. By default its main replicas, which needs no other rank.
+        """Collective: return the shards that this rank stores. By default its main replicas, which needs no other rank.
 
         Args:
             shards: This rank's shards.
@@ -314,7 +314,7 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
     def merge(
         self, work: ChunkWork[IndexT, ObjectT], plan: LocalPlan, aliases: Mapping[str, str], comm: Comm
     ) -> tuple[ChunkWork[IndexT, ObjectT], IndexT | None]:
-        """Collective: make the index of what all ranks store. By default, the main rank makes all of it.
+        """Collective: make the index of all ranks' plans. By default, the main rank makes all of it.
 
         Args:
             work: What this rank writes.

@@ -54,7 +54,7 @@ def agree_on_aliases(ties: list[tuple[str, ...]], shards: Sequence[ShardedBase],
     shard of one of them has the same boxes of the others, in the same memory. The first of a group in alphabetical
     order is stored.
     """
-    if comm.all_alike(repr(ties).encode()):  # as with FSDP, where every rank has a shard of every tensor
+    if comm.all_equal(repr(ties).encode()):  # as with FSDP, where every rank has a shard of every tensor
         if not ties:
             return {}
         all_ties = [ties]
@@ -66,7 +66,7 @@ def agree_on_aliases(ties: list[tuple[str, ...]], shards: Sequence[ShardedBase],
         # addresses mean nothing on other ranks: compared are small ids, equal where this rank has the same views
         id_of_views: dict[Hashable, int] = {}
         ids = [id_of_views.setdefault(views[key], n) if key in views else _ABSENT for n, key in enumerate(candidates)]
-    ids_of_ranks = [ids] if comm.all_alike(array("q", ids).tobytes()) else comm.all_gather(ids)
+    ids_of_ranks = [ids] if comm.all_equal(array("q", ids).tobytes()) else comm.all_gather(ids)
     # two keys are tied if their ids are equal on every rank
     groups = _group_equal(dict(zip(candidates, zip(*ids_of_ranks, strict=True), strict=True)))
     return {alias: stored for stored, *aliases in groups for alias in aliases}
@@ -81,7 +81,7 @@ def _group_equal(values: Mapping[str, Hashable]) -> list[list[str]]:
 
 
 def _list_views(shards: Iterable[ShardedBase], keys: AbstractSet[str]) -> dict[str, Hashable]:
-    """Return the views of each of the keys: the boxes of its shards, each with what identifies its memory."""
+    """Return the views of each of the keys: the boxes of its shards, each with an identity of its memory."""
     views: dict[str, list[Hashable]] = {}
     for shard in shards:
         if isinstance(shard, ShardedTensor) and shard.key in keys:

@@ -46,14 +46,14 @@ _VERBS = {
     "merge": "average or interpolate checkpoints of any formats",
     "migrate": "rewrite a checkpoint in another format, or in a newer version",
     "remove": "remove keys from a checkpoint, in one step, and free their bytes",
-    "prune": "remove what killed saves have left, and steps that are not kept",
+    "prune": "remove leftovers of killed saves, and steps that are not kept",
     "pin": "keep a step under a label; list pins and leases",
     "strategies": "list the installed strategies, and broken plugins with the reason",
     "config": "list the settings of a CheckpointManager, and the variables",
     "demo": "train with 4 ranks, kill them, go on with others, and compare the losses",
     "completion": "print a script that completes the command in a shell",
 }
-_TO_REMOVE = "prune, of steps and of what killed saves have left, or remove, of keys in a checkpoint"
+_TO_REMOVE = "prune, of steps and of leftovers of killed saves, or remove, of keys in a checkpoint"
 #: What other commands call what these verbs do.
 _OTHERS = {
     **dict.fromkeys(("rm", "delete", "del"), _TO_REMOVE),

@@ -132,7 +132,7 @@ def _check(files: Sequence[str], section: str) -> Output:
 
 
 def _check_file(file: str, section: str) -> _Checked:
-    """Return what a file has, where its settings are right; else the error says each that is wrong."""
+    """Return the settings of a file where they are right; else the error lists each that is wrong."""
     from shardckpt.manager.config_check import find_faults
     from shardckpt.manager.faults import make_fault
 
@@ -194,7 +194,6 @@ def _find_section(given: Any) -> str:
 
 
 def _describe_variable(variable: Variable) -> SettingFault:
-    """Return a wrong variable as a wrong setting."""
     from shardckpt.manager.faults import make_fault
 
     name, value, text, _ = variable
@@ -202,7 +201,7 @@ def _describe_variable(variable: Variable) -> SettingFault:
 
 
 def _find_notes(given: dict[str, Any]) -> list[SettingFault]:
-    """Return what settings that are right do not do here."""
+    """Return notes on settings that are right, but have no effect here."""
     from shardckpt.huggingface.mapping_file import find_code
     from shardckpt.manager.config import CheckpointConfig
     from shardckpt.manager.faults import make_fault
@@ -232,7 +231,7 @@ def _find_notes(given: dict[str, Any]) -> list[SettingFault]:
 
 
 def _read(file: str) -> Any:
-    """Return what a file of JSON, TOML or YAML has, by the ending of its name."""
+    """Return the content of a file of JSON, TOML or YAML, by the suffix of its name."""
     from importlib import import_module
     from pathlib import Path
 
@@ -255,7 +254,7 @@ def _read(file: str) -> Any:
 
 
 def _parse_yaml(text: str) -> Any:
-    """Return what a text of YAML has; a mapping that has a key twice is a ValueError: PyYAML takes the last."""
+    """Return the content of a text of YAML; a mapping that has a key twice is a ValueError: PyYAML takes the last."""
     import yaml  # type: ignore[import-untyped]
 
     to_check, checked = [yaml.compose(text, yaml.SafeLoader)], set[int]()

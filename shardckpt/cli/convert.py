@@ -1,6 +1,6 @@
 """Write a checkpoint, a Hugging Face folder or a file of torch.save in another format, and prove that nothing changed.
 
-What SRC is, its content says: a checkpoint that an installed strategy reads (Megatron's, plain DCP's,
+SRC is recognised by its content: a checkpoint that an installed strategy reads (Megatron's, plain DCP's,
 torch_checkpointing's and zarr's among them), a Hugging Face folder of safetensors or .bin files, one safetensors file,
 or one file of torch.save. Pickles are read without running code in them.
 
@@ -215,7 +215,7 @@ def _describe_left_out(report: ConversionReport) -> list[str]:
 
 
 def describe_damaged(names: Sequence[str]) -> list[str]:
-    """Return the line about what is damaged and was not written."""
+    """Return the line about damaged items that were not written."""
     many = format_many(len(names), "name")
     return [f"damaged, and left out: {many}: {listed(names, limit=_NAMES_SHOWN)}"] if names else []
 

@@ -129,7 +129,7 @@ def _compare(options: Any) -> DiffReport:
 
 
 def _describe(report: DiffReport, options: Any) -> list[str]:
-    """Return the tables of differences, the summary, and notes about what was left out."""
+    """Return the tables of differences, the summary, and notes about values that were left out."""
     lines = [*_list_tensors(report, verbose=options.verbose), *_list_objects(report, verbose=options.verbose)]
     lines.append(paint(_summarize(report, options), "good" if report.are_same else "bad"))
     notes = (_describe_left_out, _describe_plain, _describe_unread, advise_names, _advise_rows, _advise_objects)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Rows(list[dict[str, Any]]):
-    """Rows that have nothing but what JSON has: 100,000 of them are not looked at one by one."""
+    """Rows of JSON's own types: 100,000 of them are not looked at one by one."""
 
 
 def encode_json(value: Any, *, indent: int | None = None) -> str:
@@ -39,6 +39,6 @@ def make_plain(value: Any) -> Any:
 
 
 def _order(value: Any) -> tuple[bool, float, str]:
-    """Return by what an item of a set comes before another: numbers by their size, then the others by their texts."""
+    """Return the sort key of an item of a set: numbers by their size, then the others by their texts."""
     is_number = isinstance(value, (int, float)) and math.isfinite(value)
     return not is_number, value if is_number else 0, str(value)

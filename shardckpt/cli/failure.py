@@ -63,11 +63,11 @@ def name_siblings(error: _E, options: argparse.Namespace) -> _E | CheckpointingE
 
     plugins = get_plugin_manager()
     absent = [url for url in urls if ABSENT in str(error) and f"{locate(url, plugins)} {ABSENT}" in str(error)]
-    if not absent or not (beside := name_stored_siblings(absent[0], plugins)):
+    if not absent or not (siblings := name_stored_siblings(absent[0], plugins)):
         return error
     from shardckpt.distributed.error_report import replace_text
 
-    return replace_text(error, f"{error} {beside}").with_traceback(error.__traceback__)
+    return replace_text(error, f"{error} {siblings}").with_traceback(error.__traceback__)
 
 
 def print_error(error: Exception, options: argparse.Namespace) -> None:

@@ -44,7 +44,7 @@ def _is_word(path: str) -> bool:
 
 
 def refuse_lost_link(path: str) -> None:
-    """Raise if a path, or a folder that it goes through, is a link to what is not there: errors name that alone."""
+    """Raise if a path, or a folder that it goes through, is a broken link: errors name its target alone."""
     from shardckpt.engine.locations import find_local
 
     if find_local(path) is None:
@@ -88,7 +88,7 @@ def refuse_checkpoint(path: str) -> None:
 
 @contextmanager
 def named_folders(path: str) -> Iterator[None]:
-    """Say, where the block finds that a local folder is no checkpoint, what it is: a folder of some, most often."""
+    """Describe a local folder in which the block finds no checkpoint: most often it is a folder of some."""
     from shardckpt.engine.locations import find_local
     from shardckpt.maintenance.foreign import describe_folder
     from shardckpt.manifest.names import MARKER_NAME

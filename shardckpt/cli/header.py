@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def read_header(checkpoint: StoredCheckpoint | PlainRecord, place: Path) -> dict[str, Any]:
-    """Return what is known of the checkpoint as a whole; None for what is not."""
+    """Return the known facts of the checkpoint as a whole; None for unknown ones."""
     from shardckpt.engine.locations import find_save_time, measure
     from shardckpt.manager.metrics import read_metrics
     from shardckpt.manifest.names import Rescue
@@ -46,7 +46,7 @@ def read_header(checkpoint: StoredCheckpoint | PlainRecord, place: Path) -> dict
 
 
 def _find_library(checkpoint: StoredCheckpoint | PlainRecord, place: Path) -> str | None:
-    """Return who wrote it if no record says it: another library, or shardckpt, where the record was lost."""
+    """Return the writer where no record names it: another library, or shardckpt, where the record was lost."""
     from shardckpt.engine.locations import name_library
     from shardckpt.manifest.names import RECORD_NAME
     from shardckpt.manifest.plain import PlainRecord

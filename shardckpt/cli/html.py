@@ -37,7 +37,7 @@ def write_checkpoint_page(
 
 
 def write_difference_page(report: DiffReport, options: Any) -> str:
-    """Write the page of two checkpoints; return what to print."""
+    """Write the page of two checkpoints; return the lines to print."""
     from shardckpt.engine.locations import locate_file
     from shardckpt.maintenance.sources import open_any
     from shardckpt.pages.difference import describe_difference

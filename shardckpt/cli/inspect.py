@@ -84,7 +84,7 @@ def add_options(parser: Any) -> None:
 
 
 def run(options: Any) -> Output:
-    """Return what is stored, and what is missing."""
+    """Return the stored and the missing items."""
     from shardckpt.engine.gc_pause import pause_gc
     from shardckpt.storage.directory import retry_if_replaced
 
@@ -174,7 +174,7 @@ def _find_faults(checkpoint: StoredCheckpoint, lost: str) -> list[IncompleteFile
 
 
 def _add_faults(output: Output, checkpoint: StoredCheckpoint, lost: str) -> Output:
-    """Return an answer about a part of a checkpoint, with what is incomplete of the whole."""
+    """Return an answer about a part of a checkpoint, with the incomplete files of the whole."""
     faults = _find_faults(checkpoint, lost)
     if not faults:
         return output
@@ -199,14 +199,14 @@ def _list_faults(faults: Sequence[IncompleteFile]) -> list[dict[str, Any]]:
 
 
 def _read_outline(options: Any) -> _Found | None:
-    """Return what a checkpoint has by its outline, without torch; None if it has none, or is not whole."""
+    """Return the content of a checkpoint by its outline, without torch; None if it has none, or is not whole."""
     from shardckpt.engine.outlined import open_by_outline
 
     try:
         found = open_by_outline(options.directory, OUTLINES)
     except CheckpointReplacedError:
         raise
-    except (CheckpointingException, OSError):  # the strategy's way says better what it is
+    except (CheckpointingException, OSError):  # the strategy has the better error
         return None
     if found is None:
         return None

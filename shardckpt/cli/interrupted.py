@@ -1,4 +1,4 @@
-"""Say what a verb had done when it was interrupted by Ctrl-C."""
+"""Describe the work that a verb had done when Ctrl-C interrupted it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 #: What is left of a verb that does not write all at its end.
 _LEFT = {
-    "prune": "what it has removed is gone, and the next call goes on",
+    "prune": "removed steps and files are gone, and the next call goes on",
     "verify": "verdicts that it has marked stay",
     "demo": "its files are in its folder",
 }
 
 
 def identify_target(options: argparse.Namespace) -> object:
-    """Return what tells one DST on this machine from the next that takes its name; None if there is none."""
+    """Return the identity of a DST on this machine, which the next one of its name has not; None without one."""
     if not (target := find_target(options)):
         return None
     from shardckpt.engine.locations import find_local
@@ -42,10 +42,10 @@ def find_published(options: argparse.Namespace, before: object) -> str:
 
 
 def describe_left(options: argparse.Namespace) -> str:
-    """Return what is left of an interrupted verb.
+    """Describe the files that an interrupted verb leaves.
 
-    One that writes DST removes what it has written, but a second Ctrl-C stops that, and what an earlier call that was
-    killed has left stays until a call goes on with it.
+    One that writes DST removes its files, but a second Ctrl-C stops that, and the files of an earlier call that was
+    killed stay until a call goes on with them.
     """
     if options.verb in _LEFT:
         return _LEFT[options.verb]
@@ -62,13 +62,13 @@ def describe_left(options: argparse.Namespace) -> str:
 
 
 def find_target(options: argparse.Namespace) -> str:
-    """Return what a verb writes; ``""`` for one that writes nothing new."""
+    """Return the target of a verb; ``""`` for one that writes nothing new."""
     found: str = getattr(options, "target", getattr(options, "new", ""))
     return found
 
 
 def _list_staged(target: str) -> list[Path]:
-    """Return the staging directories of what a verb writes on this machine."""
+    """Return the staging directories of a verb's target on this machine."""
     from shardckpt.commit.commit import list_staging_directories
     from shardckpt.engine.locations import find_local
 

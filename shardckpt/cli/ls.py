@@ -66,7 +66,7 @@ def add_options(parser: Any) -> None:
 
 
 def run(options: Any) -> Output:
-    """Return a row per directory, and what they are together; of several folders, of each.
+    """Return a row per directory, and their totals; for each of several folders.
 
     It is an error if no checkpoint has the metric that is asked for, or the only folder cannot be listed.
     """
@@ -178,7 +178,7 @@ def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: 
 
 
 def _find_leftovers(folder: str) -> list[PruneResult]:
-    """Return what killed saves have left in a folder or next to a checkpoint; next to a file and at a URL, nothing."""
+    """Return the leftovers of killed saves in a folder or next to a checkpoint; none next to a file and at a URL."""
     from shardckpt.commit.leftovers import find_leftovers_of
     from shardckpt.engine.locations import find_local
 
@@ -197,7 +197,6 @@ def _parse_metric(text: str) -> tuple[str, str]:
 
 
 def _refuse_unknown_metric(wanted: tuple[str, str] | None, found: Sequence[CheckpointSummary]) -> None:
-    """Raise CheckpointingException if no checkpoint has the metric that is wanted."""
     known = {name for each in found for name in each.metrics}
     if wanted is not None and wanted[0] not in known:
         deeper = "; -r looks in folders, too" if any(each.inside for each in found) else ""
@@ -290,7 +289,7 @@ def _name_writer(found: CheckpointSummary) -> str:
 
 
 def _find_writer(found: Sequence[CheckpointSummary]) -> str:
-    """Return who wrote all that is there; ``""`` if several did, or it is unknown."""
+    """Return the one writer of all checkpoints there; ``""`` if there are several, or it is unknown."""
     writers = {_name_writer(each) for each in found} - {"-"}
     return writers.pop() if len(writers) == 1 else ""
 
@@ -366,7 +365,7 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary], *, recursive: bo
 
 
 def _measure_others(folder: str, found: Sequence[CheckpointSummary]) -> int:
-    """Return the bytes in a folder of this machine, logs and what killed saves have left, that no row has."""
+    """Return the bytes in a folder of this machine, logs and leftovers of killed saves, that no row has."""
     from shardckpt.engine.locations import find_local, measure
 
     if (top := find_local(folder)) is None or not top.is_dir():

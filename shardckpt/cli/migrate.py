@@ -40,7 +40,7 @@ def add_options(parser: Any) -> None:
 
 
 def run(options: Any) -> Output:
-    """Migrate or convert, and return what was done."""
+    """Migrate or convert, and return the report."""
     from shardckpt.engine.display import show_progress
     from shardckpt.maintenance.convert import convert_checkpoint
     from shardckpt.maintenance.migrate import migrate_checkpoint

@@ -145,7 +145,7 @@ def without_logs(*names: str) -> Iterator[None]:
 
 
 def _make_filter() -> Callable[[logging.LogRecord], bool]:
-    """Return what lets each text pass once: a verb may look at a checkpoint several times."""
+    """Return a filter that lets each text pass once: a verb may look at a checkpoint several times."""
     said: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -185,5 +185,5 @@ def parse_count(text: str) -> int:
 
 
 def add_verbose(parser: Any, help: str) -> None:  # noqa: A002 - as argparse calls it
-    """Add the option that shows more than a line of what was done."""
+    """Add the option that shows more than a line."""
     parser.add_argument("-v", "--verbose", action="store_true", help=help)

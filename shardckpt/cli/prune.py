@@ -1,4 +1,4 @@
-"""Remove what killed saves, overwrites, exports and removals have left next to checkpoints, or on a store.
+"""Remove the leftovers of killed saves, overwrites, exports and removals, next to checkpoints or on a store.
 
 In a directory these are hidden directories, on a store the objects of a save that has not committed them, and the parts
 of objects that it had not sent to the end (S3, with s3fs).
@@ -20,7 +20,7 @@ one, until one is intact, which is kept; with --damaged, too, all of them are re
 A metric that no step has, and a --keep-step that is not there, are errors, and nothing is removed.
 A checkpoint that is alone in its folder is one, too: its folder was meant.
 
-With -r each folder below PATH that has steps, or only what killed saves have left, is pruned by itself, as each of
+With -r each folder below PATH that has steps, or only leftovers of killed saves, is pruned by itself, as each of
 several PATHs is. What is an error for one of them is one for all, before anything is removed; with --skip-errors that
 folder alone is left as it was, and the exit code is 2. The steps of one that lack the metric of --keep-best are left,
 which is said, and no error where another has it. Links in PATH to folders elsewhere are not followed.
@@ -78,7 +78,7 @@ def add_options(parser: Any) -> None:
         nargs="?",
         const="",
         metavar="DIR",
-        help="also remove what killed uploads to stores have left on this machine: in DIR, or by default in "
+        help="also remove the leftovers of killed uploads to stores on this machine: in DIR, or by default in "
         "SHARDCKPT_SPOOL_DIR or the temporary directory",
     )
     parser.add_argument(
@@ -166,7 +166,7 @@ def run(options: Any) -> Output:
 
 
 def _find_uncounted(folder: str, steps: Sequence[StepResult]) -> list[str]:
-    """Return what ls shows of a local folder and no policy counts: files of steps, and directories of other names."""
+    """Return the entries of a local folder that ls shows and no policy counts: files of steps, other directories."""
     from shardckpt.engine.locations import find_local
     from shardckpt.maintenance.inside import FILE_SUFFIXES, is_marked
     from shardckpt.manager.step_names import parse_step
@@ -235,7 +235,7 @@ def _describe_links(links: Sequence[str]) -> str:
 
 
 class Plan(NamedTuple):
-    """The folders to prune, what would become of the steps of each, and which are left.
+    """The folders to prune, the planned results for the steps of each, and the folders that are left.
 
     Attributes:
         folders: The options for each.
@@ -252,7 +252,7 @@ class Plan(NamedTuple):
 
 
 def _plan_all(folders: Sequence[argparse.Namespace], policies: Sequence[Any]) -> Plan:
-    """Return what is to be done, before anything is removed of any folder.
+    """Return the plan for all folders, before anything is removed.
 
     What cannot be done in a folder is an error; with --skip-errors, if it can be done in none of them.
     """
@@ -297,7 +297,7 @@ def _refuse_empty(plan: Plan, policies: Sequence[Any]) -> None:
 
 
 def _plan(options: Any, policies: Sequence[Any], *, is_alone: bool) -> list[StepResult]:
-    """Return what would become of the steps of one folder; a metric or step that an option names must be there."""
+    """Return the planned results for the steps of one folder; a metric or step that an option names must be there."""
     from shardckpt.engine.pruning import prune_leftovers
 
     if not _chooses_steps(options, policies):
@@ -318,7 +318,7 @@ def _plan(options: Any, policies: Sequence[Any], *, is_alone: bool) -> list[Step
 def _prune(
     options: Any, policies: Sequence[Any], planned: list[StepResult]
 ) -> tuple[list[Verified], list[StepResult], list[PruneResult]]:
-    """Prune one folder: return what was verified, and what became of its steps and of what killed saves have left."""
+    """Prune one folder: return the verified steps, and the results for its steps and for leftovers of killed saves."""
     from shardckpt.engine.display import show_progress
 
     verified, failed, unwritten = _verify_newest(options) if options.verify else ([], [], {})
@@ -365,7 +365,6 @@ class Verified(NamedTuple):
 
 
 def _prune_leftovers(options: Any) -> list[PruneResult]:
-    """Remove what killed saves have left in a folder, and return what became of it."""
     from shardckpt.engine.pruning import prune_leftovers
 
     return prune_leftovers(options.path, options.leftover_age, dry_run=options.dry_run)
@@ -379,7 +378,7 @@ class Skipped(NamedTuple):
 
 
 class Pruned(NamedTuple):
-    """The steps that were verified, removed and kept, or with ``--dry-run`` would be, and what was not looked at."""
+    """The steps that were verified, removed and kept, or with ``--dry-run`` would be, and paths not looked at."""
 
     dry_run: bool
     verified: Sequence[Verified]
@@ -435,7 +434,7 @@ def _make_table(what: str, results: Sequence[PruneResult | StepResult], options:
 
 
 def _describe_left(found: Pruned, options: Any) -> list[str]:
-    """Return a line for each kind of what was not looked at, or is left as a whole."""
+    """Return a line for each kind of path that was not looked at, or is left as a whole."""
     above = f"{options.paths[0].rstrip('/')}/" if len(options.paths) == 1 else ""
     lines = [found.unseen, _describe_links(found.links)]
     if found.uncounted:
@@ -458,7 +457,7 @@ def _name_folders(options: Any) -> str:
 
 
 def _chooses_steps(options: Any, policies: Sequence[Any]) -> bool:
-    """Return whether steps are to be removed, and not only what is left next to them."""
+    """Return whether steps are to be removed, and not only leftovers next to them."""
     return bool(policies) or options.damaged
 
 

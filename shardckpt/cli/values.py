@@ -13,8 +13,6 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError, escape_te
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
-
     from shardckpt.cli.colour import Style
     from shardckpt.engine.lazy import StoredCheckpoint
     from shardckpt.maintenance.statistics import Statistics
@@ -36,7 +34,7 @@ def split_region(text: str) -> tuple[str, tuple[Any, ...]] | None:
 
 
 def read_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...]) -> Output:
-    """Return what is known of a region: what it is, its statistics, and its values or the first of them.
+    """Return the description of a region, its statistics, and its values or the first of them.
 
     An index that selects nothing of the tensor is an error.
     """
@@ -58,6 +56,7 @@ def read_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...]) 
         raise CheckpointingException(f"{key!r} has the shape {shape}, and the index selects no element of it")
     corner, is_all = _find_corner(stored.shape, index, statistics.count)
     values = stored[corner]
+    has_json = not statistics.nans and not statistics.infs and not values.is_complex()
     dtype = str(stored.dtype).removeprefix("torch.")
     return Output(
         lambda: {
@@ -66,7 +65,7 @@ def read_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...]) 
             "shape": stored.shape,
             **vars(statistics),
             "first": not is_all,
-            "values": _list_values(values, statistics),
+            "values": values.tolist() if has_json else str(values),
         },
         lambda: [
             f"{escape_text(key)}: {dtype}, shape {shape}, {statistics.count:,} elements read",
@@ -75,12 +74,6 @@ def read_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...]) 
             str(values),
         ],
     )
-
-
-def _list_values(values: Tensor, statistics: Statistics) -> Any:
-    """Return values as JSON has them; where it does not, as torch prints them."""
-    is_json = not statistics.nans and not statistics.infs and not values.is_complex()
-    return values.tolist() if is_json else str(values)
 
 
 def describe_statistics(statistics: Statistics) -> list[str]:
@@ -125,17 +118,12 @@ def make_statistics_table(forms: Sequence[tuple[str, str, str]], found: Sequence
 def _list_cells(found: Statistics | None) -> list[str]:
     if found is None:
         return ["-"] * 5
-    return [*map(_format, (found.norm, found.mean, found.minimum, found.maximum)), _count_odd(found)]
+    odd = [f"{count:,} {name}" for name, count in (("NaN", found.nans), ("Inf", found.infs)) if count]
+    return [*map(_format, (found.norm, found.mean, found.minimum, found.maximum)), ", ".join(odd) or "-"]
 
 
 def _format(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"
-
-
-def _count_odd(statistics: Statistics) -> str:
-    """Return how many values are no finite numbers."""
-    counts = (("NaN", statistics.nans), ("Inf", statistics.infs))
-    return ", ".join(f"{count:,} {name}" for name, count in counts if count) or "-"
 
 
 def find_common(checkpoint: StoredCheckpoint, path: str) -> tuple[str, Any] | None:
@@ -164,7 +152,7 @@ def find_common(checkpoint: StoredCheckpoint, path: str) -> tuple[str, Any] | No
 
 
 def show_common(path: str, value: Any) -> Output:
-    """Return a value of the common state, and what it is."""
+    """Return a value of the common state, and its description."""
     return Output(lambda: {"common": path, "value": value}, lambda: _describe_common(path, value))
 
 

@@ -281,7 +281,7 @@ def _count_verdicts(answers: Sequence[Answer]) -> str:
 
 
 def _describe_marks(answers: Sequence[Answer]) -> Iterator[str]:
-    """Say what was marked, and what was not, each reason once."""
+    """List the marked checkpoints, and those that were not marked, each reason once."""
     marked = Counter(answer.mark.verdict for answer in answers if answer.mark is not None)
     unmarked: dict[str, list[str]] = {}
     for answer in answers:
@@ -300,7 +300,7 @@ def _describe_marks(answers: Sequence[Answer]) -> Iterator[str]:
 
 
 def _describe_skipped(skipped: Sequence[CheckpointSummary]) -> list[str]:
-    """Say what was not verified, because it is no checkpoint itself."""
+    """List the paths that were not verified, because they are no checkpoints."""
     if not skipped:
         return []
     deeper = "; -r verifies what is in folders" if any(each.inside for each in skipped) else ""
@@ -417,7 +417,7 @@ def _summary(results: Sequence[FileResult]) -> str:
 
 
 def _name_checks(files: Sequence[FileResult]) -> str:
-    """Return the verdict on a checkpoint without a fault, not all of whose files have digests: by what it is one."""
+    """Return the verdict on a checkpoint without a fault that has files without digests: how these were checked."""
     ways = {file.checked for file in files if not file.foreign}
     names = {"digests": "digests", "crc32": "CRC-32", "structure": "structure"}
     said = " and ".join(name for way, name in names.items() if way in ways)

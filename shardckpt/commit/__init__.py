@@ -1,4 +1,4 @@
-"""Complete or absent: staging directories and uploads, the step that commits them, removals, and what a kill leaves."""
+"""Complete or absent: staging directories and uploads, the step that commits them, removals, and leftovers of kills."""
 
 from shardckpt.lazy import attach_stub
 

@@ -191,7 +191,7 @@ def list_marks(directory: Path) -> list[str]:
 
 
 def describe_introduction(text: bytes) -> str:
-    """Return what a claim or in-progress object says, for an error."""
+    """Describe a claim or in-progress object, for an error."""
     return f" ({text.partition(_OWNER)[0].decode(errors='replace')!r})"
 
 
@@ -232,7 +232,7 @@ def make_taken_error(target: RemotePath, other: str = "") -> StorageError:
 
 
 def _introduce(save_id: str) -> bytes:
-    """Return what the claim and the in-progress object of a save that begins now say: who saves, and since when."""
+    """Return the content of the claim and the in-progress object of a save that begins now: its owner and time."""
     now = time.strftime(_TIME, time.gmtime())
     who = f"save {save_id} of process {os.getpid()} on {socket.gethostname()}, begun {now} UTC"
     return who.encode() + _OWNER + f"{Owner.current().text}\n".encode()

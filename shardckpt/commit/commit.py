@@ -104,7 +104,7 @@ def list_replaced_checkpoints(target: Path) -> list[Path]:
 
 
 def discard_staging(staging: Path) -> None:
-    """Remove a staging directory, if it exists; log what cannot be removed, and raise nothing."""
+    """Remove a staging directory, if it exists; log files that cannot be removed, and raise nothing."""
     gone = staging.with_name(discarded_name(staging.name))
     try:
         os.rename(staging, gone)  # first: a rank that still writes there by path fails, and adds no file during removal
@@ -159,7 +159,6 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 
 
 def _refuse_current_directory(target: Path) -> None:
-    """Raise a StorageError if the target has the current directory of this process."""
     with suppress(FileNotFoundError):  # it is gone
         here = Path.cwd()
         if target in (here, *here.parents):
@@ -323,7 +322,7 @@ def _siblings(target: Path, kind: str) -> list[Path]:
 
 
 def find_foreign(directory: Path, owned: Collection[str]) -> list[str]:
-    """Return the paths of what is in a local checkpoint's directory and is not the checkpoint's, folders first.
+    """Return the paths in a local checkpoint's directory that are not the checkpoint's, folders first.
 
     They are relative to the directory. ``owned`` are the paths of what belongs to it; a folder counts with all that is
     in it. A folder with files of the checkpoint is not among the result, but its other files.
@@ -346,7 +345,7 @@ def _add_foreign(directory: Path, within: str, owned: Collection[str], shared: s
 
 
 def _keep_foreign(source: Path, staging: Path, owned: Collection[str]) -> None:
-    """Link what is not the checkpoint's into the staging directory, where the new checkpoint's files win."""
+    """Link the files that are not the checkpoint's into the staging directory, where the new checkpoint's files win."""
     for name in find_foreign(source, owned):
         path, kept = source / name, staging / name
         if is_there(kept) or not _make_parents(staging, name):

@@ -1,4 +1,4 @@
-"""The generations of a checkpoint at a URL: find and delete what no reader needs any longer.
+"""The generations of a checkpoint at a URL: find and delete those that no reader needs any longer.
 
 The first save at a URL has its files at the URL itself. Each overwrite puts its own into a generation, a folder that
 the marker at the URL then names (:mod:`shardckpt.commit.replacement`).
@@ -37,7 +37,7 @@ def list_recorded(place: RemotePath, found: Collection[str]) -> set[str] | None:
 
 
 def list_first_save(place: RemotePath, found: Collection[str]) -> set[str]:
-    """Return what is left of the first save at a URL, which an overwrite has replaced."""
+    """Return the leftovers of the first save at a URL, which an overwrite has replaced."""
     recorded = list_recorded(place, found)
     return {*recorded, INTEGRITY_NAME, RECORD_NAME}.intersection(found) if recorded else set()
 

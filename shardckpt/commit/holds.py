@@ -4,7 +4,7 @@ A lease is a reader's, and ends with it. A pin has a label, and lasts until it i
 in the hidden directory ``.shardckpt-holds`` next to the checkpoints, on a store an object there: a checkpoint itself is
 never written into. A removal, too, writes a mark there before it looks for holds, as a reader writes its lease before
 it looks for such marks; and so does a save that takes the place of a checkpoint. So of a lease and a removal at the
-same time at least one sees the other, and the removal gives way. On a full file system, where nobody can write a lease,
+same time at least one sees the other, and the removal gives way. On a full file system, where no lease can be written,
 a removal does without its mark.
 
 Leases end at a time of day: the clocks of hosts that share a folder must agree to about a minute.
@@ -131,7 +131,7 @@ class Holds:
 
     @contextlib.contextmanager
     def removing(self, directory: str, needed: Collection[str] = ()) -> Generator[list[Hold], None, None]:
-        """Mark a removal for the block, and yield what forbids it.
+        """Mark a removal for the block, and yield the holds that forbid it.
 
         That is each lease and pin of the directory, each mark of another removal or save of it, and each mark of a
         removal of a needed one.
@@ -231,7 +231,7 @@ class Holds:
     def _read_all(
         self, directories: Collection[str] | None = None, kinds: Collection[Kind] | None = None
     ) -> dict[str, Hold]:
-        """Return what each file says, by name; of some directories of steps, or some kinds, if given."""
+        """Return the content of each file, by name; of some directories of steps, or some kinds, if given."""
         found, place = {}, self._files.open()
         for name in self._files.names():
             match = _NAME.fullmatch(name)
@@ -259,7 +259,7 @@ class Holds:
 
 
 def make_hold(directory: str, kind: Kind, holder: str, seconds: float | None) -> tuple[str, Hold]:
-    """Return a file's name and what it says; without ``seconds`` of a pin, which does not end."""
+    """Return a file's name and content; without ``seconds`` of a pin, which does not end."""
     if seconds is None:  # a pin: the same label is the same file
         return f"{directory}.{kind}.{hashlib.sha256(holder.encode()).hexdigest()[:32]}.json", Hold(
             directory=directory, kind=kind, holder=holder

@@ -13,7 +13,7 @@ folder of its own below the URL, its generation, and the marker at the URL is re
 4. The main rank deletes the old checkpoint's objects, then the claims, then the in-progress object: after a crash the
    in-progress object shows that something is left.
 
-A save deletes the checkpoint that it has replaced, and what others have left if all of them are certainly dead.
+A save deletes the checkpoint that it has replaced, and leftovers of other saves if all of them are certainly dead.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Replacement:
             raise self._claim.make_error(set(found) - {CLAIM})
 
     def finish(self, generation_marks: Collection[str]) -> None:
-        """Delete the old checkpoint, what dead saves have left, and at last the claims and in-progress objects.
+        """Delete the old checkpoint, leftovers of dead saves, and at last the claims and in-progress objects.
 
         ``generation_marks`` are the names of the new save's own ones in its generation.
         """
@@ -135,7 +135,7 @@ class Replacement:
             (self._target / name).delete()
 
     def abort(self) -> None:
-        """Give the URL back, unless the marker may have been replaced: then a prune decides what is left over."""
+        """Give the URL back, unless the marker may have been replaced: then a prune finds the leftovers."""
         if self._begun and not self.may_be_switched:
             # its objects are deleted; its folder outlives them on some stores
             delete_generations(self._target, (), [generation_name(self._save_id)])

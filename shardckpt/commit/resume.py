@@ -1,4 +1,4 @@
-"""Take over what a killed process has left, a staging directory or objects, with its journal, to go on from there."""
+"""Resume the write of a killed process: take over its staging directory or objects, with its journal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def adopt_staging(target: Path, journal: Journal) -> Path | None:
-    """Take over what a killed process was writing for a target, if the journal is of the same identity.
+    """Take over the files of a killed process for a target, if the journal is of the same identity.
 
     Returns the staging directory, which this process owns now; None if there is none. Of a process that may be alive,
     nothing is taken. What does not belong to the same source and options is removed, after a warning.
@@ -63,7 +63,7 @@ def _has_journal(staging: Path) -> bool:
 def adopt_upload(
     target: RemotePath, found: Collection[str], journal: Journal, open_folder: Callable[[str], RemoteFolder]
 ) -> str:
-    """Take over what a killed process was sending to a URL, as :func:`adopt_staging` does; return the save's id.
+    """Take over the objects of a killed process at a URL, as :func:`adopt_staging` does; return the save's id.
 
     ``found`` are the names of all objects there. It is ``""`` if there is nothing to go on with; what a dead process
     has left of a first conversion is then removed.

@@ -41,7 +41,7 @@ class SmallFile(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Return what a file says; None if there is none.
+        """Return the content of a file; None if there is none.
 
         What is not such a file, or what this machine cannot read, is a CorruptCheckpointError. A store that does not
         answer is a StorageError: it must not pass for no file.
@@ -70,7 +70,7 @@ class SmallFiles:
         return str(self.place)
 
     def names(self) -> list[str]:
-        """Return the names of what is there now."""
+        """Return the names of the present files."""
         return list_names(self.place)
 
     def open(self) -> Path:
@@ -100,7 +100,7 @@ class SmallFiles:
         self._remove_if_empty()
 
     def clear(self) -> None:
-        """Remove what killed writes have left, and the directory if it is empty."""
+        """Remove the leftovers of killed writes, and the directory if it is empty."""
         if not has_local_files(self.place):  # there each write is one request
             return
         with wrap_os_errors("clear", self.place):

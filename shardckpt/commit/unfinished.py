@@ -55,7 +55,7 @@ class Unfinished(NamedTuple):
 
 
 def find_unfinished(place: Path) -> Unfinished | None:
-    """Return what saves and removals that have not ended have at a URL; None if there is nothing, or in a directory.
+    """Return the objects of unfinished saves and removals at a URL; None if there are none, or in a directory.
 
     Beside a complete checkpoint that is what a save deletes after it has written the marker; and of overwrites, all
     generations but the one that is the checkpoint. It takes one listing without folders, and more requests only where
@@ -113,7 +113,7 @@ def _list_needless(path: RemotePath, tree: Mapping[str, int], generation: str | 
 
 
 def explain_unfinished_kept(unfinished: Unfinished, hours: float | None = None) -> str:
-    """Return why what a save has left must stay; ``""`` if it may be removed.
+    """Return why the leftovers of a save must stay; ``""`` if they may be removed.
 
     It is judged by its process and the time of its last write. ``hours`` after that a process on another host counts as
     dead; by default ``SHARDCKPT_LEFTOVER_HOURS``.
@@ -126,14 +126,15 @@ def explain_unfinished_kept(unfinished: Unfinished, hours: float | None = None) 
     limit = settings.leftover_hours() if hours is None else hours
     if limit <= 0:  # clocks of other hosts may be ahead
         return ""
-    written = _last_write(unfinished)
+    times = unfinished.path.times()
+    written = max([unfinished.begun, *(times[name] for name in unfinished.objects if name in times)])
     if not written:
         return "nothing says who writes it, or when it was written: --older-than 0 removes it"
     return explain_recent(ELSEWHERE if alive else "an unknown process", written, limit)
 
 
 def remove_unfinished(unfinished: Unfinished) -> None:
-    """Remove what a save has left, or continue a removal; several processes may do so at a time.
+    """Remove the leftovers of a save, or continue a removal; several processes may do so at a time.
 
     Nothing is removed if another save has taken the place since it was found. A save that begins there by
     ``overwrite=True`` during the deletion fails with an error, since some of its objects may go. If the store fails,
@@ -151,8 +152,3 @@ def remove_unfinished(unfinished: Unfinished) -> None:
     delete_record_last(path, names)
     delete_generations(path, (), {find_generation(name) for name in names} - {""})  # folders that are empty now
     path.delete_all(now.marks)  # last: after a crash in between, the rest is still found
-
-
-def _last_write(unfinished: Unfinished) -> float:
-    times = unfinished.path.times()
-    return max([unfinished.begun, *(times[name] for name in unfinished.objects if name in times)])

@@ -119,7 +119,7 @@ class ModelStates:
         return [_check_shapes(group, self._place) for group in (found if isinstance(found, list) else [found])]
 
     def add_rest(self, index: Index, *, is_cut: bool) -> None:
-        """Add what is not trained: frozen parameters, buffers, extra state, names of tied weights, the job's values.
+        """Add untrained values: frozen parameters, buffers, extra state, names of tied weights, the job's values.
 
         ``is_cut`` says whether frozen parameters are cut over the ranks.
         """
@@ -145,7 +145,7 @@ class ModelStates:
             yield name, join_parts(name, shape, parts) if is_cut else make_whole(name, shape, parts[0])
 
     def _add_module(self, index: Index, tied: Mapping[Any, Any], *, is_cut: bool) -> None:
-        """Add what the module's state dict has and the index has not: buffers, and extra state as objects."""
+        """Add the values of the module's state dict that the index lacks: buffers, and extra state as objects."""
         module = self._take_dict(self._first, "module")
         # stage 3 has no values of parameters in it
         buffers = (self._first.get("buffer_names") or []) if is_cut else list(module)
@@ -173,7 +173,7 @@ class ModelStates:
 def index_partitions(
     files: Mapping[str, Any], models: ModelStates, place: str, read: Callable[[StoredTensorFile], torch.Tensor]
 ) -> Index:
-    """Return what a ZeRO checkpoint has, of stage 1, 2 or 3.
+    """Return the index of a ZeRO checkpoint, of stage 1, 2 or 3.
 
     ``files`` has what is in the file of each rank's partition, in the order of ranks, with LazyTensors, by name.
     """
@@ -308,7 +308,7 @@ def make_whole(name: str, shape: Ints, found: StoredTensorFile) -> IndexedTensor
 
 
 def _take(name: str, row: Sequence[StoredTensorFile], start: int, count: int) -> Iterator[StoredTensorFile]:
-    """Yield what elements ``start`` to ``start + count`` of a row of flat tensors are."""
+    """Yield the parts of a row of flat tensors that have its elements ``start`` to ``start + count``."""
     for file, payload in row:
         size = payload.shape[0]
         taken = max(0, min(count, size - start))
@@ -370,7 +370,6 @@ def _check_flat(found: StoredTensorFile, path: str) -> StoredTensorFile:
 
 
 def _check_shapes(group: Any, place: str) -> dict[str, Ints]:
-    """Return shapes by name as tuples."""
     found = check_dict(group, f"{place}: param_shapes")
     for name, shape in found.items():
         if not isinstance(shape, (tuple, list)) or not all(type(size) is int and size >= 0 for size in shape):

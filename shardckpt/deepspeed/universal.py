@@ -45,7 +45,7 @@ def index_universal(
     place: str,
     read: Callable[[StoredTensorFile], torch.Tensor],
 ) -> Index:
-    """Return what a universal checkpoint has.
+    """Return the index of a universal checkpoint.
 
     ``describe`` returns what is in a file, with a LazyTensor for each tensor.
     """

@@ -384,7 +384,7 @@ class Comm:
 
     @_uninterrupted
     def all_to_all(self, parts: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Collective: send bytes to single ranks, and return what the ranks have sent to this one.
+        """Collective: send bytes to single ranks, and return the bytes sent to this one.
 
         What all ranks must compare goes to owners (:func:`shardckpt.distributed.find_owner`) where gathering it on one
         rank would be too much: each rank then receives about as much as it sends, for any number of ranks. Messages of
@@ -463,7 +463,7 @@ class Comm:
         return self._reduce(values, dist.ReduceOp.SUM)
 
     @_uninterrupted
-    def all_alike(self, data: bytes) -> bool:
+    def all_equal(self, data: bytes) -> bool:
         """Collective: return whether every rank has the same bytes, compared by 62 bits of their SHA-256."""
         return self._are_same(data)[0]
 

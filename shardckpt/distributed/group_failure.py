@@ -341,7 +341,7 @@ class GroupFailure:
         return Diagnosis("; ".join(texts), (*died, *stopped))
 
     def _describe_without_store(self, closed: list[int], error: Exception, phase: str, *, timed_out: bool) -> Diagnosis:
-        """Return what this rank alone can find out: the store most often died with the rank that hosts it."""
+        """Return the diagnosis of this rank alone: the store most often died with the rank that hosts it."""
         host = self._view.store_host
         if host in self._others and (timed_out or host in closed):
             suspects = [host]

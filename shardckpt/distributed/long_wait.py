@@ -97,7 +97,7 @@ def is_waiting(thread: int) -> bool:
 def is_news(name: str, seconds: float, first: float) -> bool:
     """Return whether something has taken long enough to be reported; the next report of it is after twice as long.
 
-    ``name`` says what it is, ``seconds`` how long it has taken; it is reported for the first time after ``first``
+    ``name`` is its name, ``seconds`` its duration so far; it is reported for the first time after ``first``
     seconds.
     """
     after = _next_notice.get(name, first)

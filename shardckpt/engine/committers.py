@@ -111,7 +111,7 @@ class Committer(ABC):
         """Make the files the checkpoint at the target."""
 
     def close(self) -> None:  # noqa: B027
-        """Remove what only this rank has used."""
+        """Remove the files that only this rank has used."""
 
     @abstractmethod
     def abort(self, streamed: Iterable[str], *, is_main: bool) -> None:
@@ -174,7 +174,7 @@ class DirectoryCommitter(Committer):
     def publish(
         self, writer: CheckpointWriter, files: list[FileRecord], check: Callable[[Path, Path], None] | None
     ) -> None:
-        """Rename the staging directory, or exchange it with what is at the target."""
+        """Rename the staging directory, or exchange it with the target."""
         staging = cast("Path", self.staging)  # since begin()
         if check is not None:  # before the journal's end: after a kill in the check another process goes on
             check(staging, staging)
@@ -255,7 +255,7 @@ class StoreCommitter(Committer):
         streamed: Collection[str],
         phase: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Upload what is in the spool directory."""
+        """Upload the files in the spool directory."""
         self._upload.streamed |= {*streamed}  # first: what is refused is deleted then
         with phase():
             self._upload.check(files)
@@ -298,7 +298,6 @@ class StoreCommitter(Committer):
                 (self._upload.spool / name).write_bytes(content)
 
     def _open_folder(self, url: str) -> RemoteFolder:
-        """Open a folder below the URL of the target."""
         folder = open_folder(url, self._plugins)
         limit_uploads(folder, self._memory_budget)
         return folder

@@ -69,7 +69,7 @@ class CommonObjects:
 
 
 def _list_values(node: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield what is in nested dicts, by its key; a list is one value: where it was sharded, it has lost entries."""
+    """Yield the values of nested dicts by key; a list is one value: where it was sharded, it has lost entries."""
     for name, value in node.items():
         if isinstance(value, dict):
             yield from _list_values(value, f"{prefix}{name}.")
@@ -90,7 +90,7 @@ def _list_options(node: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def _look_up(node: Any, key: str) -> Any:
-    """Return what is at a key of nested dicts; names may have dots themselves, and be numbers."""
+    """Return the value at a key of nested dicts; names may have dots themselves, and be numbers."""
     parts = key.split(".") if isinstance(node, dict) else []
     for count in range(len(parts), 0, -1):
         name, rest = ".".join(parts[:count]), ".".join(parts[count:])

@@ -75,7 +75,7 @@ class ExternalSave:
         self._leftover = weakref.finalize(owner, _abort_here, self._transaction, os.getpid())
 
     def parts(self) -> list[ExternalSavePart]:
-        """Return what to send to each rank, in rank order."""
+        """Return the message for each rank, in rank order."""
         save = self._transaction
         staging = save.staging or save.target
         return [

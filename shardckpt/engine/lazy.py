@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from shardckpt.engine.integrity import find_incomplete_files
 from shardckpt.engine.renaming import rename_key
 from shardckpt.engine.streaming import STREAM_BYTES, compute_fingerprints
-from shardckpt.errors import CheckpointingException, KeyMismatchError, listed, name_known
+from shardckpt.errors import CheckpointingException, KeyMismatchError, list_given, listed, name_known
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.boxes import Box, cut_box
@@ -183,7 +183,7 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
         Raises:
             CheckpointingException: No such tensor is stored, or one cannot be read.
         """
-        wanted = self._tensors.keys() if keys is None else dict.fromkeys(_list_keys(keys)).keys()
+        wanted = self._tensors.keys() if keys is None else dict.fromkeys(list_given(keys)).keys()
         for key in wanted:
             if key not in self:
                 raise CheckpointingException(f"no tensor {key!r} is stored {name_known(key, self._tensors, 'keys')}")
@@ -234,7 +234,7 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
         Raises:
             CheckpointingException: No such tensor is stored, an index is outside of it, or it cannot be read.
         """
-        indices = regions if isinstance(regions, Mapping) else dict.fromkeys(_list_keys(regions), ...)
+        indices = regions if isinstance(regions, Mapping) else dict.fromkeys(list_given(regions), ...)
         if missing := [key for key in indices if key not in self]:
             raise CheckpointingException(
                 f"{listed([repr(key) for key in missing])} not stored {name_known(missing[0], self._tensors, 'keys')}"
@@ -288,11 +288,6 @@ class _Region:
         for axis in reversed(self._dropped):
             values = values.select(axis, 0)
         return values
-
-
-def _list_keys(keys: Iterable[str]) -> list[str]:
-    """Return keys as a list; a string is one key, not its characters."""
-    return [keys] if isinstance(keys, str) else list(keys)
 
 
 def _find_spans(key: str, shape: tuple[int, ...], index: Any) -> tuple[list[tuple[int, int]], list[int]]:

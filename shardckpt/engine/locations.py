@@ -86,7 +86,7 @@ def _read_path(path: object, what: str, advice: str = "") -> str:
 
 
 def refuse_overlap(sources: Iterable[Path], target: Path, *, in_place: bool = False) -> None:
-    """Raise an error if what is to be written would replace what is read, or would be a part of it.
+    """Raise an error if the target would replace a source, or be a part of it.
 
     Call it before anything is written. Paths are as :func:`locate` returned them, and compared as files are: by links,
     too. With ``in_place`` the target may be a source as a whole, which it replaces in one step when it is complete. The

@@ -102,7 +102,7 @@ class Operation:
         return None if self._progress is None else self._progress.add
 
     def share_progress(self, other: Operation) -> None:
-        """Count what another operation does, for this one: a conversion's loads."""
+        """Count the work of another operation for this one: a conversion's loads."""
         other._progress = self._progress
 
     @contextmanager
@@ -198,7 +198,7 @@ class Operation:
             self._emit(phase=phase, seconds=time.perf_counter() - started, **described, **fields)
 
     def log_failure(self, error: BaseException) -> None:
-        """Log the failure of an operation that ends behind the training: nobody may ask for its error."""
+        """Log the failure of an operation that ends in the background: the program may never ask for its error."""
         log_failure(self.kind, self.directory, self.comm.rank, error, self._started)
 
     def _is_observed(self) -> bool:
@@ -259,7 +259,7 @@ def report_skipped(directory: object, why: str) -> None:
 
 
 def report_event(kind: str, state: str, directory: object, rank: int) -> None:
-    """Report what happens in no operation, and takes no time."""
+    """Report an event outside of operations, which takes no time."""
     get_plugin_manager().report(Event(kind, "", state, mask_password(str(directory)), rank))
 
 
@@ -339,6 +339,6 @@ class _Phase:
             raise
         finally:
             phase.end()
-        if error is None or isinstance(error, Exception):  # an interrupt is reported by nobody
+        if error is None or isinstance(error, Exception):  # an interrupt is not reported
             self._operation.end_phase(phase, error)
         return None

@@ -51,7 +51,7 @@ class Progress:
             self._plugins.report(replace(self._start, nbytes=self._done, seconds=now - self._started))
 
     def end(self) -> None:
-        """Count what is left as done: files that did not have to be read whole."""
+        """Count the rest as done: files that did not have to be read whole."""
         self.add(max(0, self._total - self._done))
 
 

@@ -1,4 +1,4 @@
-"""Removing leftovers: what killed saves, overwrites and removals have left; never the only complete checkpoint."""
+"""Remove the leftovers of killed saves, overwrites and removals; never the only complete checkpoint."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class PruneResult:
 def prune_leftovers(
     path: str | os.PathLike[str], older_than: float | None = None, *, dry_run: bool = False
 ) -> list[PruneResult]:
-    """Remove what killed saves, overwrites, exports and removals have left. Not collective: one process calls.
+    """Remove the leftovers of killed saves, overwrites, exports and removals. Not collective: one process calls.
 
     Nothing is removed that a living process owns, nor the only complete checkpoint. The path is that of a folder of
     checkpoints, or of one checkpoint, whose leftovers are next to it; at a URL they are in the place of the checkpoint.
@@ -124,7 +124,7 @@ def prune_spools(
 def clear_unfinished(
     place: Path, names: Iterable[str], plugins: PluginManager, older_than: float | None = None, *, dry_run: bool
 ) -> list[PruneResult]:
-    """Remove what saves and removals that were killed have left in folders of a store; return it, sorted by name.
+    """Remove the leftovers of killed saves and removals in folders of a store; return them, sorted by name.
 
     The name ``""`` is the URL itself.
     """
@@ -203,7 +203,7 @@ def open_staging(
 
 
 def clear_leftovers(target: Path, is_superseded: IsSuperseded, *, restore: bool, keep: Path | None = None) -> None:
-    """Remove, before a save, what earlier saves to the target have left and no living process owns.
+    """Remove, before a save, the leftovers of earlier saves to the target that no living process owns.
 
     Leftovers that are kept, or cannot be removed, are a warning: the save continues. The folder is listed once. A
     checkpoint that an overwrite has moved aside goes if it ``is_superseded``; with ``restore`` it is first renamed
@@ -268,7 +268,7 @@ def make_superseded_check(plugins: PluginManager) -> IsSuperseded:
 
 
 def owned_files(directory: Path, plugins: PluginManager, new: Path, *, moved: bool = False) -> set[str]:
-    """Return the paths of what belongs to the checkpoint in a directory: an overwrite keeps all other files.
+    """Return the paths of the checkpoint's own files in a directory: an overwrite keeps all others.
 
     ``new`` is the directory of the checkpoint that takes its place. ``moved``: an overwrite has moved it aside.
     """
@@ -294,7 +294,7 @@ def owned_files(directory: Path, plugins: PluginManager, new: Path, *, moved: bo
 
 
 def _restore_target(target: Path, found: list[Leftover]) -> list[Leftover]:
-    """Rename back what an overwrite moved aside before it died between its two renames; return the other leftovers."""
+    """Rename back a checkpoint that an overwrite moved aside before it died; return the other leftovers."""
     aside = [leftover for leftover in found if leftover.is_replaced and not explain_kept(leftover)]
     if not aside or not is_free(target):  # no place to rename one to
         return found
@@ -372,7 +372,7 @@ def _abort_uploads(place: Path, uploads: Iterable[PendingUpload], *, dry_run: bo
 
 
 def _prune_all(found: Iterable[Leftover], place: Path, older_than: float | None, *, dry_run: bool) -> list[PruneResult]:
-    """Remove what can be removed of leftovers of a place, and report the bytes that are done."""
+    """Remove the removable leftovers of a place, and report the bytes that are done."""
     sizes = [(leftover, freed_bytes(leftover.path)) for leftover in found]
     if not sizes:
         return []
@@ -391,7 +391,7 @@ def _prune(leftover: Leftover, nbytes: int, older_than: float | None, *, dry_run
 
 
 def _remove(path: Path, nbytes: int, kept: str, remove: Callable[[], None], *, dry_run: bool) -> PruneResult:
-    """Remove what is not kept, and return what became of it."""
+    """Remove the leftovers that are not kept, and return the results."""
     error = ""
     if not kept and not dry_run:
         try:

@@ -1,4 +1,4 @@
-"""A checkpoint as if what it stores had other names: ``optim.`` as ``optimizer.``."""
+"""A checkpoint under other names: ``optim.`` as ``optimizer.``."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def parse_renames(rename: object) -> dict[str, str]:
 def rename_stored(checkpoint: OpenCheckpoint, names: Mapping[str, str], keys: Sequence[str]) -> OpenCheckpoint:
     """Return an open checkpoint under other names, which are the same on every rank.
 
-    ``names`` has the dotted beginnings of keys, or whole keys, as they are stored, and what they are to be; of several
-    that begin a key the longest counts, and ``""`` begins every key. It is a KeyMismatchError if the checkpoint has
-    nothing of one of these names, or two things would have one name.
+    ``names`` maps stored keys, or their dotted prefixes, to new ones; of several prefixes of a key the longest counts,
+    and ``""`` begins every key. It is a KeyMismatchError if the checkpoint has nothing of one of these names, or two
+    things would have one name.
     """
     with checkpoint.operation.local_phase("renaming what is stored"):
         _check(names, keys)
@@ -196,7 +196,7 @@ def _begins(key: str, name: str) -> bool:
 
 
 def _list_beginnings(key: str) -> Iterator[str]:
-    """Yield the names that begin a key, the longest first: the key, what is before each dot, and ``""``."""
+    """Yield the prefixes of a key, the longest first: the key, the part before each dot, and ``""``."""
     name, dot = key, "."
     while dot:
         yield name
@@ -241,7 +241,7 @@ def _rename_columns(columns: StoredColumns, names: Mapping[str, str]) -> StoredC
 
 
 def _list_paths(values: Any, path: str = "") -> Iterable[str]:
-    """Yield the dotted paths of nested dicts and of what is in them."""
+    """Yield the dotted paths of nested dicts and of their values."""
     for key, value in values.items():
         yield f"{path}{key}"
         if isinstance(value, dict):
@@ -284,13 +284,13 @@ def _rename_params(group: Any, path: str, names: Mapping[str, str]) -> Any:
 
 
 def _rename_last(name: Any, path: str, names: Mapping[str, str]) -> Any:
-    """Return the new name of what is stored at a path and a name below it, without the path; itself if it has none."""
+    """Return the new name, without the path, of an item stored at a path and a name; the name if it has none."""
     new = names.get(f"{path}.{name}")
     return name if new is None else new.removeprefix(f"{rename_key(path, names)}.")
 
 
 def _join(one: Any, other: Any, path: str) -> Any:
-    """Return what two nested dicts have together, without a change of either.
+    """Return the union of two nested dicts, without a change of either.
 
     Values of both at the same path are a KeyMismatchError.
     """

@@ -45,8 +45,8 @@ def allow_resizing(
 ) -> list[ShardedBase]:
     """Return shards; those that match a pattern may have another shape than is stored.
 
-    Where the stored shape is not known, what can have another shape may have it. One with another shape that has axes
-    that its tensor has not, or is flattened, is an error.
+    Where the stored shape is not known, every shard that can have another shape may have it. One with another
+    shape that has axes that its tensor has not, or is flattened, is an error.
     """
     if not patterns:
         return list(shards)
@@ -100,7 +100,7 @@ class Resizing:
             logger.warning("resize: stored rows beyond the wanted shape are not loaded: %s", listed(sorted(set(cut))))
 
     def restore(self, values: list[Any]) -> None:
-        """Put back what new rows had, into the loaded values."""
+        """Put the former values of new rows back into the loaded values."""
         for number, axis, first, kept in self._kept:
             _view_copyable(values[number]).narrow(axis, first, kept.shape[axis]).copy_(kept)
 

@@ -1,4 +1,4 @@
-"""The forecast of space: what is more than its file system has free is refused before a file is written."""
+"""The forecast of space: a save that is larger than the free space is refused before a file is written."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _ask_system(directory: str | Path) -> os.statvfs_result | None:
 
 
 def _describe_free(directory: Path) -> str:
-    """Return what a directory's file system has free: bytes, and inodes where it counts them; ``""`` if unknown."""
+    """Describe the free space of a directory's file system: bytes, and inodes if it counts them; ``""`` if unknown."""
     free, found = find_free_bytes(directory), _ask_system(directory)
     if free == UNKNOWN or found is None:
         return ""
@@ -161,7 +161,6 @@ def _describe_free(directory: Path) -> str:
 
 
 def _show_folder(target: Path) -> str:
-    """Return the folder of a target as errors show it."""
     return mask_password(get_parent(target))
 
 
@@ -172,7 +171,7 @@ def _find_system_bytes(target: Path) -> int:
 def refuse_full(
     target: Path, needed: int, action: str, free: int | None = None, room: Room = UNLIMITED, rest: int = 0
 ) -> None:
-    """Raise NotEnoughSpaceError if the file system of a target has less free than what is to be written takes.
+    """Raise NotEnoughSpaceError if the file system of a target has less free space than the write takes.
 
     ``needed`` are the bytes of the tensors, ``rest`` those of all else. ``free`` are those of the file system, or what
     the quota of the room leaves; None: look.
@@ -183,7 +182,7 @@ def refuse_full(
 
 
 def _make_space_error(target: Path, needed: int, free: int, action: str, room: Room, rest: int) -> NotEnoughSpaceError:
-    """Return the error of a save that does not fit, with what could go."""
+    """Return the error of a save that does not fit, with the steps that could go."""
     takes = _describe_needs(needed, rest)
     if room.never_fits(needed + rest):  # no advice of what could go
         error = NotEnoughSpaceError(
@@ -233,7 +232,7 @@ def is_of_write(error: NotEnoughSpaceError, target: Path) -> bool:
 
 
 def explain_full(error: NotEnoughSpaceError, target: Path) -> NotEnoughSpaceError:
-    """Return the error of a write that found no space with what is free, and could go; that of a refusal as it is."""
+    """Return the error of a write without space, with the free space and steps that could go; a refusal as it is."""
     if not is_of_write(error, target):
         return error
     leftover, advice = _advise_of_space(target)
@@ -245,7 +244,7 @@ def explain_full(error: NotEnoughSpaceError, target: Path) -> NotEnoughSpaceErro
 
 
 def _advise_of_space(target: Path) -> tuple[int, str]:
-    """Return the bytes that interrupted saves have left beside a target, and what removes these, or others."""
+    """Return the bytes that interrupted saves have left next to a target, and advice how to free these, or others."""
     folder = get_parent(target)
     runs = None if takes_requests(target) else _find_used_runs(Path(folder))
     leftover = sum(_count_leftovers(place) for place in ([folder] if runs is None else runs))

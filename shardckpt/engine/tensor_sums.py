@@ -45,7 +45,7 @@ class TensorSums:
                     self._log.append((shard.key, offset, tuple(value.shape), sums))
 
     def drain_log(self) -> list[_Logged]:
-        """Return what was added since the last call, as JSON can keep it."""
+        """Return the sums added since the last call, as JSON values."""
         with self._lock:
             log, self._log = self._log or [], []
         return log

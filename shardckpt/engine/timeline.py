@@ -76,7 +76,7 @@ class Timeline:
         return not math.isnan(self._planned)
 
     def pack(self, ready: float, nbytes: int) -> bytes:
-        """Return the times for the main rank; empty if nobody noted the writing, as where other programs do it.
+        """Return the times for the main rank; empty if the writing was not noted, as where other programs do it.
 
         ``ready`` is when the rank had written all, and began to commit.
         """
@@ -95,7 +95,7 @@ class Timeline:
 
 
 def gather_timings(packed: Sequence[bytes], timeline: Timeline) -> SaveTimings | None:
-    """Return what the record keeps of the times of all ranks, packed in rank order; None if some rank has none.
+    """Return the times of all ranks for the record, packed in rank order; None if some rank has none.
 
     The timeline is the main rank's; its time is the end of the commit, as far as the record can have it.
     """

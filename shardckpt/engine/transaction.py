@@ -69,7 +69,7 @@ class WrittenFiles(NamedTuple):
     Attributes:
         files: Their records.
         sha256: Their SHA-256 by name, if the save asks for it.
-        parts: What it has written of files that other ranks write, too.
+        parts: Its parts of files that other ranks write, too.
         sums: Sums of the bits of its boxes, if the save asks for fingerprints.
         timeline: When its phases began and ended, as :meth:`Timeline.pack` returns it.
         streamed: Names of those that were streamed to a store.

@@ -144,7 +144,7 @@ def _find_wrong_names(tensors: Iterable[str], factors: Mapping[str, Any]) -> Ite
 def _find_halves(factors: Mapping[str, Mapping[str, FileTensor]]) -> Iterator[str]:
     for letter, other in ("AB", "BA"):
         if alone := sorted(name for name, pair in factors.items() if letter not in pair):
-            yield f"lora_{letter} is missing beside lora_{other} of {listed(alone)}"
+            yield f"lora_{letter} is missing for lora_{other} of {listed(alone)}"
 
 
 def _find_wrong_ranks(config: Mapping[str, Any], factors: Mapping[str, Mapping[str, FileTensor]]) -> Iterator[str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardckpt.engine.locations import expand_home, locate
-from shardckpt.errors import CheckpointingException, StorageError, listed, show_given
+from shardckpt.errors import CheckpointingException, StorageError, list_given, listed, show_given
 from shardckpt.huggingface.adapters import find_adapter_mapping
 from shardckpt.huggingface.names import ADAPTER, is_asset, is_copied
 from shardckpt.plugins.manager import get_plugin_manager
@@ -31,12 +30,10 @@ def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -
     ``mapping`` is as a caller gives it: with that of an adapter, of a folder its configuration alone counts. It is an
     error if there are no files, two have one name, or one is a folder, weights, or of a checkpoint.
     """
-    if assets == "":  # of a variable that is not set; a Path of it would be the current directory
-        raise StorageError("the folder of assets is empty text: give a folder ('.' is the current one) or a URL")
     if isinstance(assets, (str, os.PathLike)):
-        folder = locate(assets, get_plugin_manager()) if "://" in os.fspath(assets) else Path(expand_home(assets))
+        folder = locate(assets, get_plugin_manager())
         if lacks_directory(folder):
-            raise StorageError(f"assets={assets}: there is no such folder {name_siblings(folder.absolute())}".rstrip())
+            raise StorageError(f"assets={assets}: there is no such folder {name_siblings(folder)}".rstrip())
         with wrap_os_errors("list", folder):
             found = sorted(folder.iterdir(), key=lambda path: path.name)
             is_adapter = find_adapter_mapping(mapping) is not None
@@ -46,25 +43,22 @@ def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -
             if lost := [path.name for path in wanted if path.is_symlink() and not path.exists()]:
                 raise StorageError(f"assets={assets}: {listed(lost)} is a link to nothing: restore what it was of")
     else:
-        files = [Path(expand_home(path)) for path in _list_paths(assets)]
+        paths = list_given(assets)
+        if wrong := [path for path in paths if not isinstance(path, (str, os.PathLike))]:
+            raise CheckpointingException(
+                f"assets: {show_given(wrong[0])} where a folder or a list of files is expected"
+            )
+        files = [Path(expand_home(path)) for path in paths]
     if not files:
         raise CheckpointingException(f"assets={assets}: it has no files other than weights")
     names = [path.name for path in files]
     if len(set(names)) < len(names):
         raise CheckpointingException(f"assets: two files have one name, of {listed(sorted(names))}")
-    if wrong := [name for name in names if not is_copied(name)]:
-        raise CheckpointingException(f"assets: {listed(wrong)} cannot be copied: it is weights, or of a checkpoint")
+    if refused := [name for name in names if not is_copied(name)]:
+        raise CheckpointingException(f"assets: {listed(refused)} cannot be copied: it is weights, or of a checkpoint")
     if folders := [str(path) for path in files if path.is_dir()]:
         raise CheckpointingException(f"assets: {listed(folders)} is a folder: give it alone, or files")
     return files
-
-
-def _list_paths(assets: Any) -> list[PathLike]:
-    """Return a list of paths; another value is a CheckpointingException."""
-    found = list(assets) if isinstance(assets, Iterable) and not isinstance(assets, bytes) else [assets]
-    if wrong := [path for path in found if not isinstance(path, (str, os.PathLike))]:
-        raise CheckpointingException(f"assets: {show_given(wrong[0])} where a folder or a list of files is expected")
-    return found
 
 
 def read_asset(path: Path) -> bytes:

@@ -107,7 +107,7 @@ def _digest(layout: FileLayout) -> str:
 
 
 def _shards_in(span: TensorSpan, offset: int, block: torch.Tensor) -> Iterator[ShardedTensor]:
-    """Describe what to load for the bytes of a tensor that are in a block."""
+    """Describe the shards to load for the bytes of a tensor that are in a block."""
     tensor, start, stop = span
     low, high = max(start, offset), min(stop, offset + len(block))
     values = block[low - offset : high - offset].view(tensor.dtype)

@@ -31,7 +31,7 @@ QUANTIZATIONS = ("quantization_config", "compression_config")
 #: The integer dtypes of codes in quantized weights. A tensor of one axis in such a dtype has counts or indices instead.
 _CODES = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32)
 #: Ends of names that only quantized models have: GPTQ and AWQ, bitsandbytes, 8-bit KV caches. No other scale counts:
-#: codes beside a scale count by their dtype, and ordinary models have scales, such as CLIP's ``logit_scale``.
+#: codes next to a scale count by their dtype, and ordinary models have scales, such as CLIP's ``logit_scale``.
 _QUANTIZED_ENDS = (".qweight", ".absmax", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
 #: The end of the key of a part's config: ``vision_config``.
 _PART = "_config"

@@ -96,7 +96,7 @@ def export_to_huggingface(
 
     The model alone is written: not the optimizer's state, objects, and tensors that the mapping leaves out. Warnings
     name them, and what is not cast. Tensors that match no rule of the mapping keep their names; a warning names them.
-    The folder's ``config.json`` says of the tensors what they are: their dtype, and whether they are quantized.
+    The folder's ``config.json`` names the dtype of the tensors, and how they are quantized.
 
     Example::
 
@@ -136,7 +136,7 @@ def export_to_huggingface(
         memory_budget: Bytes, or text such as ``"64MiB"``, that each rank may hold at a time: blocks, requests, parts on
             their way to a store; of ``bin`` also the tensors of a file. At least 32 MiB, 64 where a store is read or
             written. The index, which is in memory as a whole, and assets do not count. By default as many as are fast.
-        rename: What keys of the checkpoint begin with, and what they are read as, before all else: ``{"app.model":
+        rename: Prefixes of keys of the checkpoint, and their new names, applied before all else: ``{"app.model":
             "model"}``.
         skip_damaged: Whether tensors that are missing or damaged are not written, and named in the answer; else they
             are an error. One rank reads all of the checkpoint once more for it.

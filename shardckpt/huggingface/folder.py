@@ -278,13 +278,13 @@ def resolve_link(folder: Path, file: str) -> Path:
 
 
 def _find_origin(metadata: object) -> dict[str, str]:
-    """Return what the metadata of an index or a header says of the folder's source."""
+    """Return the folder's source by the metadata of an index or a header."""
     texts = metadata.items() if isinstance(metadata, dict) else ()
     return {k.removeprefix(ORIGIN): v for k, v in texts if k.startswith(ORIGIN) and isinstance(v, str)}
 
 
 def read_head(path: Path, *, skip_damaged: bool = False) -> Head:
-    """Return what the header of a file says; with ``skip_damaged`` tensors whose bytes are cut off are no error."""
+    """Return the header of a file; with ``skip_damaged`` tensors whose bytes are cut off are no error."""
     with open_existing(path) as file:
         size = file.size
         first = bytearray(min(LENGTH_BYTES, size))
@@ -330,7 +330,7 @@ def parse_object(raw: bytes, path: Path) -> dict[str, Any]:
 
 
 def parse_text(raw: bytes, path: Path) -> Any:
-    """Return what is in the content of a JSON file; raise CorruptCheckpointError if it is none."""
+    """Return the value of a JSON file's content; raise CorruptCheckpointError if it is no JSON."""
     try:
         return json.loads(str(raw, "utf-8").removeprefix("\ufeff"))  # of bytes it would guess the encoding
     except (ValueError, RecursionError) as exc:

@@ -125,7 +125,7 @@ class FolderExport:
         return lay_out(tensors, self._find_origin() if len(self.plan.files) == 1 else {})
 
     def _find_origin(self) -> dict[str, str]:
-        """Return what says which checkpoint a folder has: by its fingerprint, where a save has stored those of tensors.
+        """Return the metadata that identifies the checkpoint, with its fingerprint if those of its tensors are stored.
 
         Nothing of it depends on how the checkpoint was sharded.
         """

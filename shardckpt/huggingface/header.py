@@ -127,7 +127,7 @@ def lay_out(tensors: Sequence[HubTensor], metadata: Mapping[str, str] | None = N
 
 
 def _find_alignment(tensor: HubTensor) -> tuple[int, int]:
-    """Return what payloads of a file are sorted by, first of all: the alignment that their sizes leave behind."""
+    """Return the first sort key of the payloads of a file: the alignment behind them, by their sizes."""
     if tensor.nbytes % PAGE == 0 and tensor.nbytes > SMALL_RECORD:
         return _PAGED
     return (1, 0) if tensor.nbytes % _ALIGN == 0 else (2, -tensor.dtype.itemsize)

@@ -154,7 +154,7 @@ def load_from_huggingface(
                     sharded_state_dict,
                     checkpoint,
                     validate=validate_access_integrity,
-                    # what must be there has been looked for; beside a part of a model all else is absent
+                    # required names were looked for; in a part of a model all others are absent
                     strict=StrictHandling.IGNORE_ALL if strategy.is_partial else StrictHandling.LOG_UNEXPECTED,
                     allow_dtype_cast=allow_dtype_cast,
                     filled_by_twins=strategy.absent,

@@ -55,8 +55,8 @@ def _find_file(text: str) -> tuple[Path | None, str | None]:
         return None, None
     path = Path(expand_home(found["path"]))
     if not path.is_file():
-        beside = name_siblings(path.absolute())
-        raise CheckpointingException(f"mapping {text!r}: there is no file {path} {beside}".rstrip())
+        siblings = name_siblings(path.absolute())
+        raise CheckpointingException(f"mapping {text!r}: there is no file {path} {siblings}".rstrip())
     if path.suffix == ".json" and found["name"]:
         raise CheckpointingException(f"mapping {text!r}: a name after the colon is for Python files")
     return path, found["name"]
@@ -84,7 +84,6 @@ def _read_rules(path: Path) -> Any:
 
 
 def _run(path: Path, name: str) -> object:
-    """Run a Python file, and return a value of it."""
     try:
         values = runpy.run_path(str(path))
     except (Exception, SystemExit) as exc:

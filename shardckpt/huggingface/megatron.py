@@ -113,7 +113,6 @@ def list_shared_expert_rules(hub: str, gate: str | None = None) -> Iterator[Rule
 
 
 def _mlp(stored: str, hub: str) -> Iterator[Rule]:
-    """Yield the rules of an MLP with a gate."""
     for kind in _WEIGHTS:
         yield from _layer(f"{stored}.linear_fc1.{kind}", f"{hub}.gate_proj.{kind}", f"{hub}.up_proj.{kind}")
         yield from _layer(f"{stored}.linear_fc1.{kind}_w", f"{hub}.gate_proj.{kind}")
@@ -122,7 +121,6 @@ def _mlp(stored: str, hub: str) -> Iterator[Rule]:
 
 
 def _layer(stored: str, *hub: str, **options: Any) -> Iterator[Rule]:
-    """Yield the rules of a tensor of a layer."""
     for prefix in _STORED:
         yield Rule(f"{prefix}.{stored}", tuple(f"{_HUB}.{name}" for name in hub), **options)
 

@@ -77,11 +77,6 @@ def _torchtitan_qwen3() -> Iterable[Rule]:
     yield Rule("output.weight", ("lm_head.weight",))
 
 
-def _mixtral() -> Iterable[Rule]:
-    yield from _experts(f"{_MIXTRAL}.experts.{{expert}}", "w1", "w3", "w2")
-    yield Rule(f"{_LAYER}.mlp.gate.weight", (f"{_MIXTRAL}.gate.weight",))
-
-
 class _ModelMapping(RuleMapping):
     """A table of several trainers' names; a checkpoint lacks most of them."""
 
@@ -125,7 +120,10 @@ _MEGATRON: dict[str, tuple[Rule, ...]] = {
 #: Those of other trainers.
 _OTHERS: dict[str, tuple[Rule, ...]] = {
     "deepseek_v3": tuple(_experts()),
-    "mixtral": tuple(_mixtral()),
+    "mixtral": (
+        *_experts(f"{_MIXTRAL}.experts.{{expert}}", "w1", "w3", "w2"),
+        Rule(f"{_LAYER}.mlp.gate.weight", (f"{_MIXTRAL}.gate.weight",)),
+    ),
     "qwen2_moe": tuple(_experts()),
     "qwen3_moe": (*_experts(), *_torchtitan_qwen3()),
 }

@@ -15,8 +15,8 @@ from shardckpt.errors import (
     format_many,
     listed,
     name_known,
-    name_prefixes,
     natural_order,
+    prefix_error,
 )
 from shardckpt.huggingface.adapters import AdapterNames, find_adapter_key
 from shardckpt.huggingface.casts import find_model_dtype
@@ -67,7 +67,7 @@ class LeftOut(NamedTuple):
             )
         if self.outside:
             logger.warning(
-                "not exported (%s beside the model): %s; --prefix (prefix=) exports others",
+                "not exported (%s outside the model): %s; --prefix (prefix=) exports others",
                 format_many(len(self.outside), "tensor"),
                 listed(self.outside),
             )
@@ -132,10 +132,7 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
             "not cast (%s that would lose by it): %s", format_many(len(kept), "tensor"), listed(kept, limit=5)
         )
     if not tensors:
-        raise KeyMismatchError(
-            f"{source} has no tensor to export whose key begins with {prefix!r} "
-            f"{name_prefixes(prefix, map(stored_key, stored))}"
-        )
+        raise prefix_error(f"{source}: no tensor to export", prefix, map(stored_key, stored))
     if isinstance(options.mapping, Identity) and MEGATRON_NAME in tensors:
         logger.warning("%r is Megatron's name: mapping='megatron' (--mapping megatron) gives the Hub's", MEGATRON_NAME)
     if isinstance(options.mapping, Identity) and (found := find_adapter_key(tensors)):

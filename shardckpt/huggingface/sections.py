@@ -16,7 +16,7 @@ _MODELS = frozenset({"model", "models", "module", "state_dict", "model_state_dic
 #: What they put all states into, and no model of the Hub has.
 _OUTER = frozenset({"app", "state_dict", "model_state_dict", "module"})
 #: Modules that models of the Hub have next to one that is called "model".
-_BESIDE_MODEL = frozenset({"lm_head", "score", "classifier", "language_model", "embed_out", "visual", "vision_tower"})
+_OUTSIDE_MODEL = frozenset({"lm_head", "score", "classifier", "language_model", "embed_out", "visual", "vision_tower"})
 #: Keys of an optimizer that are compared with those of parameters.
 _SAMPLE = 64
 
@@ -59,7 +59,6 @@ def _outer_prefixes(key: str) -> Iterator[str]:
 
 
 def _find_optimizers(keys: Collection[str]) -> Iterator[str]:
-    """Yield the prefixes of optimizers' keys."""
     prefixes = {prefix for key in keys for prefix in _outer_prefixes(key)}
     named = {prefix for prefix in prefixes if is_optimizer_key(f"{prefix}x")}
     yield from (prefix for prefix in named if _outer(prefix) not in named)
@@ -118,15 +117,15 @@ def _find_parameters(keys: Collection[str], others: Iterable[str], optimizers: I
 def _find_neighbour(others: Iterable[str], optimizers: Iterable[str]) -> str:
     """Return the prefix of what stands next to an optimizer, and is called a model."""
     for prefix in sorted({_outer(optimizer) for optimizer in optimizers}, key=len):
-        beside = {key[len(prefix) :].partition(".")[0] for key in others if key.startswith(prefix)}
-        models = beside & _MODELS
-        if len(models) == 1 and not beside & _BESIDE_MODEL:
+        siblings = {key[len(prefix) :].partition(".")[0] for key in others if key.startswith(prefix)}
+        models = siblings & _MODELS
+        if len(models) == 1 and not siblings & _OUTSIDE_MODEL:
             return f"{prefix}{models.pop()}."
     return ""
 
 
 def _find_lone_model(keys: Collection[str]) -> str:
-    """Return what all keys begin with and no model of the Hub has: ``app.model.``, ``state_dict.``."""
+    """Return the common prefix of all keys that no model of the Hub has: ``app.model.``, ``state_dict.``."""
     prefix = ""
     while True:
         parts = {key[len(prefix) :].partition(".")[0] for key in keys}
@@ -134,7 +133,7 @@ def _find_lone_model(keys: Collection[str]) -> str:
             return prefix
         (part,) = parts
         inner = {key[len(prefix) + len(part) + 1 :].partition(".")[0] for key in keys}
-        is_outer = part in _OUTER or (part in _MODELS and (prefix or inner & {"model", *_BESIDE_MODEL}))
+        is_outer = part in _OUTER or (part in _MODELS and (prefix or inner & {"model", *_OUTSIDE_MODEL}))
         if not is_outer or "" in inner:
             return prefix
         prefix = f"{prefix}{part}."

@@ -101,7 +101,6 @@ class TorchFile:
                 check(staged)
 
     def _make_plain(self, value: Any, place: str) -> Any:
-        """Return nested values as builtins."""
         kind = type(value)
         if kind in _PLAIN or isinstance(value, DeclaredTensor):
             return value

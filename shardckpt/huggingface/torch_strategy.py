@@ -200,7 +200,7 @@ class _Walker:
 def find_torch_weights(
     place: Path, names: Collection[str], *, skip_damaged: bool = False
 ) -> TorchFileLoadStrategy | None:
-    """Return what reads the model in a folder of the Hub that has it in files of ``torch.save``; None if it has none.
+    """Return the reader of a model in a folder of the Hub with files of ``torch.save``; None if there are none.
 
     ``names`` are those of the files in the folder. With ``skip_damaged`` files that the index names may be missing, but
     not all of them.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.engine.lazy import StoredCheckpoint
 from shardckpt.engine.streaming import STREAM_BYTES
-from shardckpt.errors import KeyMismatchError, name_prefixes
+from shardckpt.errors import prefix_error
 from shardckpt.huggingface.hub_tensor import read_hub_boxes
 from shardckpt.huggingface.options import parse_options
 from shardckpt.huggingface.planning import choose_model, plan_tensors
@@ -70,10 +70,8 @@ class ModelCheckpoint(StoredCheckpoint):
         prefix, chosen, _ = choose_model(stored, options, optimizer=optimizer)
         found = plan_tensors(chosen, options._replace(prefix=prefix)).tensors
         if not found:
-            raise KeyMismatchError(
-                f"{self._checkpoint.context.reader.directory} has no weight whose key begins with {prefix!r} "
-                f"{name_prefixes(prefix, (shard.key for shard in stored))}: give another prefix"
-            )
+            directory = self._checkpoint.context.reader.directory
+            raise prefix_error(f"{directory}: no weight", prefix, (shard.key for shard in stored))
         return self._read_weights(list(found.values()), parse_size(memory, "memory"))
 
     def _read_weights(self, tensors: list[HubTensor], memory: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -117,7 +117,6 @@ class ShardedState:
         self._hook_optimizers()
 
     def _describe(self, models: list[torch.nn.Module]) -> ShardedStateDict:
-        """Return the sharded state dict of the models and their optimizers."""
         optimizers = self._optimizers()
         prefix = "" if optimizers else "model."  # the keys of the model are the same with and without optimizers
         return to_sharded_state_dict(_as_one(models), *optimizers, prefix=prefix, check_replicas=self._check_replicas)

@@ -55,7 +55,7 @@ def abort_upload(url: str, upload: PendingUpload, options: Mapping[str, str]) ->
 
 
 def _split(url: str) -> tuple[str, str]:
-    """Return the bucket of a URL, and what the keys below the URL begin with."""
+    """Return the bucket of a URL, and the prefix of the keys below the URL."""
     bucket, _, path = url.partition("://")[2].partition("/")
     return bucket, f"{path.strip('/')}/" if path.strip("/") else ""
 

@@ -214,7 +214,7 @@ class LocalCheckpointManager:
             )
 
     def _list_all_parts(self, comm: Comm) -> tuple[Listing, Inventory]:
-        """Collective: list what is on this rank's disk, and on all."""
+        """Collective: list the parts on this rank's disk, and on all."""
         with comm.local_phase("listing local checkpoints"):
             listing = self._folder.list_parts()
         return listing, Inventory(comm.all_gather(listing.parts))

@@ -97,7 +97,7 @@ class Incoming:
         publish_staging(self._staging, self._target)
 
     def close(self) -> None:
-        """Close what is open, and remove the staging directory if it was not published."""
+        """Close the files, and remove the staging directory if it was not published."""
         if self._file is not None:
             self._file.close()
         self._stack.close()

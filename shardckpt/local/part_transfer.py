@@ -116,7 +116,7 @@ class _PartTransfer:
                 writing = pool.submit(self._write, number)
 
     def finish(self) -> None:
-        """Collective: make what was received durable, and publish it."""
+        """Collective: make the received parts durable, and publish them."""
         with self._comm.local_phase("finishing copies"):
             for route in self._without_own_faults(self._list_received()):
                 with self._note_faults([route]):
@@ -129,7 +129,7 @@ class _PartTransfer:
         self._exchange_faults()
 
     def close(self) -> None:
-        """Remove what failed copies have left on this rank's disk."""
+        """Remove the leftovers of failed copies on this rank's disk."""
         for part in self._incoming.values():
             part.close()
 
@@ -161,7 +161,7 @@ class _PartTransfer:
                     incoming.write(number)
 
     def _list_messages(self, number: int) -> tuple[_Tensors, _Tensors]:
-        """Return what this rank sends and receives of message ``number`` of every copy, with the other rank."""
+        """Return the tensors of message ``number`` that this rank sends and receives, each with the other rank."""
         sent = [(self._outgoing[route.part], route.target) for route in self._list_sent()]
         received = [(self._incoming[route], route.source) for route in self._list_received()]
         return (

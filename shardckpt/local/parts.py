@@ -94,7 +94,7 @@ class PartFolder:
         return listing
 
     def remove(self, parts: Iterable[PartId]) -> None:
-        """Remove parts; log what cannot be removed."""
+        """Remove parts; log those that cannot be removed."""
         for part in parts:
             path = self.path(part)
             try:
@@ -106,7 +106,7 @@ class PartFolder:
         self.clear()
 
     def clear(self, leftovers: Iterable[Leftover] = ()) -> None:
-        """Remove the given leftovers, and what interrupted removals have left; log what cannot be removed."""
+        """Remove the given leftovers, and those of interrupted removals; log those that cannot be removed."""
         remove_unused(leftovers, _explain_kept)
         try:
             if self.root.exists():

@@ -158,7 +158,8 @@ class Angle:
 
     def add(self, first: torch.Tensor, second: torch.Tensor) -> None:
         """Add a block of both."""
-        one, other = (_flatten(values) for values in (first, second))
+        real = (torch.view_as_real(each) if each.is_complex() else each for each in (first, second))
+        one, other = (each.reshape(-1).double() for each in real)
         for sums, product in zip(self._sums, (one * other, one * one, other * other), strict=True):
             whole = product.numel() // _ROW * _ROW
             sums.extend(product[:whole].view(-1, _ROW).sum(1).tolist())
@@ -183,8 +184,3 @@ class Angle:
             return Combination((1 - part, part))
         angle = math.acos(cosine)
         return Combination(tuple(math.sin(share * angle) / math.sin(angle) for share in (1 - part, part)))
-
-
-def _flatten(values: torch.Tensor) -> torch.Tensor:
-    real = torch.view_as_real(values) if values.is_complex() else values
-    return real.reshape(-1).double()

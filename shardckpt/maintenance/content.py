@@ -1,4 +1,4 @@
-"""What a conversion or a merge changes of the ``content_metadata`` of what it reads."""
+"""The changes of a conversion or a merge to the ``content_metadata`` of its sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def forget_metrics(common: StateDict) -> StateDict:
-    """Return the common state without the metrics that a manager has noted: they are not those of what is written."""
+    """Return the common state without the metrics that a manager has noted: the new checkpoint has others."""
     content = common.get(CONTENT)
     if not isinstance(content, dict) or not isinstance(managed := content.get(CONTENT_KEY), dict):
         return common

@@ -152,11 +152,11 @@ class Conversion:
     is_merge: bool
     #: Whether what cannot be read is left out.
     skip_damaged: bool
-    #: The journal of what is written, once it is known what that is.
+    #: The journal of what is written, once that is known.
     journals: list[Journal] = field(default_factory=list)
 
     def run(self) -> ConversionReport:
-        """Convert, commit, and prove; once more, from the beginning, if what is left of a killed run does not fit."""
+        """Convert, commit, and prove; once more, from the beginning, if the leftovers of a killed run do not fit."""
         try:
             return self._run()
         except CheckpointingException as exc:
@@ -223,7 +223,7 @@ class Conversion:
         return self.saver is not None and self.saver.stores_plain_objects and not self.options.prefix
 
     def _make_journal(self, stored: SummedCheckpoint, written: object) -> Journal | None:
-        """Return the journal of what is written; None if no other process could go on with it."""
+        """Return the journal of the written files; None if no other process could go on with it."""
         if not (self.is_resumable and can_resume(self.target)):
             return None
         source, options = self.identify(stored), self.options
@@ -236,7 +236,7 @@ class Conversion:
         return self.journals[-1]
 
     def _prove(self, proof: StagedProof, tensors: Sequence[HubTensor], staging: Path, files: Path) -> None:
-        """Prove what is staged, before it is committed: it is of one save of each source, with the values of these."""
+        """Prove the staged files, before they are committed: they have the values of one save of each source."""
         self._restore_sums(proof.stored.sums)
         proof.stored.context.reader.check_unchanged()
         try:
@@ -248,7 +248,7 @@ class Conversion:
             raise
 
     def _restore_sums(self, before: TensorSums) -> None:
-        """Add what a killed conversion had read."""
+        """Add the sums of a killed conversion."""
         for journal in self.journals:
             for log in journal.collected:
                 before.restore(log)
@@ -504,7 +504,7 @@ class Conversion:
 
 
 def _make_identity(*facts: object) -> str:
-    """Return a digest of what is converted and how, and of the releases and settings that the bytes depend on.
+    """Return a digest of the source and the options, and of the releases and settings that the bytes depend on.
 
     Another conversion of the same identity writes the same bytes.
     """

@@ -114,8 +114,8 @@ def convert_checkpoint(
             Hugging Face folder whose names do not change, and ``new`` has no ``config.json`` of its own.
         max_shard_size: For ``"hf"``: bytes of tensors in a file.
         allow_globals: Classes and functions that pickled objects may name, besides those that every load accepts.
-        rename: What keys of ``old`` and paths of its common state begin with, and what they are read as, before all
-            else: ``{"optim": "optimizer", "app.model": "model"}``.
+        rename: Prefixes of keys, and of paths of the common state, of ``old``, and their new names, applied before
+            all else: ``{"optim": "optimizer", "app.model": "model"}``.
         skip_damaged: Whether tensors, objects and a common state that are missing or damaged are not written, and named
             in the report; else they are an error. All of ``old`` is read once more for it. Its index must be sound;
             ``metadata.json``, or with all else there ``shardckpt.json``, too, may be lost.

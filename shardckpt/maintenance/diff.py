@@ -75,8 +75,8 @@ def diff_checkpoints(
             they are of the job, not of the model.
         allow_globals: Classes and functions that pickled objects may name, besides those that every load accepts.
         memory: Bytes of values of both that are in memory at a time. Comparing takes a few times as much.
-        rename: What keys of the first and paths of its common state begin with, and what they are read as, before all
-            else: ``{"optim": "optimizer"}``.
+        rename: Prefixes of keys, and of paths of the common state, of the first, and their new names, applied before
+            all else: ``{"optim": "optimizer"}``.
         ignore_dtype: Whether tensors of two dtypes are equal where their values are, both cast to a wider one; else
             they differ whatever the values.
     """

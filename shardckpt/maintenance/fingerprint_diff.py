@@ -61,7 +61,7 @@ def diff_by_fingerprints(
         objects = None if tensors_only else _compare_objects(one, other)
         if objects is None and not tensors_only:
             return None
-    except (CheckpointingException, OSError):  # diff_checkpoints says better what it is
+    except (CheckpointingException, OSError):  # diff_checkpoints has the better error
         return None
     differences = [
         *(TensorDifference(key, "only in first", text, "") for key, text in _describe(one.outline, alone[0])),
@@ -81,7 +81,7 @@ def find_same(first: Mapping[str, str], second: Mapping[str, str], names: Mappin
 
 
 def _compare_objects(*checkpoints: OutlinedCheckpoint) -> ObjectReport | None:
-    """Return what is equal but for tensors; None if that needs a look at values."""
+    """Return the comparison of all but tensors; None if that needs a look at values."""
     one, other = (each.outline for each in checkpoints)
     # the structure of what was a file of torch.save is no value
     if not one.plain_common or one.plain_common != other.plain_common or CONTENT in one.common:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-#: What files begin with, and what they are.
+#: The first bytes of files, and the description of these files.
 _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras): write its weights as safetensors with the library that made it"),
     (b"GGUF", "a GGUF file (llama.cpp), whose weights are packed for inference: start from the weights it was made of"),
@@ -76,7 +76,7 @@ def describe_folder(folder: Path, names: Collection[str]) -> str:
 
 
 def describe_foreign(folder: Path, names: Collection[str]) -> str:
-    """Return what a folder is that is one checkpoint of a kind that is not read here; ``""`` if it is none."""
+    """Describe a folder that is one checkpoint of a kind that is not read here; ``""`` if it is none."""
     legacy = describe_legacy_megatron(folder, names)
     orbax = {"_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"}
     known = (

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-#: What files are called that may be a checkpoint of their own; what they are, their content says.
+#: Suffixes of files that may be a checkpoint of their own; their content decides.
 FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors", ".gguf")
 #: A model of the Hub as a pickle.
 _BIN = "pytorch_model.bin"
@@ -94,7 +94,7 @@ def is_visible_in(path: str, top: str) -> bool:
 
 
 def list_local_names(place: Path, top: str = "") -> Callable[[str], Names]:
-    """Return what lists the folders in a directory of this machine; links are followed directly in it alone.
+    """Return the listing of the folders in a directory of this machine; links are followed directly in it alone.
 
     A link to what is next to it, as ``latest``, or to what is in ``top``, is left out: that is listed by its own name.
     """

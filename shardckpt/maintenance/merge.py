@@ -142,7 +142,7 @@ def merge_checkpoints(
         max_shard_size: As for :func:`convert_checkpoint`.
         allow_globals: As for :func:`convert_checkpoint`.
         rename: As for :func:`convert_checkpoint`, of every source; or a list with one, or None, for each source.
-        skip_damaged: As for :func:`convert_checkpoint`, of every source; see ``missing`` for what others have.
+        skip_damaged: As for :func:`convert_checkpoint`, of every source; see ``missing`` for values that others have.
 
     Returns:
         What was written, with the proof.
@@ -247,7 +247,7 @@ def merge_checkpoints(
 
 
 def _list_given(argument: str, given: Any, what: str) -> list[Any]:
-    """Return what a caller lists in an order; a text, whose letters would be meant, or a set is an error."""
+    """Return a caller's ordered list; a text, whose letters would be meant, or a set is an error."""
     if not isinstance(given, Iterable) or isinstance(given, (str, bytes, os.PathLike, Mapping, AbstractSet)):
         raise CheckpointingException(f"{argument}={show_given(given)}: give a list of {what}, in their order")
     return list(given)
@@ -261,7 +261,6 @@ def _is_number(given: object, kind: type) -> bool:
 def _spread_renames(
     rename: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None, count: int
 ) -> list[dict[str, str]]:
-    """Return what is renamed in each source."""
     if not isinstance(rename, Sequence):
         return [parse_renames(rename)] * count
     if len(rename) != count:
@@ -270,7 +269,6 @@ def _spread_renames(
 
 
 def _choose_weights(places: Sequence[str], weights: Sequence[float] | None, slerp: float | None) -> Sequence[float]:
-    """Return a weight for each source."""
     if len(places) < _TWO:
         raise CheckpointingException(
             f"{format_many(len(places), 'source')}: a merge takes two checkpoints or more; of a command, DST stands "

@@ -99,7 +99,7 @@ class MergedLoadStrategy(LoadStrategy):
     """Reads several open checkpoints as one.
 
     Attributes:
-        names: What each is called in errors.
+        names: The name of each in errors.
         left_out: Keys that the sources have and the merge has not, once its index was read.
     """
 
@@ -121,7 +121,7 @@ class MergedLoadStrategy(LoadStrategy):
         return self.checkpoints[self.rules.base]
 
     def load_common(self, context: LoadContext) -> StateDict:
-        """Return the base's, without what the merge leaves out."""
+        """Return the base's, without the keys that the merge leaves out."""
         index, common = self.load_index(context), self.base.common()
         self.left_out += [key for key in common if self._is_left_out(key)]
         kept = forget_metrics({key: value for key, value in common.items() if not self._is_left_out(key)})
@@ -274,15 +274,12 @@ class MergedLoadStrategy(LoadStrategy):
             merged = self._tensors[read.key]
             if merged.is_averaged:
                 # with a cast, too, values are rounded once: to the dtype that is written
-                kind = self._find_accumulator(merged.dtype, read.target.dtype)
+                is_wide = bool({torch.float64, torch.complex128} & {merged.dtype, read.target.dtype})
+                kind = torch.float64 if is_wide else self.rules.accumulate
                 combine(parts, self._find_combination(read.key), read.target, kind)
             else:
                 self._check_equal(read.key, parts)
                 read.target.copy_(parts[0])
-
-    def _find_accumulator(self, *dtypes: torch.dtype) -> torch.dtype:
-        wide = {torch.float64, torch.complex128}
-        return torch.float64 if wide & set(dtypes) else self.rules.accumulate
 
     def _find_combination(self, key: str) -> Combination:
         numbers = [number for number, _ in self._tensors[key].sources]

@@ -128,7 +128,7 @@ def _migrate(
 
 
 def _read_index(source: Path, reader: CheckpointReader, plugins: PluginManager) -> Sequence[ShardedBase]:
-    """Return what the old checkpoint lists; nothing where nothing installed reads its version any more."""
+    """Return the index of the old checkpoint; empty where nothing installed reads its version any more."""
     try:
         strategy = choose_reader(source, reader.manifest, plugins)
     except CannotLoadError:

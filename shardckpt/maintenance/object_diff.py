@@ -146,7 +146,7 @@ def _compare_plain_objects(
     for key in sorted(found.keys() & its_found.keys()):
         pairs.setdefault((id(found[key]), id(its_found[key])), key)
     for key in pairs.values():
-        alone -= {*found[key].keys, *its_found[key].keys}  # another key of what both have
+        alone -= {*found[key].keys, *its_found[key].keys}  # another key of an object that both have
     different = (k for k in pairs.values() if any(_compare(k, found[k].data, its_found[k].data, set(), {})))
     return tuple(different), tuple(sorted(alone))
 
@@ -169,7 +169,7 @@ def _find_absent(keys: set[str], entries: Mapping[str, _Entry]) -> set[str]:
 
 
 def _list_prefixes(keys: Collection[str]) -> set[str]:
-    """Return what keys begin with, up to a dot: a walk that enters nothing else ends, whatever a pickle has made."""
+    """Return the first names of keys, up to a dot: a walk that enters nothing else ends, whatever a pickle has made."""
     return {".".join(parts[:end]) for key in keys if (parts := key.split(".")) for end in range(1, len(parts))}
 
 

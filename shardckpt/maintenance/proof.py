@@ -1,4 +1,4 @@
-"""The proof of a conversion: fingerprints of what was read, and of what is read again from where it was written."""
+"""The proof of a conversion: fingerprints of the values that were read, and of those read again after the write."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SummedCheckpoint(OpenCheckpoint):
 
 @dataclass
 class StagedProof:
-    """The proof that what is staged has the values that were read; without it, nothing is committed.
+    """The proof that the staged files have the values that were read; without it, nothing is committed.
 
     Attributes:
         stored: The source; all that is written has been read from it.
@@ -85,7 +85,7 @@ class StagedProof:
     made: tuple[str, int] = ("", 0)
 
     def make(self, written: Sequence[HubTensor], staging: Path, files: Path) -> None:
-        """Read what is staged, and compare it with what was read from the source.
+        """Read the staged files, and compare them with the values of the source.
 
         If it has other tensors, or other values, it is a CorruptCheckpointError.
         """

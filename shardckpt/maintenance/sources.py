@@ -123,8 +123,8 @@ _HEADER = b"\0\0\0\0{"
 def open_source(location: Path, plugins: PluginManager, how: Reading = _AS_IT_IS) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint, a folder or file of another library that is read here, for the block. Not collective.
 
-    ``location`` is as :func:`shardckpt.engine.locate` returned it. All that is opened is of one save. What is none of
-    these is a NotACheckpointError that says what it is; a format that ``SHARDCKPT_ACCEPT`` leaves out is a
+    ``location`` is as :func:`shardckpt.engine.locate` returned it. All that is opened is of one save. Anything else
+    is a NotACheckpointError that describes it; a format that ``SHARDCKPT_ACCEPT`` leaves out is a
     RefusedByPolicyError. It is a KeyMismatchError if nothing has a name that is to be renamed, or two things would have
     one name.
     """
@@ -183,7 +183,7 @@ def read_hub_config(location: Path, plugins: PluginManager) -> dict[str, Any] | 
 def open_staged(
     staging: Path, files: Path, plugins: PluginManager, how: Reading = _AS_IT_IS
 ) -> Iterator[OpenCheckpoint]:
-    """Open what is staged and not committed, for the block. Not collective.
+    """Open a staged checkpoint that is not committed, for the block. Not collective.
 
     ``staging`` is the staging directory or file; of a checkpoint, it has the record and ``metadata.json``. ``files`` is
     where all other files of a checkpoint are: ``staging``, or a store folder, which has no marker yet.
@@ -230,7 +230,7 @@ def open_any(
 
 
 def identify_source(location: Path, opened: OpenCheckpoint) -> str:
-    """Return what identifies the values of a source; ``""`` if nothing does: a foreign folder on a store."""
+    """Return the identity of the values of a source; ``""`` without one: a foreign folder on a store."""
     record = opened.context.reader.manifest.record
     if record is not None:
         return record.self_digest
@@ -245,9 +245,9 @@ def identify_source(location: Path, opened: OpenCheckpoint) -> str:
 def check_source(location: Path, plugins: PluginManager, error: CheckpointingException) -> dict[str, Checked]:
     """Check the files of a folder of Hugging Face or DeepSpeed, or a file, as far as that goes without digests.
 
-    Return what is wrong with each file by its name, or None, and how it was checked. What is none of these is a
-    NotACheckpointError that says what it is; if that is not known, ``error`` is raised. If what lists the files is
-    damaged, that is an error, too.
+    Return what is wrong with each file by its name, or None, and how it was checked. Anything else is a
+    NotACheckpointError that describes it; if it is not recognised, ``error`` is raised. A damaged list of the files is
+    an error, too.
     """
     if location.is_file():
         return _check_opened(location, plugins)
@@ -315,7 +315,7 @@ def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[s
 def _check_trainer_step(
     place: Path, location: Path, plugins: PluginManager, checked: dict[str, Checked]
 ) -> dict[str, Checked]:
-    """Check what transformers' Trainer saves with a model: files of torch.save, and FSDP's and DeepSpeed's folders.
+    """Check files of transformers' Trainer next to a model: files of torch.save, and FSDP's and DeepSpeed's folders.
 
     Return the result of each file, those in ``checked`` among them, which are not read again.
     """
@@ -476,10 +476,10 @@ def _recognise(
 def recognise_file(
     path: Path, place: Path, *, suffix: str = "", skip_damaged: bool = False
 ) -> TorchFileLoadStrategy | HuggingFaceLoadStrategy:
-    """Return what reads a file, by what it begins with.
+    """Return the reader of a file, by its first bytes.
 
     ``suffix`` is that of a link to it, if it has none itself. A file that is cut, or empty, though its name is that of
-    a checkpoint, is a CorruptCheckpointError; anything else is a NotACheckpointError that says what it is.
+    a checkpoint, is a CorruptCheckpointError; anything else is a NotACheckpointError that describes it.
     """
     suffix = suffix or path.suffix
     with wrap_os_errors("open", path), path.open("rb") as file:
@@ -506,7 +506,7 @@ def recognise_file(
 def recognise_files(
     place: Path, names: Collection[str], *, skip_damaged: bool = False
 ) -> DeepSpeedLoadStrategy | TorchFileLoadStrategy | None:
-    """Return what reads a folder of files of ``torch.save``: DeepSpeed's, or a model of the Hub; None if it is none.
+    """Return the reader of a folder of files of ``torch.save``: DeepSpeed's, or a model of the Hub; None if it is none.
 
     With ``skip_damaged`` files of a model may be missing.
     """

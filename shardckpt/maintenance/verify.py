@@ -182,7 +182,7 @@ def _write_marker(path: Path, record: Record, error: CorruptCheckpointError) -> 
 
 
 def _check_files(directory: Path, path: Path, manifest: Manifest) -> dict[str, FileResult]:
-    """Return what was found of the files that have digests, or that the strategy checks, by their names."""
+    """Return the results of the files that have digests, or that the strategy checks, by name."""
     digested = list_digested_files(path, manifest)
     found: dict[str, FileResult] = {}
     if digested is not None:
@@ -202,7 +202,7 @@ def _check_files(directory: Path, path: Path, manifest: Manifest) -> dict[str, F
 
 
 def _sort_results(path: Path, manifest: Manifest, found: dict[str, FileResult]) -> list[FileResult]:
-    """Return what was found, with what is in the directory and is not a file of the checkpoint, last."""
+    """Return the results; entries of the directory that are no files of the checkpoint come last."""
     return [
         *(found[name] for name in sorted(found)),
         *(FileResult(name, 0, "", foreign=True) for name in _list_foreign(path, manifest, found)),
@@ -222,7 +222,7 @@ def _check_marker(path: Path, record: Record) -> CheckpointingException | None:
 
 
 def _list_foreign(path: Path, manifest: Manifest, found: Collection[str]) -> list[str]:
-    """Return what is in the checkpoint's directory, or in its folders, but is no file of it, sorted."""
+    """Return the entries of the checkpoint's directory and its folders that are no files of it, sorted."""
     folders = find_folders(found)
     known = {MARKER_NAME, RECORD_NAME, INTEGRITY_NAME, *found, *folders}
     foreign = []
@@ -242,7 +242,7 @@ def _list_other_files(directory: Path, found: Collection[str]) -> list[str]:
 
 
 def _list_folder(path: Path, folder: str) -> list[str]:
-    """Return the paths of what is directly in a folder of the checkpoint; ``""`` is the checkpoint's directory."""
+    """Return the paths of the entries of a folder of the checkpoint; ``""`` is the checkpoint's directory."""
     if not folder:
         return [entry.name for entry in path.iterdir()]
     try:

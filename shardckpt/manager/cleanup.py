@@ -95,7 +95,7 @@ def _has_steps(folder: str) -> bool:
 
 
 def _clean(folders: list[str], limit: int) -> None:
-    """Remove old checkpoints from the first folder that has any; warn of what is kept there and in the others."""
+    """Remove old checkpoints from the first folder that has any; warn of those kept there and in the others."""
     with_steps = [folder for folder in folders if _has_steps(folder)]
     folder = with_steps[0] if with_steps else folders[-1]
     noted = _read_tracker(locate(folder, get_plugin_manager()))

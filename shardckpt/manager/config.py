@@ -443,7 +443,7 @@ class CheckpointConfig(BaseModel):
             self.make_saver(None)
 
     def check_assets(self) -> None:
-        """Check that the folder of ``hf_assets_path`` has what the export of the last step copies and reads.
+        """Check that the folder of ``hf_assets_path`` has the files that the export of the last step copies and reads.
 
         Raises:
             CheckpointingException: it does not exist, cannot be listed, has nothing to copy, or lacks the
@@ -550,7 +550,7 @@ class CheckpointConfig(BaseModel):
         return self
 
     def _explain_small_budget(self) -> str:
-        """Return why ``memory_budget`` is too small for what the settings ask for; ``""`` if it is not."""
+        """Return why ``memory_budget`` is too small for the settings; ``""`` if it is not."""
         if self.last_save_in_hf:
             is_url = "://" in self.folder and not self.folder.lower().startswith("file://")
             least = LEAST_EXPORTING_ON_STORES if is_url else LEAST_EXPORTING
@@ -562,12 +562,11 @@ class CheckpointConfig(BaseModel):
 
 
 def _make_contradiction(given: Mapping[str, Any], text: str) -> SettingFault:
-    """Return the fault of a text that begins with a setting."""
     return make_fault(given, re.split(r"\W", text)[0], text)
 
 
 def _find_superseded(given: Mapping[str, Any]) -> list[str]:
-    """Return errors of settings that are given beside the policies that take their place; their values may be wrong."""
+    """Return errors of settings that are given next to the policies that replace them; their values may be wrong."""
     fields = CheckpointConfig.model_fields
     limits = ("keep_latest_k", "keep_every_n_steps", "keep_best_k")
     texts = []
@@ -584,7 +583,7 @@ def _find_superseded(given: Mapping[str, Any]) -> list[str]:
 def _list_all_faults(
     kind: type[CheckpointConfig], given: Mapping[str, Any], error: ValidationError
 ) -> list[SettingFault]:
-    """Return what pydantic found wrong, and contradictions among the other settings, which it has not looked for."""
+    """Return the faults that pydantic found, and contradictions among the other settings, which it does not check."""
     faults = list_faults(error, given, [*kind.model_fields], partial(find_hint, given))
     wrong = find_wrong_settings(error)
     others: list[SettingFault] = []
@@ -600,7 +599,7 @@ def _list_all_faults(
 
 
 def find_wrong_settings(error: ValidationError) -> set[str]:
-    """Return the names of the settings that are wrong by themselves, not beside others."""
+    """Return the names of the settings that are wrong by themselves, not in combination with others."""
     return {str(fault["loc"][0]) for fault in error.errors() if fault["loc"]}
 
 

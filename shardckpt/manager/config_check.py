@@ -64,7 +64,7 @@ def find_faults(given: Any) -> list[SettingFault]:
 
 
 def _list_checks(right: Mapping[str, Any]) -> list[tuple[str, Callable[[Any], object]]]:
-    """Return the settings to check against what is installed and what is here, each with its check."""
+    """Return the settings to check against installed plugins and local files, each with its check."""
     # parsed, since a file may say "Disabled" or "yes"
     config = CheckpointConfig(**{name: right[name] for name in _SWITCHES if name in right})
     saves = not config.load_only
@@ -81,7 +81,7 @@ def _list_checks(right: Mapping[str, Any]) -> list[tuple[str, Callable[[Any], ob
 
 
 def _find_lacking_assets(given: Mapping[str, Any]) -> str:
-    """Return what a folder of assets lacks for ``hf_cut_vocabulary``; ``""`` if it is not here, or code must be run."""
+    """Return the missing asset for ``hf_cut_vocabulary``; ``""`` if the folder is not here, or code must be run."""
     cut, folder, mapping = (given.get(name) for name in ("hf_cut_vocabulary", "hf_assets_path", "hf_mapping"))
     place = find_local(str(folder)) if cut and mapping else None
     if place is None or not place.is_dir() or find_code(str(mapping)):

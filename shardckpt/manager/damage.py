@@ -50,7 +50,8 @@ def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | No
             return None if step.mark is None or step.is_sound else _judge_mark(directory, step.mark, folder.plugins)
         return Damage("", (str(step.error or step.refusal).splitlines() or [""])[0])
     fault = f"{found.state}: {found.reason.removeprefix('is ')}"
-    if found.state == "incomplete" and not _is_of_save(directory):
+    # a step's name may be that of a log folder
+    if found.state == "incomplete" and not (is_under_way(directory) or is_marked(list_entries(directory))):
         return Damage(fault, "nothing in it shows that a save wrote it: remove it by hand")
     if mendable := explain_mendable(directory, folder.plugins):
         return Damage(fault, f"{mendable}; {fault}")
@@ -63,11 +64,6 @@ def _judge_mark(directory: Path, mark: Mark, plugins: PluginManager) -> Damage:
     """Return the damage that a verification found in a step whose files have their sizes."""
     mendable = explain_mendable(directory, plugins, mark.damaged) if mark.damaged else ""
     return Damage(str(mark), mendable and f"{mendable}; {mark}")
-
-
-def _is_of_save(directory: Path) -> bool:
-    """Return whether the names in a directory are those of a checkpoint; a step's name may be that of a log folder."""
-    return is_under_way(directory) or is_marked(list_entries(directory))
 
 
 def _find_writer(directory: Path, older_than: float | None) -> str:

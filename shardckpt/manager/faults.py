@@ -61,7 +61,7 @@ def list_faults(
     names: Sequence[str],
     find_hint: Hint = lambda _: ("", None),
 ) -> list[SettingFault]:
-    """Return what pydantic found wrong with the settings that were given by name.
+    """Return the faults that pydantic found in the settings that were given by name.
 
     ``names`` are all settings, in the order in which a call may give them without names. ``find_hint`` says, of a
     setting that does not exist, what to use.

@@ -55,7 +55,7 @@ def collect_garbage(
     *,
     links: bool = False,
 ) -> list[int]:
-    """Remove what no policy keeps, and the remains of killed saves and removals; return the steps that were removed.
+    """Remove the steps that no policy keeps, and remains of killed saves and removals; return the removed steps.
 
     Without policies all are kept, and the folder's links are looked at only if ``links`` is True. Steps in
     ``protected`` are kept whatever the policies return. A policy that returns something other than steps is an error,
@@ -100,7 +100,7 @@ class Removals(NamedTuple):
     Attributes:
         removed: Those that were removed, in the order of the choice.
         kept: Why others stay, by step.
-        choice: What was chosen, of which steps.
+        choice: The steps that were chosen, and from which.
     """
 
     removed: list[int]
@@ -179,7 +179,7 @@ def remove_steps(
 
 
 def find_held(folder: StepFolder, *, keeps_linked: bool = True, own_links: Collection[str] = ()) -> dict[str, str]:
-    """Return what keeps steps from removal, by the names of their directories: leases, pins, and links to them.
+    """Return the holds of steps by the names of their directories: leases, pins, and links to them.
 
     With ``keeps_linked`` a symbolic link in the folder keeps what it leads to (``best -> step-100``), but not one of
     ``own_links``, because they are moved: :func:`~shardckpt.manager.step_links.find_own_links`.
@@ -331,14 +331,14 @@ class GarbageCollector:
 
 
 def _report_kept(path: Path, error: Exception, phase: str, text: str) -> None:
-    """Report what cannot be removed: each time as an event, and once in the log, as each collection tries again."""
+    """Report a failed removal: each time as an event, and once in the log, as each collection tries again."""
     if is_first_warning(__name__, text):
         logger.warning("%s", text)
     report_failed("prune", path, error, phase)
 
 
 def _clear_remains(folder: StepFolder, choice: Choice, judge: Judge, removed: Collection[int]) -> set[str]:
-    """Remove what killed saves and removals have left, and the holds and marks that have ended.
+    """Remove the leftovers of killed saves and removals, and the holds and marks that have ended.
 
     Return what :func:`_remove_leftovers` returns.
     """
@@ -429,7 +429,7 @@ def _try_to_remove(
 
 
 def _find_change(folder: StepFolder, chosen: StepCheckpoint, needed: Collection[StepCheckpoint], judge: Judge) -> str:
-    """Return what has happened since a step was chosen that forbids its removal; ``""`` if nothing has."""
+    """Return the event since a step was chosen that forbids its removal; ``""`` without one."""
     path, now = folder.path(chosen.step), folder.inspect_step(chosen.step)
     if not chosen.is_sound and (damage := judge(now)) is not None:
         return damage.kept or _find_loss(folder, needed)
@@ -446,7 +446,7 @@ def _find_change(folder: StepFolder, chosen: StepCheckpoint, needed: Collection[
 
 
 def _find_loss(folder: StepFolder, needed: Collection[StepCheckpoint]) -> str:
-    """Return what has happened since to a step that was to stay; ``""`` if nothing has."""
+    """Return the event since then that changed a step that was to stay; ``""`` without one."""
     for each in needed:
         now = folder.inspect_step(each.step)
         if not now.is_loadable:

@@ -1,4 +1,4 @@
-"""Loads what a training starts from if its folder has no checkpoint yet."""
+"""Loads the initial state of a training if its folder has no checkpoint yet."""
 
 from __future__ import annotations
 

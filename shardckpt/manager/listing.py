@@ -146,8 +146,8 @@ def summarize_step(folder: StepFolder, step: int) -> CheckpointSummary:
 class FoundCheckpoints(NamedTuple):
     """The checkpoints that a path stands for.
 
-    ``paths`` are theirs, or URLs, in the order of :func:`list_checkpoints`. ``skipped`` is what else is in the folder,
-    and is no checkpoint that can be read where it is, or has others in its folders, by paths of this form.
+    ``paths`` are theirs, or URLs, in the order of :func:`list_checkpoints`. ``skipped`` has the paths of
+    all else in the folder: no checkpoints that can be read in place, or folders with others in them.
     """
 
     paths: list[str]
@@ -219,7 +219,7 @@ def _summarize(directory: Path, plugins: PluginManager, marks: Path | None = Non
 
 
 def _add_unmarked(summary: CheckpointSummary, directory: Path, plugins: PluginManager) -> CheckpointSummary:
-    """Return a summary with what the record says of a checkpoint of ours that has lost nothing but its marker."""
+    """Return a summary with the facts in the record of a checkpoint of ours that has lost nothing but its marker."""
     try:
         manifest = hold_checkpoint(directory, plugins, unmarked=True)[1]
     except (CheckpointingException, OSError):
@@ -335,7 +335,7 @@ def _describe_unmarked(
 def _add_training(
     summary: CheckpointSummary, directory: Path, names: list[str], plugins: PluginManager
 ) -> CheckpointSummary:
-    """Return the summary of a model with what a Trainer left next to it: metrics, and parts, which may be damaged."""
+    """Return the summary of a model with a Trainer's files next to it: metrics, and parts, which may be damaged."""
     if summary.state != "whole":
         return summary
     if not takes_requests(directory) and (cut := find_cut_file(directory)) is not None:

@@ -140,7 +140,7 @@ class CheckpointManager:
         allow_globals: tuple[Any, ...],
         fault_tolerance: FaultTolerance | None,
     ) -> None:
-        """Collective: look at the states and the folder, and make what saves and loads."""
+        """Collective: look at the states and the folder, and make the objects that save and load."""
         with comm.collective_phase("looking at the states"):
             check_named(states)
             named = add_random_state(states) if config.save_rng else states
@@ -194,7 +194,7 @@ class CheckpointManager:
         last_step: bool = False,
         metrics: Mapping[str, float] | None = None,
     ) -> bool:
-        """Collective: save if this step is due; also commit what the background has written. Call it after every step.
+        """Collective: save if this step is due; also commit finished background saves. Call it after every step.
 
         The caller may change the tensors as soon as this returns, also with an async mode.
 
@@ -237,7 +237,7 @@ class CheckpointManager:
     def _save_due(
         self, writer: StepWriter, step: int, force: bool, *, last_step: bool, metrics: Mapping[str, float]
     ) -> bool:
-        """Collective: commit what is written, and save the step if it is due."""
+        """Collective: commit the written saves, and save the step if it is due."""
         started = time.perf_counter()
         self._advance(writer)
         forced = self._is_preempted() or force or last_step
@@ -517,7 +517,7 @@ class CheckpointManager:
                 stack.callback(part.close, error)
 
     def _advance(self, *parts: ManagerPart, blocking: bool = False) -> None:
-        """Collective: commit what all ranks have written; after an error let the failed step be saved a second time."""
+        """Collective: commit fully written saves; after an error let the failed step be saved a second time."""
         started = time.perf_counter()
         for part in parts:
             try:
@@ -633,7 +633,7 @@ class CheckpointManager:
         self._last = step
 
     def _make_room(self, step: int, limit: str, when: str) -> list[str]:
-        """Collective: remove what may go already, if on_full says so; say it with what is full, and return it."""
+        """Collective: remove steps that may go already, if on_full says so; log and return them."""
         if self.config.on_full != "prune":
             return []
         comm = Comm(self._group)
@@ -648,7 +648,7 @@ class CheckpointManager:
         return removed
 
     def _explain_full(self, error: Exception, step: int | None) -> Exception:
-        """Collective: return the error of a step that found no space with what could go; others as they are.
+        """Collective: return the error of a step without space with the steps that could go; others as they are.
 
         Where a write found none, on_full="prune" makes it for the next save.
         """

@@ -125,7 +125,7 @@ def find_mark_of(checkpoint: Path, record: PlainRecord | Record | None) -> Mark 
 
 
 def identify_save(checkpoint: str | os.PathLike[str]) -> tuple[str, str]:
-    """Return what names the save that is at a path now, for :func:`mark_checkpoint`. Not collective.
+    """Return the identity of the save that is at a path now, for :func:`mark_checkpoint`. Not collective.
 
     Without a record of a save it raises NotMarkedError: a mark could not be told from another save's.
     """

@@ -11,7 +11,7 @@ from shardckpt.manifest.names import CONTENT_KEY
 
 
 def read_metric(value: Any) -> float | None:
-    """Return a number of a file as a float; None for anything else, and for what no finite float is.
+    """Return a number of a file as a float; None for anything else, and for numbers that are no finite float.
 
     Another program may have written it: an error here would stop the retention of all steps.
     """

@@ -98,7 +98,7 @@ def _cut_suffix(name: str) -> str:
 
 
 def _follow_pointer(path: str, folder: str, place: Path) -> str:
-    """Return the directory next to a file that the file names, or what is there itself."""
+    """Return the directory next to a file that the file names, or the path itself."""
     if not place.is_file():
         return path
     with wrap_os_errors("read", place), place.open("rb") as file:

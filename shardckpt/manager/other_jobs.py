@@ -1,8 +1,8 @@
 """Tells two jobs that save to one folder of each other, before the second loads what the first has saved.
 
 A manager that has saved there writes a small file next to the leases, which says who it is, and writes it anew about
-once a minute of saving. One whose process is dead says nothing; of another host's, nobody knows that before it is
-written anew.
+once a minute of saving. One whose process is dead counts as none; whether a process of another host lives shows only
+when its file is written anew.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What other libraries call the settings of a CheckpointConfig, and what an error says of such a name."""
+"""Other libraries' names of the settings of a CheckpointConfig, and the advice in an error of such a name."""
 
 from __future__ import annotations
 

@@ -40,15 +40,15 @@ class ManagerPart:
         """
 
     def list_removable(self, step: int) -> list[str]:  # noqa: ARG002 - parts that override it use it
-        """Return what could go, as the error says it, when there is no space for a step; called on the main rank."""
+        """Return the steps that could go, for the error of a step without space; called on the main rank."""
         return []
 
     def list_kept(self) -> list[str]:
-        """Return what stays when there is no space, each with the reason, as the error says it; on the main rank."""
+        """Return the steps that stay, each with the reason, for the same error; called on the main rank."""
         return []
 
     def make_room(self, step: int) -> list[int]:  # noqa: ARG002 - parts that override it use it
-        """Remove what may go already, when there is no space for a step; return it. Called on the main rank.
+        """Remove steps that may go already, when there is no space for a step; return them. Called on the main rank.
 
         It raises nothing: that there is no space is the error.
         """
@@ -67,7 +67,7 @@ class ManagerPart:
         """Collective: called after a load; None if no step was loaded, but an initial checkpoint or nothing."""
 
     def advance(self, *, blocking: bool = False) -> None:
-        """Collective: finish what the background has done; if ``blocking``, wait until it has done everything."""
+        """Collective: finish background saves that are done; if ``blocking``, wait until it has done everything."""
 
     def close(self, error: BaseException | None = None) -> None:
         """Collective: finish the background work, and end its threads and processes.

@@ -64,7 +64,7 @@ class PerRank:
         return ShardedObject(name, self.state.state_dict(), (world_size,), (rank,))
 
     def request(self, name: str, rank: int, world_size: int, saved_world_size: int) -> list[ShardedObject]:
-        """Return the descriptions of what this rank loads: its own state, or those of all ranks for ``reshard``.
+        """Return descriptions of the states that this rank loads: its own state, or those of all ranks for ``reshard``.
 
         Raises:
             CheckpointingException: the number of ranks has changed, and there is no ``reshard``.
@@ -79,7 +79,7 @@ class PerRank:
         return [ShardedObject(name, None, (saved_world_size,), (index,), replica_id=rank) for index in indices]
 
     def restore(self, loaded: list[Any], rank: int, world_size: int, saved_world_size: int) -> None:
-        """Set the state to what was loaded for :meth:`request`."""
+        """Set the state to the loaded values of :meth:`request`."""
         if saved_world_size != world_size and self.reshard is not None:
             self.state.load_state_dict(self.reshard(loaded, rank, world_size))
         else:

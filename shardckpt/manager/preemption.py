@@ -116,7 +116,7 @@ class Preemption(ManagerPart):
         return not self._closed and (not self.received or now < self.until)
 
     def pass_on(self, number: int, frame: Any) -> None:
-        """Do what the handler does that was installed before."""
+        """Run the handler that was installed before."""
         before = self.before.get(number)
         if callable(before):
             before(number, frame)

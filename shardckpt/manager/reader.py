@@ -52,7 +52,7 @@ ACCEPT_OF = "CheckpointConfig.accept"
 
 
 class Fetched(NamedTuple):
-    """A checkpoint that was read but not restored: what :meth:`TrainingStates.restore` takes."""
+    """A checkpoint that was read but not restored: the argument of :meth:`TrainingStates.restore`."""
 
     names: list[str]
     objects: StateDict
@@ -64,7 +64,7 @@ class Fetched(NamedTuple):
     save_id: str | None = None
 
     def restore(self, states: TrainingStates) -> None:
-        """Set the states to what was read."""
+        """Set the states to the read values."""
         states.restore(self.names, self.objects, self.tensors, self.ranks, strict=not self.is_partial)
 
 
@@ -121,7 +121,7 @@ class StepReader:
         self.restored_id = fetched.save_id
 
     def fetch(self, path: Path, *, model_only: bool = False) -> Fetched:
-        """Collective: return what :meth:`read` restores, read but not restored.
+        """Collective: read a checkpoint as :meth:`read` does, and restore nothing.
 
         Tensors are read into the memory of the live ones where they fit: these are changed already.
         """
@@ -215,7 +215,7 @@ class StepReader:
         return rename_stored(checkpoint, names, keys)
 
     def _name_numbers(self, checkpoint: OpenCheckpoint, names: Mapping[str, str], keys: list[str]) -> dict[str, str]:
-        """Collective: return what an optimizer's state and options are called, and what here, if it has numbers."""
+        """Collective: return the stored names of an optimizer's state and options, and ours, if it has numbers."""
         comm, common, columns = checkpoint.context.comm, checkpoint.common(), checkpoint.columns()
         where = next((old for old, new in names.items() if new == OPTIMIZER), OPTIMIZER)
         shapes: dict[str, tuple[int, ...] | None] = dict.fromkeys(keys)
@@ -236,7 +236,7 @@ class StepReader:
         return of_others
 
     def _report_values(self, path: Path, common: StateDict) -> None:
-        """Warn of what another library has stored in the common state that is of no state here."""
+        """Warn of values in another library's common state that belong to no state here."""
         unused = sorted({*map(str, common)} - {*self._states.names, "content_metadata"})
         if unused and self._on_unused != "ignore":
             logger.warning(
@@ -307,7 +307,7 @@ class StepReader:
         common: StateDict,
         keys: list[str],
     ) -> list[str]:
-        """Return the states to load from what another library saved: all, but random generators only if they are there.
+        """Return the states to load from another library: all, but random generators only if they are there.
 
         It is an error if the checkpoint has nothing of another state.
         """
@@ -365,7 +365,7 @@ def _load(
     counts_unused: Callable[[str], bool] = lambda _: True,
     resize: Sequence[str] = (),
 ) -> StateDict:
-    """Collective: load what is requested; on a rank that requests nothing, take part in the load of the others."""
+    """Collective: load the requested shards; on a rank without any, take part in the load of the others."""
     comm = checkpoint.context.comm
     if not comm.largest(any(True for _ in nested_values(requested)))[0]:
         return {}
@@ -384,7 +384,7 @@ def _load(
 
 
 def _list_outer_names(keys: Collection[str]) -> list[str]:
-    """Return what keys begin with; where that is one name, as in ``app.model``, with what follows it."""
+    """Return the first names of keys; where there is only one, as in ``app.model``, with the second names."""
     names = list_top_names(keys)
     if len(names) != 1:
         return names
@@ -393,7 +393,7 @@ def _list_outer_names(keys: Collection[str]) -> list[str]:
 
 
 def _find_prefix(names: Collection[str], keys: Collection[str]) -> str:
-    """Return what stands before most names of a module's tensors, and a dot, in the keys of a checkpoint."""
+    """Return the prefix, without its dot, of most names of a module's tensors in the keys of a checkpoint."""
     first, found = min(names), {*keys}
     prefixes = sorted(key.removesuffix(f".{first}") for key in found if key.endswith(f".{first}"))
     return max(prefixes, key=lambda each: sum(f"{each}.{name}" in found for name in names), default="")

@@ -224,7 +224,7 @@ def explain_policy(policy: RetentionPolicy) -> str:
 
 
 def get_state(metrics: Mapping[str, Any]) -> StepState:
-    """Return what is known of a step's bytes, given its metrics."""
+    """Return the verification state of a step, given its metrics."""
     return metrics.state if isinstance(metrics, Metrics) else "candidate"
 
 

@@ -1,4 +1,4 @@
-"""Check single settings against what is installed, and what is in the folders that they name."""
+"""Check single settings against the installed plugins, and the content of the folders that they name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def list_accepts(accept: Accept | None) -> list[tuple[str, Accept | None]]:
-    """Return the two policies of which checkpoints may be loaded, by their names: the setting and the variable."""
+    """Return the two policies that accept or refuse checkpoints, by name: the setting and the variable."""
     return [("accept", accept), (settings.ACCEPT, settings.accept())]
 
 
@@ -74,7 +74,7 @@ def find_step_saver(
 
 
 def check_assets(folder: str, mapping: Any, *, cut_vocabulary: bool) -> None:
-    """Check that a folder of ``hf_assets_path`` has what an export copies, and the ``vocab_size`` for a cut.
+    """Check that a folder of ``hf_assets_path`` has the files that an export copies, and the ``vocab_size`` for a cut.
 
     Raises:
         CheckpointingException: It does not exist, cannot be listed, or lacks something.

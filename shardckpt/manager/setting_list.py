@@ -1,4 +1,4 @@
-"""The settings of a CheckpointConfig, each with its default and what it does."""
+"""The settings of a CheckpointConfig, each with its default and its effect."""
 
 from __future__ import annotations
 

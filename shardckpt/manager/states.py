@@ -197,7 +197,7 @@ class TrainingStates:
         return described
 
     def request_objects(self, names: Collection[str], ranks: Ranks) -> ShardedStateDict:
-        """Return a sharded state dict of what is loaded first: the objects, which say what tensors there are."""
+        """Return a sharded state dict of the objects, which are loaded first: they list the tensors."""
         return {
             FORMS: {name: describe_form(name, None, "unchecked") for name, _ in self._select(self.plain, names)},
             _RANKS: {name: state.request(name, *ranks) for name, state in self._select(self.per_rank, names)},
@@ -212,7 +212,7 @@ class TrainingStates:
     def request_tensors(
         self, names: Collection[str], objects: StateDict, *, model_prefix: str = MODEL_PREFIX
     ) -> ShardedStateDict:
-        """Return a sharded state dict of what is loaded second: the tensors, into the live ones where they fit."""
+        """Return a sharded state dict of the tensors, which are loaded second: into the live ones where they fit."""
         forms = objects.get(FORMS, {})
         described = self._describe_sharded(names, model_prefix=model_prefix)
         # Storage that a module or optimizer is loaded into. A plain state (an EMA that shares the weights) must not be
@@ -229,7 +229,7 @@ class TrainingStates:
     def restore(
         self, names: Collection[str], objects: StateDict, tensors: StateDict, ranks: Ranks, *, strict: bool = True
     ) -> None:
-        """Collective where :func:`load_into` is: set the states to what was loaded.
+        """Collective where :func:`load_into` is: set the states to the loaded values.
 
         Unless ``strict``, what was not loaded of the model keeps its values.
         """
@@ -249,7 +249,7 @@ class TrainingStates:
             _call(name, per_rank.restore, objects[_RANKS][name], *ranks)
 
     def restore_model(self, loaded: StateDict) -> None:
-        """Set the modules under ``model`` to what was loaded for them, and nothing else."""
+        """Set the modules under ``model`` to their loaded values, and nothing else."""
         # what must be there has been looked for; the folder of an adapter has nothing of the base model
         load_into(loaded, self.modules[MODEL], strict=False)
 
@@ -335,7 +335,7 @@ class TrainingStates:
 
 
 def name_state(error: BaseException) -> str:
-    """Return of which state the code has raised an error, for the text of :attr:`Comm.describe_origin`; "" of none."""
+    """Return the state whose code raised an error, for the text of :attr:`Comm.describe_origin`; "" without one."""
     name = getattr(error, _STATE_NAME, "")
     return f"in the state {name!r}" if name else ""
 

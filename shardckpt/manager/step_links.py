@@ -68,7 +68,7 @@ def find_moves(
     """Return which words stand for another step once some steps are gone.
 
     By the name of a step's directory, it has the words that stood for it, each with the name of that for which it
-    stands then, or ``""``. A link or file of the user's that has the name of a word stays what it is.
+    stands then, or ``""``. A link or file of the user's that has the name of a word is not changed.
     """
     moves: dict[str, dict[str, str]] = {}
     own = find_own_links(folder, before)
@@ -150,7 +150,7 @@ def _refuse_other_file(link: Path, *, has_own: bool = True) -> None:
 
 
 def _try_to_put_link(link: Path, target: str | None) -> None:
-    """Make a link to what is next to it, or log a warning; None for the target removes it."""
+    """Make a link to a name next to it, or log a warning; None for the target removes it."""
     is_put = False
     try:
         _refuse_other_file(link)

@@ -139,7 +139,7 @@ def prune_steps(
 
 
 def remove_step(folder: str | os.PathLike[str], step: int | str) -> StepResult:
-    """Remove the checkpoint of one step, and return what became of it. Not collective: one process calls.
+    """Remove the checkpoint of one step, and return the result. Not collective: one process calls.
 
     The rules are those of :func:`prune_steps`: a step that a load would take next, or that is held, stays. ``step`` is
     the step, or the name of its directory, as :func:`pin_step` takes it; it is an error if several directories are of
@@ -213,7 +213,7 @@ def _remove(
 def _explain_kept(
     found: StepCheckpoint, choice: Choice, policies: Collection[RetentionPolicy], protected: Mapping[int, str]
 ) -> str:
-    """Return what keeps a step that was not chosen, of all that does."""
+    """Return the reasons to keep a step that was not chosen."""
     step, counted = found.step, choice.counted
     if (damage := choice.damage.get(step)) is not None:
         return damage.kept or f"{damage.fault}; no step that is whole is left without it"

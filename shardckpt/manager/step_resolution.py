@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from shardckpt.distributed.error_report import replace_text
 from shardckpt.engine.operation import report_skipped
@@ -15,6 +14,7 @@ from shardckpt.errors import (
     CorruptCheckpointError,
     NotACheckpointError,
     StorageError,
+    list_given,
     listed,
     name_call,
     name_known,
@@ -123,9 +123,7 @@ def resolve_step(folder: StepFolder, comm: Comm, step: int = NEWEST, without: Co
     CannotLoadError, or a CorruptCheckpointError if it is damaged.
     """
     with comm.local_phase("reading the steps to skip"):
-        skipped: Any = without
-        given = skipped if isinstance(skipped, Iterable) else [skipped]
-        without = sorted({parse_number(each, "without", "a list of steps") for each in given})
+        without = sorted({parse_number(each, "without", "a list of steps") for each in list_given(without)})
     comm.agree(step=step, without=without)
     return comm.main_runs(
         "choosing the step", lambda: find_newest(folder, without) if step == NEWEST else check_step(folder, step)

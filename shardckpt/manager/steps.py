@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -178,7 +179,7 @@ class StepFolder:
         return self.find(self.names.name(step))
 
     def find_entry(self, name: str) -> Path:
-        """Return what has a name in the folder: a link itself; or a URL."""
+        """Return the path of a name in the folder: a link itself; or a URL."""
         return self.place / name if has_links(self.place) else self.find(name)
 
     def find(self, name: str) -> Path:
@@ -300,7 +301,9 @@ class StepFolder:
         mark = self.unwritten.get(name)
         if mark is None and has_mark:
             mark = find_mark(self.find(MARKS_NAME), name, found.record)
-        changed_at = _find_time(directory)
+        changed_at = None
+        with suppress(StorageError, OSError):  # it was replaced or removed meanwhile
+            changed_at = find_save_time(directory)
         return StepCheckpoint(step, manifest, changed_at=changed_at, mark=mark, has_lost_record=has_lost_record)
 
     def committed(self) -> list[StepCheckpoint]:
@@ -321,7 +324,7 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
 
 
 def _check_indexed_files(directory: Path, manifest: Manifest, strategy: LoadStrategy) -> bool:
-    """Raise unless every file that the index names exists and is long enough for what it has there.
+    """Raise unless every file that the index names exists and is long enough for its items.
 
     Return whether a record of ours is lost, which is no fault: what the index names can be loaded without it.
     """
@@ -343,13 +346,6 @@ def _file_fault(directory: Path, name: str, size: int | None) -> str:
     except (FileNotFoundError, NotADirectoryError):
         return f"{name} is missing"
     return f"{name} has {found} bytes, {size} were written" if size not in (None, found) else ""
-
-
-def _find_time(directory: Path) -> float | None:
-    try:
-        return find_save_time(directory)
-    except (StorageError, OSError):  # it was replaced or removed meanwhile
-        return None
 
 
 def _without_frames(error: _E) -> _E:

@@ -116,7 +116,7 @@ def list_plain(
         return None
     try:
         return _list_folder(os.fspath(folder), formats, recursive=recursive)
-    except (_NeedsReaderError, CheckpointingException, OSError):  # list_checkpoints says better what it is
+    except (_NeedsReaderError, CheckpointingException, OSError):  # list_checkpoints has the better error
         return None
 
 
@@ -175,7 +175,7 @@ def _summarize(directory: Path, formats: Collection[tuple[str, int]]) -> Checkpo
 
 
 def _begin(directory: Path) -> CheckpointSummary:
-    """Return what is known of any directory."""
+    """Return the summary of a directory of any kind."""
     return CheckpointSummary(
         str(directory),
         directory.name,
@@ -242,7 +242,7 @@ def _find_mark(directory: Path, record: PlainRecord) -> Mark | None:
 
 
 def add_record(summary: CheckpointSummary, record: PlainRecord | Record, lineage: Lineage) -> CheckpointSummary:
-    """Return a summary with what the record of a checkpoint of ours says."""
+    """Return a summary with the facts in the record of a checkpoint of ours."""
     return replace(
         summary,
         step=summary.step if lineage.step is None else lineage.step,
@@ -294,7 +294,7 @@ def arrange(found: Iterable[CheckpointSummary], holds: Mapping[str, Collection[H
 
 
 def list_once(found: Iterable[CheckpointSummary]) -> list[CheckpointSummary]:
-    """Return summaries without those of links to what is among them by its own name, or by another link."""
+    """Return summaries without links to checkpoints that are among them by their own names, or by another link."""
     found = [*found]
     once = {each.path: each for each in found}
     once.update((each.path, each) for each in found if each.path.endswith(f"/{each.name}"))

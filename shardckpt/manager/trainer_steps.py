@@ -30,7 +30,7 @@ class TrainerState(NamedTuple):
 
 
 def read_trainer_state(directory: Path) -> TrainerState:
-    """Return what the Trainer's log in a directory says; no step and no metrics if there is none that can be read."""
+    """Return the step and metrics in the Trainer's log of a directory; none if no log can be read."""
     try:
         state = parse_json(read_file(directory / TRAINER_STATE, _STATE_LIMIT), most_parts=_STATE_PARTS)
     except (CheckpointingException, ValueError):  # the weights are judged by themselves

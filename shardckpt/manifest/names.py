@@ -115,7 +115,7 @@ class Rescue(NamedTuple):
 
     @classmethod
     def parse(cls, total: object, keys: object) -> Rescue:
-        """Return what a checkpoint says; nothing where it says nothing, or anything else."""
+        """Parse the values of a checkpoint; the rescue is empty where they are absent or malformed."""
         if type(total) is not int or total <= 0:
             return cls()
         names = keys if isinstance(keys, list) and all(isinstance(key, str) for key in keys) else []
@@ -123,12 +123,12 @@ class Rescue(NamedTuple):
 
     @classmethod
     def from_content(cls, content: object) -> Rescue:
-        """Return what the ``content_metadata`` says."""
+        """Return the rescue in the ``content_metadata``."""
         found = content if isinstance(content, dict) else {}
         return cls.parse(found.get(_RESCUED), found.get(_RESCUED_KEYS))
 
     def to_content(self) -> dict[str, Any]:
-        """Return what the ``content_metadata`` is to say."""
+        """Return the entries of the ``content_metadata``."""
         return {_RESCUED: self.total, _RESCUED_KEYS: [*self.keys]}
 
     def add(self, damaged: Collection[str]) -> Rescue:

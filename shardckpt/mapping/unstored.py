@@ -48,7 +48,7 @@ class StoredNames(NamedTuple):
 
     @classmethod
     def nothing(cls) -> StoredNames:
-        """Return what an empty checkpoint stores."""
+        """Return the names of an empty checkpoint."""
         return cls({}, ())
 
     def has(self, key: str) -> bool:

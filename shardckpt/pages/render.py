@@ -38,7 +38,7 @@ def render_page(title: str, data: Mapping[str, Any]) -> str:
         "SCRIPT_HASH": f"sha256-{base64.b64encode(digest).decode()}",
         "DATA": json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_ESCAPES),
     }
-    # in one pass: a key that is named like a place of the template stays what it is
+    # in one pass: a key that is named like a placeholder of the template is not replaced
     return re.sub(r"\{\{(TITLE|SCRIPT_HASH|DATA)\}\}", lambda match: filled[match.group(1)], template)
 
 

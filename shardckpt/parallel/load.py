@@ -157,7 +157,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
         )
 
     def _share(self, wanted: Sequence[ShardedBase], values: list[Any], plan: ReadingPlan, group: Comm) -> None:
-        """Collective: add to ``values`` what other ranks of the group have read."""
+        """Collective: add the values that other ranks of the group have read to ``values``."""
         shards = {shard: cast("ShardedTensor", wanted[position]) for shard, position in plan.positions.items()}
         with group.local_phase("casting what was read"):
             for shard, position in plan.positions.items():
@@ -178,7 +178,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
 
 
 def share_reading(checkpoint: OpenCheckpoint, memory_budget: int | None = None) -> OpenCheckpoint:
-    """Return the open checkpoint with its strategy wrapped: what several of its ranks want is read by one of them.
+    """Return the open checkpoint with its strategy wrapped: one rank reads the shards that several ranks want.
 
     ``memory_budget`` is the bytes that this rank may hold at a time next to the tensors; the same on every rank. The
     reader of the checkpoint has half of it: :func:`split_budget`.

@@ -131,7 +131,7 @@ def plan_reading(wants: Sequence[WantedShard], settings: tuple[str, int], group:
 
 
 def list_shareable(wants: Sequence[WantedShard]) -> list[WantedShard]:
-    """Return what other ranks may want too, each shard once."""
+    """Return the shards that other ranks may want too, each once."""
     found: dict[Hashable, WantedShard] = {}
     for want in wants:
         if want.can_share:
@@ -182,18 +182,18 @@ def find_shared(everyone: Sequence[WantedColumns]) -> SharedShards:
         ),
         dtype=torch.uint8,
     )[rows]
-    alike, lowest = _find_same(codes, owner, len(sizes))
+    same_device, lowest = _find_same(codes, owner, len(sizes))
     numbers = (rows - starts[ranks]).tolist()
     holders, places, kinds = [], [], []
     rank_list, end = ranks.tolist(), 0
-    for size, is_same, is_alike, code in zip(
-        sizes.tolist(), same.tolist(), alike.tolist(), lowest.tolist(), strict=True
+    for size, is_same, is_one_device, code in zip(
+        sizes.tolist(), same.tolist(), same_device.tolist(), lowest.tolist(), strict=True
     ):
         begin, end = end, end + size
         if is_same:
             holders.append(tuple(rank_list[begin:end]))
             places.append(tuple(numbers[begin:end]))
-            kinds.append(names[code] if is_alike else None)
+            kinds.append(names[code] if is_one_device else None)
     return SharedShards(holders, places, kinds)
 
 

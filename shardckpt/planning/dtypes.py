@@ -1,4 +1,4 @@
-"""Check whether stored values can be loaded into tensors of another dtype, and what a cast would lose."""
+"""Check whether stored values can be loaded into tensors of another dtype, and the loss of a cast."""
 
 from __future__ import annotations
 

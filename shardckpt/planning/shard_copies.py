@@ -65,7 +65,7 @@ def shard_nbytes(shard: ShardedBase) -> int:
 
 
 def describe_copy(shard: ShardedBase) -> ShardCopy:
-    """Return what other ranks need to know of this rank's copy of a shard."""
+    """Return the description of this rank's copy of a shard for other ranks."""
     return ShardCopy(shard_id(shard), shard_nbytes(shard), is_main_replica(shard.replica_id))
 
 

@@ -236,7 +236,7 @@ def fingerprint_specs(specs: list[TensorSpec], weights: torch.Tensor) -> list[in
 
 
 def fingerprint_each(specs: list[TensorSpec], weights: torch.Tensor) -> torch.Tensor:
-    """Return what each tensor adds to :func:`fingerprint_specs`: int64 of shape (n, LANES)."""
+    """Return the addend of each tensor in :func:`fingerprint_specs`: int64 of shape (n, LANES)."""
     return _products(_full_boxes([spec.shape for spec in specs])) * weights % PRIME
 
 

@@ -1,4 +1,4 @@
-"""The outline of a checkpoint: what it stores, read without torch, which takes seconds to import."""
+"""The outline of a checkpoint: its names, dtypes and shapes, read without torch, which takes seconds to import."""
 
 from __future__ import annotations
 

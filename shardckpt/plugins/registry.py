@@ -212,7 +212,7 @@ class StrategyRegistry:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Undo at the end of the block what was registered in it: tests register strategies for a while."""
+        """Undo at the end of the block all registrations in it: tests register strategies for a while."""
         before = self.content
         try:
             yield
@@ -232,8 +232,9 @@ class StrategyRegistry:
     def attribute_to(self, distribution: str, conflicts: dict[Any, str] | None = None) -> Iterator[None]:
         """Attribute what the block registers to a distribution; undo all of it if the block fails.
 
-        If ``conflicts`` is given, what others have registered before is no error of the block: it is switched off,
-        alone, and a text is put there. A strategy that saves goes with the one that loads the same backend and version.
+        If ``conflicts`` is given, a key that others have registered before is no error of the block: it is switched
+        off, alone, and a text is put there. A strategy that saves goes with the one that loads the same backend and
+        version.
         """
         before = self.content
         self._distribution, self._conflicts, self._entries_before = distribution, conflicts, dict(self._entries)
@@ -332,7 +333,7 @@ def parse_key(value: Any) -> tuple[str, int | None]:
 
 
 def _advise(value: Any) -> str:
-    """Return what to give in the place of a strategy's class, or of a strategy of the other side."""
+    """Return the advice for a strategy's class, or a strategy of the other side, in the place of a strategy."""
     for base, other in ((SaveStrategy, LoadStrategy), (LoadStrategy, SaveStrategy)):
         if isinstance(value, type) and issubclass(value, base):
             return f": {value.__name__} is a class: give an instance, {value.__name__}()"

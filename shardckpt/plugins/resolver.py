@@ -276,7 +276,7 @@ def choose_reader(
 
 
 def find_reader(directory: Path, manifest: Manifest, plugins: PluginManager, wanted: Any = None) -> LoadStrategy:
-    """Return what :func:`choose_reader` returns, whatever may be read: for what this process has written itself."""
+    """Return :func:`choose_reader`'s result under any policy: for files that this process has written itself."""
     if isinstance(wanted, LoadStrategy):
         get_strategy_key(wanted)
         reason = wanted.cannot_load(_rename_manifest(directory, wanted, manifest, plugins))
@@ -393,7 +393,7 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
 
 
 def _unrecognised_error(directory: Path, names: Collection[str]) -> CannotLoadError:
-    """Return the error of a directory that no strategy recognises: what it is, as the names of what is in it show."""
+    """Return the error of a directory that no strategy recognises, with a description by the names of its files."""
     text = f"{directory} is not a distributed checkpoint"
     if not names:
         return NotACheckpointError(f"{text}: it is an empty directory")

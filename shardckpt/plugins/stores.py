@@ -92,13 +92,13 @@ def _name_servers(plugins: PluginManager) -> str:
 
 
 def find_options(url: str) -> dict[str, str]:
-    """Return what the file of ``SHARDCKPT_STORES`` says of the bucket of a URL; ``{}`` if nothing."""
+    """Return the options in the file of ``SHARDCKPT_STORES`` for the bucket of a URL; ``{}`` without any."""
     scheme, _, rest = url.partition("://")
     return read_stores().get(f"{scheme}://{rest.partition('/')[0]}", {})
 
 
 def read_stores() -> dict[str, dict[str, str]]:
-    """Return what the file of ``SHARDCKPT_STORES`` says, by bucket; ``{}`` if there is none.
+    """Return the options in the file of ``SHARDCKPT_STORES`` by bucket; ``{}`` if there is none.
 
     It is an error if the file cannot be read, or is no object of buckets with an object of texts each.
     """
@@ -133,5 +133,5 @@ def name_stored_siblings(url: str, plugins: PluginManager) -> str:
         folders = list_folders(RemotePath(open_folder(above, plugins)))
     except CheckpointingException:  # a bucket, a store that lists no folders, or one that may not be listed
         return ""
-    beside = [folder for folder in folders if not folder.startswith(".")]
-    return name_known(name, beside, f"in {mask_password(above)}")
+    siblings = [folder for folder in folders if not folder.startswith(".")]
+    return name_known(name, siblings, f"in {mask_password(above)}")

@@ -1,4 +1,4 @@
-"""A file of columns, read without torch: what :mod:`shardckpt.storage.columns` packs, in plain lists."""
+"""A file of columns, read without torch: the columns of :mod:`shardckpt.storage.columns`, in plain lists."""
 
 from __future__ import annotations
 

@@ -48,7 +48,13 @@ class PackedColumns(NamedTuple):
         """Pack columns; the argument is that of :func:`pack_columns`."""
         found: list[tuple[HeaderEntry, memoryview | bytes, int]] = []
         for name, column in columns.items():
-            kind, shape, data = _narrow(column) if isinstance(column, torch.Tensor) else _text(column)
+            if isinstance(column, torch.Tensor):
+                dtype = narrow_dtype(column)
+                kind, shape = INTEGERS[dtype], list(column.shape)
+                data: memoryview | bytes = tensor_bytes(column.to(dtype).contiguous())
+            else:
+                data = json.dumps(list(column), separators=(",", ":")).encode()
+                kind, shape = "U8", [len(data)]
             found.append((HeaderEntry(name, kind, shape, len(data)), data, _DTYPES[kind].itemsize))
         found.sort(key=lambda item: -item[2])
         return cls([entry for entry, _, _ in found], b"".join(data for _, data, _ in found))
@@ -179,14 +185,3 @@ def narrow_dtype(column: torch.Tensor) -> torch.dtype:
     most = int(column.max()) if column.numel() else 0
     # no unsigned 16 to 64 bit: torch computes little with them
     return next(dtype for dtype in INTEGERS if most <= torch.iinfo(dtype).max)
-
-
-def _narrow(column: torch.Tensor) -> tuple[str, list[int], memoryview]:
-    """Convert a column to the narrowest dtype that holds it; return the dtype's name, the shape and the bytes."""
-    dtype = narrow_dtype(column)
-    return INTEGERS[dtype], list(column.shape), tensor_bytes(column.to(dtype).contiguous())
-
-
-def _text(values: Sequence[str]) -> tuple[str, list[int], bytes]:
-    data = json.dumps(list(values), separators=(",", ":")).encode()
-    return "U8", [len(data)], data

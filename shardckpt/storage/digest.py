@@ -127,7 +127,7 @@ def digest_function(algorithm: str) -> Digest:
 
 
 def digest_functions(algorithm: str) -> tuple[Digest, JoinedDigest]:
-    """Return what :func:`digest_function` returns, and the function for bytes in several pieces of memory."""
+    """Return :func:`digest_function`'s result, and the function for bytes in several pieces of memory."""
     found = _find(algorithm)
     try:
         digest = found.load()

@@ -72,11 +72,11 @@ class RelativePath(OpenPath):
         return os.open(self._entry or ".", flags, dir_fd=self._directory.fd)
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Return what ``os.stat`` returns."""
+        """Return the result of ``os.stat``."""
         return os.stat(self._entry or ".", dir_fd=self._directory.fd, follow_symlinks=follow_symlinks)
 
     def lstat(self) -> os.stat_result:
-        """Return what ``os.lstat`` returns."""
+        """Return the result of ``os.lstat``."""
         return self.stat(follow_symlinks=False)
 
     def was_replaced(self) -> bool:

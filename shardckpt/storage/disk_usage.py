@@ -67,7 +67,7 @@ def _list_files(path: Path) -> list[tuple[os.stat_result, int]]:
 
 
 def _walk(path: Path, skipped: type[OSError] | tuple[type[OSError], ...]) -> Iterator[os.stat_result]:
-    """Yield the status of a file or directory and of everything in it, but of what raises a ``skipped`` error."""
+    """Yield the status of a file or directory and of everything in it, but entries that raise a ``skipped`` error."""
     try:
         yield (info := path.lstat())
         entries = list(path.iterdir()) if stat.S_ISDIR(info.st_mode) else []

@@ -77,7 +77,7 @@ class FileWriter:
         return self._stream.sync_seconds
 
     def describe(self, content: Callable[[], str]) -> None:
-        """Say, before the first record, what the records hold that their sizes and names do not tell.
+        """Describe, before the first record, the content of the records beyond their sizes and names.
 
         Args:
             content: Returns a text, or a digest; called where another process may go on with the file. One of another
@@ -153,7 +153,7 @@ class FileWriter:
 
         Args:
             records: The bytes of each, up to ``SMALL_RECORD``; they are copied before this returns.
-            whats: What each is (a key), named in errors.
+            whats: The name of each (a key) in errors.
         """
         sizes = list(map(len, records))
         if self._lane is not None or max(sizes, default=0) > SMALL_RECORD:

@@ -150,14 +150,14 @@ def find_size(path: Path) -> int:
 def name_siblings(path: Path) -> str:
     """Return, for an error that nothing is at a local path, the nearest name in its folder, and the first others."""
     try:
-        beside = [each.name for each in path.parent.iterdir() if not each.name.startswith(".")]
+        siblings = [each.name for each in path.parent.iterdir() if not each.name.startswith(".")]
     except OSError:
         return ""
-    return name_known(path.name, beside, f"in {path.parent}")
+    return name_known(path.name, siblings, f"in {path.parent}")
 
 
 def retry_transient(call: Callable[..., _T], *args: Any) -> _T:
-    """Return what the call returns; after an error of ``TRANSIENT`` repeat the call a few times, with pauses."""
+    """Return the result of the call; after an error of ``TRANSIENT`` repeat the call a few times, with pauses."""
     for pause in _PAUSES:
         try:
             return call(*args)
@@ -221,7 +221,7 @@ def put_file(path: Path, data: bytes, temporary: str, *, makes_folder: bool = Fa
         with wrap_os_errors("write", path):
             raise
     sync_directory(path.parent)
-    if makes_folder:  # also where another process has made it: nobody waits until that has synced it
+    if makes_folder:  # also where another process has made it, which may not have synced it yet
         sync_directory(path.parent.parent)
 
 

@@ -44,7 +44,7 @@ class InputFile(ABC):
         while buffer.nbytes:  # once, as a rule
             done = self._read_some(buffer, offset)
             if not done:
-                raise _too_short(self.path, offset, buffer)
+                raise CorruptCheckpointError(f"{self.path} ends at offset {offset}: {buffer.nbytes} bytes are missing")
             buffer, offset = buffer[done:], offset + done
 
     @abstractmethod
@@ -167,7 +167,3 @@ def may_be_same(one: os.stat_result | None, other: os.stat_result | None) -> boo
     if one is None or other is None:
         return one is other
     return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino) or one.st_mtime_ns == other.st_mtime_ns
-
-
-def _too_short(path: Path, offset: int, missing: memoryview) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"{path} ends at offset {offset}: {missing.nbytes} bytes are missing")

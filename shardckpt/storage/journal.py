@@ -1,4 +1,4 @@
-"""The part of an interrupted write that another process resumes: a journal beside the files.
+"""The part of an interrupted write that another process resumes: a journal next to the files.
 
 Each line says up to where a file is written, and has the digests since the line before. The page cache survives a
 killed process, so nothing is fsynced for the journal: it is of use only while the system that wrote it runs. Of an
@@ -116,7 +116,7 @@ class Journal:
 
     @property
     def names(self) -> list[str]:
-        """The names of what it has in its folder."""
+        """The names of its files in the folder."""
         return [] if self._log is None else self._log.names
 
     def end(self) -> None:
@@ -132,7 +132,7 @@ class Journal:
 
 
 def can_resume(place: Path) -> bool:
-    """Return whether another process may go on with what a killed one has written to a place.
+    """Return whether another process may go on with the files of a killed one at a place.
 
     Where a store cannot replace an object on a condition, two processes could go on with the same.
     """

@@ -53,10 +53,10 @@ class JournalLog(ABC):
     @property
     @abstractmethod
     def names(self) -> list[str]:
-        """The names of what it has in the folder."""
+        """The names of its files in the folder."""
 
     def close(self) -> None:  # noqa: B027 - objects need none of it
-        """Close what is open; may be called twice."""
+        """Close the open files; may be called twice."""
 
 
 class FileLog(JournalLog):
@@ -86,7 +86,7 @@ class FileLog(JournalLog):
         return lines
 
     def go_on(self, files: Mapping[str, int]) -> bool:
-        """Remove unknown files, and cut the others to what is known; see the base."""
+        """Remove unknown files, and cut the others to their known lengths; see the base."""
         for path in [path for path in self._folder.rglob("*") if path.is_symlink() or not path.is_dir()]:
             name = path.relative_to(self._folder).as_posix()
             with wrap_os_errors("remove", path):
@@ -123,7 +123,7 @@ class FileLog(JournalLog):
 
 
 class ObjectLog(JournalLog):
-    """Each line is an object: what was written once is not sent again with every line."""
+    """Each line is an object: written lines are not sent again with every new one."""
 
     def __init__(self, folder: RemotePath) -> None:
         self._folder = folder.refresh()

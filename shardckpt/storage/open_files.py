@@ -76,7 +76,9 @@ class OpenFile:
             record = self._record
             try:
                 if isinstance(record.segments, str):
-                    self._segments = _unpack(record.segments, record.digest, record.size, self._algorithm)
+                    # the table of equal text may be the one of an earlier call, and is not changed
+                    unpack = _unpack_again if len(record.segments) <= _SMALL_TABLE else Segments.unpack
+                    self._segments = unpack(record.segments, record.digest, record.size, self._algorithm)
                 else:
                     table = self._read_table(record, self._algorithm)
                     self._segments = Segments.from_bytes(table, record.digest, record.size, self._algorithm)
@@ -210,7 +212,7 @@ class OpenFiles:
             return file
 
     def release(self, file: OpenFile) -> None:
-        """End the use of what :meth:`acquire` returned."""
+        """End the use of a file that :meth:`acquire` returned."""
         with self._lock:
             file.users -= 1
             if not file.users and self._files.get(file.name) is not file:  # close() was called during the use
@@ -263,12 +265,6 @@ class OpenFiles:
                 if not idle.users:
                     idle.close()
                     del self._open[name]
-
-
-def _unpack(text: str, digest: str, size: int, algorithm: str) -> Segments:
-    """Return a table of digests; that of equal text may be the one of an earlier call, and is not changed."""
-    unpack = _unpack_again if len(text) <= _SMALL_TABLE else Segments.unpack
-    return unpack(text, digest, size, algorithm)
 
 
 _unpack_again = functools.lru_cache(16)(Segments.unpack)

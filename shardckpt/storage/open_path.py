@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-    _Base = Path  # code that reads a checkpoint takes one as a Path, and uses what it has
+    _Base = Path  # code that reads a checkpoint uses it as a Path
 else:
     _Base = object
 
@@ -27,7 +27,7 @@ class OpenPath(_Base):
         return PurePosixPath(self.name).suffix
 
     def refresh(self) -> Path:
-        """Return the same without what was listed; a directory is listed anew each time."""
+        """Return the same without its listing; a directory is listed anew each time."""
         return self
 
     def hold(self) -> Path:

@@ -100,7 +100,7 @@ class PackedShards(NamedTuple):
         return PackedShards(pack_columns(specs), _pack_boxes(boxes, []), len(boxes.spec))
 
     def unpack(self) -> tuple[list[TensorSpec], Table]:
-        """Return the specs and boxes of tensors and objects alike, an object as one box.
+        """Return the specs and boxes of tensors and objects; an object is one box.
 
         Returns:
             The specs, of tensors and then objects; and the boxes, whose tensor numbers are indices of the specs.
@@ -124,7 +124,7 @@ def describe_specs(keys: Sequence[str], dtypes: Sequence[str], shapes: Sequence[
 
 
 def list_specs(packed: bytes | Columns) -> tuple[list[str], list[str], list[Ints]]:
-    """Return what :func:`describe_specs` was given, of its columns or their bytes."""
+    """Return the arguments of :func:`describe_specs` from its columns or their bytes."""
     columns = packed if isinstance(packed, Columns) else Columns(packed, _SOURCE)
     padded = zip(columns.integers("axes").tolist(), columns.integers("shapes").tolist(), strict=True)
     return columns.texts("keys"), columns.texts("dtypes"), [tuple(shape[:axes]) for axes, shape in padded]

@@ -49,7 +49,7 @@ class ReadEnds:
             block_pool.release(each)
 
     def take(self, name: str, offset: int, memory: memoryview) -> int:
-        """Fill the beginning of memory with what is kept from an offset on; return the number of bytes filled."""
+        """Fill the beginning of memory with the kept bytes from an offset on; return the number of bytes filled."""
         with self._lock:
             end = self._ends.pop((name, offset), None)
         if end is None:

@@ -161,8 +161,9 @@ class CheckpointReader:
         """
         if self._records is not None and name in self._records:
             return True
-        if self._records is not None and self._is_table(name):
-            return False  # the reader's own: no strategy reads it
+        owner = (self._records or {}).get(name.removesuffix(TABLE_SUFFIX))
+        if owner is not None and owner.table_name == name:
+            return False  # the table of digests of another file, the reader's own: no strategy reads it
         path = self.place / check_file_name(name)
         found = is_there(path)
         if found and self._records is not None and name in find_folders(self._records):
@@ -182,7 +183,7 @@ class CheckpointReader:
         return is_gone(self.place, self.manifest)
 
     def check_unchanged(self) -> None:
-        """Raise an error if what was read may be of two saves; the core calls it at the end of each load.
+        """Raise an error if the read bytes may be of two saves; the core calls it at the end of each load.
 
         No check is needed where digests were checked, or where a local directory is held open: that is one save's.
 
@@ -213,7 +214,7 @@ class CheckpointReader:
                 continue
 
     def accept_cut_files(self) -> None:
-        """Read files that are shorter than recorded, from now on: what is before their ends, against its digests."""
+        """Read files that are shorter than recorded, from now on: the bytes before their ends, against digests."""
         self._files.accepts_cut = True
 
     def size(self, name: str) -> int:
@@ -447,11 +448,6 @@ class CheckpointReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _is_table(self, name: str) -> bool:
-        """Return whether a file holds the table of digests of another file of the checkpoint."""
-        record = (self._records or {}).get(name.removesuffix(TABLE_SUFFIX))
-        return record is not None and record.table_name == name
-
     @cached_property
     def _workers(self) -> Workers:
         return Workers(self._limits.threads, "shardckpt-read")
@@ -524,7 +520,7 @@ class CheckpointReader:
                 self._read(file, Span(low, high, (segment,)), memory, what)
 
     def _take_end(self, ends: ReadEnds, file: OpenFile, start: int, stop: int, unit: int, take: Take) -> int:
-        """Deliver what is kept from the first byte of a range on; return where the rest begins."""
+        """Deliver the kept bytes from the first byte of a range on; return where the rest begins."""
         with block_pool.acquired() as block:
             count = ends.take(file.name, start, block[: stop - start])
             if count % unit:  # it ends inside an element
@@ -591,7 +587,7 @@ class CheckpointReader:
     def _read_and_keep(
         self, ends: ReadEnds, file: OpenFile, span: Span, memory: memoryview, offset: int, what: str
     ) -> None:
-        """Fill memory from an offset on with a part of a span, and keep what follows for the next read."""
+        """Fill memory from an offset on with a part of a span, and keep the next bytes for the next read."""
         block = block_pool.acquire()
         low = offset - span.start
         high = low + memory.nbytes

@@ -1,4 +1,4 @@
-"""Read a file of a checkpoint without torch, which takes seconds to import: a command may only list what is stored."""
+"""Read a file of a checkpoint without torch, which takes seconds to import: a command may only list the items."""
 
 from __future__ import annotations
 

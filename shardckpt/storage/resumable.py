@@ -50,7 +50,7 @@ class ReplayedFile(FileWriter):
         self._noted, self._noted_segments = done.position, len(done.lengths)
 
     def describe(self, content: Callable[[], str]) -> None:
-        """Say what the records hold; see the base."""
+        """Describe the records; see the base."""
         self._described.update(content().encode())
 
     def append(

@@ -70,7 +70,7 @@ class SharedFile:
                 once, when the threads may hold one more range.
             lengths: The segments of the range, in bytes, each at most ``SEGMENT_BYTES``.
             keys: How many stored items are counted with it, for reports.
-            what: What it is (a key), named in errors.
+            what: Its name (a key) in errors.
 
         Raises:
             Exception: What an earlier write failed with.
@@ -166,7 +166,7 @@ def cut_segments(nbytes: int) -> list[int]:
 
 
 def merge_parts(parts: Iterable[FilePart], algorithm: str) -> list[FileRecord]:
-    """Return the records of files, by what the ranks have written of them; a file's rank is the lowest with a part.
+    """Return the records of files, by the parts that the ranks have written; a file's rank is the lowest with a part.
 
     It is a StorageError if parts of a file overlap, leave a hole, or are of files of several sizes.
     """

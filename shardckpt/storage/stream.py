@@ -168,7 +168,7 @@ class ContentStream(ABC):
         """
 
     def segments(self, first: int) -> tuple[list[int], list[int]]:
-        """Return the lengths and digests of the segments from a number on, once what was appended is written."""
+        """Return the lengths and digests of the segments from a number on, once all appended bytes are written."""
         return self._lengths[first:].tolist(), self._digests[first:].tolist()
 
     def end(self) -> None:  # noqa: B027 - what is complete has nothing to write
@@ -209,7 +209,7 @@ class FileStream(ContentStream):
         self._thread = pool.add_file() if file.expected >= LARGE else None
 
     def resume(self, lengths: Iterable[int], digests: Iterable[int], tail: bytes) -> None:
-        """Continue after what another process has written: its segments, and the last bytes from a page boundary on."""
+        """Continue after the bytes of another process: its segments, and the last bytes from a page boundary on."""
         self._lengths.extend(lengths)
         self._digests.extend(digests)
         self._start = sum(self._lengths) - len(tail)
@@ -324,7 +324,6 @@ class FileStream(ContentStream):
             self._start, self._filled = self._start + self._filled, 0
 
     def _describe_block(self) -> str:
-        """Return what the block contains, for errors."""
         return self._what and f"{self._what} and what precedes it"
 
     def _free(self, block: Buffer) -> None:

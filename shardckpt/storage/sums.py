@@ -1,4 +1,4 @@
-"""Sums of the bits of what each rank stores: added up over all ranks, they are fingerprints of the tensors."""
+"""Sums of the bits of each rank's shards: added up over all ranks, they are fingerprints of the tensors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def sum_shards(stored: PackedShards, tensors: Sequence[torch.Tensor], aliases: M
         (tensor, tuple(offset[: len(shapes[number])]), shapes[number])
         for number, tensor, offset in zip(numbers, tensors, table.offset.tolist(), strict=True)
     ]
-    jobs = batch_by_bytes(boxes, _count_bytes, _JOB_BYTES, _JOB_BOXES)
+    jobs = batch_by_bytes(boxes, lambda box: box[0].nbytes, _JOB_BYTES, _JOB_BOXES)
     found = Workers(settings.io_threads(), "shardckpt-sums").each(_sum_job, enumerate(jobs))
     of_boxes = [sums for _, part in sorted(found.items()) for sums in part]
     counts, totals = [0] * len(keys), [(0, 0)] * len(keys)
@@ -71,10 +71,6 @@ def sum_shards(stored: PackedShards, tensors: Sequence[torch.Tensor], aliases: M
 def _sum_job(boxes: Sequence[_Box]) -> list[tuple[int, int]]:
     with one_thread():
         return sum_boxes(boxes)
-
-
-def _count_bytes(box: _Box) -> int:
-    return box[0].numel() * box[0].dtype.itemsize
 
 
 def split_sums(parts: Iterable[bytes], find_owner: Callable[[str], int]) -> dict[int, bytes]:

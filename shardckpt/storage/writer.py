@@ -422,7 +422,7 @@ class CheckpointWriter:
         check_memory_budget(budget, find_least_upload(nbytes), f"to send {name!r} of {nbytes} bytes to a store takes")
         if self._in_parts:
             raise CheckpointingException(
-                f"{show_budget(budget)}: {name!r} is sent beside {self._in_parts!r}, and the budget is for the "
+                f"{show_budget(budget)}: {name!r} is sent together with {self._in_parts!r}, and the budget is for the "
                 "parts of one file at a time: let the strategy write one file a rank (thread_count=1), or give no "
                 "memory_budget"
             )

@@ -118,7 +118,9 @@ class Stub(metaclass=_StubMeta):
         return new
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        real = _find_real_class(type(self))
+        real = find_imported(*type(self).home)
+        if real is None:  # the class must be imported already
+            raise _unsaveable(type(self))
         if "name" in vars(self) and not self.args:  # a member of an enum, by its name
             return getattr, (real, vars(self)["name"])
         values, items = vars(self).get("values", ()), vars(self).get("items", {})
@@ -143,19 +145,11 @@ def _show(value: Any) -> str:
 
 
 def find_imported(module: str, name: str) -> Any:
-    """Return what a module that is imported has under a name with dots, or None. Nothing is imported here."""
+    """Return the attribute of an imported module under a name with dots, or None. Nothing is imported here."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         # getattr(module, part) could import a module that the checkpoint chooses
         found = getattr(found, "__dict__", {}).get(part)
-    return found
-
-
-def _find_real_class(kind: Any) -> Any:
-    """Return the real class of a stub, which must be imported already."""
-    found = find_imported(*kind.home)
-    if found is None:
-        raise _unsaveable(kind)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Casts to floats that change values: integers that are rounded, and what is too large for a smaller float."""
+"""Casts to floats that change values: integers that are rounded, and values that are too large for a smaller float."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _is_suspect(values: torch.Tensor, stored: torch.dtype) -> bool:
 
 
 def find_changed_value(source: torch.Tensor, wanted: torch.dtype) -> tuple[Any, Any] | None:
-    """Return the first value that a cast changes by more than rounding a float, and what becomes of it; else None."""
+    """Return the first value that a cast changes by more than rounding a float, and the new value; else None."""
     if not source.numel() or not can_change_values(source.dtype, wanted):
         return None
     values = torch.view_as_real(source) if source.is_complex() else source

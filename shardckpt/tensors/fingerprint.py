@@ -54,7 +54,7 @@ _Box = tuple[torch.Tensor, "Sequence[int]", "Sequence[int]"]
 
 
 def sum_boxes(boxes: Sequence[_Box]) -> list[tuple[int, int]]:
-    """Return what each box adds to the sums of its global tensor: two numbers below 2^64, to be added modulo 2^64.
+    """Return the addends of each box in the sums of its global tensor: two numbers below 2^64, to be added modulo 2^64.
 
     A box has its values, where it begins in the global tensor along every axis, and the global shape. The values are
     any tensor that :func:`plain_cpu` accepts (one that is not contiguous is copied), and may lack leading axes of
@@ -239,7 +239,7 @@ def _join_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _sum_piece(data: torch.Tensor, bases: torch.Tensor, piece: _Piece, memory: torch.Tensor) -> torch.Tensor:
-    """Return what a piece of each box adds to its sums, int64 of shape (boxes, 2).
+    """Return the addends of a piece of each box in its sums, int64 of shape (boxes, 2).
 
     ``data`` has the bytes of boxes of one form, of shape (boxes, rows, bytes), ``bases`` the position of the first
     block of each, of shape (boxes, 1). Bytes that a box does not have are zeros. ``memory`` is as many bytes as are

@@ -1,4 +1,4 @@
-"""The tensors inside a tensor of another class, by torch's protocol ``__tensor_flatten__``, and what they are for."""
+"""The tensors inside a tensor of another class, by torch's protocol ``__tensor_flatten__``, and their roles."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def register_tensor_class(cls: type | str, *, shared: Collection[str] = (), valu
 
 
 def find_inner_names(tensor: torch.Tensor) -> InnerNames:
-    """Return what is known of a tensor's class, or of the nearest that it is derived from."""
+    """Return the known description of a tensor's class, or of its nearest base."""
     classes = (f"{each.__module__}.{each.__qualname__}" for each in type(tensor).__mro__)
     return next((_KNOWN[name] for name in classes if name in _KNOWN), InnerNames())
 

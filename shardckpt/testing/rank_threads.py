@@ -196,7 +196,7 @@ class _Job:
             self._changed.notify_all()
 
     def describe_turn(self) -> str:
-        """Return what each rank does."""
+        """Describe the state of each rank."""
         with self._changed:
             return "; ".join([f"rank {self._turn} runs", *self._describe_waits()])
 
@@ -211,7 +211,7 @@ class _Job:
             while not is_over():
                 gone = self._left.keys() & awaited()
                 if not self.reason and self._is_stuck():
-                    self.stop("; ".join(["nobody can go on", *self._describe_waits()]))
+                    self.stop("; ".join(["no rank can go on", *self._describe_waits()]))
                 if self.reason or gone:
                     ended = gone and f"rank {min(gone)} {self._left[min(gone)]}, and rank {rank.number} waits {where}"
                     raise RuntimeError(self.reason or ended)
@@ -389,10 +389,6 @@ def _rank() -> Any:
     return _find_rank(threading.current_thread())
 
 
-def _make_group(_store: Any, rank: int, size: int, _timeout: Any) -> _Group:
-    return _Group(rank, size)
-
-
 @contextmanager
 def _groups_by_thread() -> Iterator[None]:
     """Give each rank process groups of its own until the block ends."""
@@ -425,4 +421,4 @@ def _groups_by_thread() -> Iterator[None]:
 # torch 2.11 crashes in the next one. This thread outlives the ranks.
 torch._C._ensureCUDADeviceGuardSet()
 _devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-dist.Backend.register_backend(_BACKEND, _make_group, devices=_devices)
+dist.Backend.register_backend(_BACKEND, lambda _store, rank, size, _timeout: _Group(rank, size), devices=_devices)

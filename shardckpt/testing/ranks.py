@@ -90,9 +90,9 @@ def _summarize(failures: Sequence[tuple[int, RankFailure]]) -> str:
 class RankPool(Ranks):
     """Worker processes that are ranks of gloo groups: started at the first use, ended by :meth:`close`.
 
-    A function that ranks run stands at the top level of a module that a new process can import, and what it is given
-    and returns can be pickled. After the timeout of a run the processes are killed. The pytest plugin of this package
-    has a pool as the fixture ``rank_pool``.
+    A function that ranks run stands at the top level of a module that a new process can import, and its
+    arguments and result can be pickled. After the timeout of a run the processes are killed. The pytest plugin of this
+    package has a pool as the fixture ``rank_pool``.
 
     Args:
         size: Number of processes: the most ranks of a group.

@@ -39,7 +39,7 @@ def saved_shards(case: TensorCase, rank: int) -> list[ShardedTensor]:
 
 
 def _filled(whole: TensorSpec, piece: ShardSpec, part: torch.Tensor) -> ShardedTensor:
-    axis = None if whole.alike is None or piece.flat else whole.alike - piece.lead
+    axis = None if whole.constant_axis is None or piece.flat else whole.constant_axis - piece.lead
     thin = piece.thin and axis is not None and axis >= 0
     data = squeezed(part, axis or 0) if thin else place_in_memory(part, piece.memory).view
     return describe(whole.key, piece, data.dtype, whole.shape, data)
@@ -91,7 +91,10 @@ class Destinations:
     def __init__(self, batch: SaveLoadCase) -> None:
         self._batch = batch
         self._rank, _ = rank_and_size()
-        self.places = {case.key: _destinations(case, self._rank) for case in batch.cases}
+        self.places = {
+            case.key: [_destination(case, piece) for piece in case.loaded if piece.rank == self._rank]
+            for case in batch.cases
+        }
 
     def state(self) -> dict[str, Any]:
         """The state dict, its keys in another order on every rank."""
@@ -126,10 +129,6 @@ class Destinations:
             for place in self.places[case.key]:
                 check(place.shard.data is not None, f"{case.key!r}: the shard got no data")
                 _check_filled(case, place, cast("torch.Tensor", place.shard.data), place.piece.slice_of(whole))
-
-
-def _destinations(case: TensorCase, rank: int) -> list[Destination]:
-    return [_destination(case, piece) for piece in case.loaded if piece.rank == rank]
 
 
 def _destination(case: TensorCase, piece: ShardSpec) -> Destination:

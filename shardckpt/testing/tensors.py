@@ -50,18 +50,18 @@ class TensorSpec:
         dtype: Its dtype.
         shape: Its shape.
         seed: Of its random bytes.
-        alike: An axis along which its values do not change, or None.
+        constant_axis: An axis along which its values are equal, or None.
     """
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     seed: int
-    alike: int | None = None
+    constant_axis: int | None = None
 
     def values(self) -> torch.Tensor:
         """Return the tensor: random bytes as elements, so that NaNs of all kinds, infinities and denormals occur."""
-        shape = tuple(1 if axis == self.alike else size for axis, size in enumerate(self.shape))
+        shape = tuple(1 if axis == self.constant_axis else size for axis, size in enumerate(self.shape))
         source = torch.Generator().manual_seed(self.seed)
         raw = torch.randint(256, (math.prod(shape) * self.dtype.itemsize,), dtype=torch.uint8, generator=source)
         flat = (raw % 2).bool() if self.dtype == torch.bool else raw.view(self.dtype)
@@ -96,5 +96,5 @@ def tensor_specs(
     """
     dtype = draw(st.sampled_from(tuple(dtypes)))
     shape = draw(large_shapes(dtype) if large else shapes())
-    alike = draw(st.sampled_from((None, None, None, *range(len(shape)))))
-    return TensorSpec(key, dtype, shape, draw(st.integers(0, 999)), alike)
+    constant_axis = draw(st.sampled_from((None, None, None, *range(len(shape)))))
+    return TensorSpec(key, dtype, shape, draw(st.integers(0, 999)), constant_axis)

@@ -116,7 +116,7 @@ def _count_empty(specs: list[TensorSpec], table: Table, weights: torch.Tensor, s
 
 
 def _refuse(given: list[Columns], stored: list[Columns], strategy: str) -> None:
-    """Raise if the ranks have not stored what they were given; one entry per rank, in rank order."""
+    """Raise if the ranks have not stored their shards; one entry per rank, in rank order."""
     was_given, was_stored = group_by_name(given), group_by_name(stored)
     if was_given and not was_stored:
         raise PluginError(

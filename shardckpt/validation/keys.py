@@ -77,7 +77,7 @@ class StrictHandling(Enum):
 
     @property
     def checks_all(self) -> bool:
-        """Whether missing keys matter, too: then the ranks exchange what they want."""
+        """Whether missing keys matter, too: then the ranks exchange their wanted keys."""
         return self in (self.LOG_ALL, self.RAISE_ALL, self.RETURN_ALL)
 
     @property
@@ -286,7 +286,7 @@ def _describe_unused(
 
     left = list_counted(stored.keys() - mine)
     # nearly always all ranks ask for the same; pipeline stages do not, and only together know what is left
-    if not comm.all_alike("\n".join(left).encode()):
+    if not comm.all_equal("\n".join(left).encode()):
         names = list_counted(stored)
         used = comm.largest(*(name in mine for name in names))
         left = [name for name, is_used in zip(names, used, strict=True) if not is_used]
@@ -306,7 +306,7 @@ def _describe_unused(
 
 
 def find_usual_names(keys: Iterable[str]) -> dict[str, str]:
-    """Return what a checkpoint calls the model and its optimizer, and what they are called here, where these differ.
+    """Return a checkpoint's names of the model and its optimizer that differ from ours, and ours.
 
     An optimizer is what has ``state`` or ``param_groups``. All may be inside one entry, as ``app`` of torch's tutorial.
     ``keys`` are those of a checkpoint, and the dotted paths of its common state, if they are known.
@@ -403,7 +403,7 @@ def compare_common(
         mine = dict_list_map_outplace(lambda leaf: leaf, common)
         mine = mine if preprocess is None else preprocess(mine)
     data = try_pickle(mine)
-    if comm.all_alike(data or os.urandom(8)):  # random bytes differ: what cannot be pickled is compared below
+    if comm.all_equal(data or os.urandom(8)):  # random bytes differ: what cannot be pickled is compared below
         return
     stored = comm.broadcast(None if data is None else mine)  # a strategy may store what pickle does not take
     places = ([], [], []) if stored is None else diff(stored, mine)

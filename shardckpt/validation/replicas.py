@@ -88,7 +88,7 @@ def find_replicas(shards: Sequence[ShardedBase], comm: Comm) -> Replicas:
             if (replicated := _get_replicated(shard))
         }
         ordered = sorted(short_ids.values())
-    if comm.all_alike(b"".join(ordered)):  # one small message answers for most jobs; ids go to their owners else
+    if comm.all_equal(b"".join(ordered)):  # one small message answers for most jobs; ids go to their owners else
         if not ordered:
             return Replicas(None, [])
         holders = dict.fromkeys(ordered, Holders(0, comm.world_size))
@@ -185,7 +185,7 @@ def _compare(shared: list[_Shared], comm: Comm) -> None:
         mine = [(short_id, _digest_shard(shard, samples.get(short_id), digest)) for shard, short_id in others]
         rows = [short_id + _pack(value) for short_id, value in mine]
         rows += sorted(_digest_numbers(group, digest) for group in numbers)
-    if comm.all_alike(b"".join(rows)):
+    if comm.all_equal(b"".join(rows)):
         return
     with comm.local_phase("comparing replicated shards"):
         mine += [(short_id, _digest(shard.data, digest)) for group in numbers for shard, short_id in group]
@@ -230,7 +230,7 @@ def _group_numbers(shared: list[_Shared]) -> tuple[list[list[_Shared]], list[_Sh
 
 
 def _digest_numbers(group: list[_Shared], digest: Digest) -> bytes:
-    """Return what is equal on ranks that have the same numbers under the same ids."""
+    """Return bytes that are equal on ranks that have the same numbers under the same ids."""
     with torch.no_grad():
         values = torch.stack([shard.data for shard, _ in group])
     return b"".join((str(values.dtype).encode(), *(short_id for _, short_id in group), _pack(_digest(values, digest))))

@@ -43,7 +43,7 @@ from shardckpt.planning.table import (
 from shardckpt.state_dict import format_path, nested_items
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from shardckpt.distributed.comm import Comm
 
@@ -149,8 +149,9 @@ def _fill_exactly(columns: ShardColumns, comm: Comm) -> bool:
         rows = _hash_specs(specs, weights, comm.world_size) if is_sender else {}
     found = comm.all_to_all(rows)
     with comm.local_phase("comparing tensors"):
-        owned: dict[bytes, tuple[int, ...]] = {}
-        is_one = all(owned.setdefault(name, hashed) == hashed for name, hashed in _unpack_rows(found.values()))
+        owned: dict[bytes, list[int]] = {}
+        packed = (row for part in found.values() for row in _ROW.iter_unpack(part))
+        is_one = all(owned.setdefault(name, hashed) == hashed for name, *hashed in packed)
         filled = [sum(hashed[LANES + lane] for hashed in owned.values()) for lane in range(LANES)]
     *filled, conflicts = comm.total(*filled, not is_one)
     return not conflicts and are_equal_in_field(sums, filled)
@@ -173,15 +174,7 @@ def _hash_specs(specs: list[TensorSpec], weights: torch.Tensor, world_size: int)
     return {owner: b"".join(rows) for owner, rows in parts.items()}
 
 
-def _unpack_rows(parts: Iterable[bytes]) -> Iterator[tuple[bytes, tuple[int, ...]]]:
-    """Yield the hash of each key, and the other numbers of its row."""
-    for part in parts:
-        for name, *numbers in _ROW.iter_unpack(part):
-            yield name, tuple(numbers)
-
-
 def _are_unique(specs: list[TensorSpec]) -> bool:
-    """Return whether no tensor has two descriptions."""
     return len({(spec.kind, spec.key) for spec in specs}) == len(specs)
 
 
@@ -230,7 +223,7 @@ def _describe_others(
 
 
 def _find_common(shard: ShardedBase) -> tuple[str, str, Any, Ints]:
-    """Return what all shards of the same tensor or object must agree on: kind, key, dtype and global shape."""
+    """Return the common fields of all shards of a tensor or object: kind, key, dtype and global shape."""
     if isinstance(shard, ShardedTensor):
         return "tensor", shard.key, shard.dtype, tuple(shard.global_shape)
     if isinstance(shard, ShardedObject):
@@ -239,7 +232,6 @@ def _find_common(shard: ShardedBase) -> tuple[str, str, Any, Ints]:
 
 
 def _find_boxes(shard: ShardedBase) -> Iterable[Box]:
-    """Return the boxes that a shard fills."""
     if isinstance(shard, ShardedTensor):
         return (unflattened_box(shard),) if shard.flattened_range is None else [part.box for part in shard_parts(shard)]
     if isinstance(shard, ShardedObject):

@@ -129,7 +129,7 @@ def local_plan(
     *,
     strict: bool,
 ) -> tuple[LoadPlan, list[str]]:
-    """Plan what this rank reads into a flat state dict; return the plan, and the keys of the expert tensors in it.
+    """Plan this rank's reads into a flat state dict; return the plan, and the keys of the expert tensors in it.
 
     ``layout_of`` is as :meth:`LocalExpertsLoadPlanner.layout_of`. With ``strict`` a key that is not stored is a
     KeyMismatchError. A tensor of all experts that is stored in another shape is a ShapeMismatchError.

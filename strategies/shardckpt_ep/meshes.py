@@ -42,7 +42,6 @@ def has_mesh_dim(mesh: DeviceMesh, names: Names) -> bool:
 
 
 def _find_dims(mesh: DeviceMesh, names: Names) -> list[int]:
-    """Return the indices of the mesh dimensions that have one of these names."""
     accepted = (names,) if isinstance(names, str) else names
     return [dim for dim, name in enumerate(mesh.mesh_dim_names or ()) if name in accepted]
 

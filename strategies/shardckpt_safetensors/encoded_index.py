@@ -1,4 +1,4 @@
-"""Encode the index of what all ranks store."""
+"""Encode the index of all ranks' plans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class EncodedIndex(NamedTuple):
-    """The index of what all ranks store, without what differs between saves by one plan.
+    """The index of all ranks' plans, without the parts that differ between saves by one plan.
 
     Attributes:
         columns: The columns.
@@ -50,7 +50,7 @@ class EncodedIndex(NamedTuple):
 
 
 def encode_index(plan: MergedPlan, parts: Mapping[str, PartHead] | None = None) -> EncodedIndex:
-    """Encode what all ranks store as the columns of the index, which FORMAT.md describes.
+    """Encode the merged plan as the columns of the index, which FORMAT.md describes.
 
     In the merged plan the location of a box is file and start, that of an object file, start, size and codec. If the
     tensors are in parts, and not in the plan, ``parts`` has the head of each part, by name. Aliases and scales of the

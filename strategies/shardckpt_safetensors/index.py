@@ -450,7 +450,6 @@ def _list_parts(columns: Columns, strings: Strings) -> list[tuple[str, int]]:
 
 
 def _read_bytes(reader: CheckpointReader, source: str) -> bytearray:
-    """Return the bytes of the index file."""
     size = reader.size(INDEX_FILE)
     if size > LENGTH_BYTES + HEADER_LIMIT:  # in a smaller file no header is longer
         header_length(reader.read_range(INDEX_FILE, 0, LENGTH_BYTES, "the index"), size, source, HEADER_LIMIT)
@@ -473,7 +472,6 @@ def _read_index(reader: CheckpointReader) -> StoredIndex:
 
 
 def _parse_index(data: bytearray, source: str, reader: CheckpointReader) -> StoredIndex:
-    """Return the index in the bytes of its file."""
     columns = Columns(data, source)
     record = reader.manifest.record
     sizes = {} if record is None else {file.name: file.size for file in record.files}

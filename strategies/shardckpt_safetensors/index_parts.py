@@ -83,7 +83,8 @@ def encode_part(plan: MergedPlan, page_rows: int = PAGE_ROWS, unit: int = ALIGN)
     columns, dtypes, boxes, locations = encode_tensors(plan, strings)
     fields = (boxes.offset, boxes.extent, locations[:, :1], locations[:, 1:2] // unit)
     kinds = [narrow_dtype(field) for field in fields]
-    rows = torch.cat([_to_bytes(field.to(kind)) for field, kind in zip(fields, kinds, strict=True)], 1)
+    narrow = [field.to(kind).contiguous() for field, kind in zip(fields, kinds, strict=True)]
+    rows = torch.cat([field.view(torch.uint8) for field in narrow], 1)
     columns |= {"tensor_reach": _find_reach(boxes, len(plan.keys)), "page_offset": boxes.offset[::page_rows]}
     text = _PartHeader(dtypes=dtypes, row=[INTEGERS[kind] for kind in kinds], page=page_rows).model_dump_json()
     # the narrowest columns come last, in this order: the rows are the end of the file
@@ -295,11 +296,6 @@ class _PartFile:
             _from_bytes(field, kind) for field, kind in zip(torch.split(raw, self._sizes, 1), self._kinds, strict=True)
         )
         return _pad(offset, width, 0), _pad(extent, width, 1), file.view(-1), start.view(-1)
-
-
-def _to_bytes(field: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of each row: uint8 of shape (rows, bytes)."""
-    return field.contiguous().view(torch.uint8)
 
 
 def _from_bytes(raw: torch.Tensor, kind: torch.dtype) -> torch.Tensor:

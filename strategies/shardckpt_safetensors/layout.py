@@ -146,7 +146,6 @@ def lay_out(items: LocalItems, objects: Mapping[str, Payload], rank: int, count:
 
 
 def _place_tensors(items: LocalItems) -> list[FileItem]:
-    """Return the tensors as items of files."""
     for key, dtype in zip(items.keys, items.dtypes, strict=True):
         dtype_name(key, dtype)
     found = []

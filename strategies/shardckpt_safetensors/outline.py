@@ -37,7 +37,7 @@ _outlines = ParseCache[Outline](most_bytes=64 << 20, kept=1)  # 64 MiB: of a mil
 
 
 def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
-    """Return what a checkpoint stores, or None to leave it to the strategy.
+    """Return the outline of a checkpoint, or None to leave it to the strategy.
 
     The directory is on this machine, and held open; the record is what its ``shardckpt.json`` says. It is None if the
     index is in several parts, has block scales or anything unexpected, or a file is damaged.
@@ -58,7 +58,9 @@ def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
         codecs = header["codecs"]
         described = (*dtypes, "", *codecs, *index.entries.items())
         found = _outlines.get(columns, described, lambda: _outline(index, dtypes, codecs))
-        return found._replace(common=_list_common(tree), plain_common=plain)
+        common = parse_json(tree)
+        _require(isinstance(common, dict) and not any(name.startswith("$") for name in common))
+        return found._replace(common=sorted(common), plain_common=plain)
     except (CheckpointingException, LookupError, TypeError, ValueError, OverflowError):
         return None
 
@@ -102,13 +104,6 @@ def _join(strings: list[str], pairs: list[int]) -> list[str]:
     first, second = (map(strings.__getitem__, numbers) for numbers in (pairs[::2], pairs[1::2]))
     _require(len(pairs) % 2 == 0)
     return list(map(add, first, second))
-
-
-def _list_common(text: bytes) -> list[str]:
-    """Return the names in the common state."""
-    tree = parse_json(text)
-    _require(isinstance(tree, dict) and not any(name.startswith("$") for name in tree))
-    return sorted(tree)
 
 
 def _require(fine: bool) -> None:

@@ -101,7 +101,7 @@ def _encode_rest(
     rewritten: Mapping[str, list[KeptItem]],
     heads: Mapping[str, bytes],
 ) -> dict[str, bytes]:
-    """Return the index of what stays, by file name: in parts if it was and is large."""
+    """Return the index of the items that stay, by file name: in parts if it was and is large."""
     offsets = {Item(name, item.start, item.nbytes): item.to for name, items in rewritten.items() for item in items}
     stays = sorted(names)
     chunks, bounds = index.select_chunks(make_column(stays))

@@ -229,7 +229,7 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
         rank: int,
         files: int,
     ) -> tuple[WritePlan, LocalPlan]:
-        """Return what a rank writes, and the same as the main rank needs it; arguments as of the base."""
+        """Return the plan of a rank's writes, and its form for the main rank; arguments as of the base."""
         work, plan = lay_out(items, objects, rank, files)
         if self._contiguous is not None:
             work = replace(work, contiguous=self._contiguous.work, keys=[*work.keys, *self._contiguous.work.keys])
@@ -260,7 +260,7 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
         return replace(cast("WritePlan", work), parts={_name_part(n): part for n, part in parts.items()}), index
 
     def make_index(self, plans: Sequence[LocalPlan], aliases: Mapping[str, str]) -> EncodedIndex:
-        """Return the index of what all ranks store; arguments as of the base."""
+        """Return the index of all ranks' plans; arguments as of the base."""
         return encode_index(merge_plans(plans, aliases))
 
 

@@ -217,7 +217,6 @@ def _parse_safetensors(header: bytes, file: str, size: int, source: str) -> Iter
 
 
 def _locate(tensor: LazyTensor, file: str) -> LocalTensor:
-    """Return where a tensor of an archive is in the file."""
     refuse_expanded(tensor.payload, "a tensor")
     return LocalTensor(file, tensor.payload, tensor.global_shape, tensor.spec)
 

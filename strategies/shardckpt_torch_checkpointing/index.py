@@ -250,7 +250,7 @@ class Index:
             logger.warning(_PARTS, self._reader.directory, item, METADATA_FILE, METADATA_FILE)
 
     def _add_others(self, others: dict[Path, dict[int, Any]], different: set[Path], inner: set[Path]) -> None:
-        """Add what the metadata does not declare."""
+        """Add the values that the metadata does not declare."""
         for path, found in others.items():
             if path in inner:
                 raise CorruptCheckpointError(

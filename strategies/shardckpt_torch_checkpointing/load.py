@@ -76,7 +76,7 @@ class TorchCheckpointingLoadStrategy(ChunkLoadStrategy):
         return read_object(shard, _read_index(context), context.reader)
 
     def identify(self, context: LoadContext) -> bytes:
-        """Return what identifies the files."""
+        """Return bytes that identify the files."""
         return _read_index(context).identity
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
@@ -124,5 +124,5 @@ class TorchCheckpointingLoadStrategy(ChunkLoadStrategy):
 
 
 def _read_index(context: LoadContext) -> Index:
-    """Return what the checkpoint stores; it is read once per reader."""
+    """Return the index of the checkpoint; it is read once per reader."""
     return context.reader.parsed("index", lambda: Index(context.reader, context.allow_globals))

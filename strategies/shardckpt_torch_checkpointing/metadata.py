@@ -89,7 +89,9 @@ def parse_metadata(data: bytes, source: str) -> dict[str, DeclaredItem]:
                 f"{source} is of version {version!r}; this reader knows {' and '.join(_VERSIONS)}: install a newer "
                 "shardckpt, or load the checkpoint with torch_checkpointing and save it here"
             )
-        ranks = _check_count(raw["world_size"])
+        ranks = raw["world_size"]
+        if type(ranks) is not int or not 0 < ranks <= _MOST_RANKS:
+            raise CorruptCheckpointError(f"a save of {ranks!r} ranks does not exist")
         items = raw["metadata"] if version == "2.0" else _group_items(raw)
         return {key: _parse_item(key, item, ranks) for key, item in items.items()}
     except CheckpointingException as exc:
@@ -98,12 +100,6 @@ def parse_metadata(data: bytes, source: str) -> dict[str, DeclaredItem]:
         raise CorruptCheckpointError(
             f"{source} is not metadata of torch_checkpointing: {type(exc).__name__}: {exc}"
         ) from exc
-
-
-def _check_count(ranks: Any) -> int:
-    if type(ranks) is not int or not 0 < ranks <= _MOST_RANKS:
-        raise CorruptCheckpointError(f"a save of {ranks!r} ranks does not exist")
-    return ranks
 
 
 def _group_items(raw: dict[str, Any]) -> dict[str, Any]:

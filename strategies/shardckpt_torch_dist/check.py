@@ -157,8 +157,8 @@ def _check_tail(reader: CheckpointReader, file: StoredFile, size: int, *, aligne
     end = reader.read_range(file.name, size - nbytes, nbytes, what)
     if not (first.lstrip(b"\0").startswith(_BEGIN_MAGIC) and _END_MAGIC in end):
         raise CorruptCheckpointError(
-            f"{reader.directory / file.name} has {size:,} bytes, of which {METADATA_FILE} lists {file.nbytes:,}: the "
-            "bytes behind them do not belong to this checkpoint"
+            f"{reader.directory / file.name} has {size:,} bytes, and {METADATA_FILE} lists {file.nbytes:,} of them: "
+            "the bytes behind them do not belong to this checkpoint"
         )
 
 

@@ -197,7 +197,7 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         return 1 if (directory / METADATA_FILE).is_file() else None
 
     def remove(self, prefix: str, reader: CheckpointReader) -> Removal:
-        """Plan the removal of what has keys that begin with a prefix, in any dialect; nothing is changed yet."""
+        """Plan the removal of the keys that begin with a prefix, in any dialect; nothing is changed yet."""
         from shardckpt_torch_dist.remove import plan_removal  # it imports torch's planners, too
 
         return plan_removal(prefix, reader)
@@ -221,13 +221,13 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
 
 
 def _read_nested_state(index: StoredIndex, context: LoadContext) -> NestedState:
-    """Return what a plain DCP directory stored value by value; nothing for any other dialect."""
+    """Return the values that a plain DCP directory stored one by one; none for any other dialect."""
     values = _read_loose_values(index, context)
     return context.reader.parsed("nested state", lambda: NestedState(values, index.tensor_paths, values.__getitem__))
 
 
 def _find_object(index: StoredIndex, allow_globals: tuple[Any, ...], shard: ShardedObject) -> ObjectRead:
-    """Return how an object is read, by the allow-list and what the caller allows."""
+    """Return how an object is read, by the allow-list and the caller's additions."""
     what = f"object {shard.unique_key!r}"
 
     def load(data: bytes) -> None:  # Megatron stores a list of the objects that share the key

@@ -28,7 +28,7 @@ _outlines = ParseCache[Outline](most_bytes=64 << 20, kept=1)  # 64 MiB: of a mil
 
 
 def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
-    """Return what a checkpoint stores, or None to leave it to the strategy.
+    """Return the outline of a checkpoint, or None to leave it to the strategy.
 
     The directory is on this machine, and held open; the record is what its ``shardckpt.json`` says. It is None if there
     is no index of ours, or anything unexpected, or a file is damaged.

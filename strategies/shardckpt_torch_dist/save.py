@@ -84,8 +84,11 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
         if asked != own:
             raise CheckpointingException(f"{type(self).__qualname__} writes {own}, not {asked}")
         super().__init__(keep_only_main_replica=keep_only_main_replica, thread_count=thread_count)
-        if separation_hint is not None:
-            _check_hint(separation_hint)
+        if separation_hint is not None and (not is_file_name(separation_hint) or "/" in separation_hint):
+            raise CheckpointingException(
+                f"separation_hint={separation_hint!r}: names of files begin with it, so it has letters, digits, '.', "
+                "'_' and '-' only"
+            )
         self._hint = separation_hint
         if planner is not None:
             check_planner(planner, ShardedSavePlanner)
@@ -105,7 +108,7 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
     def collect(
         self, shards: Sequence[ShardedBase], aliases: Mapping[str, str], context: PlanContext
     ) -> tuple[LocalItems, dict[str, bytes]]:
-        """Collective: return what this rank stores, by the planner if there is one; arguments as of the base."""
+        """Collective: return this rank's items, by the planner if there is one; arguments as of the base."""
         if self._planner is None:
             return super().collect(shards, aliases, context)
         with context.comm.local_phase("making the planner"):
@@ -135,7 +138,7 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
         rank: int,
         files: int,
     ) -> tuple[WritePlan, LocalPlan]:
-        """Return what a rank writes, and the same as the main rank needs it; arguments as of the base."""
+        """Return the plan of a rank's writes, and its form for the main rank; arguments as of the base."""
         return lay_out(items, objects, find_other_keys(items.objects, shards), rank, files, self._hint)
 
     def make_index(
@@ -143,13 +146,5 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
         plans: Sequence[LocalPlan],
         aliases: Mapping[str, str],  # noqa: ARG002 - other readers know none: there are none
     ) -> StoredIndex:
-        """Return the index of what all ranks store; arguments as of the base."""
+        """Return the index of all ranks' plans; arguments as of the base."""
         return build_index(plans)
-
-
-def _check_hint(hint: str) -> None:
-    """Raise unless names of files can begin with the separation hint."""
-    if not is_file_name(hint) or "/" in hint:
-        raise CheckpointingException(
-            f"separation_hint={hint!r}: names of files begin with it, so it has letters, digits, '.', '_' and '-' only"
-        )

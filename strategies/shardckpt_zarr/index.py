@@ -32,7 +32,7 @@ class Index:
 
 
 def read_index(reader: CheckpointReader) -> Index:
-    """Return what a checkpoint stores; once read, it is kept with the reader."""
+    """Return the index of a checkpoint; once read, it is kept with the reader."""
     return reader.parsed("zarr index", lambda: _read_index(reader))
 
 

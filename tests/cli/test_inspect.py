@@ -276,7 +276,7 @@ def test_a_prefix_that_nothing_begins_with(checkpoint: Path, capsys: pytest.Capt
         assert shown.out == ""
         assert "a key that begins with 'x' (keys: w)" in shown.err
     assert main(["export", str(checkpoint), str(checkpoint.parent / "hf"), "--prefix", "x"]) == 2
-    assert "whose key begins with 'x' (keys: w)" in capsys.readouterr().err
+    assert "no tensor to export has a key that begins with 'x' (keys: w)" in capsys.readouterr().err
     assert not (checkpoint.parent / "hf").exists()
 
 

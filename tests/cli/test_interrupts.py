@@ -30,7 +30,7 @@ def _interrupt(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     "verb, said",
     [
         ("ls", "shardckpt ls: interrupted; nothing was written"),
-        ("prune", "shardckpt prune: interrupted; what it has removed is gone, and the next call goes on"),
+        ("prune", "shardckpt prune: interrupted; removed steps and files are gone, and the next call goes on"),
     ],
 )
 def test_ctrl_c_says_what_is_left(

@@ -200,7 +200,7 @@ def test_a_name_that_matches_nothing_is_an_error(
 @pytest.mark.parametrize(
     ("verb", "ours"),
     [
-        *[("rm", "prune, of steps and of what killed saves have left, or remove, of keys in a checkpoint")],
+        *[("rm", "prune, of steps and of leftovers of killed saves, or remove, of keys in a checkpoint")],
         *[("gc", "prune"), ("cp", "convert"), ("list", "ls"), ("show", "inspect"), ("compare", "diff")],
         *[("best", "ls, which shows the best step, or inspect FOLDER/best"), ("check", "verify"), ("prun", "prune")],
         ("repair", "verify --repair"),

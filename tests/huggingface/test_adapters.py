@@ -76,7 +76,7 @@ def test_an_adapter_is_intact_and_called_one(tmp_path: Path, capsys: pytest.Capt
         ),
         (None, {"rank_pattern": {"v_proj": 4}}, "it says rank 4 of 'model.layers.0.self_attn.v_proj'"),
         (None, {"r": "2"}, "its r is '2'"),
-        (_without("q_proj.lora_B.weight"), {}, "lora_B is missing beside lora_A of model.layers.0.self_attn.q"),
+        (_without("q_proj.lora_B.weight"), {}, "lora_B is missing for lora_A of model.layers.0.self_attn.q"),
         (
             None,
             {"target_modules": ["q_proj"]},

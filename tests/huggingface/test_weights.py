@@ -81,7 +81,7 @@ def test_errors_of_weights(tmp_path: Path) -> None:
     values = torch.arange(MIB, dtype=torch.float32)
     dc.save({key: ShardedTensor.from_rank_offsets(key, values + n) for n, key in enumerate("ab")}, tmp_path / "c")
     with dc.open_checkpoint(tmp_path / "c") as checkpoint:
-        with pytest.raises(KeyMismatchError, match=r"no weight whose key begins with 'model\.' \(keys: a, b\)"):
+        with pytest.raises(KeyMismatchError, match=r"no weight has a key that begins with 'model\.' \(keys: a, b\)"):
             checkpoint.weights(prefix="model.")
         with pytest.raises(CheckpointingException, match="dtype='int8'"):
             checkpoint.weights(dtype="int8")

@@ -136,7 +136,7 @@ def test_a_second_large_object_at_a_time_is_refused(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path, 0, store=store, memory_budget=32 * _MIB) as writer:
         first = writer.create("a", data.nbytes)
         writer.write("small", b"beside it")
-        with pytest.raises(CheckpointingException, match=r"'b' is sent beside 'a'.*thread_count=1"):
+        with pytest.raises(CheckpointingException, match=r"'b' is sent together with 'a'.*thread_count=1"):
             writer.create("b", data.nbytes)
         first.append(data.nbytes, lambda: [data])
         writer.finish(first)

@@ -118,7 +118,7 @@ def test_ranks_that_wait_for_each_other_are_named_at_once(ranks: RankThreads) ->
         dist.barrier() if dist.get_rank() else dist.recv(torch.zeros(1), 1)
 
     stuck = ranks.outcomes(2, cross)
-    text = "nobody can go on; rank 0 waits for a message of rank 1; rank 1 waits in Barrier"
+    text = "no rank can go on; rank 0 waits for a message of rank 1; rank 1 waits in Barrier"
     assert {one.message for one in stuck} == {text}
 
 

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _port_file(path: Path) -> tuple[bool, list[tuple[int, str]]]:
-    """Port a file, and return whether it changed, and lines and texts of what needs a hand."""
+    """Port a file, and return whether it changed, and lines and texts of the rest to port by hand."""
     source = path.read_bytes()
     is_python = path.suffix == ".py"
     new = port(source, _find_package(path)) if is_python else _rename(source)
@@ -134,7 +134,7 @@ def _resolve(node: ast.ImportFrom, package: str) -> str:
 
 
 def _list_files(path: Path) -> list[Path]:
-    """Return what is to be ported: a file, or the modules of a folder but those that are replaced."""
+    """Return the files to port: a file, or the modules of a folder but those that are replaced."""
     if path.is_file():
         return [path]
     replaced = f"{_THERE}.{_NAME}."
@@ -170,7 +170,7 @@ def _walk(path: Path, faults: list[OSError] | None = None) -> list[Path]:
 
 
 def _list_imports(source: bytes) -> Iterator[tuple[int, str]]:
-    """Yield line and text of imports in what is no Python."""
+    """Yield line and text of imports in files of other languages."""
     for number, line in enumerate(source.splitlines(), 1):
         if _IMPORT.search(line):
             yield number, f"an import of Megatron's; import {_HERE}.{_NAME}"

@@ -112,7 +112,7 @@ class PathSaver(SaveStrategy):
         self.backend, self.version = found["backend"], found["version"]  # type: ignore[misc]
 
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
-        """Collective: let the strategy write to the staging directory, and record what it wrote."""
+        """Collective: let the strategy write to the staging directory, and record its files."""
         finish = self._plan_rest(shards, common, context)
         # at the end of the phase all ranks have written
         with context.comm.collective_phase(f"saving by {_name(self.strategy)}"):
@@ -131,7 +131,7 @@ class PathSaver(SaveStrategy):
     def _plan_rest(
         self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
     ) -> Callable[[Sequence[Any], SaveContext], None]:
-        """Collective: pickle what the strategy does not store, and return the function that finishes the save."""
+        """Collective: pickle shards that the strategy leaves out, and return the function that finishes the save."""
         comm, allowed = context.comm, context.allow_globals
         if self._assumed and comm.is_main:
             logger.warning(
@@ -188,7 +188,7 @@ class AsyncPathSaver(PathSaver, AsyncSaveStrategy):
             super().save(shards, common, context)
 
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
-        """Collective: let the strategy plan the save; return the plan, with what is to be written staged."""
+        """Collective: let the strategy plan the save; return the plan, with its data staged."""
         finish_rest = self._plan_rest(shards, common, context)
         with context.comm.collective_phase(f"planning by {_name(self.strategy)}"):
             given = self._select(shards)
@@ -251,7 +251,7 @@ class PathLoader(LoadStrategy):
         self.version = version  # type: ignore[misc]
 
     def cannot_load(self, manifest: Manifest) -> str | None:
-        """Return what the registry or the strategy's own checks have against the checkpoint, or None."""
+        """Return the objection of the registry or of the strategy's own checks to the checkpoint, or None."""
         reason = super().cannot_load(manifest) if self.backend else None
         if reason is not None:
             return f"({_name(self.strategy)}) {reason}"
@@ -268,7 +268,7 @@ class PathLoader(LoadStrategy):
         return None
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
-        """Collective: check all files, and return what the strategy has read for each shard: a tensor or an object."""
+        """Collective: check all files, and return the strategy's value of each shard: a tensor or an object."""
         comm, reader, name = context.comm, context.reader, _name(self.strategy)
         with comm.local_phase("looking at the checkpoint"):
             directory = _local_directory(reader, name)
@@ -356,7 +356,7 @@ def _record(
     shards: list[ShardedBase],
     author: str,
 ) -> None:
-    """Collective: digest and record what the strategies of all ranks wrote, and write what they do not store."""
+    """Collective: digest and record the files of all ranks' strategies, and write the shards that they do not store."""
     comm, writer = context.comm, context.writer
     written = comm.main_runs("listing what was written", lambda: _list_files(writer.directory, author))
     owners = assign_holders([tuple(range(comm.world_size))] * len(written), list(written.values()))

@@ -140,14 +140,14 @@ class ReplicaCheckpoints:
             copy.deepcopy(self._loaded[found]).restore(self._states)
 
     def advance(self, *, blocking: bool = False) -> None:
-        """Collective: commit what all ranks of the replica have written; if ``blocking``, wait for it and removals."""
+        """Collective: commit saves that the whole replica has written; if ``blocking``, wait for all and removals."""
         if self._writer is not None:
             self._writer.advance(blocking=blocking)
         if self._gc is not None and blocking:
             self._gc.wait()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Collective: commit what is being written, unless the training ended by an error, and end the threads."""
+        """Collective: commit the saves under way, unless the training ended by an error, and end the threads."""
         try:
             if self._writer is not None:
                 self._writer.close(error)

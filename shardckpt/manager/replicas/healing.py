@@ -86,7 +86,7 @@ class Healing:
         }
 
     def take(self, given: dict[str, Any]) -> None:
-        """Set the states to what another replica gave; other states, or states sharded in another way, are an error."""
+        """Set the states to those of another replica; other states, or states sharded in another way, are an error."""
         states = self._states
         for kind in ("modules", "sharded", "plain"):
             own = getattr(states, kind)

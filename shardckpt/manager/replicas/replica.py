@@ -1,4 +1,4 @@
-"""One of several replicas that train the same model: what it saves, loads, and receives from another replica."""
+"""One of several replicas that train the same model: its saves, loads, and transfers from another replica."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Claims:
         supports_shape_mismatch: Whether it loads shards with ``allow_shape_mismatch``.
         supports_objects: Whether it stores ShardedObjects.
         supports_python_values: Whether objects and common state may be any values that a load accepts: tuples, bytes,
-            tensors. If not, they are what JSON has.
+            tensors. If not, they are JSON's types.
         supports_allowed_classes: Whether ``allow_globals`` lets objects have instances of other classes.
         supports_async: Whether it is an AsyncSaveStrategy that writes in a thread.
         supports_async_process: Whether its work can be written by another process, too.

@@ -9,7 +9,6 @@ import os
 import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -24,9 +23,6 @@ from shardckpt.testing.contract import jobs
 from shardckpt.testing.contract.claims import Claims
 from shardckpt.testing.contract.rewriting import open_reader, read_record
 from shardckpt.testing.contract.shards import make_tensor, whole_shard
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 #: Seconds in which a thread that has nothing to do must have ended.
 _THREAD_SECONDS = 10.0
@@ -76,7 +72,7 @@ class FileTests(Claims):
         self.check_version(path, 1)
         for folder in (tmp_path / "work", tmp_path / "temporary"):
             check(not list(folder.iterdir()), f"left in the {folder.name} directory: {[*folder.iterdir()]}")
-        check([entry.name for entry in path.parent.iterdir()] == [path.name], "a file was left beside the checkpoint")
+        check([entry.name for entry in path.parent.iterdir()] == [path.name], "a file was left next to the checkpoint")
         check(
             {file: file.stat().st_mtime_ns for file in path.rglob("*")} == before, "a load has changed the checkpoint"
         )
@@ -119,8 +115,10 @@ class FileTests(Claims):
     def test_a_full_disk(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Whichever file cannot be made durable, the old checkpoint or the new is there, and the error is raised."""
         self.save_version(path, 1)
-        count = _count_fsyncs(monkeypatch, lambda: self.save_version(path.with_name("other"), 2))
-        for number in range(1, count + 1):
+        with monkeypatch.context() as patch:
+            counted = _fail_fsync(patch, 1 << 30)
+            self.save_version(path.with_name("other"), 2)
+        for number in range(1, next(counted)):
             with monkeypatch.context() as patch:
                 _fail_fsync(patch, number)
                 kind, _ = jobs.error_of(self.save_version, path, 3, overwrite=True)
@@ -176,7 +174,7 @@ class FileTests(Claims):
 
 
 def _open_files(folder: Path) -> set[str]:
-    """Return what this process has open in a folder: all that it has open changes with the threads of other tests."""
+    """Return the open files of this process in a folder: those elsewhere change with the threads of other tests."""
     found = set()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the descriptor by which the folder is listed
@@ -184,14 +182,6 @@ def _open_files(folder: Path) -> set[str]:
             if path.is_relative_to(folder.resolve()):
                 found.add(f"{link.name}: {path}")
     return found
-
-
-def _count_fsyncs(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> int:
-    """Return how often an action calls fsync."""
-    with monkeypatch.context() as patch:
-        counted = _fail_fsync(patch, 1 << 30)
-        action()
-    return next(counted) - 1
 
 
 def _fail_fsync(patch: pytest.MonkeyPatch, number: int) -> itertools.count[int]:

@@ -175,7 +175,7 @@ def save_different_common(subject: Subject, path: str) -> None:
 
 
 def load_index(subject: Subject, path: str) -> list[tuple[Any, ...]]:
-    """Return what this rank's load strategy says is stored."""
+    """Return the index that this rank's load strategy reads."""
     with subject.registered():
         found = dist_checkpointing.load_sharded_metadata(path, subject.make_loader())
     return sorted((key, tuple(shard.global_shape), str(getattr(shard, "dtype", ""))) for key, shard in found.items())  # type: ignore[attr-defined]

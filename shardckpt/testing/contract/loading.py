@@ -37,9 +37,9 @@ class LoadingTests(Claims):
         identities: list[bytes] = []
         compare = LoadContext.require_same_save
 
-        def record(context: LoadContext, identity: bytes, what: str, **alike: Any) -> None:
+        def record(context: LoadContext, identity: bytes, what: str, **agreed: Any) -> None:
             identities.append(identity)
-            compare(context, identity, what, **alike)
+            compare(context, identity, what, **agreed)
 
         monkeypatch.setattr(LoadContext, "require_same_save", record)
         found = []

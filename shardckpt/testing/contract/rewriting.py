@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def read_record(path: Path) -> Record:
-    """Return what ``shardckpt.json`` says."""
+    """Return the content of ``shardckpt.json``."""
     return Record.parse((path / RECORD_NAME).read_bytes())
 
 

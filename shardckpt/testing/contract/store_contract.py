@@ -53,7 +53,6 @@ folder.upload("large", Path(sys.argv[2]))
 
 
 def _can(folder: Any, ability: type) -> bool:
-    """Return whether a folder has the methods of an ability."""
     return isinstance(folder, ability)
 
 

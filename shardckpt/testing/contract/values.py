@@ -100,7 +100,7 @@ class ValueTests(Claims):
         """A key may be any text: what it says of folders, other files or upper case changes nothing on disk."""
         self._round_trip(path, {key: torch.full((2, 2), float(number)) for number, key in enumerate(keys)})
         check(
-            [entry.name for entry in path.parent.iterdir()] == [path.name], "a key led to a file beside the checkpoint"
+            [entry.name for entry in path.parent.iterdir()] == [path.name], "a key led to a file next to the checkpoint"
         )
 
     def test_boxes_of_any_size(self, path: Path) -> None:

@@ -150,7 +150,7 @@ def assign_owners(
 def plan_exchange(
     layout: FolderLayout, boxes: Boxes, in_ranges: Sequence[bool], owners: Sequence[int], comm: Comm, *, shared: bool
 ) -> ExchangePlan:
-    """Collective: plan what this rank writes, sends and receives.
+    """Collective: plan this rank's writes and messages.
 
     The tensors of ``boxes``, which this rank has, are numbered as in the layout. ``owners`` are those of the payloads.
     It is a ShardingError if ranks send the same elements, or boxes that do not fill their payload. A gap between ranges
@@ -219,7 +219,7 @@ def _make_write(layout: FolderLayout, file: int, offset: int, source: int, start
 
 
 def _pack(messages: Sequence[Message]) -> bytes:
-    """Return what the receiver needs to know of messages: where in the payloads the values belong."""
+    """Return the description of messages for the receiver: the places of their values in the payloads."""
     return json.dumps([message[:4] for message in messages], separators=(",", ":")).encode()
 
 
@@ -297,7 +297,7 @@ def _list_round(rounds: dict[int, list[list[Message]]], number: int) -> list[tup
 
 
 def _split_rounds(messages: Sequence[Message], world_size: int) -> list[list[Message]]:
-    """Split the messages from one rank to another into rounds: sender and receiver split alike."""
+    """Split the messages from one rank to another into rounds: the sender and the receiver split them equally."""
     most = _count_round_bytes(world_size)
     rounds: list[list[Message]] = []
     filled = most

@@ -1,4 +1,4 @@
-"""Plan with all ranks which tensors are stored contiguously, and what each rank writes of them."""
+"""Plan with all ranks which tensors are stored contiguously, and the part of each rank."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class ContiguousPlan:
         return [shard for shard, is_one in pairs if is_one], [shard for shard, is_one in pairs if not is_one]
 
     def collect(self, shards: Sequence[ShardedBase], comm: Comm) -> list[torch.Tensor]:
-        """Collective: return the tensors that the rank's writes are of: views, and buffers with what it has received.
+        """Collective: return the tensors that the rank writes: views, and buffers with received values.
 
         ``shards`` are those of contiguous tensors, with the same metadata as when the plan was made.
         """
@@ -176,7 +176,7 @@ def plan_contiguous(
     # one number a tensor: on the ranks together, the largest says whether any rank has it otherwise than in a range
     scattered = comm.largest(*votes.values()) if votes else []
     in_range = {key: not vote for key, vote in zip(votes, scattered, strict=True)}
-    shared = comm.all_alike(str(context.staging).encode())  # a save to a store: each rank writes to its own directory
+    shared = comm.all_equal(str(context.staging).encode())  # a save to a store: each rank writes to its own directory
     with comm.local_phase("looking for tied tensors"):
         tensors = [t for t in tensors if in_range.get(t.key) or options.choose(t.key, sections) == "contiguous"]
         chosen_keys = {tensor.key for tensor in tensors}
@@ -245,8 +245,8 @@ def _find_tied_head(
 
 
 def _combine(mine: T, unite: Callable[[Sequence[T]], U], name: str, comm: Comm) -> U:
-    """Collective: return what is made of the values of all ranks."""
-    if comm.all_alike(repr(mine).encode()):  # as with FSDP: no rank needs to receive what the others have
+    """Collective: return the result of a function of all ranks' values."""
+    if comm.all_equal(repr(mine).encode()):  # as with FSDP: no rank needs to receive what the others have
         return unite([mine])
     everyone = comm.gather(mine)
     return comm.main_runs(name, lambda: unite(everyone))

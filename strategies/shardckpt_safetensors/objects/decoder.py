@@ -93,7 +93,7 @@ class _Decoder:
         return self._tagged(tree[KIND], tree[VALUE])
 
     def _tagged(self, kind: str, inner: Any) -> Any:
-        """Return the value, or the walk over it, of an object that says what it is."""
+        """Return the value, or the walk over it, of an object with a type tag."""
         decode = DECODERS.get(kind) or _BUILDERS.get(kind)
         if decode is not None:
             return decode(inner)
@@ -118,7 +118,7 @@ class _Decoder:
         return self._from_file(kind, inner[VALUE])
 
     def _from_file(self, kind: str, inner: Any) -> Any:
-        """Return what a tree refers to by the name of a tensor, or by an object with the name and more."""
+        """Return the value that a tree refers to by the name of a tensor, or by an object with the name and more."""
         reference = {"name": inner} if type(inner) is str else inner
         name = reference.get("name") if type(reference) is dict else None
         if type(name) is not str or name not in self._tensors:

@@ -1,4 +1,4 @@
-"""Values that need no walk: what JSON has, and, as objects with ``$``, the numbers and strings that it lacks."""
+"""Values that need no walk: those of JSON, and, as objects with ``$``, the numbers and strings that JSON lacks."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ LEAVES: dict[type, Callable[[Any], Any]] = {
 
 
 def decode_plain(value: Any) -> Any:
-    """Return what a value of JSON is that is neither a list nor an object; ValueError for a string with surrogates."""
+    """Decode a value of JSON that is neither a list nor an object; ValueError for a string with surrogates."""
     if type(value) is str and has_surrogates(value):
         raise ValueError("a string with surrogates as it is")
     return value

@@ -35,7 +35,7 @@ def find_dtype(name: Any) -> torch.dtype:
 
 
 def tensor_view(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what two tensors have in common that are the same view of the same memory.
+    """Return a key, equal for two tensors that are the same view of the same memory.
 
     If the tensor cannot be stored, the ValueError says why and what to do.
     """

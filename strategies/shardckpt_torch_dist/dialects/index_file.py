@@ -81,7 +81,7 @@ def _parse(columns: Columns) -> StoredIndex:
     objects = {**grids, **plain}
     keys = [*tensors.keys, *grids, *plain]
     if len(set(keys)) < len(keys):
-        raise CorruptCheckpointError(f"it has {len(keys)} keys, of which {len(set(keys))} differ")
+        raise CorruptCheckpointError(f"it has {len(keys)} keys, but only {len(set(keys))} different ones")
     chunks = _parse_chunks(columns, tensors, bounds, len(files))
     return StoredIndex(tensors.keys, tensors.dtypes, tensors.shapes, bounds, chunks, files, objects, named=objects)
 

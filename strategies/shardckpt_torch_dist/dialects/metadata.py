@@ -61,7 +61,7 @@ _Locations = dict[tuple[str, Ints | None], Item]
 
 
 def read_index(reader: CheckpointReader) -> StoredIndex:
-    """Return what a checkpoint stores: an index that callers share and must not change.
+    """Return the index of a checkpoint, which callers share and must not change.
 
     It is read once per reader: from our own index file if shardckpt wrote the checkpoint, otherwise from ``.metadata``.
     A small index file of ours is not parsed again for a later reader of the same bytes.

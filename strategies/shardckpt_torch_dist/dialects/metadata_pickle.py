@@ -259,7 +259,6 @@ class _Tensors:
             yield head, rows, group.kind.tail
 
     def _axes(self, tensors: torch.Tensor, column: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the columns of the axes that these tensors have."""
         return column.unbind(1)[: len(self._index.shapes[int(tensors[0])])]
 
 

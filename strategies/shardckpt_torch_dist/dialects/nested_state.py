@@ -63,7 +63,7 @@ class NestedState:
         return {option: value for option, value in options.items() if option != _NAMES}
 
     def build_all(self, tensors: Mapping[str, Any], keeps: Callable[[str], bool]) -> dict[str, Any]:
-        """Return what is stored, nested as it was saved.
+        """Return the stored values, nested as they were saved.
 
         A tensor without a path is at its key, and one that is not given is left out. ``keeps`` says of a path, joined
         by dots, whether another value is wanted. Paths that contradict each other are a CorruptCheckpointError.

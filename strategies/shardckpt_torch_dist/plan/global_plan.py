@@ -1,4 +1,4 @@
-"""Make the index of what all ranks store, on the main rank."""
+"""Make the index of all ranks' plans, on the main rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def build_index(plans: Iterable[LocalPlan]) -> StoredIndex:
-    """Merge the plans of all ranks, in their order, into one index of what they store.
+    """Merge the plans of all ranks, in their order, into one index.
 
     The plans' locations are number of the file, start and length in bytes. It is a ShardingError if ranks disagree on a
     tensor, its boxes do not fill it exactly, or an object has its key.

@@ -179,9 +179,10 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Note that an item is read; after the last one, a quantized destination is filled."""
-        staged = self._staged_of(read_item)
-        if staged is not None:
-            staged.commit()
+        index = read_item.dest_index
+        target = self._targets[index.index or 0] if isinstance(index, _Target) else None
+        if isinstance(target, _StagedPart):
+            target.staged.commit()
         else:
             super().commit_tensor(read_item, tensor)
 
@@ -200,10 +201,6 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
                 targets[index] = _Target(index.fqn, torch.Size(whole.offset), len(self._targets))
                 self._targets.append(_StagedPart(self._staged[-1], FlatPart(whole, 0)))
         return [dataclasses.replace(item, dest_index=targets.get(item.dest_index, item.dest_index)) for item in items]
-
-    def _staged_of(self, item: ReadItem) -> StagedDestination | None:
-        target = self._targets[item.dest_index.index or 0] if isinstance(item.dest_index, _Target) else None
-        return target.staged if isinstance(target, _StagedPart) else None
 
     def validate_global_shapes(self, metadata: Metadata, tensors: Iterable[ShardedTensor]) -> None:
         """Check that tensors are stored, with the global shapes that are wanted; called before anything is planned.

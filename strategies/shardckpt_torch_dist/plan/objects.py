@@ -39,7 +39,7 @@ def pickle_objects(
 
 
 def _find_same(shard: Any) -> tuple[int, bool]:
-    """Return what shards with the same archive have in common."""
+    """Return a key, equal for shards with the same archive."""
     return id(shard.data), isinstance(shard, PlainObject)
 
 

@@ -80,7 +80,6 @@ def check_archive(value: Any, item: WriteItem, allow_globals: Iterable[Any]) -> 
 def _resolve(
     plan: SavePlan, planner: ShardedSavePlanner, shards: Sequence[ShardedBase], allow_globals: tuple[Any, ...]
 ) -> tuple[LocalItems, dict[str, bytes]]:
-    """Return a plan's items with their values."""
     found, archives = LocalItems(), dict[str, bytes]()
     positions = {
         shard.unique_key: position for position, shard in enumerate(shards) if isinstance(shard, ShardedObject)

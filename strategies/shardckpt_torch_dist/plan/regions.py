@@ -54,7 +54,7 @@ class ArchiveReader(ItemReader):
                 else None
                 for chunk, dtype, _ in batch
             ]
-            # most heads have a digest of their own, which says what they are: a store need not be asked for each
+            # the digest of most heads shows their content: a store need not be asked for each
             known = [
                 ours is not None and self.reader.is_known(chunk.item.file, chunk.item.offset, ours.head)
                 for (chunk, _, _), ours in zip(batch, archives, strict=True)

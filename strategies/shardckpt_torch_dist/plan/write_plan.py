@@ -84,14 +84,10 @@ class WritePlan(ChunkWork[StoredIndex, bytes]):
         ]
         # In the order of the tensors, which alternates between the files, so that all are written concurrently.
         for numbers, into in sorted(runs, key=lambda run: run[0][0]):
-            self._append_archives(into, numbers)
+            tensors, keys = [self.tensors[n] for n in numbers], [self.keys[n] for n in numbers]
+            frames = list(map(_frame, tensors, keys, [self.lengths[n] for n in numbers]))
+            append_run(into, tensors, keys, frames)
         return [into for _, into in open_files]
-
-    def _append_archives(self, file: FileWriter, numbers: Sequence[int]) -> None:
-        """Append the archives of tensors that follow each other in a file."""
-        tensors, keys = [self.tensors[n] for n in numbers], [self.keys[n] for n in numbers]
-        frames = list(map(_frame, tensors, keys, [self.lengths[n] for n in numbers]))
-        append_run(file, tensors, keys, frames)
 
 
 def append_archive(file: FileWriter, tensor: torch.Tensor, key: str, nbytes: int) -> None:
@@ -105,7 +101,7 @@ def append_archive(file: FileWriter, tensor: torch.Tensor, key: str, nbytes: int
 
 
 def _frame(tensor: torch.Tensor, key: str, nbytes: int) -> tuple[bytes, bytes]:
-    """Return what precedes and follows the values of a tensor: its archive, and the padding behind that."""
+    """Return the bytes before and after the values of a tensor: its archive, and the padding behind that."""
     frame = make_frame_of_length(tensor.dtype, tuple(tensor.shape), nbytes)
     if frame is None:
         raise ShardingError(f"tensor {key!r} is no longer the {nbytes} bytes that were planned for it")

@@ -170,7 +170,7 @@ def _warn_of_overwrite(checkpoint_dir: PathLike, process_group: Any) -> None:
         what = (
             "will replace the checkpoint there when it commits"
             if has_checkpoint
-            else "will come beside other files, which are no checkpoint and stay"
+            else "will come next to other files, which are no checkpoint and stay"
         )
         logger.warning("%s is not empty: this save %s", checkpoint_dir, what)
 
