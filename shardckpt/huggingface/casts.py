@@ -73,9 +73,10 @@ def parse_casts(dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | Non
         raise CheckpointingException("keep (--keep) says what is not cast: give a dtype (--dtype), too")
     if dtype is None or not hasattr(dtype, "items"):
         return Casts(parse_dtype(dtype), keep=kept)
-    if wrong := [pattern for pattern, found in dtype.items() if not isinstance(pattern, str) or found is None]:
+    if wrong := [pair for pair in dtype.items() if not isinstance(pair[0], str) or pair[1] is None]:
+        shown = ": ".join(map(show_given, wrong[0]))
         raise CheckpointingException(
-            f"dtype={{{show_given(wrong[0])}: {show_given(dtype[wrong[0]])}}}: give dtypes by patterns of names, as "
+            f"dtype={{{shown}}}: give dtypes by patterns of names, as "
             "{'*': 'bfloat16'}; keep (--keep) has those of what is not cast"
         )
     parsed = {

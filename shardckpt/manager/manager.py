@@ -218,7 +218,8 @@ class CheckpointManager:
         """
         with report_failure("save", self._place, self._rank):
             step = parse_number(step, "save", "how many steps the training has made, as manager.save(100)")
-            if isinstance(force, Mapping):
+            after_step: Any = force
+            if isinstance(after_step, Mapping):
                 raise CheckpointingException(
                     f"save: force={show_given(force)}: expected True or False; the states are those that the manager "
                     f"was made with: manager.save({step}), or manager.save({step}, force=True) whatever the interval is"

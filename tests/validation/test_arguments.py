@@ -47,7 +47,7 @@ class _Given(SimpleNamespace):
 
 
 def _trained(at: _Given) -> manager.CheckpointManager:
-    return manager.CheckpointManager(manager.CheckpointConfig(folder=at.folder), {"progress": Progress()})
+    return manager.CheckpointManager(manager.CheckpointConfig(folder=str(at.folder)), {"progress": Progress()})
 
 
 def _opened(at: _Given) -> Any:
