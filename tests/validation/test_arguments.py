@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardckpt import adapters, huggingface, local, maintenance, manager
@@ -22,6 +23,8 @@ from tests.tree import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    from tests.ranks import Ranks
 
 #: Careless values by what an error says is expected.
 _CARELESS: dict[str, list[Any]] = {
@@ -155,6 +158,17 @@ def test_every_door_refuses_careless_arguments(tmp_path: Path, door: Callable[..
             door(**given | {name: value})
     assert _read_all(tmp_path) == before
     assert all(map(torch.equal, values, model.parameters()))
+
+
+def _save_with_own_flag(path: str) -> None:
+    dc.save({"step": 1}, path, overwrite="no" if dist.get_rank() else False)  # type: ignore[call-overload]
+
+
+def test_a_careless_argument_of_one_rank_is_everyones_error(ranks: Ranks, tmp_path: Path) -> None:
+    """No rank waits for another that has refused its own arguments."""
+    for outcome in ranks.outcomes(2, _save_with_own_flag, str(tmp_path / "a")):
+        assert "rank 1, in 'reading the arguments': save: overwrite='no': expected True or False" in outcome.message
+    assert not (tmp_path / "a").exists()
 
 
 def test_the_table_has_every_door() -> None:
