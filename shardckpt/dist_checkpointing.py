@@ -16,9 +16,8 @@ from shardckpt.engine.loading import LoadOptions, lend_checkpoint, load_checkpoi
 from shardckpt.engine.loading import open_checkpoint as open_any
 from shardckpt.engine.locations import locate, locate_local
 from shardckpt.engine.operation import report_failure
-from shardckpt.engine.resizing import parse_resize
 from shardckpt.engine.saving import SaveOptions, find_saver, save_checkpoint
-from shardckpt.errors import CheckpointingException, StorageError, check_flags, parse_globals
+from shardckpt.errors import CheckpointingException, StorageError, parse_globals
 from shardckpt.huggingface.weights import ModelCheckpoint
 from shardckpt.maintenance.remove import RemovalReport, remove_keys
 from shardckpt.manager.step_names import parse_number
@@ -35,6 +34,7 @@ from shardckpt.storage.directory import retry_if_replaced
 from shardckpt.storage.filesystem import is_there
 from shardckpt.storage.input_file import read_file
 from shardckpt.storage.memory_budget import parse_memory_budget
+from shardckpt.validation.arguments import check_annotated
 from shardckpt.validation.keys import StrictHandling, parse_on_unused, parse_strict_flag, stored_key
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def save(
     *,
     async_sharded_save: Literal[True],
     preprocess_common_before_consistancy_check: Preprocess = None,
-    content_metadata: dict[str, Any] | None = None,
+    content_metadata: Any = None,
     async_strategy: str = "nvrx",
     verify_integrity: bool = False,
     preprocess_common_before_consistency_check: Preprocess = None,
@@ -115,7 +115,7 @@ def save(
     validate_access_integrity: bool = True,
     async_sharded_save: bool = False,
     preprocess_common_before_consistancy_check: Preprocess = None,
-    content_metadata: dict[str, Any] | None = None,
+    content_metadata: Any = None,
     async_strategy: str = "nvrx",
     verify_integrity: bool = False,
     *,
@@ -135,8 +135,8 @@ def save(
     validate_access_integrity: bool = True,
     async_sharded_save: bool = False,
     preprocess_common_before_consistancy_check: Preprocess = None,
-    content_metadata: dict[str, Any] | None = None,
-    async_strategy: str = "nvrx",  # noqa: ARG001 - Megatron's callers choose a library that we do not need
+    content_metadata: Any = None,
+    async_strategy: str = "nvrx",
     verify_integrity: bool = False,
     *,
     preprocess_common_before_consistency_check: Preprocess = None,
@@ -202,13 +202,7 @@ def save(
     with report_failure("save", checkpoint_dir, comm.rank):
         with comm.local_phase("reading the arguments"):
             target = locate(checkpoint_dir, get_plugin_manager())
-            check_flags(
-                validate_access_integrity=validate_access_integrity,
-                async_sharded_save=async_sharded_save,
-                verify_integrity=verify_integrity,
-                overwrite=overwrite,
-                fingerprints=fingerprints,
-            )
+            check_annotated(save, locals())
             options = SaveOptions(
                 validate_access_integrity,
                 overwrite,
@@ -328,18 +322,13 @@ def load(
     comm = Comm(process_group)
     with report_failure("load", checkpoint_dir, comm.rank):
         with comm.local_phase("reading the arguments"):
-            check_flags(
-                validate_access_integrity=validate_access_integrity,
-                verify_integrity=verify_integrity,
-                allow_dtype_cast=allow_dtype_cast,
-                fully_parallel=fully_parallel,
-            )
+            check_annotated(load, locals())
             budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
             mode, options = (
                 parse_strict_flag(strict),
                 LoadOptions(sharded_strategy, accept, parse_globals(allow_globals), reading),
             )
-            unused, resized = parse_on_unused(on_unused), parse_resize(resize)
+            unused, resized = parse_on_unused(on_unused), tuple(resize)
 
         def attempt() -> tuple[StateDict, KeyMismatch]:
             with comm.local_phase("reading the arguments"):
@@ -445,6 +434,7 @@ def load_content_metadata(
     Returns:
         The value that ``save`` was given; None if it was given none.
     """
+    check_annotated(load_content_metadata, locals())
     if preloaded_state_dict is not None:
         return preloaded_state_dict.get("content_metadata")
     if checkpoint_dir is None:
@@ -479,6 +469,7 @@ def remove_sharded_tensors(
     comm = Comm(process_group)
     with comm.local_phase("reading the arguments"):
         directory = locate_local(checkpoint_dir, "take keys out of")
+        check_annotated(remove_sharded_tensors, locals())
     report = remove_keys(directory, key_prefix, comm, get_plugin_manager(), dry_run=dry_run)
     if not report.keys and comm.is_main:
         logger.warning(
@@ -507,6 +498,7 @@ def check_is_distributed_checkpoint(checkpoint_dir: PathLike) -> bool:
 
 def get_default_save_sharded_strategy(backend: str | None = None, version: int | None = None) -> SaveStrategy:
     """Return the strategy that :func:`save` uses for a backend and version; by default the registry's default."""
+    check_annotated(get_default_save_sharded_strategy, locals())
     choice = backend if backend is None or version is None else (backend, version)
     return find_saver(choice, get_plugin_manager())
 
@@ -530,6 +522,7 @@ def register_default_strategy(
     Raises:
         PluginError: it does not do that, or names another backend or version.
     """
+    check_annotated(register_default_strategy, locals())
     get_plugin_manager().registry_before_plugins.put(action, backend, version, strategy)
 
 

@@ -352,13 +352,6 @@ def check_choice(argument: str, value: object, choices: Collection[str]) -> None
         )
 
 
-def check_flags(**flags: object) -> None:
-    """Raise CheckpointingException for a text in the place of a flag: "false", as of a variable, would be true."""
-    for name, value in flags.items():
-        if isinstance(value, str):
-            raise CheckpointingException(f"{name}={value!r:.100}: expected True or False")
-
-
 def parse_globals(allow_globals: object) -> tuple[Any, ...]:
     """Return the classes and functions that a caller allows in pickles.
 
@@ -374,30 +367,6 @@ def parse_globals(allow_globals: object) -> tuple[Any, ...]:
             f"allow_globals: {show_given(wrong[0])} where a list of classes and functions is expected, such as "
             "allow_globals=[MyConfig]"
         )
-    return found
-
-
-def check_text(argument: str, given: object) -> None:
-    """Raise CheckpointingException unless an argument is one text: ``str.startswith`` takes tuples, too."""
-    if not isinstance(given, str):
-        raise CheckpointingException(f"{argument}={show_given(given)}: give one text")
-
-
-def parse_texts(argument: str, given: object, what: str) -> tuple[str, ...]:
-    """Return a caller's list of texts.
-
-    Args:
-        argument: Its name, for the error.
-        given: The list.
-        what: What the texts are, in the plural: ``"names"``.
-
-    Raises:
-        CheckpointingException: it is one text, whose letters would be meant, or no list of texts.
-    """
-    found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (None,)
-    if not all(isinstance(each, str) for each in found):
-        example = f", such as [{given!r}]" if isinstance(given, str) else ""
-        raise CheckpointingException(f"{argument}={given!r:.200}: give a list of {what}{example}")
     return found
 
 

@@ -151,6 +151,18 @@ def test_flattened_shards_are_slices_of_a_cell() -> None:
         ShardedTensor.from_rank_offsets("w", torch.zeros(5), flattened_range=slice(0, 5))  # type: ignore[arg-type]
 
 
+def test_arguments_of_flattened_shards_and_names_are_checked() -> None:
+    """A shape that is one number, a range that is a pair, and a name that is no text are errors by name."""
+    data: Any = torch.zeros(5)
+    for shape in (24, None, "24", ("a",)):
+        with pytest.raises(ShardingError, match=r"'w': non_flat_local_shape is .*, expected the shape of the cell"):
+            ShardedTensor.from_rank_offsets_flat("w", data, shape, flattened_range=slice(2, 7))  # type: ignore[arg-type]
+    with pytest.raises(ShardingError, match=r"'w': flattened_range is .*, expected slice\(start, stop\)"):
+        ShardedTensor.from_rank_offsets_flat("w", data, (4, 6), flattened_range=(2, 7))  # type: ignore[arg-type]
+    with pytest.raises(CheckpointingException, match="unique_key=None: expected the name"):
+        ShardedObject.empty_from_unique_key(None)  # type: ignore[arg-type]
+
+
 @table("key", ["a", "a/b/shard_0_1", "layers.0._extra_state", "shard_1_2", "x/", "", "a_b/c_d"])
 @table(("shape", "offset"), [((1,), (0,)), ((2, 3), (1, 2)), ((), ())])
 def test_unique_keys_decode_to_what_they_encode(key: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> None:

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.adapters.group_options import GROUPS, list_options
-from shardckpt.errors import CheckpointingException, ask_nearest, format_many, listed, parse_texts
+from shardckpt.errors import CheckpointingException, ask_nearest, format_many, listed
 from shardckpt.state_dict import are_equal, of_type
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def choose_options(keep: Collection[str] | str, names: Collection[str]) -> list[
 
     ``keep`` has their names, or is one name or ``"all"``; a name that no group has is an error.
     """
-    wanted = [keep] if isinstance(keep, str) else parse_texts("keep_options", keep, "names of options")
+    wanted = [keep] if isinstance(keep, str) else [*keep]
     unknown = [name for name in wanted if name not in names and (name != _ALL or not names)]
     if unknown:
         there = listed([*map(repr, names)]) if names else "there are none, without an optimizer"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -21,9 +20,10 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.state_dict import are_equal
 from shardckpt.storage.directory import retry_if_replaced
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
@@ -96,14 +96,11 @@ def load_sharded_optimizer_state_dict(
     """
     comm = Comm(process_group)
     with comm.collective_phase("reading the arguments"):
+        check_annotated(load_sharded_optimizer_state_dict, locals())
         _refuse_planner(planner)
         location = _find_location(storage_reader)
         directory = None if location is None else locate(location, get_plugin_manager())
         allowed = (*allow_globals, *getattr(storage_reader, "allowed_globals", ()))
-        if not isinstance(model_state_dict, Mapping):
-            raise CheckpointingException(
-                f"expected the model's state dict (get_model_state_dict), got a {type(model_state_dict).__name__}"
-            )
         params = {name: value for name, value in model_state_dict.items() if isinstance(value, torch.Tensor)}
     comm.agree(optimizer_key=optimizer_key, shard_factored=shard_factored, by_reader=directory is None)
     if directory is None:

@@ -31,6 +31,7 @@ from shardckpt.planning.dtypes import refuse_cast, refuse_changed_values
 from shardckpt.state_dict import are_equal, dict_list_map_outplace
 from shardckpt.tensors.torch_private import is_sharded_tensor
 from shardckpt.tensors.wrappers import is_quantized
+from shardckpt.validation.arguments import check_annotated
 from shardckpt.validation.keys import VERSIONS
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def load_into(
     """
     parts = as_parts(model_or_parts)
     _check_structure(loaded, with_optimizers=bool(optimizers))
+    check_annotated(load_into, locals())
     kept_options = choose_options(keep_options, list_option_names(optimizers)) if keep_options else []
     model, optimizer_state = (loaded["model"], loaded["optimizer"]) if optimizers else (loaded, {})
     columns = list(map(list_state_columns, parts))

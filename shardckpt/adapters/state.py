@@ -35,6 +35,7 @@ from shardckpt.mapping.unstored import OptionalEntries
 from shardckpt.state_dict import nested_values
 from shardckpt.tensors.memory import ORDINARY
 from shardckpt.tensors.torch_private import is_sharded_tensor
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,9 +109,10 @@ def to_sharded_state_dict(
         ShardingError: two modules or two optimizers have different values under one name, or an argument has the wrong
             type.
     """
-    replicated: Replicated = True if check_replicas else "sampled"
     if not isinstance(prefix, str):
         raise ShardingError(f"prefix={show_given(prefix)}: give the text before every key, prefix='model.'")
+    check_annotated(to_sharded_state_dict, locals())
+    replicated: Replicated = True if check_replicas else "sampled"
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ShardingError(

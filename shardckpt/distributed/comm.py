@@ -39,7 +39,7 @@ from shardckpt.distributed.groups import get_cpu_group, get_live_group, moves_be
 from shardckpt.distributed.long_wait import LongWait
 from shardckpt.distributed.pickling import pickle_value, unpickle_trusted
 from shardckpt.distributed.routing import DIRECT_RANKS, Grid, check_targets, join_parts, split_parts
-from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError
+from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError, show_given
 from shardckpt.tensors.raw_memory import pack_bytes, view_tensor
 
 if TYPE_CHECKING:
@@ -141,6 +141,11 @@ class Comm:
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         active = not alone and dist.is_available() and dist.is_initialized()
+        if process_group is not None and not active and not alone:
+            raise CheckpointingException(
+                f"process_group={show_given(process_group)}: torch.distributed is not initialised in this process, "
+                "which would go on alone: call torch.distributed.init_process_group before, or give no group"
+            )
         own = resolve_group(process_group) if active else None
         group = get_cpu_group(own) if active else None
         # weak: an error's traceback may keep this Comm alive, and a job must still be able to destroy its groups

@@ -10,7 +10,7 @@ import torch
 
 from shardckpt.engine.optimizer_keys import is_optimizer_key
 from shardckpt.engine.patterns import matches_any
-from shardckpt.errors import CheckpointingException, listed, parse_texts
+from shardckpt.errors import CheckpointingException, listed
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
@@ -33,11 +33,6 @@ class _Kept(NamedTuple):
     axis: int
     first: int
     values: torch.Tensor
-
-
-def parse_resize(resize: object) -> tuple[str, ...]:
-    """Return the patterns of a caller's ``resize``; raise CheckpointingException if it is no list of texts."""
-    return parse_texts("resize", resize, "patterns of keys")
 
 
 def allow_resizing(

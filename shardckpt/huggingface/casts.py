@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.engine.patterns import check_patterns, matches_any
-from shardckpt.errors import CheckpointingException, parse_texts
+from shardckpt.errors import CheckpointingException, show_given
 from shardckpt.huggingface.dtypes import is_castable, parse_dtype
 
 if TYPE_CHECKING:
@@ -66,13 +66,19 @@ def parse_casts(dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | Non
 
     ``dtype`` is a dtype or its name; or dtypes by patterns of names as of :mod:`fnmatch`; ``"*"`` stands for
     the others: ``{"*": "bfloat16", "*.A_log": "bfloat16"}``. It is an error if one is no floating-point dtype of 16
-    bits or more, or if ``keep`` is one text, or is given without a dtype.
+    bits or more, or if ``keep`` is given without a dtype.
     """
-    kept = parse_texts("keep", keep, "patterns")
+    kept = tuple(keep)
     if kept and not dtype:
         raise CheckpointingException("keep (--keep) says what is not cast: give a dtype (--dtype), too")
     if dtype is None or not hasattr(dtype, "items"):
         return Casts(parse_dtype(dtype), keep=kept)
+    if wrong := [pair for pair in dtype.items() if not isinstance(pair[0], str) or pair[1] is None]:
+        shown = ": ".join(map(show_given, wrong[0]))
+        raise CheckpointingException(
+            f"dtype={{{shown}}}: give dtypes by patterns of names, as "
+            "{'*': 'bfloat16'}; keep (--keep) has those of what is not cast"
+        )
     parsed = {
         pattern: parse_dtype(found, "dtype" if pattern == "*" else f"dtype of {pattern!r}")
         for pattern, found in dtype.items()

@@ -9,16 +9,17 @@ from shardckpt.distributed.comm import Comm
 from shardckpt.engine.loading import LoadOptions, open_checkpoint
 from shardckpt.engine.locations import locate, locate_file, refuse_overlap
 from shardckpt.engine.saving import SaveOptions, save_checkpoint
-from shardckpt.errors import KeyMismatchError, check_text, cut_prefix
+from shardckpt.errors import CheckpointingException, KeyMismatchError, cut_prefix
 from shardckpt.huggingface.small_file import replace_file, write_pickled
 from shardckpt.huggingface.structure import make_structure, nest_stored, plain_name
-from shardckpt.huggingface.torch_file import read_torch_file
+from shardckpt.huggingface.torch_file import is_torch_file, read_torch_file
 from shardckpt.huggingface.torch_strategy import TorchFileLoadStrategy
 from shardckpt.manifest.models import Manifest
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import check_policy
 from shardckpt.storage.directory import retry_if_replaced
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
     import os
@@ -49,6 +50,7 @@ def dcp_to_torch_state_dict(checkpoint_dir: PathLike, *, prefix: str = "") -> St
         CannotLoadError: no installed strategy reads the checkpoint.
         CheckpointingException: any other failure, such as a prefix that no key begins with.
     """
+    check_annotated(dcp_to_torch_state_dict, locals())
     return retry_if_replaced(lambda: _state_dict(locate(checkpoint_dir, get_plugin_manager()), prefix), checkpoint_dir)
 
 
@@ -56,7 +58,6 @@ def _state_dict(directory: Path, prefix: str) -> StateDict:
     with open_checkpoint(directory, Comm(alone=True), get_plugin_manager(), LoadOptions()) as checkpoint:
         index = checkpoint.index()
         if prefix:
-            check_text("prefix", prefix)
             tensors: list[ShardedBase] = [s for s in index if isinstance(s, ShardedTensor) and s.key.startswith(prefix)]
             if not tensors:
                 keys = sorted(shard.key for shard in index)[:8]
@@ -73,7 +74,7 @@ def dcp_to_torch_save(checkpoint_dir: PathLike, file: PathLike, *, prefix: str =
 
     Args:
         checkpoint_dir: As for :func:`dcp_to_torch_state_dict`.
-        file: The file; an existing one is replaced when all bytes are durable.
+        file: The file; an existing one of ``torch.save`` is replaced when all bytes are durable.
         prefix: As for :func:`dcp_to_torch_state_dict`.
 
     Raises:
@@ -81,6 +82,11 @@ def dcp_to_torch_save(checkpoint_dir: PathLike, file: PathLike, *, prefix: str =
     """
     target = locate_file(file, "write a file of torch.save to")
     refuse_overlap([locate(checkpoint_dir, get_plugin_manager())], target)
+    if target.is_file() and target.stat().st_size and not is_torch_file(target):
+        raise CheckpointingException(
+            f"{target} is no file of torch.save, and it would be replaced: nothing was written; give another path, or "
+            "remove it first"
+        )
     state_dict = dcp_to_torch_state_dict(checkpoint_dir, prefix=prefix)
     with replace_file(target) as staged:
         write_pickled(staged, state_dict)
@@ -106,6 +112,7 @@ def torch_save_to_dcp(
     """
     comm = Comm()
     with comm.collective_phase("reading the file"):
+        check_annotated(torch_save_to_dcp, locals())
         path = locate_file(file, "read a file of torch.save from")
         check_policy(path, Manifest(backend=TorchFileLoadStrategy.backend, version=TorchFileLoadStrategy.version))
         state_dict = read_torch_file(path)

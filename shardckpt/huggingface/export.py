@@ -20,6 +20,7 @@ from shardckpt.huggingface.planning import ExportPlan, LeftOut, plan_export
 from shardckpt.huggingface.store_export import find_export
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.storage.directory import replaced_error, retry_if_replaced
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
     import os
@@ -151,6 +152,7 @@ def export_to_huggingface(
     """
     comm = Comm(process_group)
     with comm.local_phase("reading the arguments"):
+        check_annotated(export_to_huggingface, locals())
         source, folder = (locate(path, get_plugin_manager()) for path in (checkpoint_dir, target))
         refuse_overlap([source], folder)
         options = parse_options(

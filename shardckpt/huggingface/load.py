@@ -12,14 +12,12 @@ from shardckpt.engine.load_template import LoadTemplate
 from shardckpt.engine.loading import OpenCheckpoint, load_checkpoint
 from shardckpt.engine.locations import locate
 from shardckpt.engine.operation import Operation
-from shardckpt.engine.resizing import allow_resizing, parse_resize
+from shardckpt.engine.resizing import allow_resizing
 from shardckpt.errors import (
     CheckpointingException,
     KeyMismatchError,
     NotACheckpointError,
-    check_text,
     listed,
-    parse_texts,
 )
 from shardckpt.huggingface.adapters import PEFT
 from shardckpt.huggingface.config import ModelConfig
@@ -41,6 +39,7 @@ from shardckpt.storage.directory import open_directory, real_path, retry_if_repl
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import LoadContext
 from shardckpt.tensors.inner import get_outer_key
+from shardckpt.validation.arguments import check_annotated
 from shardckpt.validation.keys import StrictHandling
 
 if TYPE_CHECKING:
@@ -116,12 +115,11 @@ def load_from_huggingface(
     """
     comm = Comm(process_group)
     with comm.local_phase("reading the arguments"):
+        check_annotated(load_from_huggingface, locals())
         find_mapping(mapping)
-        check_text("prefix", prefix)
         budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
-        resized = parse_resize(resize)
-        names = parse_texts("optional", optional, "names")
-        ends = tuple(f".{name}" for name in names) if strict else ("",)  # what ends so may be missing
+        resized = tuple(resize)
+        ends = tuple(f".{name}" for name in optional) if strict else ("",)  # what ends so may be missing
         # without digests: the folder stores none
         manifest = Manifest(backend=HuggingFaceLoadStrategy.backend, version=HuggingFaceLoadStrategy.version)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import CheckpointingException, PluginError, name_known
+from shardckpt.errors import CheckpointingException, PluginError, name_known, show_given
 from shardckpt.huggingface.adapters import find_adapter_mapping
 from shardckpt.huggingface.mapping_file import find_file_mapping, read_config_file
 from shardckpt.huggingface.megatron import (
@@ -217,6 +217,8 @@ def _find(mapping: str | KeyMapping | None) -> KeyMapping:
 
 
 def _validate(mapping: object, what: str) -> KeyMapping:
+    if isinstance(mapping, type):  # which has the method, and none of its rules
+        raise PluginError(f"{what} is {show_given(mapping)}: give an object of it")
     if not isinstance(mapping, KeyMapping):
         raise PluginError(f"{what} is a {type(mapping).__name__}, which has no method links(key, shape)")
     return mapping

@@ -6,7 +6,6 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import parse_texts
 from shardckpt.manifest.hub import HUB_ADAPTER, HUB_ADAPTER_CONFIG, HUB_FILES, HUB_WEIGHTS, TRAINER_STATE, lacks_weights
 from shardckpt.manifest.names import FINGERPRINTS_NAME, INTEGRITY_NAME, MARKERS, RECORD_NAME
 
@@ -108,11 +107,8 @@ def encode_weights_index(weight_map: Mapping[str, str], total: int, origin: Mapp
 
 
 def parse_leave_out(names: Collection[str]) -> frozenset[str]:
-    """Return the names that a caller leaves out; one with a dot at its end is the name without it.
-
-    One text, whose letters would be the names, is an error.
-    """
-    return frozenset(name.removesuffix(".") for name in parse_texts("leave_out", names, "names"))
+    """Return the names that a caller leaves out; one with a dot at its end is the name without it."""
+    return frozenset(name.removesuffix(".") for name in names)
 
 
 def is_weights(name: str) -> bool:

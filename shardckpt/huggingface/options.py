@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.errors import check_choice, check_text
+from shardckpt.errors import check_choice
 from shardckpt.huggingface.assets import list_assets
 from shardckpt.huggingface.casts import Casts, parse_casts
 from shardckpt.huggingface.config import read_config
@@ -59,8 +59,6 @@ def parse_options(
     is written, and no config counts.
     """
     check_choice("format", format, (SAFETENSORS, BIN))
-    if prefix is not None:
-        check_text("prefix", prefix)
     copied = () if assets is None else tuple(list_assets(assets, mapping))
     config = None if folder is None else partial(read_config, copied, folder)
     return ExportOptions(

@@ -18,6 +18,7 @@ from shardckpt.huggingface.small_file import replace_file, write_pickled
 from shardckpt.storage.memory_budget import parse_size
 from shardckpt.storage.new_file import NewFile
 from shardckpt.tensors.memory import plain_cpu, tensor_bytes, view_key
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
     import os
@@ -51,6 +52,7 @@ def get_shard_info(
     Raises:
         CheckpointingException: ``save_dtype`` or ``shard_size`` is invalid, or a value is not a tensor.
     """
+    check_annotated(get_shard_info, locals())
     dtype, limit = parse_dtype(save_dtype, "save_dtype", bits=8), parse_size(shard_size, "shard_size")
     _check_tensors(state_dict)
     files: list[list[str]] = []
@@ -90,6 +92,7 @@ def save_state_dict(
             that).
         CheckpointingException: safetensors has no such dtype or name, or the file cannot be written.
     """
+    check_annotated(save_state_dict, locals())
     _check_tensors(state_dict)
     with replace_file(locate_file(path_to_save, "write tensors to")) as staged:
         (_write_safetensors if safe_serialization else _write_bin)(state_dict, staged)

@@ -14,6 +14,7 @@ from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.batches import batch_by_bytes
 from shardckpt.planning.boxes import Box
 from shardckpt.storage.memory_budget import parse_size
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -65,6 +66,7 @@ class ModelCheckpoint(StoredCheckpoint):
             CheckpointingException: An argument is wrong, a tensor is not stored as a whole, or it is damaged; what was
                 read before is right.
         """
+        check_annotated(ModelCheckpoint.weights, locals())
         options = parse_options(None, prefix=prefix, mapping=mapping, dtype=dtype, keep=keep, leave_out=leave_out)
         stored = [shard for shard in self._index if isinstance(shard, ShardedTensor)]
         prefix, chosen, _ = choose_model(stored, options, optimizer=optimizer)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,8 +35,9 @@ class CliqueReplication:
     def __init__(self, jump: int, factor: int, process_group: ProcessGroup | None = None) -> None:
         comm = Comm(process_group)
         with comm.collective_phase("forming cliques"):
-            comm.agree(jump=jump, factor=factor)
-            if type(jump) is not int or type(factor) is not int or jump < 1 or factor < 2:  # noqa: PLR2004 - 1 is no copy
+            check_annotated(CliqueReplication.__init__, locals())
+            comm.agree(jump=int(jump), factor=int(factor))
+            if jump < 1 or factor < 2:  # noqa: PLR2004 - 1 is no copy
                 raise CheckpointingException(
                     f"no cliques of jump {jump!r} and factor {factor!r}: jump is an integer of at least 1, factor of "
                     "at least 2; pass no replication to keep no copies"
@@ -45,8 +47,7 @@ class CliqueReplication:
                     f"{comm.world_size} ranks do not divide into cliques of jump {jump} and factor {factor}: jump "
                     "times factor must divide the number of ranks; " + _describe_fitting(jump, factor, comm.world_size)
                 )
-        self.jump = jump
-        self.factor = factor
+        self.jump, self.factor = int(jump), int(factor)
         #: The ranks, by their numbers in the job.
         self.members = comm.members
 

@@ -10,13 +10,14 @@ from shardckpt.distributed.comm import Comm
 from shardckpt.engine.loading import LoadOptions, load_checkpoint, open_checkpoint
 from shardckpt.engine.locations import locate_local
 from shardckpt.engine.saving import SaveOptions, save_checkpoint
-from shardckpt.errors import CheckpointingException, parse_globals
+from shardckpt.errors import CheckpointingException, parse_globals, show_given
 from shardckpt.local.tensor_aware import TensorAwareStateDict
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import BlockScales, ShardedTensor
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.state_dict import dict_list_map_outplace, nested_values
 from shardckpt.storage.directory import retry_if_replaced
+from shardckpt.validation.arguments import check_annotated
 from shardckpt.validation.keys import StrictHandling
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ def save_local(
     Raises:
         CheckpointingException: the save failed; ``directory`` is as it was before.
     """
+    check_part(state)
+    check_annotated(save_local, locals())
     if state.is_hollow:
         raise CheckpointingException("save_local: the tensors are out; insert_tensors() puts them back")
     shards = list(nested_values(state.sharded_state_dict))
@@ -88,6 +91,15 @@ def load_local(directory: str | os.PathLike[str], *, allow_globals: Iterable[Any
     options = LoadOptions(allow_globals=parse_globals(allow_globals))
     place = locate_local(directory, "load a local checkpoint from")
     return retry_if_replaced(lambda: _load(place, options), place)
+
+
+def check_part(state: object) -> None:
+    """Raise CheckpointingException unless a caller's state is a rank's part."""
+    if not isinstance(state, TensorAwareStateDict):
+        raise CheckpointingException(
+            f"expected a TensorAwareStateDict, got {show_given(state)}: pass the first of the two values that "
+            "TensorAwareStateDict.from_state_dict returns"
+        )
 
 
 def _load(directory: Path, options: LoadOptions) -> TensorAwareStateDict:

@@ -17,12 +17,14 @@ from shardckpt.errors import (
     StorageError,
     parse_globals,
     refuse_copy,
+    show_given,
 )
+from shardckpt.local.clique import CliqueReplication
 from shardckpt.local.inventory import Inventory
-from shardckpt.local.local_checkpoint import load_local, save_local
+from shardckpt.local.local_checkpoint import check_part, load_local, save_local
 from shardckpt.local.part_transfer import Route, transfer_parts
 from shardckpt.local.parts import PartFolder, PartId, SaveId
-from shardckpt.local.tensor_aware import TensorAwareStateDict
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
     import os
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from shardckpt.local.clique import CliqueReplication
     from shardckpt.local.parts import Listing
+    from shardckpt.local.tensor_aware import TensorAwareStateDict
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +79,16 @@ class LocalCheckpointManager:
     ) -> None:
         comm = Comm(process_group)
         with comm.collective_phase("opening local checkpoints"):
-            _check_arguments(replication, keep, comm)
+            check_annotated(LocalCheckpointManager.__init__, locals())
+            _check_replication(replication, comm)
+            cliques = None if replication is None else (replication.jump, replication.factor)
+            comm.agree(keep=int(keep), replication=cliques)
+            if keep < 1:
+                raise CheckpointingException(f"keep={keep}: expected an integer of at least 1")
             self._folder = PartFolder(locate_local(root, "keep local checkpoints on"))
         self._replication = replication
         self._group = process_group
-        self._keep = keep
+        self._keep = int(keep)
         self._allow_globals = parse_globals(allow_globals)
         self._has_warned_of_later = False
 
@@ -103,12 +110,9 @@ class LocalCheckpointManager:
         """
         comm = Comm(self._group)
         with comm.local_phase("saving a local checkpoint"):
-            if not isinstance(state, TensorAwareStateDict):
-                raise CheckpointingException(
-                    f"expected a TensorAwareStateDict, got a {type(state).__name__}: pass the first of the two values "
-                    "that TensorAwareStateDict.from_state_dict returns"
-                )
-            _check_step(step)
+            check_part(state)
+            check_annotated(LocalCheckpointManager.save, locals())
+            step = _parse_step(step)
             comm.agree(step=step)
             listing, inventory = self._list_all_parts(comm)
             self._folder.clear(listing.leftovers)
@@ -142,7 +146,8 @@ class LocalCheckpointManager:
         """
         comm = Comm(self._group)
         with comm.local_phase("discarding local checkpoints"):
-            _check_step(step)
+            check_annotated(LocalCheckpointManager.discard_after, locals())
+            step = _parse_step(step)
             comm.agree(step=step)
             listing, inventory = self._list_all_parts(comm)
             later = inventory.list_later(step)
@@ -196,6 +201,8 @@ class LocalCheckpointManager:
         """
         comm = Comm(self._group)
         with comm.local_phase("loading a local checkpoint"):
+            check_annotated(LocalCheckpointManager.load, locals())
+            step = None if step is None else _parse_step(step)
             comm.agree(step=step)
             _, inventory = self._list_all_parts(comm)
             self._warn(inventory, comm)
@@ -302,16 +309,15 @@ class LocalCheckpointManager:
             return None, str(exc)
 
 
-def _check_step(step: int) -> None:
-    if type(step) is not int or not 0 <= step < 10**18:
-        raise CheckpointingException(f"step={step!r}: expected an integer from 0 to 10**18 - 1")
+def _parse_step(step: int) -> int:
+    if not 0 <= step < 10**18:
+        raise CheckpointingException(f"step={step}: expected an integer from 0 to 10**18 - 1")
+    return int(step)  # numpy's, too
 
 
-def _check_arguments(replication: CliqueReplication | None, keep: int, comm: Comm) -> None:
-    cliques = None if replication is None else (replication.jump, replication.factor)
-    comm.agree(keep=keep, replication=cliques)
-    if type(keep) is not int or keep < 1:
-        raise CheckpointingException(f"keep={keep!r}: expected an integer of at least 1")
+def _check_replication(replication: CliqueReplication | None, comm: Comm) -> None:
+    if not isinstance(replication, CliqueReplication | None):
+        raise CheckpointingException(f"replication={show_given(replication)}: expected a CliqueReplication or None")
     if replication is not None and replication.members != comm.members:
         raise CheckpointingException(
             f"the cliques are of ranks {replication.members}, the manager is of {comm.members}: pass both the same "

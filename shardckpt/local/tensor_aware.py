@@ -17,6 +17,7 @@ from shardckpt.planning.shapes import check_shapes
 from shardckpt.planning.shard_copies import shard_id
 from shardckpt.state_dict import dict_list_map_outplace, nested_values, split_for_save
 from shardckpt.tensors.wrappers import fill
+from shardckpt.validation.arguments import check_annotated
 from shardckpt.validation.keys import StrictHandling, compare_keys, name_keys, parse_strict_flag, stored_key
 from shardckpt.validation.replicas import choose_main_replicas
 from shardckpt.validation.sharding import validate_shards
@@ -153,6 +154,7 @@ class TensorAwareStateDict:
         comm = Comm()
         with comm.local_phase("restoring a state dict"):
             with comm.collective_phase("preparing the state dict"):
+                check_annotated(TensorAwareStateDict.to_state_dict, locals())
                 self._check_tensors("to_state_dict")
                 _check_algo(algo)
                 check_algorithm(exchange_algo)

@@ -26,6 +26,7 @@ from shardckpt.storage.filesystem import is_there
 from shardckpt.storage.memory_budget import LEAST_READING, check_memory_budget, parse_size
 from shardckpt.strategy import SaveStrategy
 from shardckpt.stubs.stub import make_stub_class
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
     import os
@@ -136,6 +137,7 @@ def convert_checkpoint(
         convert_checkpoint("step-1", "step-1-ep", "ep")
         convert_checkpoint("Qwen3-0.6B", "start", "dcp")
     """
+    check_annotated(convert_checkpoint, locals())
     if rename and mapping == "megatron" and to != FOLDER:
         raise CheckpointingException(
             "rename (--rename) and mapping='megatron', which reads a Hugging Face folder by the Hub's names, do not go "

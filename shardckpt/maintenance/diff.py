@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,7 +15,7 @@ from shardckpt.engine.optimizer_keys import is_optimizer_key
 from shardckpt.engine.progress import Progress
 from shardckpt.engine.renaming import parse_renames
 from shardckpt.engine.streaming import STREAM_BYTES, TensorBox, read_boxes
-from shardckpt.errors import CheckpointingException, check_text, cut_prefix, parse_globals, prefix_error, show_given
+from shardckpt.errors import CheckpointingException, cut_prefix, parse_globals, prefix_error
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.maintenance.diff_report import DiffReport, TensorDifference
 from shardckpt.maintenance.fingerprint_diff import find_same
@@ -30,6 +29,7 @@ from shardckpt.plugins.key_mapping import Identity, KeyMapEntry, get_key_map_ent
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.storage.directory import open_directory, retry_if_replaced
 from shardckpt.storage.memory_budget import parse_size
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
     import os
@@ -80,13 +80,10 @@ def diff_checkpoints(
         ignore_dtype: Whether tensors of two dtypes are equal where their values are, both cast to a wider one; else
             they differ whatever the values.
     """
-    check_text("prefix", prefix)
-    tolerances: dict[str, Any] = {"rtol": rtol, "atol": atol}
-    for name, tolerance in tolerances.items():
-        if not (isinstance(tolerance, Real) and float(tolerance) >= 0):
-            raise CheckpointingException(
-                f"{name}={show_given(tolerance)}: a tolerance is a number that is not negative"
-            )
+    check_annotated(diff_checkpoints, locals())
+    for name, tolerance in {"rtol": rtol, "atol": atol}.items():
+        if not tolerance >= 0:  # NaN, too
+            raise CheckpointingException(f"{name}={tolerance}: a tolerance is a number that is not negative")
 
     plugins = get_plugin_manager()
     chosen, budget = find_mapping(mapping), parse_size(memory, "memory")

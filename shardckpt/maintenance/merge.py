@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
-from numbers import Integral, Real
+from numbers import Real
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -23,6 +23,7 @@ from shardckpt.maintenance.merge_weights import check_weights
 from shardckpt.maintenance.merged_source import MergeRules, Missing, Optimizer, merge_opened
 from shardckpt.maintenance.sources import Reading, identify_source, open_source, warn_of_unread_files
 from shardckpt.storage.memory_budget import check_memory_budget, parse_size
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -153,13 +154,14 @@ def merge_checkpoints(
         CheckpointingException: Tensors that are not floating-point differ; weights do not fit; or as for
             :func:`convert_checkpoint`.
     """
+    check_annotated(merge_checkpoints, locals())
     sources = _list_given("sources", sources, "checkpoints")
     places = [str(source) for source in sources]
     chosen = _choose_weights(places, weights, slerp)
     budget = parse_size(memory_budget, "memory_budget")
     check_memory_budget(budget, _LEAST_BUDGET, "to merge takes")
-    if not _is_number(base, Integral) or not -len(places) <= base < len(places):
-        raise CheckpointingException(f"base={show_given(base)}: there are {len(places)} sources, numbered from 0")
+    if not -len(places) <= base < len(places):
+        raise CheckpointingException(f"base={base}: there are {len(places)} sources, numbered from 0")
     check_choice("optimizer", optimizer, get_args(Optimizer))
     check_choice("missing", missing, get_args(Missing))
     if accumulate not in [*_ACCUMULATORS]:  # a list has no hash
@@ -280,8 +282,6 @@ def _choose_weights(places: Sequence[str], weights: Sequence[float] | None, sler
         chosen = [float(each) if _is_number(each, Real) and not isinstance(each, int) else each for each in given]
         check_weights(chosen, len(places))
         return chosen
-    if not _is_number(slerp, Real):
-        raise CheckpointingException(f"slerp={show_given(slerp)}: expected a number from 0 to 1")
     slerp = float(slerp)
     if weights is not None or len(places) != _TWO or not 0 <= slerp <= 1:
         also = "" if weights is None else " and weights"

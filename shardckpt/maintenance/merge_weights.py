@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, name_known
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ def compute_ema_weights(count: int, decay: float) -> list[float]:
     Raises:
         CheckpointingException: The decay is not between 0 and 1.
     """
+    check_annotated(compute_ema_weights, locals())
     if not 0 < decay < 1:
         raise CheckpointingException(f"decay {decay:g}: an EMA's decay is above 0 and below 1, such as 0.9")
     return [(1 - decay if number else 1.0) * decay ** (count - 1 - number) for number in range(count)]
@@ -56,6 +58,7 @@ def compute_wsm_weights(steps: Sequence[float], decay: str = "1-sqrt") -> list[f
     Raises:
         CheckpointingException: The decay is unknown, or the steps do not ascend.
     """
+    check_annotated(compute_wsm_weights, locals())
     if decay not in WSM_DECAYS:
         raise CheckpointingException(f"decay={decay!r} is no decay of WSM {name_known(decay, WSM_DECAYS, 'decays')}")
     if len(steps) < 2 or any(later <= earlier for earlier, later in pairwise(steps)):  # noqa: PLR2004

@@ -21,6 +21,7 @@ from shardckpt.storage.directory import retry_if_replaced
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.sums import read_fingerprints
 from shardckpt.strategy import LoadContext
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
     import os
@@ -51,6 +52,7 @@ def migrate_checkpoint(
     it was. At a URL, only what an interrupted save has left is replaced. ``old`` is not changed, unless it is ``new``,
     too.
     """
+    check_annotated(migrate_checkpoint, locals())
     plugins = get_plugin_manager()
     return retry_if_replaced(
         lambda: _migrate(locate(old, plugins), locate(new, plugins), to, plugins, overwrite=overwrite), old

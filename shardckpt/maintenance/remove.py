@@ -12,7 +12,7 @@ from shardckpt.engine.integrity import ExpectedFile, find_faults, read_integrity
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.pruning import clear_leftovers, make_superseded_check
 from shardckpt.engine.space import REMOVE, refuse_full
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, check_text, format_many
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, format_many
 from shardckpt.maintenance.rewrite import rewrite_file
 from shardckpt.manifest.models import Integrity
 from shardckpt.manifest.names import FINGERPRINTS_NAME, INTEGRITY_NAME, RECORD_NAME
@@ -76,7 +76,6 @@ def remove_keys(
 
 
 def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool) -> RemovalReport:
-    check_text("key_prefix", prefix)
     if not prefix:
         raise CheckpointingException(f"the prefix is {prefix!r}: give the text that the keys to be removed begin with")
     if not dry_run:

@@ -49,6 +49,7 @@ from shardckpt.storage.filesystem import find_size, is_there, put_file, refuse_l
 from shardckpt.storage.places import list_folders
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import ChecksFiles
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
     import os
@@ -107,6 +108,7 @@ def verify_checkpoint(directory: str | os.PathLike[str], *, repair: bool = False
     that lists the others is missing or damaged. It is an error, too, if such a file cannot be read, or if there are no
     digests and the strategy needs them.
     """
+    check_annotated(verify_checkpoint, locals())
     return retry_if_replaced(lambda: _verify(locate(directory, get_plugin_manager()), repair=repair), directory)
 
 

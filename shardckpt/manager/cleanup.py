@@ -17,6 +17,7 @@ from shardckpt.manifest.names import MARKERS
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.storage.abilities import takes_requests
 from shardckpt.storage.input_file import read_file
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,6 +59,7 @@ def cleanup_old_checkpoints(training_args: Any, shared_file_system: bool = True)
     limit = getattr(training_args, "save_total_limit", None) or 0
     comm.agree(save_total_limit=limit, shared_file_system=shared_file_system)
     with comm.collective_phase("removing old checkpoints"):
+        check_annotated(cleanup_old_checkpoints, locals())
         if not isinstance(limit, int):
             raise CheckpointingException(f"save_total_limit is {limit!r}: expected a whole number, or None")
         if limit > 0 and _removes(comm, shared_file_system):

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 from shardckpt.commit.holds import MARK_SECONDS, Hold, describe_process, make_hold
 from shardckpt.errors import CheckpointingException, listed, name_known
 from shardckpt.manager.any_steps import AnySteps
+from shardckpt.manager.step_names import parse_number
 from shardckpt.manager.step_resolution import check_step, find_newest
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.storage.filesystem import wrap_os_errors
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
     import os
@@ -123,18 +125,17 @@ def lease_step(folder: str | os.PathLike[str], step: int = -1, *, holder: str = 
         CannotLoadError: there is no such step, or it cannot be loaded.
         StorageError: the folder cannot be written to: a lease is a file in it.
     """
+    check_annotated(lease_step, locals())
     if not _SHORTEST_LEASE <= seconds <= _LONGEST_LEASE:  # NaN, too
         raise CheckpointingException(
             f"seconds={seconds}: give {_SHORTEST_LEASE} or more, so that a lease is renewed in time, and at most "
             f"{_LONGEST_LEASE:.0f}, ten years; what stays for longer has a pin (pin_step)"
         )
     steps = StepFolder(folder, get_plugin_manager())
-    if step < 0:
-        newest = find_newest(steps)
-        if newest is None:
-            raise CheckpointingException(f"{steps} has no checkpoint to lease")
-        step = newest
-    return Lease(steps, step, holder or describe_process(), seconds)
+    chosen = find_newest(steps) if step < 0 else int(step)
+    if chosen is None:
+        raise CheckpointingException(f"{steps} has no checkpoint to lease")
+    return Lease(steps, chosen, holder or describe_process(), seconds)
 
 
 def find_holds(folder: str | os.PathLike[str]) -> dict[str, list[Hold]]:
@@ -158,6 +159,7 @@ def pin_step(folder: str | os.PathLike[str], step: int | str, label: str) -> Non
         CheckpointingException: the label is empty, the step is being removed, or it is a link to another step.
         StorageError: the folder cannot be written to.
     """
+    check_annotated(pin_step, locals())
     if not label.strip():
         raise CheckpointingException(f"step {step}: a pin needs a label that says why the step is kept")
     steps, step = find_step(folder, step)
@@ -176,6 +178,7 @@ def pin_step(folder: str | os.PathLike[str], step: int | str, label: str) -> Non
 
 def unpin_step(folder: str | os.PathLike[str], step: int | str, label: str) -> None:
     """Take a pin away; no error if the step does not have it, or does not exist. Not collective."""
+    check_annotated(unpin_step, locals())
     steps, step = find_step(folder, step)
     steps.holds.drop(make_hold(steps.names.name(step), "pin", label, None)[0])
 
@@ -188,7 +191,8 @@ def find_step(folder: str | os.PathLike[str], step: int | str, *, also: Collecti
     error of a misspelt one asks about it.
     """
     steps = AnySteps(folder, get_plugin_manager())
-    if isinstance(step, int):
+    if not isinstance(step, str):
+        step = parse_number(step, str(steps), "its number, or the name of its directory")
         found = [each for each in steps.list_namings() if step in each.steps()]
         if len(found) > 1:
             names = [each.names.name(step) for each in found]

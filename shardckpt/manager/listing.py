@@ -73,6 +73,7 @@ from shardckpt.storage.places import (
 )
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import LoadContext, find_error
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -90,6 +91,7 @@ def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False)
     these, by its path, folder by folder; also behind links that lead out of the folder. It is a StorageError if the
     folder does not exist (on a store: has no object).
     """
+    check_annotated(list_checkpoints, locals())
     plugins = get_plugin_manager()
     place = locate(folder, plugins)
     if place.is_file():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -50,9 +51,10 @@ from shardckpt.manifest.names import CONTENT_KEY, Lineage
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.storage.memory_budget import parse_size
 from shardckpt.storage.remote import limit_attempts
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable
     from types import TracebackType
 
     from torch.distributed import ProcessGroup
@@ -215,16 +217,19 @@ class CheckpointManager:
                 step that failed has no checkpoint; older checkpoints are unchanged.
         """
         with report_failure("save", self._place, self._rank):
+            step = parse_number(step, "save", "how many steps the training has made, as manager.save(100)")
+            after_step: Any = force
+            if isinstance(after_step, Mapping):
+                raise CheckpointingException(
+                    f"save: force={show_given(force)}: expected True or False; the states are those that the manager "
+                    f"was made with: manager.save({step}), or manager.save({step}, force=True) whatever the interval is"
+                )
+            # ranks may have other metrics: those are checked where all raise what one of them raises
+            check_annotated(CheckpointManager.save, {"force": force, "last_step": last_step})
             return self._save_if_due(step, force, last_step=last_step, metrics=metrics or {})
 
     def _save_if_due(self, step: int, force: bool, *, last_step: bool, metrics: Mapping[str, float]) -> bool:
         """Collective: do as :meth:`save`."""
-        step = parse_number(step, "save", "how many steps the training has made, as manager.save(100)")
-        if force not in (True, False):
-            raise CheckpointingException(
-                f"save: force={show_given(force)}: expected True or False; the states are those that the manager was "
-                f"made with: manager.save({step}), or manager.save({step}, force=True) whatever the interval is"
-            )
         for part in self._parts:
             part.on_step(step)
         if self._writer is None:
@@ -440,9 +445,13 @@ class CheckpointManager:
         if not self.config.enable_checkpoint:
             return None
         kept = next((policy for policy in self.config.retention_policies if isinstance(policy, KeepBest)), None)
-        metric = metric or (self.config.best_metric if kept is None else kept.metric)
-        chosen = mode or (self.config.best_mode if kept is None else kept.mode)
-        return Comm(self._group).main_runs("looking for the best step", lambda: find_best(self._folder, metric, chosen))
+
+        def find() -> int | None:
+            check_annotated(CheckpointManager.best_step, {"metric": metric})
+            name = metric or (self.config.best_metric if kept is None else kept.metric)
+            return find_best(self._folder, name, mode or (self.config.best_mode if kept is None else kept.mode))
+
+        return Comm(self._group).main_runs("looking for the best step", find)
 
     def metrics(self, step: int) -> dict[str, float | None]:
         """Collective: return the metrics that :meth:`save` was given for a step, by name; None for NaN and infinity.
@@ -586,6 +595,7 @@ class CheckpointManager:
         if model_only:
             state = cast_shards(state, config.export_dtype, comm)
         with comm.local_phase("describing the states"):
+            check_annotated(CheckpointManager.save, {"metrics": metrics})
             numbers = parse_metrics(metrics)
             content = {
                 "step": step,

@@ -31,6 +31,7 @@ from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import hold_checkpoint
 from shardckpt.storage.directory import retry_if_replaced
 from shardckpt.storage.places import get_url
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -159,6 +160,7 @@ def mark_checkpoint(
     since, that is an error, and nothing is written. ``faults`` are texts for people; ``damaged`` names the files that
     are not as written.
     """
+    check_annotated(mark_checkpoint, locals())
     if identify_save(checkpoint) != save:
         raise CheckpointingException(
             f"{checkpoint} was replaced by another save while it was verified: it is not marked; verify it again"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, show_given
 from shardckpt.manifest.names import CONTENT_KEY
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def read_metric(value: Any) -> float | None:
@@ -79,18 +81,18 @@ def rank_steps(steps: Mapping[int, Mapping[str, Any]], metric: str, mode: str) -
     ]
 
 
-def parse_metrics(metrics: Any) -> dict[str, float | None]:
+def parse_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
     """Return the metrics of a step for JSON: floats by name; None for NaN and infinity, which JSON does not have.
 
     Values are numbers, or tensors and arrays of one number; anything else is an error.
     """
-    if not isinstance(metrics, Mapping):
-        raise CheckpointingException(f"metrics={metrics!r:.100}: give them by name, {{'loss': 0.25}}")
     numbers: dict[str, float | None] = {}
     for name, value in metrics.items():
+        if not isinstance(name, str):  # 1 and "1" would be one metric
+            raise CheckpointingException(f"the metric {show_given(name)} is no name: give texts, {{'loss': 0.25}}")
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError) as exc:
-            raise CheckpointingException(f"the metric {str(name)!r} is {value!r:.100}: give one number") from exc
-        numbers[str(name)] = read_metric(number)
+            raise CheckpointingException(f"the metric {name!r} is {value!r:.100}: give one number") from exc
+        numbers[name] = read_metric(number)
     return numbers

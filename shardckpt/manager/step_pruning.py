@@ -23,6 +23,7 @@ from shardckpt.manager.retention import (
 )
 from shardckpt.manager.step_links import find_moves, find_own_links
 from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
     import os
@@ -109,6 +110,9 @@ def prune_steps(
         CheckpointingException: there is no such step as a protected one: nothing was removed.
         StorageError: the folder cannot be listed.
     """
+    check_annotated(prune_steps, locals())
+    if older_than is not None and not older_than >= 0:  # NaN, too
+        raise CheckpointingException(f"older_than={older_than}: give hours, 0 or more")
     folders = AnySteps(folder, get_plugin_manager()).list_namings(names)
     for one in folders:
         one.unwritten = unwritten or {}

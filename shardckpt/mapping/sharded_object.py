@@ -6,7 +6,7 @@ import dataclasses
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.errors import CheckpointingException, ShardingError, show_given
 from shardckpt.mapping.base import ReplicaId, Replicated, ShardedBase, find_name_fault
 
 
@@ -73,6 +73,8 @@ class ShardedObject(ShardedBase):
         Raises:
             CheckpointingException: ``unique_key`` is not of that form.
         """
+        if not isinstance(unique_key, str):
+            raise CheckpointingException(f"unique_key={show_given(unique_key)}: expected the name of a sharded object")
         key, found, tail = unique_key.rpartition("/shard_")
         offset_text, separator, shape_text = tail.partition("_")
         try:

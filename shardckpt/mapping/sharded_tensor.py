@@ -348,7 +348,18 @@ class ShardedTensor(ShardedBase):
         """
         if fault := _arguments_fault(key, data, rank_offsets, prepend_axis_num):
             raise ShardingError(f"ShardedTensor {key!r}: {fault}")
-        cell = torch.empty(tuple(non_flat_local_shape), dtype=data.dtype, device="meta")
+        try:
+            shape = tuple(map(operator.index, non_flat_local_shape))
+        except TypeError:
+            raise ShardingError(
+                f"ShardedTensor {key!r}: non_flat_local_shape is {show_given(non_flat_local_shape)}, expected the "
+                "shape of the cell before it was flattened, a tuple of integers"
+            ) from None
+        if not isinstance(flattened_range, slice):
+            raise ShardingError(
+                f"ShardedTensor {key!r}: flattened_range is {show_given(flattened_range)}, expected slice(start, stop)"
+            )
+        cell = torch.empty(shape, dtype=data.dtype, device="meta")
         described = cls.from_rank_offsets(key, cell, *rank_offsets, prepend_axis_num=prepend_axis_num, **init_kwargs)
         return dataclasses.replace(described, data=data, flattened_range=flattened_range)
 

@@ -268,5 +268,5 @@ def test_what_is_no_loaded_state_dict_is_refused(loaded: Any) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ShardingError, match="in the place of the loaded state dict"):
         load_into(loaded, model)
-    with pytest.raises(CheckpointingException, match="keep_options=True: give a list of names of options"):
+    with pytest.raises(CheckpointingException, match="keep_options=True: expected a list of texts or one text"):
         load_into(to_sharded_state_dict(model), model, keep_options=True)  # type: ignore[arg-type]

@@ -158,6 +158,12 @@ def test_one_process_needs_no_group() -> None:
         raise ShardingError("plain")
 
 
+def test_a_group_without_torch_distributed_is_an_error() -> None:
+    """A job that forgot to initialise would save as one rank, and each of its ranks over the others."""
+    with pytest.raises(CheckpointingException, match=r"process_group=.*: .*call torch\.distributed\.init_"):
+        Comm(object())  # type: ignore[arg-type]
+
+
 def _hands_out_what_cannot_be_pickled(how: str) -> None:
     comm = Comm()
     value = (lambda: None) if comm.rank == (0 if how == "broadcast" else 1) else 1

@@ -73,8 +73,11 @@ def test_a_pattern_casts_or_keeps_what_it_names(tmp_path: Path) -> None:
         export_to_huggingface(source, tmp_path / "hf", overwrite=True, keep=["*norm*"])
     with pytest.raises(CheckpointingException, match=r"dtype='bflot16': did you mean bfloat16\?"):
         export_to_huggingface(source, tmp_path / "hf", overwrite=True, dtype="bflot16")
-    with pytest.raises(CheckpointingException, match=r"give a list of patterns"):
+    with pytest.raises(CheckpointingException, match=r"expected a list of texts"):
         export_to_huggingface(source, tmp_path / "hf", overwrite=True, dtype="bf16", keep="*norm*")
+    for odd in ({"*norm*": None}, {1: "bfloat16"}):  # the first cast nothing, without a word
+        with pytest.raises(CheckpointingException, match=r"dtype=\{.*\}: give dtypes by patterns of names"):
+            export_to_huggingface(source, tmp_path / "hf", overwrite=True, dtype=odd)  # type: ignore[arg-type]
     assert _dtypes(tmp_path / "hf") == found
 
 

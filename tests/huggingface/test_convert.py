@@ -156,6 +156,20 @@ def test_a_file_is_one_of_this_machine(tmp_path: Path, monkeypatch: pytest.Monke
     assert not list((tmp_path / "work").iterdir())
 
 
+def test_a_file_of_something_else_stays(tmp_path: Path) -> None:
+    """A file of torch.save is replaced, also an empty one; a program, of a mistyped name, is not."""
+    save(tmp_path / "c")
+    for content in (b"", b"print('train')"):
+        (tmp_path / "train.py").write_bytes(content)
+        if content:
+            with pytest.raises(CheckpointingException, match=r"train\.py is no file of torch\.save, and it would be"):
+                dcp_to_torch_save(tmp_path / "c", tmp_path / "train.py")
+            assert (tmp_path / "train.py").read_bytes() == content
+        else:
+            for _ in range(2):
+                dcp_to_torch_save(tmp_path / "c", tmp_path / "train.py")
+
+
 def test_a_directory_is_no_file_and_none_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are errors that say so, before anything is written; the current directory, too."""
     save(tmp_path / "c")

@@ -417,7 +417,7 @@ def test_a_prefix_is_one_text(tmp_path: Path, prefix: Any) -> None:
         lambda: diff_checkpoints(tmp_path / "step", tmp_path / "step", prefix=prefix),
         lambda: dc.remove_sharded_tensors(tmp_path / "step", prefix),
     ):
-        with pytest.raises(CheckpointingException, match=r"prefix=.*: give one text"):
+        with pytest.raises(CheckpointingException, match=r"prefix=.*: expected one text"):
             call()
     assert not (tmp_path / "new").exists()
 

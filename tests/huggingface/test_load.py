@@ -328,7 +328,9 @@ def test_what_a_folder_lacks_can_stay(tmp_path: Path, caplog: pytest.LogCaptureF
         assert mine["head"].sum() == 14
         assert "head" in caplog.text
         caplog.clear()
-    with pytest.raises(CheckpointingException, match=r"^optional='d': give a list of names, such as \['d'\]"):
+    with pytest.raises(
+        CheckpointingException, match=r"^load_from_huggingface: optional='d': expected a list of texts, such as \['d'\]"
+    ):
         load_from_huggingface(wanted, tmp_path / "hf", optional="d")
 
 

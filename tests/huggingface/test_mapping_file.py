@@ -189,6 +189,14 @@ def test_a_path_names_a_file_as_its_text_does(tmp_path: Path) -> None:
         diff_checkpoints(tmp_path / "c", tmp_path / "hf", mapping="lama")
 
 
+def test_a_class_of_mappings_is_no_mapping(tmp_path: Path) -> None:
+    """It has the methods, and no rules: the error says to make one."""
+    save(tmp_path / "c", {"a": torch.ones(2)})
+    with pytest.raises(CheckpointingException, match="the mapping is the class RuleMapping: give an object of it"):
+        export_to_huggingface(tmp_path / "c", tmp_path / "hf", mapping=RuleMapping)  # type: ignore[arg-type]
+    assert not (tmp_path / "hf").exists()
+
+
 def test_a_name_twice_in_a_file_of_rules_is_an_error(tmp_path: Path) -> None:
     """The first of the two would be lost without a word."""
     (tmp_path / "rules.json").write_text('{"a": "b", "a": "c"}')

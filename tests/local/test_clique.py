@@ -33,7 +33,7 @@ def test_cliques_are_a_jump_apart(ranks: Ranks) -> None:
         (3, 3, "jump=1 with factor=4 fits"),
         (0, 2, "at least 1"),
         (1, 1, "pass no replication"),
-        (1, 2.0, "an integer"),
+        (1, 2.0, "a whole number"),
     ],
 )
 def test_other_cliques_are_refused(ranks: Ranks, jump: int, factor: Any, expected: str) -> None:

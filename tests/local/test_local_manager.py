@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardckpt.errors import CheckpointingException, NotACheckpointError, StorageError
-from shardckpt.local import CliqueReplication, LocalCheckpointManager, TensorAwareStateDict, messages
+from shardckpt.local import CliqueReplication, LocalCheckpointManager, TensorAwareStateDict, messages, save_local
 from shardckpt.local.parts import PartId
 from shardckpt.mapping import ShardedTensor
 from tests import backends
@@ -70,6 +71,15 @@ def test_it_works_without_a_process_group(tmp_path: Path) -> None:
     check_part(manager.load(2), 2)
     with pytest.raises(NotACheckpointError, match=r"of step 1 .*complete steps: 2, 3"):
         manager.load(1)
+
+
+def test_numpys_numbers_are_steps(tmp_path: Path) -> None:
+    """Steps and numbers of steps may come from an array."""
+    manager = LocalCheckpointManager(tmp_path, keep=np.int64(2))  # type: ignore[arg-type]
+    for step in np.arange(3):
+        manager.save(make_part(int(step)), step)
+    check_part(manager.load(np.int32(1)), 1)  # type: ignore[arg-type]
+    assert manager.discard_after(np.int64(1)) == [2]  # type: ignore[arg-type]
 
 
 def _follow_example(base: str, step: int) -> dict[str, Any]:
@@ -400,3 +410,8 @@ def test_what_is_no_part_is_named(tmp_path: Path) -> None:
     """What from_state_dict gives is a part and more: save says which of both it takes."""
     with pytest.raises(CheckpointingException, match="pass the first of the two values"):
         LocalCheckpointManager(tmp_path).save(TensorAwareStateDict.from_state_dict({"step": 1}), 1)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointingException, match="pass the first of the two values"):
+        save_local({}, tmp_path / "part")  # type: ignore[arg-type]
+    with pytest.raises(CheckpointingException, match="replication=2: expected a CliqueReplication"):
+        LocalCheckpointManager(tmp_path, 2)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())

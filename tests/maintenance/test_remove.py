@@ -280,7 +280,7 @@ def test_no_match_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         dc.remove_sharded_tensors(path, prefix)
     assert f"begins with {prefix!r}: nothing is removed" in caplog.text
     for wrong in (["model."], path / "model."):  # the checkpoint was called damaged
-        with pytest.raises(CheckpointingException, match=r"^key_prefix=.*: give one text"):
+        with pytest.raises(CheckpointingException, match=r"^remove_sharded_tensors: key_prefix=.*: expected one text"):
             dc.remove_sharded_tensors(path, wrong)  # type: ignore[arg-type]
     with pytest.raises(CheckpointingException, match=r"^the prefix is '': give the text"):
         dc.remove_sharded_tensors(path, "")

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from shardckpt.cli import main
@@ -187,7 +188,18 @@ def test_what_cannot_be_held_is_an_error(tmp_path: Path) -> None:
             lease_step(tmp_path, 1, seconds=seconds)
     with pytest.raises(CheckpointingException, match="no checkpoint to lease"):
         lease_step(tmp_path / "empty")
+    for step in (True, 1.5, None, [1]):
+        with pytest.raises(CheckpointingException, match="is no step; give its number, or the name of its directory"):
+            pin_step(tmp_path, step, "x")  # type: ignore[arg-type]
     assert folders.names_in(tmp_path) == {"step-1"}
+
+
+def test_numpys_step_is_pinned_and_leased(tmp_path: Path) -> None:
+    """A number of an array is a step as Python's is."""
+    folders.save_all(tmp_path, 1)
+    pin_step(tmp_path, np.int64(1), "x")  # type: ignore[arg-type]
+    with lease_step(tmp_path, np.int64(1)):  # type: ignore[arg-type]
+        assert [hold.holder for hold in find_holds(tmp_path)["step-1"] if hold.kind == "pin"] == ["x"]
 
 
 def test_a_step_that_cannot_be_looked_at_is_not_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,14 @@ def test_a_metric_that_is_no_number(tmp_path: Path, value: Any) -> None:
         assert manager.steps() == []
 
 
+def test_names_of_metrics_are_texts(tmp_path: Path) -> None:
+    """1 and "1" would be one metric, with the value of one of them."""
+    with CheckpointManager(CheckpointConfig(folder=tmp_path), {"train_state": Progress()}) as manager:
+        with pytest.raises(CheckpointingException, match="the metric 1 is no name"):
+            manager.save(1, force=True, metrics={1: 0.5, "1": 0.25})  # type: ignore[dict-item]
+        assert manager.steps() == []
+
+
 def _with_a_wrong_metric(folder: str) -> tuple[str, list[int]]:
     with CheckpointManager(CheckpointConfig(folder=folder), {"train_state": Progress()}) as manager:
         with pytest.raises(CheckpointingException) as caught:
@@ -66,7 +74,7 @@ def test_a_metric_that_is_never_given_is_named(tmp_path: Path, caplog: pytest.Lo
             manager.save(step, force=True, metrics={"loss": 1.0})
         manager.wait()
         assert manager.steps() == [1, 2, 3]
-        with pytest.raises(CheckpointingException, match="give them by name"):
+        with pytest.raises(CheckpointingException, match=r"metrics=.*: expected a dict"):
             manager.save(4, force=True, metrics=1.0)  # type: ignore[arg-type]
     assert (
         caplog.text.count("by the metric 'los', which is not among those that save was given (did you mean loss?") == 1
