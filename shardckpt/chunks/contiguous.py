@@ -33,7 +33,7 @@ class NeighbourRead(NamedTuple):
     """A read of small neighbours at once into a buffer, and their copies into memory.
 
     Attributes:
-        nbytes: The bytes of the range.
+        nbytes: The bytes of the range; 0 if the calling thread is to read it.
         read: Reads and copies them.
     """
 
@@ -197,10 +197,8 @@ class FramedRegions(NamedTuple):
         places = regions.offset.tolist(), regions.nbytes.tolist(), regions.address.tolist()
         copies = [*zip(starts, stops, *places, self.frames, strict=True)]
         groups = group_neighbours(regions.file.tolist(), starts, stops, [True] * len(starts))
-        return [], [
-            NeighbourRead(end - starts[low], partial(self._read_items, copies, low, high, end))
-            for low, high, end in groups
-        ]
+        # 0: frames are compared in Python, where two threads take 5 % longer than one
+        return [], [NeighbourRead(0, partial(self._read_items, copies, low, high, end)) for low, high, end in groups]
 
     def _read_items(
         self,
