@@ -24,7 +24,7 @@ from tests.adapters.same import list_bits
 if TYPE_CHECKING:
     from tests.ranks import Ranks
 
-pytestmark = backends.both
+pytestmark = backends.both_in_proof
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8)
 _OTHER_DTYPES = (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int16, torch.uint32)

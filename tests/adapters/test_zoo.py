@@ -29,7 +29,7 @@ def _optimizers(optimizer: Any) -> tuple[Any, ...]:
     return () if optimizer is None else (optimizer,)
 
 
-@backends.both
+@backends.both_in_proof
 @table("name", list(zoo.ZOO))
 def test_adapters_restore_what_torch_does(tmp_path: Path, name: str) -> None:
     """Bits, dtypes, strides and types of each model and its optimizer come back by the adapters."""

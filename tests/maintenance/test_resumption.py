@@ -130,7 +130,12 @@ def make(tmp_path: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.mark.parametrize(
-    ("to", "is_overwrite"), [("safetensors", False), ("torch_dist", True), ("hf", False), *in_proof(("dcp", False))]
+    ("to", "is_overwrite"),
+    [
+        ("safetensors", False),
+        pytest.param("torch_dist", True, marks=pytest.mark.ci),
+        *in_proof(("hf", False), ("dcp", False)),
+    ],
 )
 @pytest.mark.parametrize("step", [6, *in_proof(1)])
 def test_a_killed_conversion_goes_on(make: Any, to: str, is_overwrite: bool, step: int) -> None:
