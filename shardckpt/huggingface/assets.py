@@ -33,7 +33,10 @@ def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -
     if isinstance(assets, (str, os.PathLike)):
         folder = locate(assets, get_plugin_manager())
         if lacks_directory(folder):
-            raise StorageError(f"assets={assets}: there is no such folder {name_siblings(folder)}".rstrip())
+            why = "that is a file: give the folder, or a list of files"
+            if not folder.is_file():
+                why = f"there is no such folder {name_siblings(folder)}".rstrip()
+            raise StorageError(f"assets={assets}: {why}")
         with wrap_os_errors("list", folder):
             found = sorted(folder.iterdir(), key=lambda path: path.name)
             is_adapter = find_adapter_mapping(mapping) is not None

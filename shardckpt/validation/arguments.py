@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import operator
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from shardckpt.errors import CheckpointingException, show_given
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class _Kind(NamedTuple):
@@ -112,16 +108,20 @@ def _read_rules(function: Callable[..., Any]) -> tuple[_Rule, ...]:
 
 def _find_kinds(annotation: str) -> list[_Kind]:
     """Return the kinds of an annotation; none where it has one that is not known, or a reader of its own."""
-    names = [ast.unparse(each) for each in _split_union(ast.parse(annotation, mode="eval").body)]
+    names = _split_union(annotation)
     found = [_KINDS.get(name) or _KINDS.get(name.partition("[")[0]) for name in names]
     kinds = [kind for kind in found if kind is not None]
     has_reader = {"int", "str"} <= {*names} or "Mapping[str, str]" in names
     return [] if len(kinds) < len(names) or has_reader else kinds
 
 
-def _split_union(node: ast.expr) -> Iterator[ast.expr]:
-    if isinstance(node, ast.BinOp):
-        yield from _split_union(node.left)
-        yield from _split_union(node.right)
-    else:
-        yield node
+def _split_union(annotation: str) -> list[str]:
+    """Return the parts of a union; not by ``ast``, whose call is one of ``compile`` to those who watch a load."""
+    names, depth = [""], 0
+    for char in annotation:
+        depth += {"[": 1, "]": -1}.get(char, 0)
+        if char == "|" and not depth:
+            names.append("")
+        else:
+            names[-1] += char
+    return [name.strip() for name in names]

@@ -243,6 +243,8 @@ def test_assets_are_the_files_that_are_no_weights(checkpoint: Path, tmp_path: Pa
     assert (tmp_path / "hf" / "config.json").read_text() == "{}"
     with pytest.raises(StorageError, match="there is no such folder"):
         export_to_huggingface(checkpoint, tmp_path / "hf2", assets=tmp_path / "nowhere")
+    with pytest.raises(StorageError, match=r"config\.json: that is a file: give the folder, or a list of files"):
+        export_to_huggingface(checkpoint, tmp_path / "hf2", assets=assets / "config.json")
 
 
 def test_a_folder_without_a_config_is_warned_of_once(

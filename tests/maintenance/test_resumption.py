@@ -133,8 +133,7 @@ def make(tmp_path: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch) -> It
     ("to", "is_overwrite"),
     [
         ("safetensors", False),
-        pytest.param("torch_dist", True, marks=pytest.mark.ci),
-        *in_proof(("hf", False), ("dcp", False)),
+        *in_proof(("torch_dist", True), ("hf", False), ("dcp", False)),
     ],
 )
 @pytest.mark.parametrize("step", [6, *in_proof(1)])

@@ -12,7 +12,7 @@ import pytest
 from shardckpt.cli import main
 from tests.cli.zoo import DAMAGED, OTHERS, SEEN_AT_A_GLANCE, SOUND, make_zoo
 from tests.remote.conftest import endpoint, s3
-from tests.tables import table
+from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,7 +90,7 @@ def test_tables_fit_a_terminal(
         assert [line for line in found if len(line) > width] == []
 
 
-@table("where", ["folder", "bucket"])
+@pytest.mark.parametrize("where", ["folder", *in_proof("bucket")])
 def test_verify_finds_all_damage(
     zoo: Path, where: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
@@ -147,7 +147,7 @@ def test_steps_of_any_name_are_pinned_and_pruned(own: Path, capsys: pytest.Captu
     assert left.isdisjoint({"llama/step-100", "llama/step-200", "llama/step-300"})
 
 
-@table("where", ["folder", "bucket"])
+@pytest.mark.parametrize("where", ["folder", *in_proof("bucket")])
 def test_words_name_steps(
     zoo: Path, where: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:

@@ -98,7 +98,7 @@ def reports(
 @pytest.mark.parametrize(
     ("backend", "reports"),
     [
-        pytest.param("torch_dist", "store", marks=pytest.mark.ci),
+        pytest.param("torch_dist", "store", marks=pytest.mark.proof),
         pytest.param("torch_dist", "links", marks=pytest.mark.proof),
         pytest.param("safetensors", "local", marks=pytest.mark.proof),
         pytest.param("torch_dist", "local", marks=pytest.mark.proof),
