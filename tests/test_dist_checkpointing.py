@@ -403,3 +403,10 @@ def test_the_grid_of_an_object_is_of_integers(shape: Any, offset: Any) -> None:
     """What is no tuple of them is named, by the key."""
     with pytest.raises(ShardingError, match="ShardedObject 'o': global_shape and global_offset are tuples of integers"):
         ShardedObject("o", 1, shape, offset)
+
+
+def test_an_option_that_megatrons_parser_leaves_unset_is_no_flag(tmp_path: Path) -> None:
+    """Its ``--async-save`` that is not given is None: the save is a synchronous one."""
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}
+    dc.save(state, tmp_path / "c", async_sharded_save=None)  # type: ignore[call-overload]
+    assert dc.load_plain_tensors(tmp_path / "c")["w"].equal(torch.ones(3))

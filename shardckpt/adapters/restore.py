@@ -52,7 +52,7 @@ def load_into(
     model_or_parts: Module | Sequence[Module],
     *optimizers: Optimizer,
     strict: bool = True,
-    keep_options: Collection[str] | str = (),
+    keep_options: Collection[str] | str | None = (),
 ) -> None:
     """Collective over the meshes of DTensors, if there are any: restore the loaded values into modules and optimizers.
 

@@ -106,8 +106,9 @@ def to_sharded_state_dict(
         to :func:`load_into`.
 
     Raises:
-        ShardingError: two modules or two optimizers have different values under one name, or an argument has the wrong
-            type.
+        ShardingError: two modules or two optimizers have different values under one name, or what is described, or the
+            prefix, has the wrong type.
+        CheckpointingException: a flag is none.
     """
     if not isinstance(prefix, str):
         raise ShardingError(f"prefix={show_given(prefix)}: give the text before every key, prefix='model.'")

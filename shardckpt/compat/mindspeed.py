@@ -220,7 +220,7 @@ def build_ep_fqn2spec_info(
         ShardingError: neither the parallel state nor a parameter has such a mesh, or there are several; the plan has no
             patterns, or none that matches.
     """
-    experts = list(expert_parameters(model, _get_patterns(ep_plan)))
+    experts = list(expert_parameters(model, _get_patterns(ep_plan), each=False))
     mesh = _find_mesh(parallel_state, ep, [param for _, param in experts])
     return {
         name: EPSpecInfo(Shard(expert_dim), mesh, _placements(param, mesh, ep, expert_dim)) for name, param in experts
@@ -246,7 +246,7 @@ def get_check_moe_func(
     Raises:
         ShardingError: the plan has no patterns, or none that matches.
     """
-    found = [name for name, _ in expert_parameters(model, _get_patterns(ep_plan))]
+    found = [name for name, _ in expert_parameters(model, _get_patterns(ep_plan), each=False)]
     sharded = ((name, param.device_mesh) for name, param in model.named_parameters() if isinstance(param, DTensor))
     found += [name for name, mesh in sharded if has_mesh_dim(mesh, ep) or has_mesh_dim(mesh, fsdp)]
     names = ExpertNames(found)

@@ -143,8 +143,8 @@ class Comm:
         active = not alone and dist.is_available() and dist.is_initialized()
         if process_group is not None and not active and not alone:
             raise CheckpointingException(
-                f"process_group={show_given(process_group)}: torch.distributed is not initialised in this process, "
-                "which would go on alone: call torch.distributed.init_process_group before, or give no group"
+                f"process_group={show_given(process_group)}: torch.distributed is not initialised in this process, or "
+                "no more, and it would go on alone: call torch.distributed.init_process_group before, or give no group"
             )
         own = resolve_group(process_group) if active else None
         group = get_cpu_group(own) if active else None

@@ -12,6 +12,7 @@ from shardckpt.huggingface.config import read_config
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.huggingface.names import BIN, SAFETENSORS, parse_leave_out
 from shardckpt.storage.memory_budget import parse_size
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
     import os
@@ -58,6 +59,7 @@ def parse_options(
     ``folder`` is the one that is written, whose ``config.json`` counts if none is among the assets; None if no folder
     is written, and no config counts.
     """
+    check_annotated(parse_options, locals())
     check_choice("format", format, (SAFETENSORS, BIN))
     copied = () if assets is None else tuple(list_assets(assets, mapping))
     config = None if folder is None else partial(read_config, copied, folder)

@@ -103,7 +103,9 @@ class Lease:
                 self._hold = renewed
 
 
-def lease_step(folder: str | os.PathLike[str], step: int = -1, *, holder: str = "", seconds: float = 600.0) -> Lease:
+def lease_step(
+    folder: str | os.PathLike[str], step: int = -1, *, holder: str | None = None, seconds: float = 600.0
+) -> Lease:
     """Keep a step from being removed while this process reads it. Not collective: one process calls for all that read.
 
     Example::

@@ -50,7 +50,8 @@ class Stub(metaclass=_StubMeta):
         home: The same as (module, name).
         args: The positional arguments of the constructor.
         kwargs: Its keyword arguments.
-        state: The pickled attributes, usually a dict. They can be read and set as attributes of the stub.
+        state: The pickled attributes, usually a dict; an empty mapping that cannot be changed where there are none.
+            They can be read and set as attributes of the stub.
     """
 
     origin = ""
@@ -87,7 +88,7 @@ class Stub(metaclass=_StubMeta):
         state = vars(self).get("state", None if self.args else {})
         if name in ("args", "kwargs", "state"):
             vars(self)[name] = value
-        elif isinstance(state, dict) and not hasattr(type(self), name):
+        elif isinstance(state, dict) and not hasattr(type(self), name) and name not in vars(self):
             vars(self)["state"] = {**state, name: value}  # an attribute of the stub's own would not be pickled
         else:
             raise AttributeError(f"{name!r} of the stub for {self.origin} cannot be set, since it would not be saved")
@@ -175,11 +176,12 @@ _lock = threading.Lock()
 
 def make_stub_class(module: str, name: str) -> type[Stub]:
     """Return the stub class for a class of another library; always the same one for a name."""
-    with _lock:
-        found = _classes.get((module, name))
-        if found is None:
-            found = _classes[module, name] = _make_class(module, name)
-        return found
+    found = _classes.get((module, name))
+    if found is None:
+        made = _make_class(module, name)
+        with _lock:  # of two threads that make one
+            found = _classes.setdefault((module, name), made)
+    return found
 
 
 def _make_class(module: str, name: str) -> type[Stub]:

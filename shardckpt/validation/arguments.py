@@ -23,16 +23,22 @@ def _is_bool(value: object) -> bool:
     return type(value).__name__ in ("bool", "bool_")  # numpy's, too, which is not imported for it
 
 
-def _is_flag(value: object) -> bool:
-    return _is_bool(value) or (type(value) is int and value in (0, 1))  # as int(os.environ["ASYNC"]) is
-
-
-def _is_integer(value: object) -> bool:
+def _read_index(value: Any) -> int | None:
     try:
-        operator.index(value)  # type: ignore[arg-type]
+        return operator.index(value)
     except TypeError:
-        return False
-    return not _is_bool(value)
+        return None
+
+
+def _is_flag(value: Any) -> bool:
+    if value is None or _is_bool(value):  # None, as Megatron's parser has it of --async-save that is not given
+        return True
+    # as int(os.environ["ASYNC"]) is, and a number that ranks have reduced
+    return _read_index(value) in (0, 1) or (isinstance(value, Real) and value in (0, 1))
+
+
+def _is_integer(value: Any) -> bool:
+    return not _is_bool(value) and _read_index(value) is not None
 
 
 def _are_texts(value: object) -> bool:

@@ -95,12 +95,15 @@ def expert_layouts(
     return found
 
 
-def expert_parameters(model: Module, modules: str | Collection[str]) -> list[tuple[str, torch.Tensor]]:
+def expert_parameters(
+    model: Module, modules: str | Collection[str], *, each: bool = True
+) -> list[tuple[str, torch.Tensor]]:
     """Return the parameters of expert modules, each with its name without wrappers.
 
     Args:
         model: The model.
         modules: As for :func:`expert_layouts`.
+        each: Whether each of the names must be that of a module; else one must.
 
     Raises:
         ShardingError: one of the names is of no module with a parameter, or braces hold no numbers.
@@ -117,7 +120,7 @@ def expert_parameters(model: Module, modules: str | Collection[str]) -> list[tup
             found.append((fqn, param))
         for place in matching:
             unused.pop(place, None)
-    if unused:
+    if unused and (each or not found):
         raise ShardingError(
             f"no parameter of the model is in a module at {', '.join(map(repr, unused))}; its modules are "
             f"{listed(sorted({name.rpartition('.')[0] for name, _ in model.named_parameters()}), limit=8)}"

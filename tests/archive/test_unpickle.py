@@ -261,6 +261,9 @@ def test_what_is_set_of_a_stand_in_is_saved(megatron: type, state: dict[str, int
     assert vars(pickle.loads(pickle.dumps(stand_in, 2))) == {**state, "x": 7}
     with pytest.raises(AttributeError, match=r"'origin' of the stub for megatron\.sample\.Config cannot be set"):
         stand_in.origin = "another"
+    member = type(stand_in).for_member("A")
+    with pytest.raises(AttributeError, match="'name' of the stub"):
+        member.name = "B"
 
 
 def test_a_copy_of_a_stand_in_is_one(megatron: type) -> None:

@@ -133,6 +133,11 @@ def _places() -> list[str]:
         expert_layouts(model, mesh, ["expert", "block.experts"])
     with pytest.raises(ShardingError, match=r"in a module at 'mtp\.experts'; its modules are experts, gate"):
         expert_layouts(model, mesh, ["experts", "mtp.experts"])
+    # a trainer's plan is one list for all pipeline stages
+    assert [name for name, _ in expert_parameters(model, ["experts", "mtp.experts"], each=False)] == found[0].split()
+    with pytest.raises(ShardingError, match=r"in a module at 'mtp\.experts'"):
+        get_check_moe_func(model, ["mtp.experts"])
+    assert get_check_moe_func(model, ["experts", "mtp.experts"])("experts.w1")
     return found
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 #: Careless values by what an error says is expected.
 _CARELESS: dict[str, list[Any]] = {
-    "True or False": ["false", None, 2, 1.0, []],
+    "True or False": ["false", 2, 0.5, [], np.array([True, True])],
     "a whole number": ["3", 1.5, True, None, np.True_],
     "a number": ["1", True, None, 1j],
     "one text": [("a", "b"), 3, None, Path("a"), b"a"],
@@ -79,6 +79,7 @@ DOORS: dict[Callable[..., Any], Callable[[_Given], dict[str, Any]]] = {
     huggingface.load_from_huggingface: lambda at: {"sharded_state_dict": at.state, "folder": at.step},
     huggingface.dcp_to_torch_state_dict: lambda at: {"checkpoint_dir": at.step},
     huggingface.torch_save_to_dcp: lambda at: {"file": at.file, "checkpoint_dir": at.new},
+    huggingface.parse_options: lambda _: {"folder": None},
     huggingface.get_shard_info: lambda _: {"state_dict": {"w": torch.ones(1)}},
     huggingface.save_state_dict: lambda at: {"state_dict": {"w": torch.ones(1)}, "path_to_save": at.new},
     huggingface.ModelCheckpoint.weights: lambda at: {"self": _opened(at)},
@@ -200,6 +201,8 @@ def _door(
 def test_what_is_right_passes() -> None:
     """Numbers and flags of numpy and torch, empty lists, a union, and what no annotation says."""
     _door(np.True_, np.int64(3), np.float32(0.5), "5GB", {"a"}, "a", {}, object())  # type: ignore[arg-type]
+    for flag in (None, 0, 1.0, np.int64(1), torch.tensor(True), torch.tensor(0)):
+        _door(flag)  # type: ignore[arg-type]
     _door(1, torch.tensor(3), 1, 2.5, dict.fromkeys("ab").keys(), ["a"])  # type: ignore[arg-type]
 
 

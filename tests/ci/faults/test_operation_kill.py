@@ -24,8 +24,8 @@ GROUPS = 5
 _OPERATIONS = ("thread", "training", *RANKS, "convert", "export", "manager", "local checkpoints")
 
 
-#: CI kills every operation over one place by one format, in turn; all of them, at more calls, are proof,
-#: and in the report.
+#: CI kills some operations over one place by one format, in turn; all of them, at more calls, are proof, and in the
+#: report.
 _SOME = (("torch_dist", "existing", "old"), ("safetensors", "fresh", "absent"))
 _ALL = (*_SOME, ("torch_dist", "fresh", "absent"), ("safetensors", "existing", "old"))
 
