@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from tests.junit import Result
 
+#: A command's first failure ends it.
+BASH = ["bash", "-euo", "pipefail", "-c"]
 #: If no more tests than that fail, they run once more, alone.
 RETRIED = 5
 #: A run ends after so many failures.
@@ -55,7 +57,7 @@ class Check:
         began = time.time()
         output = self._folder / f"{phase}.log"
         with output.open("w") as file:
-            running = subprocess.Popen(["bash", "-c", command], stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+            running = subprocess.Popen([*BASH, command], stdin=subprocess.DEVNULL, stdout=file, stderr=file)
             try:
                 yield
             finally:
@@ -122,8 +124,7 @@ class Check:
     def _call(self, command: str, pytest_options: str = "") -> int:
         print(f"$ {command}", flush=True)
         environment = {**os.environ, "PYTEST_ADDOPTS": pytest_options}
-        bash = ["bash", "-euo", "pipefail", "-c", command]
-        return subprocess.run(bash, env=environment, stdin=subprocess.DEVNULL, check=False).returncode
+        return subprocess.run([*BASH, command], env=environment, stdin=subprocess.DEVNULL, check=False).returncode
 
 
 def read_command(readme: Path, name: str) -> str:

@@ -1,11 +1,14 @@
 """The three tiers of tests: each test is of its folder's, and a row of its parameters may name a slower one.
 
 ``pytest`` runs the default tier; ``pytest --tier ci`` the CI tier, with the rows that tests of the default tier have
-there. Files and folders that are named run the tests of their own tier: ``pytest tests/ci/commit``.
+there. Files and folders that are named run the tests of their own tier: ``pytest tests/ci/commit``. A default file with
+rows of the CI tier says "ci" somewhere: ``pytest --tier ci`` imports no other one.
 """
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,13 +46,28 @@ def choose_tiers(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no file of a tier that is slower than all that run."""
+    """Import no file of a tier that is slower than all that run, nor, of the CI tier alone, a default one without it."""
     tier = _get_folder_tier(collection_path, config)
-    return True if TIERS.index(tier) > TIERS.index(config.option.tiers[-1]) else None
+    if TIERS.index(tier) > TIERS.index(config.option.tiers[-1]):
+        return True
+    is_test = tier == "default" and collection_path.match("test_*.py")
+    return True if is_test and config.option.tiers == ["ci"] and not _says_ci(collection_path) else None
+
+
+@cache
+def _says_ci(path: Path) -> bool:
+    return re.search(r"\bci\b", path.read_text(), re.IGNORECASE) is not None
 
 
 def select_tiers(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests of the tiers that run."""
+    """Leave the tests of the tiers that run.
+
+    Raises:
+        pytest.UsageError: A run of the CI tier alone would miss rows.
+    """
+    rows = {item.path for item in items if get_tier(item) == "ci" and _get_folder_tier(item.path, config) == "default"}
+    if silent := sorted(str(path) for path in rows if not _says_ci(path)):
+        raise pytest.UsageError(f"rows of the CI tier: their files must say so, in a comment: {', '.join(silent)}")
     left = [item for item in items if get_tier(item) not in config.option.tiers]
     items[:] = [item for item in items if get_tier(item) in config.option.tiers]
     config.hook.pytest_deselected(items=left)

@@ -21,7 +21,7 @@ from tests.tables import in_proof
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["directory", "threads", "tmpfs"]  # fixtures
+__all__ = ["directory", "threads", "tmpfs"]  # fixtures; two kinds of directories are in the CI tier
 
 
 def shrink(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The contract, run on the example that authors read."""
+"""The contract, run on the example that authors read; its slow parts are in the CI tier."""
 
 from __future__ import annotations
 
