@@ -72,3 +72,13 @@ def test_a_run_takes_the_tests_of_its_tiers(project: Path, arguments: tuple[str,
 def test_an_unknown_tier_is_an_error(project: Path) -> None:
     """A tier that does not exist is refused with those that do."""
     assert "ERROR: --tier: slow: there are default, ci, proof, and all" in _run(project, "--tier", "slow").stderr
+
+
+def test_a_file_that_hides_its_rows_of_the_ci_tier_is_an_error(project: Path) -> None:
+    """A default file whose rows of the CI tier come from elsewhere says so, else a run of that tier would miss them."""
+    (project / "tests" / "rows.py").write_text("import pytest\nROWS = [1, pytest.param(2, marks=pytest.mark.ci)]\n")
+    test = 'import pytest\nfrom tests.rows import ROWS\n@pytest.mark.parametrize("row", ROWS)\ndef test_b(row): pass\n'
+    (project / "tests" / "test_b.py").write_text(test)
+    assert "ERROR: rows of the CI tier: their files must say so" in _run(project).stderr
+    (project / "tests" / "test_b.py").write_text(f'"""Some rows are in the CI tier."""\n{test}')
+    assert "1 passed" in _run(project, "--tier", "ci", "tests/test_b.py").stdout
