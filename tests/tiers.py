@@ -46,7 +46,7 @@ def choose_tiers(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no file of a tier that is slower than all that run, nor, of the CI tier alone, a default one without it."""
+    """Import no file of a tier slower than all that run; for the CI tier alone, no default file without rows of it."""
     tier = _get_folder_tier(collection_path, config)
     if TIERS.index(tier) > TIERS.index(config.option.tiers[-1]):
         return True
