@@ -33,11 +33,12 @@ class NeighbourRead(NamedTuple):
     """A read of small neighbours at once into a buffer, and their copies into memory.
 
     Attributes:
-        nbytes: The bytes of the range; 0 if the calling thread is to read it.
+        shared_bytes: As many bytes are worth another thread; 0 where the copies cost more of Python's time than threads
+            save.
         read: Reads and copies them.
     """
 
-    nbytes: int
+    shared_bytes: int
     read: Callable[[CheckpointReader, ReadOne], None]
 
 

@@ -45,9 +45,9 @@ class _Group(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """A call that reads about ``nbytes`` bytes."""
+    """A call that reads; another thread may do it where its bytes are worth that, see :class:`NeighbourRead`."""
 
-    nbytes: int
+    shared_bytes: int
     read: Callable[[], None]
 
 
@@ -119,12 +119,14 @@ class ItemReader:
                 others.append(group)
         in_place = self._find_ranges([region for _, region in large])
         others += [group for (group, _), found in zip(large, in_place, strict=True) if found is None]
-        jobs = [_Job(nbytes, partial(read, self.reader, self._serve)) for nbytes, read in neighbours]
+        jobs = [_Job(shared, partial(read, self.reader, self._serve)) for shared, read in neighbours]
         for group in others:
-            # as objects small items cost Python's time, not the disk's: the calling thread reads them
-            nbytes = 0 if group.is_small else sum(request.nbytes for request in group.requests)
-            jobs.append(_Job(nbytes, partial(self._read_group, group)))
-        read_others = partial(self.reader.map, lambda job: job.read(), jobs, attrgetter("nbytes")) if jobs else None
+            # small items, each an object here, cost more of Python's time than of the disk's
+            shared = 0 if group.is_small else sum(request.nbytes for request in group.requests)
+            jobs.append(_Job(shared, partial(self._read_group, group)))
+        read_others = (
+            partial(self.reader.map, lambda job: job.read(), jobs, attrgetter("shared_bytes")) if jobs else None
+        )
         try:
             self.reader.read_ranges([*ranges, *filter(None, in_place)], read_others)
         except CorruptCheckpointError:
