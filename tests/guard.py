@@ -43,8 +43,7 @@ _guarded: list[str] = []  # the test that runs now, if it is a default one
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report() -> Generator[None]:
     """Let the tensors that a module draws as it is imported not depend on the modules that came before."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    _seed()
     return (yield)
 
 
@@ -52,8 +51,7 @@ def pytest_make_collect_report() -> Generator[None]:
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
     """Guard the fixtures of a test, which has the same random numbers each time, and no folder but ``tmp_path``."""
     with _guard(item):
-        if "torch" in sys.modules:
-            sys.modules["torch"].manual_seed(0)
+        _seed()
         if _guarded and "disk" in item.fixturenames:  # type: ignore[attr-defined]
             _refuse("a folder on a disk")
         return (yield)
@@ -71,6 +69,12 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
     """Guard the ends of the fixtures of a test."""
     with _guard(item):
         return (yield)
+
+
+def _seed() -> None:
+    if "torch" in sys.modules:
+        # torch.manual_seed takes a traceback for each kind of accelerator: a millisecond a test
+        sys.modules["torch"].default_generator.manual_seed(0)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import re
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from pydantic import TypeAdapter
 
+from shardckpt import __version__
 from shardckpt.commit.owner import Owner
 from shardckpt.distributed.routing import find_owner
 from shardckpt.engine.committers import Begun, make_committer
@@ -351,7 +351,7 @@ class Transaction:
             backend=backend,
             version=version,
             reader=reader,
-            writer={"shardckpt": importlib.metadata.version("shardckpt"), "torch": torch.__version__},
+            writer={"shardckpt": __version__, "torch": torch.__version__},
             world_size=self.world_size,
             digest_algorithm=self.algorithm,
             files=tuple(sorted(files, key=lambda file: file.name)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import logging
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardckpt import settings
+from shardckpt import __version__, settings
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.integrity import find_incomplete_files, is_damage
 from shardckpt.engine.operation import Operation
@@ -508,5 +507,5 @@ def _make_identity(*facts: object) -> str:
 
     Another conversion of the same identity writes the same bytes.
     """
-    versions = importlib.metadata.version("shardckpt"), torch.__version__, digest_vote(), settings.io_threads()
+    versions = __version__, torch.__version__, digest_vote(), settings.io_threads()
     return hashlib.sha256(repr((versions, facts)).encode()).hexdigest()

@@ -7,7 +7,6 @@ checkpoint under the same name, it says nothing.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import time
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from shardckpt import __version__
 from shardckpt.commit.small_files import SmallFile, SmallFiles, Time
 from shardckpt.engine.locations import expand_home, locate
 from shardckpt.errors import (
@@ -176,7 +176,7 @@ def mark_checkpoint(
         faults=tuple(_make_text(fault)[:_LONGEST_FAULT] for fault in [*faults][:_MOST_FAULTS]),
         damaged=tuple(names) if is_listed else (),
         time=time.time(),
-        writer=f"shardckpt {importlib.metadata.version('shardckpt')}",
+        writer=f"shardckpt {__version__}",
     )
     if not dry_run:
         place, name = _find_place(checkpoint)
