@@ -37,12 +37,15 @@ HAS_ADDRESSES = sys.platform == "linux"
 START_TIMEOUT = 120.0  # seconds
 #: What the process imports before it forks.
 PRELOADED = (
+    "torch._dynamo",  # an optimizer's first step imports it, on each rank for a second
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "shardckpt_safetensors.load",
     "shardckpt_safetensors.save",
-    "shardckpt_torch_dist",
+    "shardckpt_torch_dist.load",
+    "shardckpt_torch_dist.save",
+    "shardckpt.adapters",
     "shardckpt.async_save",
     "shardckpt.background.process",
     "shardckpt.engine",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["alone"]  # fixtures
 
 
-@backends.both
+@backends.both_in_proof
 def test_eight_ranks(many_ranks: RankPool, tmp_path: Path, alone: Any) -> None:
     """So do 8 ranks."""
     compare(many_ranks.run(8, program, str(tmp_path)), alone)

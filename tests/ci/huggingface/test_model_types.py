@@ -31,10 +31,8 @@ _SECONDS = 300.0
 #: codes with block scales, codes of a library, an adapter.
 _IN_CI = (
     "llama",
-    "gpt2, tied",
     "qwen3_moe",
     "gpt_oss, packed experts",
-    "t5, encoder and decoder",
     "deepseek_v3, fp8 with block scales",
     "llama, NF4",
     "llama, LoRA",

@@ -8,31 +8,15 @@ import pytest
 from tests import backends
 from tests.manager.replicas import jobs as replicas
 from tests.manager.replicas.jobs import OldManager
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import RankPool, Ranks
 
-_CI, _PROOF = pytest.mark.ci, pytest.mark.proof
 
-ASYNC = pytest.mark.parametrize(
-    "mode", ["async", pytest.param("disabled", marks=_PROOF), pytest.param("async_with_pinned_mem", marks=_CI)]
-)
-
-
-#: In CI: in one mode, in the others it is proof.
-IN_CI = pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param("async", marks=_CI),
-        pytest.param("disabled", marks=_PROOF),
-        pytest.param("async_with_pinned_mem", marks=_PROOF),
-    ],
-)
-
-
-@IN_CI
+@pytest.mark.parametrize("mode", ["async", *in_proof("disabled", "async_with_pinned_mem")])
 def test_the_first_replica_saves_for_all(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     """Who is first at a step saves it, whole and once; each saves its own, unless it takes no part; nothing hangs."""
     results = ranks.run(4, replicas.changing_quorum, str(tmp_path), mode)
@@ -48,18 +32,7 @@ def test_the_first_replica_saves_for_all(ranks: Ranks, tmp_path: Path, mode: str
     assert second == list(range(1, 10))
 
 
-@IN_CI
-def test_all_begin_again(ranks: Ranks, tmp_path: Path, mode: str) -> None:
-    """After a restart of all, each has its own of the step that is loaded: the losses are those of an unbroken run."""
-    config = {"async_mode": mode}
-    expected = ranks.run(4, replicas.unbroken, str(tmp_path / "a"), 9, config)
-    ranks.run(4, replicas.unbroken, str(tmp_path / "b"), 5, config)
-    results = ranks.run(4, replicas.restarted, str(tmp_path / "b"), 9, config)
-    assert results == [(4, 4, losses[4:]) for losses in expected]
-    assert expected[0] != expected[2]
-
-
-@ASYNC
+@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem", *in_proof("disabled")])
 def test_one_replica_is_lost_and_joins_again(gloo_ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """It takes over what replicas have alike, and reads on where it was when it was lost: nothing twice or never."""
     results = gloo_ranks.run(4, replicas.rejoined, str(tmp_path), mode)
@@ -77,20 +50,6 @@ def test_an_older_torchft(ranks: Ranks, tmp_path: Path) -> None:
     """Functions are registered in the way that torchft had before 0.2, too."""
     results = ranks.run(4, replicas.rejoined, str(tmp_path), "disabled", OldManager)
     assert results[2]["weights"] == results[0]["weights"]
-
-
-@IN_CI
-def test_garbage_of_both_folders_is_collected(ranks: Ranks, tmp_path: Path, mode: str) -> None:
-    """The newest stay, and of every step that stays for all, the loaders' places at that step; nothing foreign goes."""
-    for name in ("ft-replicat-0", "ft-replicat-1"):
-        (tmp_path / name / "notes").mkdir(parents=True)
-        (tmp_path / name / "step-3.old").mkdir()
-    for steps, first, second in ranks.run(4, replicas.retained, str(tmp_path), mode):
-        assert steps == [15, 20, 25]
-        assert first == second == [15, 20, 25, 26, 27]
-    for name in ("ft-replicat-0", "ft-replicat-1"):
-        assert (tmp_path / name / "notes").is_dir()
-        assert (tmp_path / name / "step-3.old").is_dir()
 
 
 def test_a_dataloader_that_is_not_to_be_loaded(ranks: Ranks, tmp_path: Path) -> None:

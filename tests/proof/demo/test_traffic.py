@@ -1,4 +1,4 @@
-"""The training script that users copy, run by ranks that stay between tests."""
+"""How many bytes ranks of the training script read."""
 
 from __future__ import annotations
 
