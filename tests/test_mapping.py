@@ -84,6 +84,7 @@ def test_rank_offsets_outside_the_grid_are_refused(offsets: tuple[tuple[int, int
         ("w", torch.ones(2), ((0, 0, 0),), "has 0 shards along axis 0, expected 1 or more"),
         ("w", torch.ones(2), ((0, 2, 2),), "piece 2 of 2 along axis 0 does not exist"),
         ("w", torch.ones(2), ((0, 0, 1), (0, 0, 1)), "axis 0 is named twice"),
+        ("w", torch.ones(2), ((torch.tensor(0), 0, 1), (torch.tensor(0), 0, 1)), "axis 0 is named twice"),
         ("w", torch.ones(2), ((1, 0, 2),), "there is no axis 1: the 1 axes count from 0"),
     ],
 )
@@ -93,6 +94,12 @@ def test_wrong_arguments_are_named(key: Any, data: Any, offsets: tuple[Any, ...]
         ShardedTensor.from_rank_offsets(key, data, *offsets)
     with pytest.raises(ShardingError, match=fault):
         ShardedTensor.from_rank_offsets_flat(key, data, (2,), *offsets, flattened_range=slice(0, 2))
+
+
+def test_rank_offsets_of_numpy_and_torch_become_integers() -> None:
+    """Numbers of a mesh or an array are those of Python, which print and compare as other ranks' do."""
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, torch.tensor(1), torch.tensor(2)))
+    assert repr(shard) == repr(ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, 1, 2)))
 
 
 def test_narrow_moves_every_rank_alike() -> None:

@@ -392,7 +392,8 @@ def _grid_geometry(
     local = (1,) * prepend_axis_num + shape
     cells, fragments = [0] * len(local), [1] * len(local)
     named: set[int] = set()
-    for axis, cell, count in rank_offsets:
+    for offset in rank_offsets:
+        axis, cell, count = map(operator.index, offset)  # numpy's and a tensor's become Python's
         if axis in named:
             raise ShardingError(f"ShardedTensor {key!r}: axis {axis} is named twice, give one offset for it")
         if not 0 <= axis < len(local):
