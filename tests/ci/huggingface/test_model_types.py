@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     _Tensors = dict[str, torch.Tensor]
 
 _SECONDS = 300.0
-#: One type of each kind: a plain model, experts, one tensor of all experts, codes with block scales, codes of a library,
-#: an adapter.
+#: One type of each kind: a plain model, experts, one tensor of all experts, codes with block scales, codes of a
+#: library, an adapter.
 _IN_CI = (
     "llama",
     "qwen3_moe",
