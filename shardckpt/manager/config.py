@@ -574,8 +574,11 @@ def _find_superseded(given: Mapping[str, Any]) -> list[str]:
         ("retention", limits, "give KeepLatest, KeepEvery, KeepBest instead"),
         ("save_when", ("interval",), "give SaveEvery instead"),
     ):
-        replaced = [other for other in others if given.get(other, fields[other].default) != fields[other].default]
-        if given.get(name) and replaced:
+        defaults = {other: fields[other].default for other in others}
+        # by their texts: a wrong value may be an array, which is neither equal nor different
+        replaced = [other for other in others if repr(given.get(other, defaults[other])) != repr(defaults[other])]
+        policies = given.get(name)
+        if isinstance(policies, list | tuple) and policies and replaced:
             texts.append(f"{name} takes the place of {', '.join(replaced)}: {advice}")
     return texts
 

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from shardckpt.errors import CheckpointingException, ConfigurationError
 from shardckpt.manager import (
@@ -88,7 +89,10 @@ def test_the_folder_of_assets_is_there_at_the_start(tmp_path: Path, options: dic
         CheckpointManager(wrong, {"progress": Progress()}).close()
 
 
-@table("value", [None, -5, float("inf"), "1 gigabyte", "a\0b", "x@y", [[1]], {"policy": "KeepBest", "metric": 3}])
+_WRONG = [None, -5, float("inf"), "1 gigabyte", "a\0b", "x@y", [[1]], {"policy": "KeepBest", "metric": 3}]
+
+
+@table("value", [*_WRONG, torch.tensor([5, 6])])
 def test_no_wrong_setting_hides_another(value: object) -> None:
     """Whatever a setting of a file is, another that is wrong is named, too."""
     for name in CheckpointConfig.model_fields:
