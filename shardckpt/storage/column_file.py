@@ -72,7 +72,7 @@ class ColumnFile(NamedTuple):
 
         Args:
             name: The column.
-            below: What all must be less than.
+            below: An exclusive upper bound of all values.
 
         Raises:
             CorruptCheckpointError: One is negative, or too large.

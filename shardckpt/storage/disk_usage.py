@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-#: Errors of what another process has removed meanwhile.
+#: Errors of an entry that another process has removed meanwhile.
 _GONE = (FileNotFoundError, NotADirectoryError)
 
 
@@ -51,7 +51,7 @@ def read_last_write(path: Path, *, count_renames: bool) -> float:
     """Return when a local file or directory was last written, in seconds since 1970; 0.0 if it is gone.
 
     An OSError if a part of it cannot be read: the newest write may be there. A rename, or a copy that keeps times,
-    leaves the time of the write (mtime) and sets that of the change (ctime), which counts with ``count_renames``.
+    leaves the time of the write (mtime) and sets the time of the change (ctime), which counts with ``count_renames``.
     """
     times = (max(info.st_mtime, info.st_ctime) if count_renames else info.st_mtime for info in _walk(path, _GONE))
     return max(times, default=0.0)

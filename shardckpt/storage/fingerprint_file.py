@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 #: Bytes of the two sums of a tensor, and of a fingerprint.
 SUM_BYTES = 16
-#: The column of the fingerprints; its number is that of their algorithm, which those of an earlier one do not equal.
+#: The column of the fingerprints; its number is the version of their algorithm. Two versions are never equal.
 FINGERPRINTS_COLUMN = "fingerprints_2"
 
 

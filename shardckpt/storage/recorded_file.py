@@ -24,7 +24,7 @@ def read_recorded_file(
 
     Args:
         directory: The checkpoint, on this machine, held open: all that is read is of one save.
-        record: What its ``shardckpt.json`` says.
+        record: The content of its ``shardckpt.json``.
         name: The file.
         offset: Of the first byte.
         nbytes: How many bytes; None for all.

@@ -61,7 +61,7 @@ def read_box(source: Source, stored: StoredArray, start: Ints, target: torch.Ten
         stored: The tensor in the file.
         start: Index of the box's first element, one number for each axis.
         target: Filled in place; any strides, dtype and device.
-        what: A key, named in errors.
+        what: A name for the box in errors: a key.
     """
     if not target.numel():
         return
@@ -143,7 +143,7 @@ def _ranges(stored: StoredArray, requested: Box) -> Iterator[tuple[int, int]]:
     """Yield the (start, stop) offsets of a box in the file, in file order; small gaps are included."""
     step = span = stored.dtype.itemsize
     base, outer = stored.offset, list[range]()
-    # from the last axis to the first: what is contiguous, but for small gaps, becomes one range
+    # from the last axis to the first: elements that are contiguous, but for small gaps, become one range
     for size, first, length in zip(*map(reversed, (stored.shape, *requested)), strict=True):
         if not outer and step - span < _GAP:
             span += (length - 1) * step

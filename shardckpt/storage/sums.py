@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardckpt.storage.packed_shards import PackedShards
     from shardckpt.storage.reader import CheckpointReader
 
-#: What a thread sums at a time, at most, unless one tensor has more: bytes, and boxes.
+#: Most bytes and boxes that a thread sums at a time, unless one tensor has more.
 _JOB_BYTES, _JOB_BOXES = 16 << 20, 4096
 
 _Box = tuple[torch.Tensor, "Ints", "Ints"]
