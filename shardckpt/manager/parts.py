@@ -61,7 +61,7 @@ def make_parts(
     parts: list[ManagerPart] = []
     with comm.collective_phase("beginning to save checkpoints"):
         if comm.is_main:
-            # first: a removal must not begin while the file still names what may be removed
+            # first: a removal must not begin while the file still names a step that may be removed
             if config.latest_pointer:
                 parts.append(LatestPointer(folder, config.latest_pointer))
             if config.links:
@@ -99,7 +99,7 @@ class Retention(ManagerPart):
         self._protected_count = max((policy.count for policy in policies if isinstance(policy, KeepLatest)), default=1)
         #: The protected steps, oldest first: the one that this run loaded, and those that it saved.
         self._protected: list[int] = []
-        #: The metrics that were warned of, with those that were given.
+        #: Missing metrics that were warned of, each with the metrics that were given.
         self._warned: set[tuple[str, str]] = set()
         self._has_warned_of_later = False
 

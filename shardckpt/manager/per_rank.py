@@ -25,7 +25,7 @@ class Stateful(Protocol):
         """Set the state to one that :meth:`state_dict` returned."""
 
 
-#: What to write where the number of ranks may change.
+#: Advice where the number of ranks may change.
 ADVICE = "reshard=...: a function (states, rank, world_size) that returns the state of one rank"
 
 

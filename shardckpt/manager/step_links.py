@@ -48,11 +48,11 @@ def find_own_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> tup
 def choose_targets(folder: StepFolder, steps: Collection[StepCheckpoint]) -> dict[str, str]:
     """Return the names of the directories that ``latest`` and ``best`` stand for if these steps are all there are.
 
-    The whole ones count, also where a strategy is not installed here: what others find by these names must not depend
-    on this process.
+    The whole ones count, also where a strategy is not installed here: the targets of these names must not depend on
+    this process.
     """
     sound = [each for each in steps if each.is_whole]
-    # a manager's links lead to what it loads
+    # a manager's links lead to steps that it can load
     whole = {each.step: each for each in [each for each in sound if not each.is_foreign] or sound}
     best = choose_best(
         {step: each.metrics for step, each in whole.items()},

@@ -157,7 +157,7 @@ def check_step(folder: StepFolder, step: int) -> int:
 
 
 def find_best(folder: StepFolder, metric: str, mode: Literal["min", "max"]) -> int | None:
-    """Return the step with the best metric among those that can be loaded, None if there are none; not collective.
+    """Return the loadable step with the best metric, None if there are no loadable steps; not collective.
 
     It is an error if no step has a finite value of the metric, or if none is named (``""``).
     """

@@ -30,12 +30,12 @@ class ReplicaManager(Protocol):
     """
 
     def participating_rank(self) -> int | None:
-        """Return the index of this replica among those that take part in the step; None if it does not take part."""
+        """Return this replica's index among the participants of the step; None if it does not take part."""
 
 
 @dataclass(frozen=True)
 class FaultTolerance:
-    """Says that a CheckpointManager is that of one of several replicas, each with its own ranks and process group.
+    """Tells a CheckpointManager that it is one of several replicas, each with its own ranks and process group.
 
     Example::
 

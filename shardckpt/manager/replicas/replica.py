@@ -80,7 +80,7 @@ class Replica(ManagerPart):
     def joins_step(self, step: int, *, due: bool) -> bool:
         """Collective: save the replica's own states; return whether this replica saves the checkpoint of the step.
 
-        The first of those that take part does.
+        The first replica that takes part saves it.
         """
         comm = Comm(self._group)
         rank = comm.main_runs("asking which replicas take part", self._tolerance.manager.participating_rank)
