@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _UNDER_WAY = ".shardckpt-uploading-"
 #: The in-progress object of a removal (:mod:`shardckpt.commit.removal`). It has the prefix of a save's: once the
-#: marker is deleted, a later save may take the folder like that of a save that never ended.
+#: marker is deleted, a later save may take the folder as one of a save that never ended.
 REMOVAL_IN_PROGRESS = f"{_UNDER_WAY}removal"
 #: The object that only one save at a time can create: it says who saves.
 CLAIM = f"{_UNDER_WAY}claim"
@@ -198,7 +198,7 @@ def describe_introduction(text: bytes) -> str:
 def parse_introduction(text: bytes) -> tuple[Owner, float] | None:
     """Return the process of a save, and when it began in seconds since 1970, as its in-progress object or claim says.
 
-    None for another text, such as that of a removal, or of a time that no calendar has.
+    None for another text, such as a removal's, or one with a time that no calendar has.
     """
     found = _INTRODUCTION.search(text)
     if found is None:

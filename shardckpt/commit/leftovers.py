@@ -141,7 +141,7 @@ def _explain_by_time(leftover: Leftover, limit: float) -> str:
 
 
 def explain_recent(whose: str, written: float, limit: float) -> str:
-    """Return that somebody may still write to what was written to then; ``""`` once that is ``limit`` hours ago."""
+    """Explain that a recent write may still go on; ``""`` once it is ``limit`` hours ago."""
     age = (time.time() - written) / _HOUR
     return "" if age >= limit else f"of {whose}, written to {max(age, 0):.1f} hours ago: it goes after {limit:g}"
 
@@ -163,7 +163,7 @@ def remove_leftover(leftover: Leftover) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory or file, if it exists. What cannot be removed is a StorageError, after all else is gone."""
+    """Remove a directory or file, if it exists. Raise a StorageError, after all else is gone, if a part of it stays."""
     try:
         if path.is_dir():
             shutil.rmtree(path)
@@ -180,7 +180,7 @@ def remove_unused(
     explain: Callable[[Leftover], str] = explain_kept,
     report: Callable[[Leftover, Exception], None] = lambda _, error: logger.warning("%s", error),
 ) -> list[tuple[Leftover, str]]:
-    """Remove the leftovers that may be removed; return those that must stay, each with the reason.
+    """Remove the leftovers that may be removed; return the others, each with the reason.
 
     Args:
         leftovers: The candidates.
