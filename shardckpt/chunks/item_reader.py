@@ -59,7 +59,7 @@ class ItemReader:
 
     Attributes:
         reader: Reads the files.
-        index: What is stored.
+        index: The index of the stored items.
     """
 
     def __init__(self, reader: CheckpointReader, index: ChunkIndex) -> None:

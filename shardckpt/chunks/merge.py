@@ -26,10 +26,10 @@ class LocalPlan(NamedTuple):
     """A rank's boxes and objects, and their locations, as the rank sends them to the main rank.
 
     ``locations`` is packed columns. ``files`` has the names of the rank's files. ``boxes`` and ``objects`` have the
-    location of each item: the number of its file, then what else the format needs, such as start and length in bytes.
-    Optional are, for objects that are not listed by their unique keys, ``listed``, these keys, and ``listed_objects``,
-    the objects' numbers; and for tensors with block scales ``scaled``, their keys, ``scaled_by``, the keys of their
-    scales, and ``scaled_block``, the sizes of their blocks.
+    location of each item: the number of its file, then further numbers of the format, such as start and length in
+    bytes. Optional are, for objects that are not listed by their unique keys, ``listed``, these keys, and
+    ``listed_objects``, the objects' numbers; and for tensors with block scales ``scaled``, their keys, ``scaled_by``,
+    the keys of their scales, and ``scaled_block``, the sizes of their blocks.
     """
 
     stored: PackedShards

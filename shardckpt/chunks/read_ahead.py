@@ -40,7 +40,7 @@ class ReadAhead:
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self._block.view)) - start
         try:
             reader.read_into(file, start, self._data, "small items")
-        except CorruptCheckpointError:  # by what lies between them, perhaps
+        except CorruptCheckpointError:  # perhaps the bytes between the items are damaged
             self._data = self._data[:0]
 
     def __bool__(self) -> bool:

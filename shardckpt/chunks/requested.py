@@ -93,7 +93,7 @@ class RequestedTensors:
         """Return the regions to read, in units that one thread reads, in the order of the files.
 
         Shards without data get CPU memory, and destinations that may not be covered are zeroed: call it after all ranks
-        have planned. It waits until the devices have done what the caller began with the destinations. A unit has one
+        have planned. It waits until the devices have done the caller's pending work on the destinations. A unit has one
         region, or all those of a staged destination, which needs a plain tensor meanwhile.
         """
         units: list[Unit] = [(region,) for region in self._matched.list_regions()]
