@@ -218,7 +218,7 @@ def _find_common_values(key: str, stored: StoredNames, common: StateDict) -> Sta
 def _walk_values(values: StateDict) -> Iterator[tuple[Any, str | None, Any]]:
     """Yield each of the optimizer's values in the common state with its part (``"state"``) and its parameter's name.
 
-    The value is a dict of slots, or the value of one slot, whose name then follows that of the parameter after a dot.
+    The value is a dict of slots, or the value of one slot, whose name then follows the parameter's name after a dot.
     The name is None for a value of no parameter, such as a list of numbered groups.
     """
     for name, value in values.items():

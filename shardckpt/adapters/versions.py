@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The attribute of modules that has their version, and that of state dicts that has all of a module's.
+#: The attribute of modules that has their version, and the attribute of state dicts that has all of a module's.
 VERSION, METADATA = "_version", "_metadata"
 
 
@@ -32,7 +32,7 @@ def has_version(kind: type[Any]) -> bool:
 def list_versions(root: Module, metadata: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the versions of modules by full name, without the names of wrappers; see :func:`has_version`.
 
-    ``metadata`` is what the state dict says of each module, by path. Where hooks have put more than the version there,
+    ``metadata`` is the state dict's metadata of each module, by path. Where hooks have put more than the version there,
     all of it is in the version's place.
     """
     found: dict[str, Any] = {}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardckpt.mapping.base import ReplicaId, Replicated
     from shardckpt.mapping.unstored import StoredNames
 
-#: Types of those values of a class's context that may say what bits mean, and are compared; those of others are not.
+#: Types of values of a class's context that may decide the meaning of bits, and are compared; others are not.
 _FLAGS = (bool, str, int, float, torch.dtype, Enum)
 
 
@@ -64,7 +64,7 @@ def describe_wrapper_param(
 
 
 def _make_form(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the class of a wrapper tensor, what says how to read its bits, and the same of those inside it."""
+    """Return the class of a wrapper tensor, the flags that give its bits their meaning, and its inner wrappers' forms."""
     local = get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     inner, context = flatten_tensor(local)
     named = context.items() if isinstance(context, dict) else enumerate(context or ())
