@@ -58,10 +58,10 @@ logger = logging.getLogger(__name__)
 class FolderExport:
     """An export between its plan and its commit.
 
-    ``source`` is the checkpoint's place; None for what is at none, a merge. With a journal, one process writes, and
-    another can go on after a kill. ``check`` gets the staging directory on the main rank before the commit; if it
-    raises, nothing is committed. ``writing`` is the most bytes that a block, and the parts of an object on its way to a
-    store, may take; None: as the settings say.
+    ``source`` is the checkpoint's place; None for a merge, which is at no place. With a journal, one process writes,
+    and another can continue after a kill. ``check`` gets the staging directory on the main rank before the commit; if
+    it raises, nothing is committed. ``writing`` is the most bytes that a block, and the parts of an object on its way
+    to a store, may take; None: as the settings say.
     """
 
     operation: Operation
@@ -121,7 +121,7 @@ class FolderExport:
                     write_blocks(writer, name, self._lay_out(tensors), self.checkpoint)
 
     def _lay_out(self, tensors: Sequence[HubTensor]) -> FileLayout:
-        """Return the layout of a file of weights; if it is the only one, its header says what an index would."""
+        """Return the layout of a file of weights; if it is the only one, its header has the index's metadata."""
         return lay_out(tensors, self._find_origin() if len(self.plan.files) == 1 else {})
 
     def _find_origin(self) -> dict[str, str]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 #: A layer by its number, and all along the first axis.
 _STORED = ("decoder.layers.{layer}", "decoder.layers")
 _HUB = "model.layers.{layer}"
-#: What every GPTModel has, and no class of the Hub.
+#: A tensor that every GPTModel has, and no class of the Hub.
 MEGATRON_NAME = "embedding.word_embeddings.weight"
 _WEIGHTS = ("weight", "bias")
 #: Models whose head_dim is hidden_size / num_attention_heads where config.json has none.
@@ -37,7 +37,7 @@ def list_attention_rules() -> Iterator[Rule]:
 
 
 def list_dense_rules() -> Iterator[Rule]:
-    """Yield the rules of what all models have: the ends, the norms of layers, attention's output, and dense MLPs."""
+    """Yield the rules that all models share: the ends, the norms of layers, attention's output, and dense MLPs."""
     yield Rule(MEGATRON_NAME, ("model.embed_tokens.weight",), split=split_vocabulary)
     yield Rule("output_layer.weight", ("lm_head.weight",), split=split_vocabulary)
     yield Rule("decoder.final_layernorm.weight", ("model.norm.weight",))
@@ -106,7 +106,7 @@ def list_expert_rules(router: str, gate: str, up: str, down: str) -> Iterator[Ru
 
 
 def list_shared_expert_rules(hub: str, gate: str | None = None) -> Iterator[Rule]:
-    """Yield the rules of shared experts, from the folder's name of these and of what weighs them."""
+    """Yield the rules of shared experts, from the folder's names of these and of their gate."""
     yield from _mlp("mlp.shared_experts", hub)
     if gate is not None:
         yield from _layer("mlp.shared_experts.gate_weight", gate)
@@ -170,7 +170,7 @@ def _derive_head_dim(config: HubConfig, heads: int) -> int | None:
 
 
 def split_vocabulary(rows: int, config: HubConfig | None) -> Sequence[Rows]:
-    """Return the rows of the vocabulary, without those that pad it if these are to be cut.
+    """Return the rows of the vocabulary, without its padding if that is to be cut.
 
     Other rows than the config's ``vocab_size``, unless they are cut or kept, are a ShapeMismatchError.
     """

@@ -87,7 +87,7 @@ class _ModelMapping(RuleMapping):
         )
 
     def knows(self, key: str) -> bool:
-        """Return whether a name is one of a model's; so is that of the block scales of a weight."""
+        """Return whether a name is one of a model's; so is the name of a weight's block scales."""
         return super().knows(key) or super().knows(key.removesuffix(SCALE_ENDING))
 
     def find_unused(self, keys: Collection[str]) -> Sequence[str]:  # noqa: ARG002 - that is as it should be
@@ -170,9 +170,9 @@ def find_mapping(
     ``model_type``; or None, which keeps names and shapes.
 
     ``config`` returns the content of the model's ``config.json``, which has the numbers of heads; None if there is
-    none. It is called if the mapping may need them. ``padding`` says what becomes of rows of the embedding that the
-    config's ``vocab_size`` does not count; to cut them, by a mapping, or without a config, that does not say how many
-    is an error. So is a model or file without a mapping, and a plugin that returns something else.
+    none. It is called if the mapping may need them. ``padding`` is the treatment of rows of the embedding that the
+    config's ``vocab_size`` does not count; it is an error to cut them by a mapping, or without a config, that does not
+    say how many there are. So is a model or file without a mapping, and a plugin that returns something else.
     """
     given = os.fspath(mapping) if isinstance(mapping, os.PathLike) else mapping
     if isinstance(given, str) and (found := read_config_file(given)) is not None:

@@ -89,7 +89,7 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
     def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
         """Return the values that are no tensors as stock ``dcp.load`` asks for them: by their paths.
 
-        What describes a tensor in a state, in a file that was converted, has the path of that tensor.
+        The description of a tensor in a state, in a file that was converted, has the path of that tensor.
         """
         taken = {key for file in self._files for key in self._content(context, file).tensors}
         return [PlainObject(k, value) for k, value in list_dcp_values(self._state_dict(context)) if k not in taken]
@@ -114,7 +114,7 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
         return {file: find_error(check, file) for file in self._files}
 
     def _state_dict(self, context: LoadContext) -> dict[Any, Any]:
-        """Return that of all files, whose names differ: the index has each of them once."""
+        """Return the state dict of all files, whose names differ: the index has each of them once."""
         return {k: value for file in self._files for k, value in self._content(context, file).state_dict.items()}
 
     def _content(self, context: LoadContext, file: str) -> _Content:
