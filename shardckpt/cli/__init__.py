@@ -35,7 +35,7 @@ from shardckpt.errors import PluginError, ask_nearest, listed, name_known, show_
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-#: A file for each, and what help says of it, in this order.
+#: A file for each, and its line in the help, in this order.
 _VERBS = {
     "ls": "list the checkpoints in a folder, and whether they are whole",
     "inspect": "list the tensors, objects and common state of a checkpoint",
@@ -54,7 +54,7 @@ _VERBS = {
     "completion": "print a script that completes the command in a shell",
 }
 _TO_REMOVE = "prune, of steps and of leftovers of killed saves, or remove, of keys in a checkpoint"
-#: What other commands call what these verbs do.
+#: Other commands' names of these verbs.
 _OTHERS = {
     **dict.fromkeys(("rm", "delete", "del"), _TO_REMOVE),
     **dict.fromkeys(("gc", "clean", "cleanup"), "prune"),
@@ -66,7 +66,7 @@ _OTHERS = {
     **dict.fromkeys(("check", "fsck", "validate"), "verify"),
     **dict.fromkeys(("repair", "fix"), "verify --repair"),
 }
-#: They remove what is stored: none is advised for a word that is not clearly its misspelling, as ``resume`` is not.
+#: Verbs that delete: none is advised for a word that is not clearly its misspelling, as ``resume`` is not.
 _DESTRUCTIVE = frozenset({"remove", "prune"})
 _ALMOST = 0.8
 #: Those that also need the verbs of plugins: to list them, and to say which plugin does not work.
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a verb, and return the exit code.
 
     Args:
-        arguments: The command line without the program's name; by default that of this process.
+        arguments: The command line without the program's name; by default the process's own.
 
     Returns:
         One of :mod:`shardckpt.cli.exit_codes`; 141 if the reader of standard output has closed it, and 130 after

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import argparse
     from pathlib import Path
 
-#: What is left of a verb that does not write all at its end.
+#: The remains of a verb that does not write all at its end.
 _LEFT = {
     "prune": "removed steps and files are gone, and the next call goes on",
     "verify": "verdicts that it has marked stay",
@@ -36,7 +36,7 @@ def identify_target(options: argparse.Namespace) -> object:
 def find_published(options: argparse.Namespace, before: object) -> str:
     """Return DST, if an interrupted verb has given it its name already, so that it is complete; else ``""``.
 
-    ``before`` is what :func:`identify_target` has returned before the verb ran.
+    ``before`` is the result of :func:`identify_target` before the verb ran.
     """
     return find_target(options) if identify_target(options) not in (None, before) else ""
 
