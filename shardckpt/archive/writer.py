@@ -87,7 +87,7 @@ def make_frame_of_length(dtype: torch.dtype, shape: tuple[int, ...], length: int
 
 
 class _FrameParts(NamedTuple):
-    """A frame but for its padding: what dtype and shape alone say.
+    """A frame without its padding: the parts that follow from dtype and shape alone.
 
     Attributes:
         leading: The bytes of the members before the payload.
