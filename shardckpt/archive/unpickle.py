@@ -121,7 +121,7 @@ class _AllowList:
 
 
 class _MetadataUnpickler(_AllowList, pickle.Unpickler):
-    """The C unpickler, which is fast, for the many records of ``.metadata``: no BUILD can change its table's objects."""
+    """The C unpickler, which is fast, for the many records of ``.metadata``: no BUILD changes its table's objects."""
 
     def __init__(self, data: bytes, source: str) -> None:
         super().__init__(io.BytesIO(data))

@@ -70,7 +70,7 @@ class AsyncRequest(NamedTuple):
                 ``async_fn_kwargs`` and ``preload_fn``.
 
         Raises:
-            CheckpointingException: it has not these fields; None, what a synchronous save returns, has none.
+            CheckpointingException: it lacks these fields; None, the result of a synchronous save, lacks them.
         """
         if isinstance(request, cls):
             return request
@@ -154,7 +154,7 @@ class AsyncRequest(NamedTuple):
         is_committed = False
         try:
             with comm.collective_phase(_find_phase(future)):
-                if future.done():  # not done: another rank has failed, and what this one writes is not needed
+                if future.done():  # not done: another rank has failed, and the files of this one are not needed
                     future.result()
             (most,) = comm.largest(len(self.finalize_fns))
             for number in range(most):

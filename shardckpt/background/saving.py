@@ -298,7 +298,7 @@ def _name_phase(name: str) -> Iterator[None]:
 @_name_phase("writing shards")
 def _write(job: _Job, staged: StagedWork) -> _Result:
     """Write a rank's files; runs in a background thread or the worker process."""
-    plugins = get_plugin_manager()  # that of the worker process has a plugin that reports to the trainer's
+    plugins = get_plugin_manager()  # the worker process's manager has a plugin that reports to the trainer's
     is_asked = job.total and wants_progress(plugins)
     progress = Progress("save", job.directory, job.total, plugins, job.rank) if is_asked else None
     folder = open_folder(job.url, plugins) if job.url else None

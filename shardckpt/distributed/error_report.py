@@ -46,7 +46,7 @@ class ErrorReport:
         class_name: Name of the class, for the text; empty if ``text`` begins with it.
         class_path: ``module:qualified.name`` of the class; empty where that does not import it.
         text: The error's text.
-        attributes: Pickles of the error's attributes and ``args``, one each: what cannot be pickled costs no other.
+        attributes: Pickles of the error's attributes and ``args``, one each: one that cannot be pickled costs no other.
         traceback: The formatted traceback with all causes, or empty.
         phase: The phase in which it was raised, or empty.
     """
@@ -99,7 +99,7 @@ class ErrorReport:
             return None
         attributes = {}
         for name, data in self.attributes.items():
-            with suppress(Exception):  # leave out what this process cannot unpickle
+            with suppress(Exception):  # leave out attributes that this process cannot unpickle
                 attributes[name] = unpickle_trusted(data)
         try:
             error = _make_error(kind, attributes.pop("args", ()), attributes)
@@ -191,7 +191,7 @@ def _make_error(kind: Any, args: tuple[Any, ...], attributes: dict[str, Any]) ->
     made = kind if issubclass(kind, CheckpointingException) else _adopt_class(kind)
     base = _find_builtin_base(made)
     error: CheckpointingException = base.__new__(made, *args)
-    base.__init__(error, *args)  # OSError and others keep what they were given in fields that are in no __dict__
+    base.__init__(error, *args)  # OSError and others keep their arguments in fields that are in no __dict__
     for name, value in attributes.items():
         object.__setattr__(error, name, value)  # some attributes are fields of the built-in class: ImportError.name
     return error

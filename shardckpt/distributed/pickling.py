@@ -64,7 +64,7 @@ def pickle_value(value: Any) -> bytes:
 def pickle_to_compare(value: Any, replace: Callable[[Any], tuple[Any, ...] | None]) -> bytes:
     """Return a pickle that is compared, and never read.
 
-    ``replace`` returns what is pickled in the place of an object inside; None for the object itself.
+    ``replace`` returns the tuple to pickle for an object inside; None for the object itself.
     """
 
     class Replacing(pickle.Pickler):
