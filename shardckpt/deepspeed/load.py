@@ -68,7 +68,7 @@ class DeepSpeedLoadStrategy(ChunkLoadStrategy):
         return self._index(context).objects[shard.key]
 
     def load_common(self, context: LoadContext) -> StateDict:
-        """Return the job's other values: its counts of steps, its schedule, what it passed as client state."""
+        """Return the job's other values: its counts of steps, its schedule, and its client state."""
         return dict(self._index(context).common)
 
     def read_step(self, context: LoadContext) -> int | None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 #: The URLs whose store is S3.
 SCHEMES = frozenset({"s3", "s3a"})
-#: Of options with one name for all clients: what obstore calls each, and s3fs.
+#: The names that obstore, and then s3fs, have for the options of all clients.
 _NAMES = {
     "endpoint": ("endpoint", "endpoint_url"),
     "region": ("region", "region_name"),

@@ -38,14 +38,14 @@ _Path = tuple["str | int", ...]
 
 @dataclass
 class MCoreMetadata(Metadata):
-    """DCP's metadata with what Megatron 0.15 keeps for each key; reading needs no such class here."""
+    """DCP's metadata with Megatron 0.15's additional data for each key; reading needs no such class here."""
 
     mcore_data: dict[str, dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
 class MCoreSavePlan(SavePlan):
-    """DCP's plan with what Megatron until 0.15 keeps for each key; reading needs no such class here."""
+    """DCP's plan with additional data for each key, as Megatron until 0.15 has it; reading needs no such class here."""
 
     mcore_data: dict[str, dict[str, Any]] | None = None
 

@@ -109,7 +109,7 @@ def load(
         As ours: the state dict with tensors and objects for shards, and the common state.
     """
     given = _bind("load", args, _LOAD_ARGUMENTS, keywords)
-    # the library that saved: one reader reads what any has saved
+    # the library that saved: one reader reads the checkpoints of any
     given.pop("async_strategy", None)
     check_common_strategy(given.pop("common_strategy", None))
     return dist_checkpointing.load(sharded_state_dict, checkpoint_dir, adapt_loader(sharded_strategy), **given)
