@@ -64,7 +64,7 @@ def describe_wrapper_param(
 
 
 def _make_form(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the class of a wrapper tensor, the flags that give its bits their meaning, and its inner wrappers' forms."""
+    """Return the class of a wrapper tensor, the flags that give its bits a meaning, and its inner wrappers' forms."""
     local = get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     inner, context = flatten_tensor(local)
     named = context.items() if isinstance(context, dict) else enumerate(context or ())

@@ -171,8 +171,8 @@ def find_mapping(
 
     ``config`` returns the content of the model's ``config.json``, which has the numbers of heads; None if there is
     none. It is called if the mapping may need them. ``padding`` is the treatment of rows of the embedding that the
-    config's ``vocab_size`` does not count; it is an error to cut them by a mapping, or without a config, that does not
-    say how many there are. So is a model or file without a mapping, and a plugin that returns something else.
+    config's ``vocab_size`` does not count; to cut them, by a mapping that uses no config, or without a config, is an
+    error. So is a model or file without a mapping, and a plugin that returns something else.
     """
     given = os.fspath(mapping) if isinstance(mapping, os.PathLike) else mapping
     if isinstance(given, str) and (found := read_config_file(given)) is not None:

@@ -1,4 +1,4 @@
-"""Names of files in a folder of the Hub, and of what transformers' Trainer saves with a model: no torch."""
+"""Names of files in a folder of the Hub, and of the files that transformers' Trainer saves with a model: no torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ HUB_CONFIG = "config.json"
 HUB_ADAPTER_CONFIG = "adapter_config.json"
 #: Where the Trainer keeps the step and the log of a training; it writes it last, and a resume reads it first.
 TRAINER_STATE = "trainer_state.json"
-#: What the Trainer saves with each model.
+#: The file that the Trainer saves with each model.
 TRAINER_ARGUMENTS = "training_args.bin"
-#: What accelerate saves with each model: of a rank.
+#: The files that accelerate saves with each model, one a rank.
 _RANDOM_STATES = re.compile(r"random_states_\d+\.pkl")
-#: What transformers and accelerate save of a training with its weights: no weights, whatever the suffix.
+#: Files of a training that transformers and accelerate save with its weights: no weights, whatever the suffix.
 _OF_TRAINING = re.compile(
     r"(optimizer|scheduler|scaler|rng_state|random_states|training_args|sampler|dl_state_dict)[^/]*\.(pt|pth|bin|pkl)"
 )
@@ -81,10 +81,10 @@ def explain_step_without_optimizer(step: str, names: Collection[str]) -> str:
 
 
 def lacks_weights(names: Iterable[str]) -> bool:
-    """Return whether a folder has what is saved with a model's weights, and no weights: these were lost.
+    """Return whether a folder has the files that are saved with a model's weights, and no weights: these were lost.
 
     Args:
-        names: Those of its files and folders.
+        names: The names of its files and folders.
     """
     names = frozenset(names)
     described = names & {HUB_CONFIG, TRAINER_STATE} or any(map(_RANDOM_STATES.fullmatch, names))

@@ -58,7 +58,7 @@ def _check_brackets(text: memoryview, most_parts: int | None) -> None:
     quoted = False
     while start < len(text):
         block = bytes(text[start : start + _BLOCK])
-        # a backslash and what it escapes stay together
+        # a backslash and the character that it escapes stay together
         if (len(block) - len(block.rstrip(b"\\"))) % 2:
             block = bytes(text[start : start + _BLOCK + 1])
         start += len(block)

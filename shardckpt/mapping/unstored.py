@@ -65,13 +65,13 @@ class StoredNames(NamedTuple):
 class OptionalEntries(dict[str, Any]):
     """Entries of a state dict that a load takes as far as they are stored: an optimizer's state, one a parameter.
 
-    A save stores the entries that exist. A load asks for those that ``request`` returns, or for the same, and leaves
-    out each without stored values, whatever ``strict`` says, unless it is required. Entries whose keys were
+    A save stores the entries that exist. A load asks for the entries that ``request`` returns, or for the same, and
+    leaves out each without stored values, whatever ``strict`` says, unless it is required. Entries whose keys were
     changed afterwards are wanted as any other. Copies and pickles are plain dicts.
 
     Args:
         entries: By name, a nested dict or list of shards.
-        prefix: What the keys of all shards begin with; the entry's name and a dot follow.
+        prefix: The prefix of the keys of all shards; the entry's name and a dot follow.
         request: Returns the entries, by name, that a load asks a checkpoint for, whether or not they exist here; it
             gets these entries, too, which the caller may have changed.
         required: Whether an entry that is asked for must be stored, as any other part of a state dict.

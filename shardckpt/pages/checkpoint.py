@@ -32,9 +32,9 @@ def describe_checkpoint(
 ) -> dict[str, Any]:
     """Return the data of a page: the header, tensors, boxes, files and timings.
 
-    ``header`` is what is known of the checkpoint as a whole, None for what is not, and the caller's name of it. Only
-    tensors and objects whose keys begin with ``prefix`` are in it. ``compute`` reads the values of tensors, by their
-    keys, and returns their statistics; None: no value is read.
+    ``header`` has the known facts about the checkpoint as a whole, None for unknown ones, and the caller's name of it.
+    Only tensors and objects whose keys begin with ``prefix`` are in it. ``compute`` reads the values of tensors, by
+    their keys, and returns their statistics; None: no value is read.
     """
     keys = [key for key in sorted(checkpoint) if key.startswith(prefix)]
     tensors = [checkpoint[key] for key in keys]

@@ -84,7 +84,7 @@ def exchange_shards(
     algorithm: str,
     round_bytes: int = ROUND_BYTES,
 ) -> dict[_K, torch.Tensor]:
-    """Collective: send the shards that this rank has to the ranks that want them, and receive those that it wants.
+    """Collective: send this rank's shards to the ranks that want them, and receive the shards that it wants.
 
     Return the tensor of every shard that this rank received: the data of a shard in ``unloaded`` is filled if it is a
     plain tensor of the transfer's dtype, else it is new memory. All are by shard id. ``transfers`` is the same, in the
@@ -220,7 +220,7 @@ def _plan_rounds(transfers: Sequence[list[_Message]], round_bytes: int) -> Itera
 
 
 def _run_round(batch: list[_Message], group: Comm, device_type: str, *, broadcasts: bool) -> None:
-    """Collective: send and receive the messages, which are on such devices; broadcast those that all ranks want."""
+    """Collective: send and receive the messages, which are on such devices; broadcast messages that all ranks want."""
     routes: list[tuple[torch.Tensor, int]] = []
     sends: list[tuple[torch.Tensor, int]] = []
     receives: list[tuple[torch.Tensor, int]] = []

@@ -112,8 +112,8 @@ def assign_holders(holders: Sequence[tuple[int, ...]], sizes: Sequence[int], lat
     heap_of = [heaps.get(ranks) or heaps.setdefault(ranks, [(0, rank) for rank in ranks]) for ranks in holders]
     loads = {rank: 0 for ranks in heaps for rank in ranks}
     chosen = [0] * len(holders)
-    # Scarce items first: what only one rank has is a load that the others can balance. The number breaks ties, so that
-    # all ranks make the same choice.
+    # Scarce items first: the items that only one rank has are a load that the others can balance. The number breaks
+    # ties, so that all ranks make the same choice.
     for number in sorted(range(len(holders)), key=lambda n: (n in late, len(holders[n]), -sizes[n], n)):
         heap = heap_of[number]
         while heap[0][0] != loads[heap[0][1]]:  # out of date: an item of another heap went to that rank
