@@ -82,8 +82,8 @@ def cut_shapes(extents: Sequence[int], axes: Sequence[int], most_elements: int) 
 def open_with_record(directory: Path) -> tuple[Path, PlainRecord] | None:
     """Return the directory of a checkpoint, held open so that all files are read from one save, and its record.
 
-    None if it is not what a save of this library has committed, as it was written. JSON files that cannot be read are
-    an OSError or a CheckpointingException.
+    None if it is not an unchanged checkpoint that a save of this library has committed. JSON files that cannot be read
+    are an OSError or a CheckpointingException.
     """
     # a directory that a save, an overwrite or a removal has not finished has a name with a dot in front
     if directory.name.startswith(".") or not directory.is_dir():
