@@ -60,7 +60,7 @@ class Ranks(ABC):
             timeout: Seconds after which the run has failed.
 
         Returns:
-            What it returned, in rank order.
+            The function's results, in rank order.
 
         Raises:
             RankError: a rank raised, with a line for each error, and the tracebacks of all ranks that did; or died, or
@@ -98,8 +98,8 @@ class RankPool(Ranks):
         size: Number of processes: the most ranks of a group.
 
     Attributes:
-        preloaded: What the fork server imports before it forks, where no other part of the program has started it. Add
-            modules in a subclass; one that is missing is left out.
+        preloaded: Modules that the fork server imports before it forks, where no other part of the program has started
+            it. Add modules in a subclass; one that is missing is left out.
 
     Example:
         ::

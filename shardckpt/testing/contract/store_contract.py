@@ -1,4 +1,4 @@
-"""The contract of an object store that a plugin serves: what saves, loads and managers rely on, method by method."""
+"""The contract of an object store that a plugin serves: its promises to saves, loads and managers, method by method."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class StoreContract:
 
     Attributes:
         plugin: The module, or an object, with the hook; None if it is installed. It is registered for each test.
-        url: Under which each test has a folder of its own. What a test has written it deletes, if it can.
+        url: Under which each test has a folder of its own. A test deletes the objects that it has written, if it can.
         outlives_processes: Whether another process finds the objects. Then the folder is pickled, and uploads are
             killed, of a process that imports ``plugin`` by its module's name.
     """
