@@ -103,7 +103,7 @@ def expert_parameters(
     Args:
         model: The model.
         modules: As for :func:`expert_layouts`.
-        each: Whether each of the names must be that of a module; else one must.
+        each: Whether each of the names must belong to a module; else one must.
 
     Raises:
         ShardingError: one of the names is of no module with a parameter, or braces hold no numbers.

@@ -52,7 +52,7 @@ def expert_read_items(key: str, layout: ExpertLayout, stored: TensorStorageMetad
         filled = [Box(tuple(item.dest_offsets), tuple(item.lengths)) for item in items]
         if find_overlap(filled) is not None:
             raise CorruptCheckpointError(f"{key!r}: its stored chunks overlap in {box}")
-        # DCP reads what there is and raises nothing: a hole would keep its old values
+        # DCP reads the chunks that exist and raises nothing: a hole would keep its old values
         hole = find_hole(box.shape, filled)
         if hole is not None:
             raise CorruptCheckpointError(f"{key!r}: the checkpoint does not hold {hole.moved(box.offset)} of it")

@@ -107,7 +107,7 @@ def read_column(columns: Columns, name: str, shape: Ints, below: int | None = No
 
     Args:
         shape: The expected shape; -1 stands for any size.
-        below: What every value must be less than. No value may be negative.
+        below: An exclusive upper bound of every value. No value may be negative.
     """
     column = read_unchecked(columns, name, shape)
     low, high = find_limits(column)

@@ -1,4 +1,4 @@
-"""Load (safetensors, 1): no pickle is read, and nothing of what is read is run."""
+"""Load (safetensors, 1): no pickle is read, and nothing in the files is run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class SafetensorsLoadShardedStrategy(LoadStrategy):
-    """Reads what FORMAT.md specifies, by whichever program it was written."""
+    """Reads checkpoints as FORMAT.md specifies them, whichever program wrote them."""
 
     backend = "safetensors"
     version = 1

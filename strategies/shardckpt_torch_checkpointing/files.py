@@ -130,7 +130,7 @@ def join_path(path: Path) -> str:
 
 
 def find_files(reader: CheckpointReader, declared: Mapping[str, DeclaredItem]) -> dict[str, dict[int, Layout]]:
-    """Return the files of all items by item and rank: those that the metadata names, and by their names all others.
+    """Return the files of all items by item and rank: files that the metadata names, and by their names all others.
 
     A file ``<item>_<rank>.<suffix>`` is the item's on that rank, if there are files of all ranks from 0 on. Files of
     several ranks, and not of all, are a CorruptCheckpointError. Any other is a file that one rank has written, and so

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ZarrLoadShardedStrategy(ChunkLoadStrategy):
-    """Reads what Megatron-Core 0.4 to 0.15 wrote with its ``zarr`` backend."""
+    """Reads checkpoints of Megatron-Core 0.4 to 0.15 with its ``zarr`` backend."""
 
     backend = "zarr"
     version = 1
@@ -150,5 +150,5 @@ def _check_file(file: StoredFile, reader: CheckpointReader, index: Index) -> Non
         if name != ARRAY_FILE:  # that one has been read
             index.arrays[folder].check_chunk(file.name, reader)
         return
-    with suppress(UnsafePickleError):  # its pickle is as it was written, and names what a load must be told to allow
+    with suppress(UnsafePickleError):  # an intact pickle with globals that a load must be told to allow
         decode_object(reader.read(file.name), str(reader.directory / file.name), ())
