@@ -41,7 +41,7 @@ class CheckpointingException(Exception):
 
 
 class SettingFault(NamedTuple):
-    """What is wrong with one setting of a configuration.
+    """A fault of one setting of a configuration.
 
     Attributes:
         setting: Its name; ``""`` where the whole is no configuration.

@@ -456,7 +456,7 @@ class Comm:
         with self.local_phase(name):
             if self.is_main:
                 result = function()
-            return self.broadcast(result)  # type: ignore[no-any-return]  # what waits here is said by its name
+            return self.broadcast(result)  # type: ignore[no-any-return]  # inside: its wait is reported by the phase's name
 
     @_uninterrupted
     def largest(self, *values: int) -> list[int]:

@@ -130,7 +130,7 @@ class FileTests(Claims):
             self.save_version(path, 1, overwrite=True)
 
     def test_removing_keys(self, path: Path) -> None:
-        """Remove takes out what a prefix names, and leaves every other key bit for bit."""
+        """Remove takes out the keys with a prefix, and leaves every other key bit for bit."""
         self.require("removes_keys")
         check(isinstance(self.subject.make_loader(), RemovesKeys), "removes_keys = True, and there is no method remove")
         tensors = {

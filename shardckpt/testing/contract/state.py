@@ -67,7 +67,7 @@ class StateTests(Claims):
         return self.subject.load({"o": ShardedObject("o", None, (1,), (0,))}, path, **options)["o"]
 
     def test_objects_are_stored_or_refused(self, path: Path) -> None:
-        """The class says what the contract claims of objects, and what it does not store is refused by name."""
+        """The class has the contract's claim about objects, and objects that it does not store are refused by name."""
         claimed, saver = self.get_claim("supports_objects"), self.subject.make_saver()
         check(
             saver.supports_objects is bool(claimed),

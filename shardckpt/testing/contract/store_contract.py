@@ -285,7 +285,7 @@ class StoreContract:
         check_equal(bytes(folder.read("claim", 0, 9)), b"third", "read after a replace that was refused")
 
     def test_fewer_requests(self, folder: Any, tmp_path: Path) -> None:
-        """``delete_many``, ``read_into``, ``copy`` and ``times`` do what single requests do."""
+        """``delete_many``, ``read_into``, ``copy`` and ``times`` do the same as single requests."""
         self._put(folder, tmp_path, "one", b"0123456789")
         self._put(folder, tmp_path, "two", b"two")
         if _can(folder, ReadsInto):

@@ -21,7 +21,7 @@ from shardckpt.chunks import (
     match_parts,
     needs_staging,
 )
-from shardckpt.distributed import Comm  # noqa: F401 - then what DCP imports keeps no process group: see tensors.torch_private
+from shardckpt.distributed import Comm  # noqa: F401 - DCP then keeps no process group: see tensors.torch_private
 from shardckpt.errors import KeyMismatchError, listed
 from shardckpt.mapping import PlainObject, ShardedTensor
 from shardckpt.planning import Box, FlatPart, check_dtypes, check_shapes, part_view
