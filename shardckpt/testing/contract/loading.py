@@ -216,7 +216,7 @@ class LoadingTests(Claims):
         run()
 
     def test_two_threads_load(self, path: Path) -> None:
-        """Two threads that load at once, by one strategy if it is an instance, get each the tensors that it asked for."""
+        """Two threads that load at once, by one strategy if it is an instance, get each their own tensors."""
         tensors = {f"k{n}": make_tensor(f"k{n}", torch.float32, (64, 33)) for n in range(12)}
         self.subject.save({"t": [whole_shard(key, tensor) for key, tensor in tensors.items()]}, path)
         loader = self.subject.make_loader()
