@@ -327,7 +327,7 @@ def name_known(wanted: str, known: Collection[str], what: str, limit: int = 6, a
 
 
 def ask_nearest(wanted: object, known: Collection[str]) -> str:
-    """Return ``"did you mean loss? "`` for a wrong name, ``""`` where none of those there are is near."""
+    """Return ``"did you mean loss? "`` for a wrong name, ``""`` if no known name is near."""
     nearest = find_nearest(wanted, [*known]) if isinstance(wanted, str) else ""
     return f"did you mean {escape_text(nearest)}? " if nearest not in ("", wanted) else ""
 
@@ -377,7 +377,7 @@ _LAST_NUMBER = re.compile(r"(|.*\D)(\d{1,18})([^\d.]*)", re.DOTALL | re.ASCII)
 def find_nearest(wanted: str, known: Sequence[str]) -> str:
     """Return the one of some names that is most like another, or whose last part is; ``""`` if none is much like it.
 
-    Of names with a number and else the same text, as those of steps, the one with the nearest number.
+    Of names with a number and otherwise the same text, such as steps, the one with the nearest number.
     """
     if near := _find_nearest_number(wanted, wanted, known):
         return near

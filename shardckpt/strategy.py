@@ -404,7 +404,7 @@ class LoadStrategy(ABC):
 
         Args:
             wanted: ShardedTensors and ShardedObjects of this rank, none or many. Their keys are stored; their global
-                shapes and dtypes have been compared with those of :meth:`load_index`.
+                shapes and dtypes have been compared with the result of :meth:`load_index`.
             context: The files, the ranks, and the globals that the caller allows.
 
         Returns:

@@ -31,7 +31,7 @@ FORM = "(form)"
 #: The first item of a placeholder, ``(this text, dtype name, shape)``, which replaces a tensor in a stored form. It is
 #: part of the checkpoint format, as the texts below are.
 _PLACEHOLDER = "shardckpt: a tensor"
-#: A fourth item of those of plain tensors where the others are DTensors.
+#: A fourth item of the placeholders of plain tensors whose siblings are DTensors.
 _WHOLE = "whole on each rank"
 #: The prefix of the last part of the key of a tensor that belongs to no parameter, and is sharded as one.
 _LAYOUT = ".(as "

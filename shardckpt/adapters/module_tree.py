@@ -127,7 +127,7 @@ class StateColumns(NamedTuple):
     """The content of a module's state dict, in lists: a model may have 20,000 tensors.
 
     Attributes:
-        names: The full names of parameters and persistent buffers, without those of wrappers.
+        names: The full names of parameters and persistent buffers, without the names of wrappers.
         tensors: These themselves, not detached.
         buffers: The numbers of the buffers.
         versions: The versions of modules by name, of classes that have one: see :func:`has_version`.
@@ -186,7 +186,7 @@ class ReadState(NamedTuple):
     """A module's own state dict.
 
     Attributes:
-        values: The values by names without those of wrappers.
+        values: The values by names without the names of wrappers.
         keys: For each name the key that ``load_state_dict`` takes.
         metadata: The metadata of each module from classes and hooks, by its path, apart from the values.
     """

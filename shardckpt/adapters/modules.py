@@ -74,7 +74,7 @@ def _read_part(part: Module, columns: StateColumns | None) -> tuple[dict[str, An
 
 
 def find_buffers(values: Mapping[str, Any], parts: Sequence[Module]) -> frozenset[str]:
-    """Return the names of those values of :func:`read_model_tensors` that share a buffer's memory."""
+    """Return the names of the values of :func:`read_model_tensors` that share a buffer's memory."""
     # 0 is no address: values that are not tensors, and tensors without memory
     places = {data_address(buffer) for part in parts for buffer in part.buffers()} - {0}
     return frozenset(name for name, value in values.items() if data_address(value) in places)

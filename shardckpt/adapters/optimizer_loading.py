@@ -288,7 +288,7 @@ def _report_unused(names: list[str], has_place: list[bool], params: Mapping[str,
 
 
 def _nest_values(values: StateDict, params: Mapping[str, torch.Tensor]) -> StateDict:
-    """Return the values of the common state nested as the load template is, without those of other parameters."""
+    """Return the values of the common state nested as the load template is, without other parameters' values."""
     nested: StateDict = {}
     for part, rest, value in _walk_values(values):
         if rest is None:

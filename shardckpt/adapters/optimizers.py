@@ -87,7 +87,7 @@ class OptimizerState(NamedTuple):
     Attributes:
         each: That of each optimizer.
         names: The names of all parameters.
-        params: The parameters of all by name, but for those of FSDP1.
+        params: The parameters of all by name, except FSDP1's.
         states: The state of each parameter.
     """
 
@@ -107,7 +107,7 @@ def get_optimizer_state(
 ) -> OptimizerState:
     """Return the state of all optimizers.
 
-    It is a ShardingError if two optimizers have the same parameter, or one has those of several parts.
+    It is a ShardingError if two optimizers have the same parameter, or one has parameters of several parts.
     """
     named = name_parts(parts, columns) if optimizers else []
     each = [read_optimizer(named, optimizer, number) for number, optimizer in enumerate(optimizers)]
@@ -149,7 +149,7 @@ class NamedPart(NamedTuple):
 def name_parts(parts: Iterable[Module], columns: Iterable[StateColumns | None] = ()) -> list[NamedPart]:
     """Return the modules with their parameters as they are now.
 
-    If the tensors of each are listed (``columns``), modules are not looked at again.
+    If the tensors of each are listed (``columns``), modules are not examined again.
     """
     found = []
     for part, listed in zip_longest(parts, columns):
@@ -159,7 +159,7 @@ def name_parts(parts: Iterable[Module], columns: Iterable[StateColumns | None] =
 
 
 def read_optimizer(parts: Sequence[NamedPart], optimizer: Optimizer, number: int) -> NamedState:
-    """Return the state of one optimizer; arguments and errors are those of :func:`get_param_groups`."""
+    """Return the state of one optimizer; arguments and errors are as for :func:`get_param_groups`."""
     owner = find_owner(parts, optimizer, number)
     if owner.names is None:
         found = fsdp1.get_state(owner.module, optimizer)

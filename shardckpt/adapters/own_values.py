@@ -36,11 +36,11 @@ _TORCH = ("torch.nn.", "torch.distributed.")
 
 
 class OwnValues(NamedTuple):
-    """The values that modules load by code of their own, by names without those of wrappers.
+    """The values that modules load by code of their own, by names without the names of wrappers.
 
     Attributes:
         loaders: The prefixes of the names of the values.
-        resizers: The same of those modules that may give their buffers other shapes.
+        resizers: The prefixes for modules that may give their buffers other shapes.
         growing: The same of modules without others inside that save by code of their own, too: they may have more
             values after a load. With the prefixes of the keys of ``load_state_dict``.
         params: The names of parameters.

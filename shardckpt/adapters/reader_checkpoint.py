@@ -56,7 +56,7 @@ class ReaderCheckpoint:
         comm.agree(metadata=digest)
 
     def columns(self) -> StoredColumns:
-        """Return the stored names but for the values of :meth:`common`."""
+        """Return the stored names without the values of :meth:`common`."""
         tensors = self._tensors.values()
         dtypes, shapes = ([each.properties.dtype for each in tensors], [tuple(each.size) for each in tensors])
         return StoredColumns(list(self._tensors), dtypes, shapes, (), {})

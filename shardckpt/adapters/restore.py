@@ -129,7 +129,7 @@ def load_into(
 
 
 def _hand_over_tensors(part: Module, values: Mapping[str, Any]) -> None:
-    """Give a module those of the values that are its own, as its ``load_state_dict`` does."""
+    """Give a module its own values, as its ``load_state_dict`` does."""
     live = list_state_tensors(part)
     if live is not None and only_copies(part) and _can_be_copied(live, values):
         # a load has filled nearly all of them in place; load_state_dict copies each onto itself, and looks at the
@@ -282,8 +282,8 @@ def _apply_options(
 ) -> dict[str, Any]:
     """Return a group with the options that its parameters were saved with; its own if none of them was saved.
 
-    ``of_empty`` are those of the group of its number, if that had no parameters. Options named in ``kept`` keep their
-    values.
+    ``of_empty`` are the options of the group of its number, if that had no parameters. Options named in ``kept`` keep
+    their values.
     """
     own = select(group, kept)
     if not group[PARAMS]:

@@ -35,7 +35,7 @@ class SavedStates:
 
     def __init__(self) -> None:
         self._tensors = LeafShards()
-        #: Those of the last save, if its states were nothing but tensors by name; and the names of these.
+        #: The columns of the last save, if its states were nothing but tensors by name; and their names.
         self._columns: _Columns | None = None
         self._slots: list[str] = []
 

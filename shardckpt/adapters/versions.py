@@ -24,7 +24,7 @@ VERSION, METADATA = "_version", "_metadata"
 
 
 def has_version(kind: type[Any]) -> bool:
-    """Return whether a class of modules has a version that is not torch's: those of torch.nn load without theirs."""
+    """Return whether a class of modules has a version that is not torch's: torch.nn's classes load without theirs."""
     owner = next((base for base in kind.__mro__ if VERSION in vars(base)), None)
     return owner is not None and not owner.__module__.startswith("torch.nn.")
 
@@ -91,7 +91,7 @@ class NamedModule(NamedTuple):
     """A module inside another one.
 
     Attributes:
-        path: Its path by the names of children, those of wrappers among them.
+        path: Its path by the names of children, wrappers among them.
         key: The prefix of its keys in a state dict, without the last dot: its path without names that hooks leave out.
         name: The same without the names of all wrappers.
     """

@@ -1,6 +1,6 @@
 """Quantized parameters and buffers of modules, stored bit for bit: their codes and scales, not their values.
 
-Older checkpoints, and those of trainings that were not quantized, have values; a load quantizes these anew.
+Older checkpoints, and checkpoints of trainings that were not quantized, have values; a load quantizes these anew.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FLAGS = (bool, str, int, float, torch.dtype, Enum)
 
 
 def find_wrapper_params(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return those of a module's tensors that are stored by the tensors inside them."""
+    """Return the tensors of a module that are stored by the tensors inside them."""
     return {name: value for name, value in values.items() if type(value) not in ORDINARY and is_wrapper(value)}
 
 

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 CLASS = "shardckpt: a tensor of the class"
 #: The key of all tensors inside in the checkpoints of 27 November 2026.
 _OLD_INNER = "inner"
-#: Those of the tensors under the older keys that all elements share: torchao's tables from codes to values.
+#: The tensors under the older keys that all elements share: torchao's tables from codes to values.
 _OLD_SHARED = frozenset({"qmap"})
 
 

@@ -142,7 +142,7 @@ class AsyncRequest(NamedTuple):
         """Collective: run the finalize functions, once ``async_fn`` has ended on all ranks.
 
         Ranks may have different numbers of them, as with Megatron: the first functions of all ranks run together, then
-        the second of those ranks that have one, and so on.
+        the second functions of all ranks that have one, and so on.
 
         Args:
             future: The outcome of this rank's ``async_fn``.

@@ -148,7 +148,7 @@ class _BackgroundSave:
             self.transaction.operation.end_phase(self.writing, error, nbytes=nbytes)
 
     def finish(self) -> None:
-        """Collective: write the files that name those of all ranks, and commit."""
+        """Collective: write the files that name the files of all ranks, and commit."""
         transaction, operation = self.transaction, self.transaction.operation
         comm = operation.comm
         with operation.blocking(), comm.collective_phase("finishing a background save"):
@@ -220,7 +220,7 @@ def request_save(
 ) -> AsyncRequest:
     """Collective: plan a background save, and return the request to schedule on an AsyncCallsQueue.
 
-    The arguments are those of :func:`shardckpt.engine.save_checkpoint`.
+    The arguments are as for :func:`shardckpt.engine.save_checkpoint`.
     """
     wait_for_dropped()
     operation = Operation("save", target, comm, plugins)

@@ -34,7 +34,7 @@ ReadRequest: TypeAlias = Region | LateRegion | ObjectRead
 class _Group(NamedTuple):
     """Requests that one thread serves in order: a caller's unit, or small requests next to each other in a file.
 
-    The bytes ``start`` to ``stop`` of ``file`` are those of all requests if they are small, else unused.
+    The bytes ``start`` to ``stop`` of ``file`` are the bytes of all requests if they are small, else unused.
     """
 
     requests: Sequence[ReadRequest]

@@ -83,7 +83,7 @@ class ChunkLoadStrategy(LoadStrategy):
         """Return the values of a box: a CPU tensor of its shape; several threads call this.
 
         Args:
-            chunk: One of those of :meth:`list_chunks`.
+            chunk: A chunk that :meth:`list_chunks` has returned.
             context: The checkpoint's files, and the caller's options.
         """
         raise NotImplementedError(f"{type(self).__qualname__} has neither read_chunk nor read_part")

@@ -175,7 +175,7 @@ def route_rows(plan: LocalPlan, first_file: int, specs: SpecsByPart) -> dict[int
     """Return the items of a rank in each part: the boxes, their locations and keys of objects, as packed columns.
 
     There is a message for each part with boxes or objects of the rank, by the number of the part. ``first_file`` is the
-    number of its first file among those of all ranks.
+    number of its first file among the files of all ranks.
     """
     columns = Columns(plan.locations, _SOURCE)
     table, objects = plan.stored.unpack_boxes()
@@ -240,8 +240,8 @@ class PartMerge:
     def merge(self, answers: Mapping[int, bytes], aliases: Mapping[str, str], count: int) -> dict[int, MergedPlan]:
         """Return the items of all ranks in each part that has tensors, by the number of the part.
 
-        ``aliases`` are those of all ``count`` parts. Files, locations of objects, and scales are not there. Errors are
-        as of :func:`shardckpt.chunks.merge.merge_plans`.
+        ``aliases`` are the aliases of all ``count`` parts. Files, locations of objects, and scales are not there.
+        Errors are as of :func:`shardckpt.chunks.merge.merge_plans`.
         """
         specs = {(number, rank): data for rank, message in answers.items() for number, data in split_parts(message)}
         of_part: dict[int, dict[str, str]] = defaultdict(dict)

@@ -86,7 +86,7 @@ class RequestedTensors:
         return None if isinstance(self._matched, FewShards) else self._matched.pop_contiguous()
 
     def pop_framed(self, find_frames: FindFrames) -> FramedRegions | None:
-        """Remove and return those of small items with known bytes around the values; see :meth:`pop_contiguous`."""
+        """Remove and return regions of small items with known bytes around the values; see :meth:`pop_contiguous`."""
         return None if isinstance(self._matched, FewShards) else self._matched.pop_framed(find_frames)
 
     def units(self) -> list[Unit]:

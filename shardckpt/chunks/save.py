@@ -177,7 +177,7 @@ class SavePlan(Generic[IndexT, ObjectT]):
 
     Attributes:
         ties: The keys of the rank that share their memory.
-        tie_finder: Finds those of the next save.
+        tie_finder: Finds the ties of the next save.
         sources: Where the values of each box come from.
         objects: The positions of the ShardedObjects among the rank's shards, by unique key.
         sizes: The properties of each encoded object that the layout depends on, by unique key.

@@ -176,7 +176,7 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are said as those of verbs are."""
+    """A parser whose errors look like the errors of verbs."""
 
     def exit(self, status: int = FINE, message: str | None = None) -> NoReturn:
         """Exit, after an error of the command line with its text."""
@@ -198,7 +198,7 @@ class _VerbParser(_Parser):
         super().__init__(**{"allow_abbrev": False, "formatter_class": HelpFormatter, **settings})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, and if arguments are left over, parse those of options and the others by themselves."""
+        """Parse, and if arguments are left over, parse options and the others by themselves."""
         found, unknown = super().parse_known_args(args, namespace)
         if self._is_intermixed or all(word.startswith("-") for word in unknown):
             return found, unknown
@@ -221,7 +221,7 @@ class _VerbsAction(argparse._SubParsersAction):  # type: ignore[type-arg] # noqa
 
 
 def _make_parser(given: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the parser of the command line, and those of its verbs: that given, or if need be all, of plugins, too."""
+    """Return the parser of the command line, and its verbs' parsers: the given one's, or if need be all, plugins' too."""
     only = given if given in _VERBS and given not in _NEED_ALL else ""
     parser = _Parser(
         "shardckpt",

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Rows(list[dict[str, Any]]):
-    """Rows of JSON's own types: 100,000 of them are not looked at one by one."""
+    """Rows of JSON's own types: 100,000 of them are not checked one by one."""
 
 
 def encode_json(value: Any, *, indent: int | None = None) -> str:

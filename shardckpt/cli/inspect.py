@@ -186,7 +186,7 @@ def _add_faults(output: Output, checkpoint: StoredCheckpoint, lost: str) -> Outp
 
 
 def _describe_faults(faults: Sequence[IncompleteFile], prefix: str | None, *, verbose: bool = False) -> list[str]:
-    """Return a line for each, with those of its keys that begin with a prefix; None: without keys."""
+    """Return a line for each, with its keys that begin with a prefix; None: without keys."""
     lines = []
     for file in faults:
         affected = "" if prefix is None else _affected(file, prefix, verbose=verbose)

@@ -45,7 +45,7 @@ def describe_left(options: argparse.Namespace) -> str:
     """Describe the files that an interrupted verb leaves.
 
     One that writes DST removes its files, but a second Ctrl-C stops that, and the files of an earlier call that was
-    killed stay until a call goes on with them.
+    killed stay until a later call continues with them.
     """
     if options.verb in _LEFT:
         return _LEFT[options.verb]

@@ -87,7 +87,7 @@ def run(options: Any) -> Output:
 
 
 def _describe_each(options: Any, listings: dict[str, list[CheckpointSummary]]) -> list[str]:
-    """Return the lines of each folder, below its name if several were asked for, as those of ls in a shell are."""
+    """Return the lines of each folder, below its name if several were asked for, like a shell's ls."""
     lines: list[str] = []
     for folder, found in listings.items():
         if len(options.folders) > 1:

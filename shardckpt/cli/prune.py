@@ -378,7 +378,7 @@ class Skipped(NamedTuple):
 
 
 class Pruned(NamedTuple):
-    """The steps that were verified, removed and kept, or with ``--dry-run`` would be, and paths not looked at."""
+    """The steps that were verified, removed and kept, or with ``--dry-run`` would be, and the skipped paths."""
 
     dry_run: bool
     verified: Sequence[Verified]
@@ -434,7 +434,7 @@ def _make_table(what: str, results: Sequence[PruneResult | StepResult], options:
 
 
 def _describe_left(found: Pruned, options: Any) -> list[str]:
-    """Return a line for each kind of path that was not looked at, or is left as a whole."""
+    """Return a line for each kind of path that was skipped, or is left as a whole."""
     above = f"{options.paths[0].rstrip('/')}/" if len(options.paths) == 1 else ""
     lines = [found.unseen, _describe_links(found.links)]
     if found.uncounted:

@@ -98,7 +98,7 @@ def _fit_cells(
 def _leave_out_columns(
     names: list[str], cells: list[list[str]], optional: Sequence[str], width: int
 ) -> tuple[list[str], list[list[str]], list[str]]:
-    """Return a table without the optional columns that a line has no room for, and the names of those.
+    """Return a table without the optional columns that a line has no room for, and the names of these columns.
 
     A line keeps room for the longest first cell, up to a third of the line: names are cut only beyond that.
     """
@@ -171,7 +171,7 @@ def columns_table(
 def grouped_table(
     header: Sequence[str], firsts: Sequence[str], groups: Sequence[int], rows: Sequence[Sequence[str]]
 ) -> str:
-    """Return the same, where all cells behind the first are those of one of a few rows: 100,000 in few steps.
+    """Return the same for lines that share few rows of cells behind the first: 100,000 in few steps.
 
     ``groups`` has the number of the row that has a line's other cells; all ``rows`` are in it.
     """

@@ -115,7 +115,7 @@ class Answer:
     is_unwritten: bool = False
     #: The verdict, if it was to be kept and could be.
     mark: Mark | None = None
-    #: Why nothing that is installed reads it, though its bytes are as they were written; ``""`` if something does.
+    #: Why no installed strategy reads it, though its bytes are intact; ``""`` if one does.
     unread: str = ""
 
 

@@ -131,7 +131,7 @@ class Claim:
         return any(is_mark(name) and name not in known for name in found)
 
     def list_own(self, found: Collection[str]) -> list[str]:
-        """Return those of a listing's objects that are this claim's own, the in-progress object last."""
+        """Return this claim's own objects in a listing, the in-progress object last."""
         own = [CLAIM] if self._text and CLAIM in found and self._read() == self._text else []
         return [*own, self.in_progress]
 
@@ -211,7 +211,7 @@ def parse_introduction(text: bytes) -> tuple[Owner, float] | None:
 
 
 def without_others(found: Collection[str]) -> set[str]:
-    """Return the objects at a URL without those of other checkpoints and saves in folders below."""
+    """Return the objects at a URL without the objects of other checkpoints and saves in folders below."""
     marks = (name.rpartition("/") for name in found if not find_generation(name))
     others = {folder for folder, _, name in marks if folder and (name == MARKER_NAME or is_mark(name))}
     return {name for name in found if others.isdisjoint(list_parents(name))}

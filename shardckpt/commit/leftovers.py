@@ -54,7 +54,7 @@ def find_leftovers(folder: Path, is_wanted: Callable[[str], bool]) -> list[Lefto
 def find_leftovers_of(path: Path) -> list[Leftover]:
     """Return the temporary directories of a checkpoint, or of a folder of checkpoints, which need not exist.
 
-    Those of the path itself, which stand next to it, come first; then those inside it.
+    The leftovers of the path itself, which stand next to it, come first; then the leftovers inside it.
     """
     with wrap_os_errors("look at", path):
         is_folder = path.is_dir()
@@ -170,7 +170,7 @@ def remove_tree(path: Path) -> None:
         else:
             path.unlink(missing_ok=True)
     except OSError as exc:
-        shutil.rmtree(path, ignore_errors=True)  # goes on past the error
+        shutil.rmtree(path, ignore_errors=True)  # continues after the error
         if is_there(path):
             raise StorageError(f"cannot remove {path}, which is no longer needed: {exc}") from exc
 
@@ -205,7 +205,7 @@ def remove_unused(
 
 
 def create_spool() -> Path:
-    """Create a directory for files to be uploaded, after those of killed processes are removed; return its path."""
+    """Create a directory for files to be uploaded, after removing those of killed processes; return its path."""
     folder = find_spool_folder()
     try:
         remove_unused(find_spools(folder))

@@ -67,9 +67,9 @@ def clear_tombstones_of(path: Path) -> None:
 def delete_checkpoint(target: RemotePath) -> None:
     """Delete a checkpoint's objects from a store; after a crash no load finds it, and another call continues.
 
-    Its objects are all directly at its URL, its generations, and those in folders that its record names: others there
-    may be anybody's. Without a record, as of another library, they are all objects below the URL but those of
-    checkpoints in folders. If some could not be deleted, it is a StorageError.
+    Its objects are all objects directly at its URL, its generations, and the objects in folders that its record names:
+    others there may have any owner. Without a record, as of another library, they are all objects below the URL except
+    those of checkpoints in folders. If some could not be deleted, it is a StorageError.
     """
     had_record = _had_record(target)
     # first: the remains of a crash, without a marker, must be known as a removal, not as a save

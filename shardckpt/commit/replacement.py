@@ -68,7 +68,7 @@ class Replacement:
         self.may_be_switched = False
 
     def begin(self, found: Collection[str]) -> None:
-        """Claim the URL; ``found`` are all objects there, among them those of the save that a dead process has begun.
+        """Claim the URL; ``found`` are all objects there, among them the objects of a dead process's save.
 
         It is a StorageError if another save is under way there, or nothing says which objects are the checkpoint's.
         """

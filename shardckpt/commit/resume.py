@@ -89,7 +89,7 @@ def adopt_upload(
 
 
 def _resume(journal: Journal, folder: Path, target: Path) -> bool:
-    """Return whether the journal goes on with a folder; log which."""
+    """Return whether the journal continues with a folder; log which."""
     if journal.resume(folder):
         logger.info("going on with %s, of which %d bytes are written", target, journal.nbytes)
         return True

@@ -98,7 +98,7 @@ def _find_generation(path: RemotePath) -> str | None:
 
 
 def _list_needless(path: RemotePath, tree: Mapping[str, int], generation: str | None) -> set[str]:
-    """Return the objects of a complete checkpoint's URL that no load needs: those of other generations, and marks."""
+    """Return the objects of a complete checkpoint's URL that no load needs: other generations' objects, and marks."""
     if generation is None:
         return set()
     # the journal of a conversion, at the URL or in its generation

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: How long a process of :func:`checkpoint_mp` waits for those of other ranks, for the slowest to start or to write.
+#: How long a process of :func:`checkpoint_mp` waits for other ranks' processes, for the slowest to start or to write.
 _TIMEOUT = timedelta(minutes=30)
 
 #: torchtitan's methods that this manager does not have, and would not call in a subclass; and their replacements.

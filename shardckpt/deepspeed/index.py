@@ -75,7 +75,7 @@ class Index:
         objects: By key the optimizer's options for each parameter, and values of the module's state dict that are no
             tensors.
         common: The job's other values.
-        files: The files besides those of the model and the partitions.
+        files: The files besides the files of the model and the partitions.
     """
 
     tensors: dict[str, IndexedTensor] = field(default_factory=dict)
@@ -296,7 +296,7 @@ def _cut_by_parameter(
 
 
 def join_parts(name: str, shape: Ints, parts: Sequence[StoredTensorFile]) -> IndexedTensor:
-    """Return a tensor whose elements are those of flat parts one after the other; the last may be padded."""
+    """Return a tensor whose elements are flat parts one after the other; the last may be padded."""
     return _make_tensor(name, shape, list(_take(name, parts, 0, math.prod(shape))))
 
 

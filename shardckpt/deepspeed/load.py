@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class DeepSpeedLoadStrategy(ChunkLoadStrategy):
     """Reads ZeRO and universal checkpoints of DeepSpeed by the allow-list, without running code in them.
 
-    Keys are those of :func:`shardckpt.adapters.to_sharded_state_dict`: ``model.<name>`` is the fp32 weight, and
+    Keys are as in :func:`shardckpt.adapters.to_sharded_state_dict`: ``model.<name>`` is the fp32 weight, and
     ``optimizer.state.<name>.exp_avg`` a moment. Ranges of files are read, so that memory is bounded.
     """
 

@@ -424,7 +424,7 @@ class Comm:
 
     @_uninterrupted
     def broadcast_tensors(self, routes: Sequence[_Route], device_type: str = "cpu") -> None:
-        """Collective: fill tensors on all ranks with those of single ranks, all at the same time.
+        """Collective: fill tensors on all ranks with tensors of single ranks, all at the same time.
 
         Args:
             routes: Contiguous tensors, each with the rank that has its content; on the others it is filled. Every rank
@@ -513,7 +513,7 @@ class Comm:
     def _send_along(
         self, hop: Hop, messages: Mapping[int, list[tuple[int, bytes]]]
     ) -> list[tuple[int, list[tuple[int, bytes]]]]:
-        """Collective: send a message to some partners; return the parts of those received, with their senders."""
+        """Collective: send a message to some partners; return the parts of received messages, with their senders."""
         with self.collective_phase(self._phase):
             outgoing = {rank: pack_bytes(join_parts(messages[rank])) for rank in hop.receivers if rank in messages}
             empty = _allocate(0)

@@ -125,7 +125,7 @@ class ErrorReport:
 def join_messages(reports: Sequence[ErrorReport], *, named: bool = False) -> str:
     """Return the first rank's message, then a line for each rank with another error, up to 8.
 
-    The reports are those of all ranks that failed, in rank order.
+    The reports are from all ranks that failed, in rank order.
     """
     first, *others = reports
     also = [report for report in others if (report.class_name, report.text) != (first.class_name, first.text)]
@@ -138,7 +138,7 @@ def join_messages(reports: Sequence[ErrorReport], *, named: bool = False) -> str
 class _AdoptedError(CheckpointingException):
     """An error of a class from outside the family; subclasses derive from that class, too: see :func:`_adopt_class`.
 
-    ``shared_text`` is the text, with the rank and the phase; ``args`` are those of the original error.
+    ``shared_text`` is the text, with the rank and the phase; ``args`` are the original error's.
     """
 
     foreign_class: ClassVar[type[Exception]]

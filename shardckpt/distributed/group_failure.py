@@ -398,7 +398,7 @@ def moves_by_gloo(group: Any) -> bool:
 
 
 def wait_for(work: Any, seconds: float) -> bool:
-    """Wait ``seconds`` for a work handle of gloo, and return whether it is done; it goes on if it is not.
+    """Wait ``seconds`` for a work handle of gloo, and return whether it is done; if not, it continues.
 
     One that failed is a RuntimeError.
     """

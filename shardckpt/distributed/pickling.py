@@ -44,7 +44,7 @@ class SharedPickle:
 
 
 def pickle_parts(value: Any) -> list[bytes | memoryview]:
-    """Return the value's pickle, and then those of each :class:`SharedPickle` in it, to send to another process."""
+    """Return the value's pickle, and then that of each :class:`SharedPickle` in it, to send to another process."""
     buffers: list[PickleBuffer] = []
     data = pickle.dumps(value, protocol=_WITH_BUFFERS, buffer_callback=buffers.append)
     return [data, *(buffer.raw() for buffer in buffers)]

@@ -176,7 +176,7 @@ class DirectoryCommitter(Committer):
     ) -> None:
         """Rename the staging directory, or exchange it with the target."""
         staging = cast("Path", self.staging)  # since begin()
-        if check is not None:  # before the journal's end: after a kill in the check another process goes on
+        if check is not None:  # before the journal's end: after a kill in the check another process continues
             check(staging, staging)
         if self._journal is not None:
             self._journal.end()
@@ -286,7 +286,7 @@ class StoreCommitter(Committer):
         self._upload.close()
 
     def abort(self, streamed: Iterable[str], *, is_main: bool) -> None:
-        """Delete this rank's objects; on the main rank, those of all."""
+        """Delete this rank's objects; on the main rank, the objects of all."""
         self._upload.streamed |= {*streamed}
         self._upload.abort(main=is_main)
 

@@ -66,8 +66,8 @@ class ExpectedFile:
 def verify_integrity(directory: Path, manifest: Manifest, comm: Comm) -> None:
     """Collective: read every file once, and compare it with all its digests; ranks and threads share the work.
 
-    The CorruptCheckpointError names every file that is missing or not as it was written. It is an error, too, if there
-    are no digests.
+    The CorruptCheckpointError names every file that is missing or damaged. It is an error, too, if there are no
+    digests.
     """
 
     def list_files() -> list[ExpectedFile]:
@@ -155,7 +155,7 @@ class IncompleteFile(NamedTuple):
 def find_incomplete_files(strategy: LoadStrategy | None, reader: CheckpointReader) -> list[IncompleteFile]:
     """Return the files that are missing or have the wrong size; no data file is opened. Not collective.
 
-    If the strategy :class:`ChecksFiles`, its files are looked at, too; without one only those of ``shardckpt.json``,
+    If the strategy :class:`ChecksFiles`, its files are checked, too; without one only the files of ``shardckpt.json``,
     and the index is not read. It is a CheckpointReplacedError if they are gone because another save has replaced the
     checkpoint.
     """
@@ -288,8 +288,7 @@ def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
 def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
     """Check a checkpoint's files against all digests. Not collective: :func:`verify_integrity` in this process alone.
 
-    The error names every file that is missing or not as it was written. It is an error, too, if there is no
-    ``integrity.json``.
+    The error names every file that is missing or damaged. It is an error, too, if there is no ``integrity.json``.
     """
 
     def attempt() -> None:

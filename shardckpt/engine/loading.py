@@ -112,7 +112,8 @@ class LoadOptions:
 class OpenCheckpoint:
     """A checkpoint that is open, with the strategy that reads it.
 
-    The methods are collective if :func:`open_checkpoint` was: then all ranks call them; but for those of PlainObjects.
+    The methods are collective if :func:`open_checkpoint` was: then all ranks call them, except the methods for
+    PlainObjects.
 
     Attributes:
         strategy: Reads the checkpoint.
@@ -201,7 +202,7 @@ class OpenCheckpoint:
         return self.strategy.read_plain_objects(self.context) if isinstance(self.strategy, ReadsPlainObjects) else []
 
     def find_buildable(self, absent: Sequence[ShardedObject]) -> set[str]:
-        """Return the unique keys of those objects that are not stored, but that the strategy can build."""
+        """Return the unique keys of objects that are not stored, but that the strategy can build."""
         if not absent or not isinstance(self.strategy, BuildsObjects):
             return set()
         found = check_buildable(
@@ -282,7 +283,7 @@ def open_checkpoint(
 def lend_checkpoint(opened: AbstractContextManager[_T]) -> Iterator[_T]:
     """Open a checkpoint for a block of the caller's, whose own exceptions leave it as they are.
 
-    ``opened`` makes of any exception in its block one that all ranks raise.
+    ``opened`` turns any exception in its block into one that all ranks raise.
     """
     own: Exception | None = None
     try:

@@ -170,7 +170,7 @@ class Operation:
     def start_phase(self, name: str, *, background: bool = True) -> LongPhase:
         """Report the start of a phase; :meth:`end_phase` ends it.
 
-        In the ``background`` it goes on behind the thread that starts it, and may end in another.
+        In the ``background`` it continues behind the thread that starts it, and may end in another.
         """
         self._report_start(name)
         return LongPhase(self, name, background=background)

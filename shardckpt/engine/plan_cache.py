@@ -39,7 +39,7 @@ _Plan = TypeVar("_Plan")
 #: Shards that are described together: few enough that the processor's cache still has them at their last field, and
 #: that a description made only for a comparison is freed before Python's garbage collector visits it.
 _BLOCK = 256
-#: Immutable types: a description that consists of them stays as it was when its save was planned.
+#: Immutable types: a description that consists of them is the same as when its save was planned.
 _LASTING = (Integral, str, type(None), torch.dtype)
 _FIELDS = ("key", "global_shape", "global_offset", "replica_id", "replicated")
 #: The fields of shards that are no tensors, by their class.
@@ -53,7 +53,7 @@ class PlanCache(Generic[_Plan]):
     """The ``size`` most recent plans of this process: one rank's part of each.
 
     Plans of saves are in :data:`saved_plans`. A fully parallel wrapper has a cache of its own, of one plan: its owner
-    decides by ``do_cache_distribution`` whether there is one, and its plan must not push those of saves out.
+    decides by ``do_cache_distribution`` whether there is one, and its plan must not push plans of saves out.
 
     :meth:`find` is not collective. Ranks use a plan only after they have agreed that all have found the same one: a
     rank that planned alone would wait for the others.

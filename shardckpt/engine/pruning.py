@@ -341,7 +341,7 @@ def _list_uploads(place: Path) -> list[PendingUpload] | None:
         return []
     try:
         return attempt("list the uploads to", place, store.uploads)
-    except StorageError as exc:  # a permission of its own, of another client: all else goes on without it
+    except StorageError as exc:  # a permission of its own, of another client: all else continues without it
         # prune asks three times, and a manager after each save
         is_first = is_first_warning(__name__, get_bucket(get_url(place)))
         logger.log(logging.WARNING if is_first else logging.DEBUG, "%s", exc)

@@ -48,7 +48,7 @@ def find_adapter_mapping(mapping: object) -> AdapterNames | None:
 
 
 class AdapterNames(Identity):
-    """The mapping of the names of a model of PEFT to those of an adapter's folder; the base model has none there.
+    """The mapping from the names of a model of PEFT to the names in an adapter's folder; the base model has none there.
 
     ``adapter`` is its name in the model; ``""`` for the only one. ``stored`` are the names in a folder that is loaded,
     which may have the base model's embedding, too.
@@ -102,7 +102,7 @@ def _split_name(key: str) -> tuple[str, str]:
     if found := _SAVED_MODULE.fullmatch(key):
         return found[2], f"{found[1]}.{found[3]}"
     if found := _LAYER.fullmatch(key):
-        # PEFT's folders have a magnitude as it was before it was a layer's weight
+        # PEFT's folders have a magnitude in its form before it was a layer's weight
         return found[2], found[1] if found[1].endswith("magnitude_vector") else f"{found[1]}.{found[3]}"
     if found := _PARAMETER.fullmatch(key):
         return found[2], found[1]
@@ -112,7 +112,7 @@ def _split_name(key: str) -> tuple[str, str]:
 def review_adapter(config: Mapping[str, Any], tensors: Mapping[str, FileTensor]) -> tuple[str, str]:
     """Compare the content of ``adapter_config.json`` with the tensors of the adapter, by names, shapes and dtypes.
 
-    Return why PEFT would not load it as it was trained, ``""`` if it would, and remarks.
+    Return why PEFT would load it differently than it was trained, ``""`` if it would not, and remarks.
     """
     kind = config.get("peft_type")
     if kind != "LORA":

@@ -97,7 +97,7 @@ def _explain_untried(name: str, config: Mapping[str, Any]) -> str:
         return "transformers needs the devices and packages of its quantization"
     if not all(map(importlib.util.find_spec, ("transformers", "accelerate"))):
         return f"{name} needs transformers and accelerate, which are not installed"
-    # a load changes defaults of torch for all threads, those of a training, too
+    # a load changes torch's defaults for all threads, a training's, too
     if not _owns_process and threading.current_thread() is not threading.main_thread():
         return "it is for the main thread of a process to build a model's class"
     return ""

@@ -65,5 +65,5 @@ def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -
 
 
 def read_asset(path: Path) -> bytes:
-    """Return the content of a file of at most 1 GiB; links are followed, as those of the Hub's cache."""
+    """Return the content of a file of at most 1 GiB; links are followed, such as the Hub's cache has."""
     return read_file(path.resolve(), _LIMIT)

@@ -125,7 +125,7 @@ class FolderExport:
         return lay_out(tensors, self._find_origin() if len(self.plan.files) == 1 else {})
 
     def _find_origin(self) -> dict[str, str]:
-        """Return the metadata that identifies the checkpoint, with its fingerprint if those of its tensors are stored.
+        """Return the metadata that identifies the checkpoint, with its fingerprint if its tensors have stored ones.
 
         Nothing of it depends on how the checkpoint was sharded.
         """
@@ -223,7 +223,7 @@ class FolderExport:
         return {index_name(self.options.file_format): index}
 
     def _choose_replaced(self, names: Iterable[str]) -> set[str]:
-        """Return which files of a folder go when it is overwritten, after a warning about those of others."""
+        """Return the files that an overwrite of a folder removes, after a warning about foreign ones."""
         gone = {name for name in names if is_replaced(name, has_assets=bool(self.options.assets))}
         renewed = {path.name for path in self.options.assets}
         foreign = sorted(name for name in gone - renewed if not is_weights(name))
@@ -247,7 +247,7 @@ class FolderExport:
             if path.name not in written:
                 copy_new(path, staging / path.name)
         self._report_misfits(staging)
-        if self.check is not None:  # before the journal's end: after a kill in the check another process goes on
+        if self.check is not None:  # before the journal's end: after a kill in the check another process continues
             self.check(staging)
         if self.journal is not None:
             self.journal.end()

@@ -158,7 +158,7 @@ def load_from_huggingface(
                     filled_by_twins=strategy.absent,
                     resize=resized,
                 )
-                # after the reads: the bytes may be those of a folder that an export has put in place since
+                # after the reads: an export may have put another folder in place since
                 reader.check_unchanged()
         return loaded
 
@@ -166,7 +166,7 @@ def load_from_huggingface(
 
 
 def _list_shards(requested: ShardedStateDict) -> list[ShardedBase]:
-    """Return the requested shards; those of quantized parameters ask for values, since no folder has their codes."""
+    """Return the requested shards; shards of quantized parameters ask for values, since no folder has their codes."""
 
     def name_quantized() -> StoredNames:
         factories = (leaf for leaf in nested_values(requested) if isinstance(leaf, ShardedTensorFactory))

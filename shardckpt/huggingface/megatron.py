@@ -65,7 +65,8 @@ def list_latent_attention_rules() -> Iterator[Rule]:
 def list_prediction_rules(rules: Sequence[Rule], config: Mapping[str, Any]) -> Iterator[Rule]:
     """Yield the rules of layers that predict further tokens, which folders number after the others.
 
-    ``rules`` are those of other layers, which serve for the layers in these. ``config.json`` has the numbers of both.
+    ``rules`` are the rules of other layers, which serve for the layers in these. ``config.json`` has the numbers of
+    both.
     """
     first, count = (config.get(name) for name in ("num_hidden_layers", "num_nextn_predict_layers"))
     if not (_is_count(first) and _is_count(count)):
@@ -85,7 +86,7 @@ def list_prediction_rules(rules: Sequence[Rule], config: Mapping[str, Any]) -> I
 
 
 def list_expert_rules(router: str, gate: str, up: str, down: str) -> Iterator[Rule]:
-    """Yield the rules of a router and its experts, from the folder's names of these, without those of the layer.
+    """Yield the rules of a router and its experts, from the folder's names of these, without the layer's name.
 
     Experts are along an axis, numbered in the stored name, or have the names of a module's parameters: of a grouped
     linear layer (``linear_fc1.weight3``) or a list (``local_experts.3``), which is of use where one rank has them all.
@@ -126,9 +127,9 @@ def _layer(stored: str, *hub: str, **options: Any) -> Iterator[Rule]:
 
 
 def split_qkv(rows: int, config: HubConfig | None) -> Sequence[Rows]:
-    """Return the rows of queries, keys and values: each group has those of its queries, of a key and of a value.
+    """Return the rows of queries, keys and values: each group has the rows of its queries, of a key and of a value.
 
-    It is an error if there is no config, or the rows are not those of its heads and groups.
+    It is an error if there is no config, or the number of rows contradicts its heads and groups.
     """
     if config is None:
         raise CheckpointingException(

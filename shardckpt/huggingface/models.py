@@ -117,7 +117,7 @@ _MEGATRON: dict[str, tuple[Rule, ...]] = {
     "qwen3": _DENSE,
     "qwen3_moe": (*_DENSE, *_QWEN_EXPERTS),
 }
-#: Those of other trainers.
+#: The rules for checkpoints of other trainers.
 _OTHERS: dict[str, tuple[Rule, ...]] = {
     "deepseek_v3": tuple(_experts()),
     "mixtral": (
@@ -150,7 +150,7 @@ class MegatronMapping:
         return _ModelMapping(_MEGATRON[str(kind)]).with_config(config, padding)
 
 
-#: The mapping of Megatron's names to those of the model that ``config.json`` says.
+#: The mapping of Megatron's names to the names of the model that ``config.json`` says.
 MEGATRON = "megatron"
 _BUILT_IN: dict[str, KeyMapping] = {
     **{name: _ModelMapping((*rules, *_OTHERS.get(name, ()))) for name, rules in _MEGATRON.items()},

@@ -61,10 +61,10 @@ def list_numbered_files(names: Collection[str]) -> list[str]:
 
 
 def assign_files(sizes: Mapping[str, int], limit: int, file_format: str = SAFETENSORS) -> dict[str, list[str]]:
-    """Assign tensors to files in their order; return the names of those in each file, by the file's name.
+    """Assign tensors to files in their order; return the names of the tensors in each file, by the file's name.
 
-    ``sizes`` are bytes of every tensor by name, ``limit`` those of the tensors in a file; a tensor above it gets its
-    own.
+    ``sizes`` are bytes of every tensor by name, ``limit`` the bytes of the tensors in a file; a tensor above it gets
+    its own.
     """
     files: list[list[str]] = []
     current: list[str] = []
@@ -137,6 +137,6 @@ def is_copied(name: str) -> bool:
 def is_replaced(name: str, *, has_assets: bool) -> bool:
     """Return whether an export over a folder removes a file of this name: a loader might prefer it, or add it.
 
-    ``has_assets`` says whether the export brings the model's other files. Else those of the folder stay.
+    ``has_assets`` says whether the export brings the model's other files. Else the folder's own files stay.
     """
     return _LOADED.fullmatch(name) is not None or (has_assets and is_configuration(name))

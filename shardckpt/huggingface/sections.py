@@ -17,7 +17,7 @@ _MODELS = frozenset({"model", "models", "module", "state_dict", "model_state_dic
 _OUTER = frozenset({"app", "state_dict", "model_state_dict", "module"})
 #: Modules that models of the Hub have next to one that is called "model".
 _OUTSIDE_MODEL = frozenset({"lm_head", "score", "classifier", "language_model", "embed_out", "visual", "vision_tower"})
-#: Keys of an optimizer that are compared with those of parameters.
+#: Keys of an optimizer that are compared with the keys of parameters.
 _SAMPLE = 64
 
 

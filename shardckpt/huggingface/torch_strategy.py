@@ -202,8 +202,8 @@ def find_torch_weights(
 ) -> TorchFileLoadStrategy | None:
     """Return the reader of a model in a folder of the Hub with files of ``torch.save``; None if there are none.
 
-    ``names`` are those of the files in the folder. With ``skip_damaged`` files that the index names may be missing, but
-    not all of them.
+    ``names`` are the names of the files in the folder. With ``skip_damaged`` files that the index names may be missing,
+    but not all of them.
     """
     (only,) = file_names(1, BIN)
     if index_name(BIN) in names:

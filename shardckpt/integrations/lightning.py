@@ -97,7 +97,7 @@ class ShardedCheckpointIO(CheckpointIO):
         Args:
             path: The directory or URL.
             map_location: The device of its tensors; by default the CPU.
-            weights_only: Accepted, without effect: only plain classes and those of ``allow_globals`` are ever loaded.
+            weights_only: Accepted, without effect: only plain classes and ``allow_globals`` are ever loaded.
 
         Returns:
             The nested dicts and lists that were saved.

@@ -53,7 +53,7 @@ def save_local(
         allow_globals: As for :func:`shardckpt.dist_checkpointing.save`.
 
     Raises:
-        CheckpointingException: the save failed; ``directory`` is as it was before.
+        CheckpointingException: the save failed; ``directory`` is unchanged.
     """
     check_part(state)
     check_annotated(save_local, locals())

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of a data file on a store: a process that goes on sends the last one again.
+#: Bytes of a data file on a store: a process that continues sends the last one again.
 OBJECT_BYTES = 1 << 30
 #: Targets that are no backends: a Hugging Face folder, a file of torch.save, a folder for stock DCP.
 FOLDER: str = "hf"
@@ -127,7 +127,7 @@ class _Written(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversion:
-    """One attempt; the arguments are those of :func:`convert_checkpoint`. Without a saver, ``kind`` says the target."""
+    """One attempt; the arguments are as for :func:`convert_checkpoint`. Without a saver, ``kind`` says the target."""
 
     source: Path
     target: Path
@@ -385,7 +385,7 @@ class Conversion:
             *DeferredBoxes(stored, cut_tensors(tensors, most), most, scales).shards,
             *objects,
         ]
-        # as the old one: a training that goes on from the new one has the same history
+        # as the old one: a training that continues from the new one has the same history
         lineage = reader.manifest.lineage
         journal = self._make_journal(stored, tensors)
 

@@ -75,22 +75,23 @@ def convert_checkpoint(
     Keys, shapes, dtypes and bits stay, as do objects, common state and ``content_metadata``, unless an option or the
     format says otherwise: the report names the items that were left out. A tensor may be stored in other boxes than
     before. All bytes that are read are checked against their digests, if there are any. The written files are read
-    again before the commit, and their fingerprints are compared with those of the values from ``old``. A checkpoint at
-    ``new`` has the fingerprints of tensors whose shapes stay, whether ``old`` has any or not.
+    again before the commit, and their fingerprints are compared with the fingerprints of the values from ``old``. A
+    checkpoint at ``new`` has the fingerprints of tensors whose shapes stay, whether ``old`` has any or not.
 
     A conversion that was killed is continued, if it ran on this host since its last boot, from the same source, with
-    the same options, and ``to`` is no strategy; the result is the same, but for the save's id. Else its leftovers are
-    removed, with a warning. At a URL the complete objects are kept; there it starts anew where the store does not
+    the same options, and ``to`` is no strategy; the result is the same, except for the save's id. Else its leftovers
+    are removed, with a warning. At a URL the complete objects are kept; there it starts anew where the store does not
     stream writes or has no conditional ones, and over a Hugging Face folder. The proof covers all.
 
     Args:
         old: A checkpoint that an installed strategy reads, a Hugging Face folder, or a file of
-            ``torch.save`` or safetensors: a path, or, but for files, a URL. It is not changed, unless it is ``new``.
+            ``torch.save`` or safetensors: a path, or, except for files, a URL. It is not changed, unless it is ``new``.
         new: Directory or URL of the new checkpoint: absent or empty, or see ``overwrite``. For ``"torch"`` a
             file of this machine.
         to: The target's format: a SaveStrategy, a backend, or (backend, version); ``"dcp"``, the first backend whose
-            values stock ``dcp.load`` reads, with those of the common state under their paths; ``"hf"``, a Hugging Face
-            folder of the tensors; or ``"torch"``, a file of ``torch.save`` with plain tensors and builtin containers.
+            values stock ``dcp.load`` reads, with the values of the common state under their paths; ``"hf"``, a Hugging
+            Face folder of the tensors; or ``"torch"``, a file of ``torch.save`` with plain tensors and builtin
+            containers.
         memory_budget: Bytes, or text such as ``"256MiB"``, that may be in memory at a time: a half for tensors, of
             which larger ones are stored in several boxes, and the rest for buffers of the reader and the writer; a
             quarter where ``new`` is a URL, to which tensors are streamed. At least 32 MiB; 64 for a URL. Not counted

@@ -63,13 +63,13 @@ def diff_checkpoints(
 
     Args:
         first: A checkpoint that an installed strategy reads, a Hugging Face folder, or a file of
-            ``torch.save`` or safetensors: a path, or, but for files, a URL.
+            ``torch.save`` or safetensors: a path, or, except for files, a URL.
         second: The same.
         rtol: Values differ if ``|first - second| > atol + rtol * |second|``.
         atol: See ``rtol``.
-        mapping: How names and shapes of the first become those of the second; by default, they are the same.
-            As for :func:`shardckpt.huggingface.find_mapping`.
-        prefix: Prefix that names of the first have and those of the second lack; its other tensors are left out.
+        mapping: How names and shapes of the first become the second's; by default, they are the same. As for
+            :func:`shardckpt.huggingface.find_mapping`.
+        prefix: Prefix that names of the first have and names of the second lack; its other tensors are left out.
         read_values: Read all values: fingerprints are of the saved values, and do not show damaged files.
         tensors_only: Do not compare objects and common state. With a mapping or a prefix they are not compared either:
             they are of the job, not of the model.
@@ -225,7 +225,7 @@ class _Comparison:
         names = {key: cut_prefix(key, prefix) for key in ones if key.startswith(prefix)}
         if prefix and not names:
             raise prefix_error("no tensor of the first", prefix, ones)
-        # without an object for each: to make those of 100,000 takes longer than all else
+        # without an object for each: to make 100,000 objects takes longer than all else
         known = {key: name for key, name in names.items() if name in others} if isinstance(mapping, Identity) else {}
         same = find_same(first, second, known)
         rest = others.keys() - {names[key] for key in same}
@@ -331,7 +331,7 @@ def _widen(values: torch.Tensor) -> torch.Tensor:
 
 
 def _subtract(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return differences as float64 or complex128; those of integers are rounded once."""
+    """Return differences as float64 or complex128; differences of integers are rounded once."""
     if {one.dtype, other.dtype} <= INTEGERS:
         first, second = one.long(), other.long()
         if max(one.itemsize, other.itemsize) < first.itemsize:

@@ -99,7 +99,7 @@ class DiffReport:
         of_other_dtype: How many of ``equal`` have another dtype in the second, with ``ignore_dtype``.
         unread_files: Files of ``torch.save`` in either folder that were not read, such as those of transformers'
             Trainer with its optimizer: their faults, by name.
-        different_files: Those of them that both folders have, with other bytes; none of a comparison of tensors only.
+        different_files: The unread files that both folders have, with other bytes; none if only tensors were compared.
     """
 
     equal: int

@@ -106,7 +106,7 @@ def _read_objects(checkpoint: OutlinedCheckpoint) -> dict[str, tuple[str, bytes]
 
 
 def _read_fingerprints(*checkpoints: OutlinedCheckpoint) -> Iterator[dict[str, str]]:
-    """Yield the fingerprints of each by key; those of the same bytes are parsed once."""
+    """Yield the fingerprints of each by key; equal bytes are parsed once."""
     parsed: dict[bytes, dict[str, str]] = {}
     for each in checkpoints:
         is_there = FINGERPRINTS_NAME in each.record.list_files()

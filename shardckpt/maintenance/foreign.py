@@ -39,7 +39,7 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"[", "a JSON file"),
 )
 _TAR, _TAR_AT = b"ustar", 257
-#: Bytes of a file that are looked at.
+#: Bytes of a file that are examined.
 _GLANCE = 1024
 _DEEPSPEED = re.compile(r"mp_rank_\d+_model_states\.pt|layer_\d+-model_.*states\.pt")
 

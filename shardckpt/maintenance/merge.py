@@ -104,7 +104,7 @@ def merge_checkpoints(
     against its digests, and the written values are read again, as for :func:`convert_checkpoint`.
 
     Floating-point and complex tensors are merged; where dtypes differ, in the one that holds both. All other tensors,
-    8-bit floats among them, must be equal in all sources. Objects and common state are those of one source.
+    8-bit floats among them, must be equal in all sources. Objects and common state come from one source.
 
     Example::
 
@@ -117,8 +117,8 @@ def merge_checkpoints(
         target: As ``new`` of :func:`convert_checkpoint`.
         to: As for :func:`convert_checkpoint`; by default, the default backend.
         weights: A number for each source; they are divided by their sum. By default all are equal.
-            :func:`compute_ema_weights` and :func:`compute_wsm_weights` make those of an exponential moving average and
-            of a decay of the learning rate; ``[1 - t, t]`` interpolates two linearly.
+            :func:`compute_ema_weights` and :func:`compute_wsm_weights` make the weights of an exponential moving
+            average and of a decay of the learning rate; ``[1 - t, t]`` interpolates two linearly.
         slerp: For two sources: interpolate each tensor, flattened, along the sphere, this far from the first to the
             second; nearly parallel ones linearly. Each tensor is read twice. Optimizer state is interpolated linearly.
         accumulate: ``"fp32"`` or ``"fp64"``: the dtype of sums. float64 tensors, and elements that are too large for a

@@ -118,7 +118,7 @@ def _separate_tensors(
 
 
 def _read(checkpoint: OpenCheckpoint) -> dict[str, _Entry]:
-    """Return the values of objects by their keys, and those of the entries of the common state."""
+    """Return the values of objects by their keys, and the values of the entries of the common state."""
     shards = [*map(ShardedObject.empty_from_unique_key, checkpoint.columns().objects)]
     values = checkpoint.values([*shards]) if shards else []
     common = forget_structure(checkpoint.common())  # the nesting of a file of torch.save, which its keys say as well
@@ -133,7 +133,7 @@ def _compare_plain_objects(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Compare the PlainObjects that both have, which no load returns, each once however many keys it has.
 
-    Return a key of each that differs, and the keys of those that one alone has, while the other's common state lacks
+    Return a key of each that differs, and the keys of objects that one alone has, while the other's common state lacks
     them.
     """
     keys, its_keys = {*first.list_plain_objects()}, {*second.list_plain_objects()}
@@ -154,7 +154,7 @@ def _compare_plain_objects(
 
 
 def _find_absent(keys: set[str], entries: Mapping[str, _Entry]) -> set[str]:
-    """Return those of the keys that are no path in a common state, as plain DCP flattens it."""
+    """Return the keys that are no path in a common state, as plain DCP flattens it."""
     absent = set(keys)
     prefixes = _list_prefixes(keys)
 

@@ -1,4 +1,4 @@
-"""The proof of a conversion: fingerprints of the values that were read, and of those read again after the write."""
+"""The proof of a conversion: fingerprints of the values that were read, and of values read again after the write."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SummedCheckpoint(OpenCheckpoint):
     sums: TensorSums
 
     def values(self, wanted: list[ShardedBase], *, is_synced: bool = False) -> list[Any]:
-        """Return the values of shards, and add those of tensors."""
+        """Return the values of shards, and add the sums of tensors."""
         found = super().values(wanted, is_synced=is_synced)
         both = [(shard, v) for shard, v in zip(wanted, found, strict=True) if isinstance(shard, ShardedTensor)]
         self.sums.add([shard for shard, _ in both], [value for _, value in both])
@@ -144,8 +144,8 @@ def _compare(
 def list_fingerprints(tensors: Iterable[HubTensor], before: TensorSums) -> dict[str, str]:
     """Return the fingerprints of tensors of the target, by their names there, from sums of the source's values.
 
-    They are those of tensors that are one of the source's, with the same axes: the elements of others have other
-    places. ``tensors`` come with the parts of the source's that they are made of; all these have been read.
+    They are the fingerprints of tensors that are one of the source's, with the same axes: the elements of others have
+    other places. ``tensors`` come with the parts of the source's that they are made of; all these have been read.
     """
     found = {}
     for tensor in sorted(tensors, key=lambda tensor: tensor.name):

@@ -118,7 +118,7 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
 
 
 def _renew_fingerprints(reader: CheckpointReader, removal: Removal) -> Removal:
-    """Return the removal with the file of fingerprints without those of the removed keys, if there is such a file."""
+    """Return the removal with the file of fingerprints without the removed keys, if there is such a file."""
     record = reader.manifest.record
     if record is None or FINGERPRINTS_NAME not in record.list_files():
         return removal

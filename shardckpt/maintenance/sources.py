@@ -221,7 +221,7 @@ def open_any(
     """Open a source like :func:`open_source`, as a mapping from key to tensor. Not collective.
 
     It is a context manager that gives the mapping, whose tensors are read when they are asked for. ``place`` is a path,
-    or, but for files, a URL.
+    or, except for files, a URL.
     """
     plugins = get_plugin_manager()
     opened = open_source(locate(place, plugins), plugins, Reading(unmarked=unmarked, rename=rename))
@@ -392,7 +392,7 @@ def find_cut_file(place: Path) -> CheckpointingException | None:
 def _check_archives(place: Path, skipped: Collection[str] = (), *, members: bool = True) -> dict[str, Checked]:
     """Compare the archives of torch.save in a folder with their CRC-32, or look for their ends; no pickle is read.
 
-    Files in ``skipped`` are not looked at. Without ``members`` no value is compared: it looks for the ends alone.
+    Files in ``skipped`` are not checked. Without ``members`` no value is compared: it looks for the ends alone.
     """
     manifest = Manifest(backend=TorchFileLoadStrategy.backend, version=TorchFileLoadStrategy.version)
     found = {}

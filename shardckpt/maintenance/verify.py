@@ -236,7 +236,7 @@ def _list_foreign(path: Path, manifest: Manifest, found: Collection[str]) -> lis
 
 
 def _list_other_files(directory: Path, found: Collection[str]) -> list[str]:
-    """Return which files, by their suffix, may be checkpoints of their own among those of another library's folder."""
+    """Return the files of another library's folder that, by their suffix, may be checkpoints of their own."""
     if directory.is_file():
         return []
     names = [entry.name for entry in open_directory(directory).iterdir()]

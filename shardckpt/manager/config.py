@@ -379,7 +379,7 @@ class CheckpointConfig(BaseModel):
 
     @property
     def retention_policies(self) -> tuple[RetentionPolicy, ...]:
-        """The policies of ``retention``, else those of the ``keep_`` options; empty if all checkpoints are kept."""
+        """The policies of ``retention``, or else of the ``keep_`` options; empty if all checkpoints are kept."""
         if self.retention or not self.keep_latest_k:
             return tuple(self.retention)
         policies: list[RetentionPolicy] = [KeepLatest(self.keep_latest_k)]

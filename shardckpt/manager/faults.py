@@ -80,7 +80,7 @@ def make_fault(given: Mapping[str, Any], setting: str, message: str, suggestion:
 def describe_unknown(
     name: str, names: Sequence[str], find_hint: Hint, given: Mapping[str, Any] = MappingProxyType({})
 ) -> SettingFault:
-    """Return the fault of a setting that there is not; the arguments are those of :func:`list_faults`."""
+    """Return the fault of a setting that does not exist; the arguments are as for :func:`list_faults`."""
     hint, ours = find_hint(name)
     hint = hint or ask_nearest(name, [each for each in names if each not in given]).rstrip()
     return make_fault(given, name, f"there is no setting {name!r}" + f": {hint}" * bool(hint), ours)

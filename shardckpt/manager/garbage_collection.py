@@ -57,9 +57,9 @@ def collect_garbage(
 ) -> list[int]:
     """Remove the steps that no policy keeps, and remains of killed saves and removals; return the removed steps.
 
-    Without policies all are kept, and the folder's links are looked at only if ``links`` is True. Steps in
-    ``protected`` are kept whatever the policies return. A policy that returns something other than steps is an error,
-    and nothing is removed.
+    Without policies all are kept, and the folder's links are updated only if ``links`` is True. Steps in ``protected``
+    are kept whatever the policies return. A policy that returns something other than steps is an error, and nothing is
+    removed.
     """
     if not policies and not links:  # no checkpoint need be inspected, and there may be many
         _remove_leftovers(folder)
@@ -73,7 +73,7 @@ class Choice(NamedTuple):
     Attributes:
         found: All steps.
         counted: The metrics of the steps that policies choose from, in ascending order.
-        chosen: Those of ``counted`` that are to be removed.
+        chosen: The steps of ``counted`` that are to be removed.
         damage: The damage of other steps, and why some of these stay.
         needed: The steps for whose sake the others can go: a load takes one of them then.
         known: The steps that were not inspected again.
@@ -144,7 +144,7 @@ def remove_steps(
     next call tries again. ``begin`` is called with the chosen steps, and returns a function that is called with each of
     them when it is removed, or stays.
 
-    Other processes may save and remove meanwhile. So each step is looked at again under the mark of its removal: it
+    Other processes may save and remove meanwhile. So each step is inspected again under the mark of its removal: it
     stays if it is another save by then, or if a checkpoint for whose sake it could go is gone, or going.
     """
     choice = choose_steps(folder, choose, judge)
@@ -167,7 +167,7 @@ def remove_steps(
             kept[step] = reason
         elif reason is not None:
             removed.append(step)
-            folder.forget(step)  # on a store its folder is there as long as anybody's object is in it
+            folder.forget(step)  # on a store its folder is there as long as any object is in it
         count_step(step)
     if own_links and len(removed) < len(chosen):
         update_links(folder, [each for step, each in choice.found.items() if step not in removed])
@@ -381,7 +381,7 @@ def _find_local(folder: StepFolder) -> list[Leftover]:
 
 
 def _remove_local(folder: StepFolder, leftovers: Iterable[Leftover]) -> set[str]:
-    """Remove those of some leftovers that may go; return as :func:`_remove_leftovers`."""
+    """Remove the leftovers that may go; return as :func:`_remove_leftovers`."""
     is_superseded, left = make_superseded_check(folder.plugins), set[str]()
 
     def report(leftover: Leftover, error: Exception) -> None:
@@ -409,7 +409,7 @@ def _try_to_remove(
     path = folder.find_entry(name)
     try:
         with folder.holds.removing(name, [folder.names.name(each.step) for each in needed]) as against:
-            # The marks were read before the checkpoints are looked at: a removal that ends in between is then seen.
+            # The marks were read before the checkpoints are inspected: a removal that ends in between is then seen.
             if against:
                 what = [f"{'it' if each.directory == name else each.directory} is {each}" for each in against]
                 reason, level = ", ".join(what), logging.INFO

@@ -191,7 +191,7 @@ def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
 def _summarize_all(
     inside: StepFolder, names: Sequence[str], listings: Mapping[str, dict[str, int]] | None, plugins: PluginManager
 ) -> list[CheckpointSummary]:
-    """Return the summaries of the directories in a folder; on a store, several are looked at at a time."""
+    """Return the summaries of the directories in a folder; on a store, several are inspected at a time."""
     if not takes_requests(inside.place):
         return [replace(_summarize(inside.find(name), plugins), name=name) for name in names]
     marks = attach_listing(inside.find(MARKS_NAME), listings, MARKS_NAME)
@@ -414,7 +414,7 @@ def _describe_torch_files(directory: Path, summary: CheckpointSummary, names: li
 
 
 def _add_failure(summary: CheckpointSummary, error: Exception, directory: Path) -> CheckpointSummary:
-    """Return a summary with why a checkpoint cannot be looked at: it is damaged, or only cannot be read."""
+    """Return a summary with why a checkpoint cannot be inspected: it is damaged, or only cannot be read."""
     damaged = isinstance(error, CheckpointingException) and is_damage(error)
     return replace(summary, state="damaged" if damaged else "unreadable", reason=_shorten(error, directory))
 

@@ -53,7 +53,7 @@ class OtherJobs(ManagerPart):
         self.look()
 
     def look(self) -> None:
-        """Look for files of others; warn of those whose process is alive here, or that were written since the last.
+        """Look for other jobs' files; warn of jobs whose process is alive here, or whose file is new since the last look.
 
         If this job is to save to no folder of another, that is an OtherJobError instead.
         """

@@ -206,7 +206,7 @@ class Retention(ManagerPart):
         return [*(each for each in self._protected if each != step), step][-self._protected_count :]
 
     def _warn_of_later(self, step: int, later: int) -> None:
-        """Warn of steps after the one that is saved; those of another job that still runs are not to be discarded."""
+        """Warn of steps after the one that is saved; steps of another job that still runs are not to be discarded."""
         jobs = self._folder.holds.find_jobs().values()
         others = [job.holder for job in jobs if job.is_current and Owner.from_text(job.owner) != Owner.current()]
         unless = (

@@ -64,7 +64,7 @@ class PerRank:
         return ShardedObject(name, self.state.state_dict(), (world_size,), (rank,))
 
     def request(self, name: str, rank: int, world_size: int, saved_world_size: int) -> list[ShardedObject]:
-        """Return descriptions of the states that this rank loads: its own state, or those of all ranks for ``reshard``.
+        """Return descriptions of the states that this rank loads: its own state, or all ranks' states for ``reshard``.
 
         Raises:
             CheckpointingException: the number of ranks has changed, and there is no ``reshard``.

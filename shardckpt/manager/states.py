@@ -134,7 +134,7 @@ class TrainingStates:
         self.names = tuple(states)
 
     def find_kept_options(self, comm: Comm) -> None:
-        """Collective: find the options that :meth:`restore` keeps, among those of the optimizers of all ranks.
+        """Collective: find the options that :meth:`restore` keeps, among the options of the optimizers of all ranks.
 
         It is an error, the same on every rank, if no rank has one of them.
         """

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 def choose_best(metrics: Mapping[int, Mapping[str, Any]], rankings: Mapping[int, tuple[str, str] | None]) -> int | None:
     """Return the best step by the rule of ``CheckpointManager.best_step``, in the configuration of the newest save.
 
-    ``metrics`` are those of each step that a load takes. ``rankings`` has the metric and the mode, ``min`` or ``max``,
-    of each configuration that names one. The result is None if none does, or no step has it.
+    ``metrics`` are the metrics of each step that a load takes. ``rankings`` has the metric and the mode, ``min`` or
+    ``max``, of each configuration that names one. The result is None if none does, or no step has it.
     """
     named = [ranking for step in sorted(metrics) if (ranking := rankings[step]) is not None]
     return next(iter(rank_steps(metrics, *named[-1])), None) if named else None
@@ -83,7 +83,7 @@ def find_moves(
 def update_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> None:
     """Let the links lead to the latest and the best of some steps; a warning names a link that cannot be made.
 
-    Another one, once, names a newer step that is damaged, or that could not be looked at.
+    Another one, once, names a newer step that is damaged, or that could not be inspected.
 
     Where none of the steps is of a manager with links, they are removed: the next one would not know them as its own.
     """

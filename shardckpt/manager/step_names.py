@@ -60,7 +60,7 @@ def parse_number(given: Any, call: str, what: str) -> int:
 
 #: The names that the manager gives.
 STEPS = StepNames("step-")
-#: How trainers name the steps' directories: ours, transformers', Megatron's, VeOmni's; and those of epochs.
+#: How trainers name the steps' directories: ours, transformers', Megatron's, VeOmni's; and the directories of epochs.
 NAMINGS = (STEPS, StepNames("checkpoint-"), StepNames("iter_", 7), StepNames("global_step_"), StepNames("epoch_"))
 
 

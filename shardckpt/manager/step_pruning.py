@@ -79,11 +79,11 @@ def prune_steps(
 ) -> list[StepResult]:
     """Remove the checkpoints of steps that no policy keeps, and damaged ones. Not collective: one process calls.
 
-    The rules are those of a CheckpointManager: only complete checkpoints that can be loaded here are counted and
-    removed, no link, no damaged one, none that is leased or pinned, and never the newest, nor the newest verified one.
-    Checkpoints that :func:`list_checkpoints` calls whole count, too: the Hub's format, and DeepSpeed's. Directories of
-    each way to name steps (``step-<n>``, ``iter_<n>``, ``ckpt_<n>``, ...) are counted separately. A killed removal is
-    finished by the next one.
+    The rules are a CheckpointManager's: only complete checkpoints that can be loaded here are counted and removed, no
+    link, no damaged one, none that is leased or pinned, and never the newest, nor the newest verified one. Checkpoints
+    that :func:`list_checkpoints` calls whole count, too: the Hub's format, and DeepSpeed's. Directories of each way to
+    name steps (``step-<n>``, ``iter_<n>``, ``ckpt_<n>``, ...) are counted separately. A killed removal is finished by
+    the next one.
 
     With ``damaged``, steps that :func:`list_checkpoints` calls damaged or incomplete, or that are marked as failed, go,
     too, and policies do not count these. Steps that may still be written to stay; so do those that lack only
@@ -145,7 +145,7 @@ def prune_steps(
 def remove_step(folder: str | os.PathLike[str], step: int | str) -> StepResult:
     """Remove the checkpoint of one step, and return the result. Not collective: one process calls.
 
-    The rules are those of :func:`prune_steps`: a step that a load would take next, or that is held, stays. ``step`` is
+    The rules are as for :func:`prune_steps`: a step that a load would take next, or that is held, stays. ``step`` is
     the step, or the name of its directory, as :func:`pin_step` takes it; it is an error if several directories are of
     this step.
     """

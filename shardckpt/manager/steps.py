@@ -158,7 +158,7 @@ class StepFolder:
         self.names = names
         #: The plugin manager.
         self.plugins = plugins
-        #: Whole steps of a store that this object has looked at: to look at one takes several requests.
+        #: Whole steps of a store that this object has inspected: to inspect one takes several requests.
         self._known: dict[int, StepCheckpoint] = {}
         #: Steps that proved damaged when they were read, though their files have the right sizes, each with the error.
         self.damaged: dict[int, str] = {}
@@ -202,7 +202,7 @@ class StepFolder:
     def inspect_steps(self) -> tuple[dict[int, StepCheckpoint], set[int]]:
         """Inspect all steps, as :meth:`inspect_step` does; return the results, and the steps that were known before.
 
-        On a store, several are inspected at a time. There a step that was whole and has no mark is not looked at again,
+        On a store, several are inspected at a time. There a step that was whole and has no mark is not inspected again,
         until :meth:`forget`: before one is removed, it is inspected once more.
         """
         steps = self.steps()

@@ -64,7 +64,7 @@ class CheckpointSummary:
             sharding and the format.
         held: The leases and pins that keep it from removal, for people.
         mark: The verdict of ``shardckpt verify --mark`` about this save, for people.
-        has_failed: Whether that verdict is that it is not as it was written.
+        has_failed: Whether that verdict is that it is damaged.
         metrics: Those that ``CheckpointManager.save`` was given for the step; None for NaN and infinity.
         ranking: The metric by which the manager that saved it chooses the best step, and ``min`` or ``max``.
         links: The links ``latest`` and ``best`` of the folder that lead to it.
@@ -304,7 +304,7 @@ def list_once(found: Iterable[CheckpointSummary]) -> list[CheckpointSummary]:
 def expand(
     found: Iterable[CheckpointSummary], above: tuple[str, ...], list_folder: Callable[[str], list[CheckpointSummary]]
 ) -> list[CheckpointSummary]:
-    """Return summaries with those of the checkpoints in each folder in its place, by their paths from the listed one.
+    """Return summaries with the checkpoints in each folder in its place, by their paths from the listed one.
 
     ``above`` has the real paths of the folders that were entered, from the first to the one with these summaries. A
     folder that is reached by another path, around this one or behind a link, is left out. ``list_folder`` lists a

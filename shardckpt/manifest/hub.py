@@ -66,7 +66,7 @@ def explain_unfinished_step(step: str, names: Collection[str]) -> str:
 
     Args:
         step: The name of the directory.
-        names: Those of the files and folders in it.
+        names: The names of the files and folders in it.
     """
     if not _STEP.fullmatch(step) or TRAINER_ARGUMENTS not in names or TRAINER_STATE in names:
         return ""

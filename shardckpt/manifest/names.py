@@ -35,7 +35,7 @@ INTEGRITY_LIMIT = 1 << 26
 #: The algorithm of the digests in ``integrity.json``.
 INTEGRITY_ALGORITHM = "sha256"
 
-#: The rule for names of files, for errors. Letters are those of ASCII: file systems and stores disagree on others.
+#: The rule for names of files, for errors. Letters are ASCII's: file systems and stores disagree on others.
 NAME_RULE = (
     "a file of a checkpoint has a name of letters, digits, '.', '_' and '-'; or a path of such names, joined by '/', "
     "with at most 32 of them, 255 characters in each and 1024 in all; none is '.' or '..'"
@@ -137,7 +137,7 @@ class Rescue(NamedTuple):
 
 
 class Lineage(NamedTuple):
-    """A checkpoint's place among those of its training.
+    """A checkpoint's place among the checkpoints of its training.
 
     Attributes:
         parent: The save id of the checkpoint that the job was resumed from, 32 hex digits; None if from none.

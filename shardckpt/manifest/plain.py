@@ -76,7 +76,7 @@ def parse_plain(marker: bytes, record: bytes) -> PlainRecord | None:
         said: Any = parse_json(marker)
         digest = found["self_digest"]
         head, _, tail = record.rpartition(digest.encode())
-        # its own digest says that the rest is as it was written, and so was checked then
+        # its own digest says that the rest is unchanged, and so was checked then
         if hashlib.sha256(head + NO_DIGEST.encode() + tail).hexdigest() != digest or len(digest) != len(NO_DIGEST):
             return None
         if type(found["format"]) is not int or found["format"] not in range(1, NEWEST_FORMAT + 1):

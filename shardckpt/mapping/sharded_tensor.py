@@ -30,8 +30,8 @@ class BlockScales(NamedTuple):
 
     Attributes:
         key: The key of the scales' tensor, which has ceil(size / block) elements along each axis.
-        block: A block's size along each axis of the global tensor, in elements. Of ``torch.float4_e2m1fn_x2``, whose
-            shapes count pairs, those of one element along the last axis.
+        block: A block's size along each axis of the global tensor, in elements. The shapes of
+            ``torch.float4_e2m1fn_x2`` count pairs, its block sizes single elements along the last axis.
     """
 
     key: str
@@ -188,7 +188,7 @@ class ShardedTensor(ShardedBase):
         return tuple(size // count for size, count in pairs)
 
     def list_fields(self) -> tuple[Any, ...]:
-        """Return all fields but ``data`` and ``flattened_range``, to be compared with those of other descriptions."""
+        """Return all fields except ``data`` and ``flattened_range``, to be compared with other descriptions."""
         scales = self.block_scales
         return (
             self.key,
@@ -219,7 +219,7 @@ class ShardedTensor(ShardedBase):
             vars(made).pop("fixed_fields", None)
             return made
         # One by one: Python 3.11 reads the fields of an object in a third of the time until its __dict__ is asked for,
-        # and each save reads those of the caller's descriptions.
+        # and each save reads the fields of the caller's descriptions.
         made.key, made.data, made.dtype = self.key, self.data, self.dtype
         made.local_shape, made.global_shape = self.local_shape, self.global_shape
         made.global_offset, made.axis_fragmentations = self.global_offset, self.axis_fragmentations

@@ -56,7 +56,7 @@ class StoredNames(NamedTuple):
         return key in self.tensors or key in self.objects or (self.in_common is not None and self.in_common.has(key))
 
     def list_below(self, key: str, *, in_common: bool = False) -> list[str]:
-        """Return the stored keys that begin with a key and a dot; with ``in_common`` also those of the common state."""
+        """Return the stored keys that begin with a key and a dot; with ``in_common`` also keys of the common state."""
         stored = [each for each in (*self.tensors, *self.objects) if each.startswith(f"{key}.")]
         others = self.in_common.list_below(key) if in_common and self.in_common is not None else []
         return [*stored, *(each for each in others if each not in self.objects)]

@@ -172,7 +172,7 @@ def _describe_rest(checkpoint: StoredCheckpoint, prefix: str) -> dict[str, Any]:
 
 
 def _describe_faults(files: Iterable[IncompleteFile], prefix: str) -> list[dict[str, Any]]:
-    """Return the files, with those of the lost keys that begin with a prefix."""
+    """Return the files, with the lost keys that begin with a prefix."""
     found = [(file, [key for key in file.keys if key.startswith(prefix)]) for file in files]
     return [
         {"name": file.name, "fault": file.fault, "keys": keys[:_KEYS_SHOWN], "keyCount": len(keys)}

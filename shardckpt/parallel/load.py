@@ -189,7 +189,7 @@ def share_reading(checkpoint: OpenCheckpoint, memory_budget: int | None = None) 
 
 
 def split_budget(memory_budget: int | str | None, *, fully_parallel: bool) -> tuple[int | None, int | None]:
-    """Return the bytes of a load's memory budget, and those of them that its reader may have; None for no budget.
+    """Return the bytes of a load's memory budget, and its reader's share of them; None for no budget.
 
     With ``fully_parallel`` ranks send each other the shards that they read: that takes the other half, for both
     directions. If the budget is too small, the error says the smallest that works.

@@ -47,7 +47,7 @@ class ReadingPlan(NamedTuple):
     Attributes:
         reads: Positions of the shards that this rank reads.
         transfers: The shards that ranks of the group send each other; the same, in the same order, on every rank. The
-            keys are the ids of the shards that this rank sends or receives, and numbers for those of other ranks.
+            keys are the ids of the shards that this rank sends or receives, and numbers for other ranks' shards.
         positions: Positions of the shards that this rank sends or receives, by id.
         repeats: For each shard that this rank wants a second time: its position, and the position of the first.
     """
@@ -213,7 +213,7 @@ def describe_shared(shareable: Sequence[WantedShard], shared: SharedShards, nbyt
 def _plan_transfers(
     shareable: Sequence[WantedShard], shared: SharedShards, parts: Sequence[SharedShardInfo], group: Comm
 ) -> tuple[dict[Hashable, Transfer], dict[Hashable, int]]:
-    """Return the transfers of all ranks, and the sources of those in which this rank has a part."""
+    """Return the transfers of all ranks, and the sources of the transfers in which this rank has a part."""
     described = [iter(part.shards) for part in parts]
     forms = [next(described[holders[0]]) for holders in shared.holders]
     # each rank's own reads are one item: it weighs as much as its shards would

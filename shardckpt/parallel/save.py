@@ -95,7 +95,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
 
     @property
     def agreed_options(self) -> Mapping[str, object]:
-        """Those of the wrapped strategy."""
+        """The wrapped strategy's options."""
         return self._strategy.agreed_options
 
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:

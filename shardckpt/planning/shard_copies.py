@@ -72,8 +72,7 @@ def describe_copy(shard: ShardedBase) -> ShardCopy:
 def find_holders(items_by_rank: Iterable[Iterable[_K]]) -> dict[_K, tuple[int, ...]]:
     """Return the ranks that list each item, ascending; items stand in the order in which they are first listed.
 
-    The items, shard ids or others that can be hashed, are those of every rank, in rank order; a rank may list one
-    twice.
+    The items, shard ids or others that can be hashed, are every rank's, in rank order; a rank may list one twice.
     """
     holders: dict[_K, list[int]] = {}
     for rank, items in enumerate(items_by_rank):

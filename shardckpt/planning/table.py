@@ -185,7 +185,7 @@ def compute_weights(specs: list[TensorSpec]) -> torch.Tensor:
 
 
 def fingerprint(table: Table, weights: torch.Tensor) -> list[int]:
-    """Return sums that equal those of :func:`fingerprint_specs` if the boxes fill their tensors exactly: one per lane.
+    """Return sums that equal :func:`fingerprint_specs` if the boxes fill their tensors exactly: one per lane.
 
     If they do not, the sums are equal with odds of 1 in 10^16. A box is the product over its axes of (end - start).
     With every coordinate replaced by a random element of a prime field, the products of boxes add up to the product of

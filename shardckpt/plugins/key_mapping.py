@@ -103,7 +103,7 @@ class KnowsKeys(Protocol):
 
 @runtime_checkable
 class UsesConfig(Protocol):
-    """A key mapping that needs numbers of the model's ``config.json``, such as those of heads."""
+    """A key mapping that needs numbers of the model's ``config.json``, such as the number of heads."""
 
     def with_config(self, config: Mapping[str, Any], padding: Padding) -> KeyMapping:
         """Return the mapping for a model with this content of ``config.json``."""

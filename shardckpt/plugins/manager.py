@@ -80,7 +80,7 @@ class PluginManager:
             return list(self._plugins)
 
     def broken(self) -> list[Plugin]:
-        """Return the plugins that do not work; of those with :attr:`Plugin.conflicts` only a part does not."""
+        """Return the plugins that do not work, or, with :attr:`Plugin.conflicts`, work only in part."""
         return [plugin for plugin in self.plugins() if plugin.fault]
 
     def find_plugins(self, module: str) -> list[Plugin]:
@@ -299,7 +299,7 @@ def list_entry_points() -> list[importlib.metadata.EntryPoint]:
 
 
 def list_unknown_disabled() -> list[str]:
-    """Return a text for each name to disable that no plugin has: the one that is meant goes on working."""
+    """Return a text for each name to disable that no plugin has: the intended plugin stays enabled."""
     if not settings.disabled_plugins():
         return []
     names = {entry_point.name for entry_point in list_entry_points()}

@@ -130,7 +130,7 @@ def find_own_formats(own: Collection[tuple[str, int]]) -> frozenset[tuple[str, i
 
 
 def _is_alone() -> bool:
-    """Return whether no other plugins than those of this distribution can have been loaded, or need be looked for."""
+    """Return whether no plugins of other distributions can have been loaded, or need be looked for."""
     is_looked_for = f"{__package__}.manager" in sys.modules  # then to ask the registry takes no time
     return not is_looked_for and not settings.disabled_plugins() and not has_foreign_plugins()
 

@@ -418,7 +418,7 @@ def _unrecognised_error(directory: Path, names: Collection[str]) -> CannotLoadEr
 
 
 def _list_checkpoints(directory: Path) -> list[str]:
-    """Return the names of the directories in one of this machine that have a marker; none that may not be looked at."""
+    """Return the names of the directories in a local one that have a marker; none that may not be read."""
     with wrap_os_errors("list", directory), os.scandir(real_path(directory)) as entries:
         folders = [entry for entry in entries if entry.is_symlink() or entry.is_dir(follow_symlinks=False)]
         return [entry.name for entry in folders if os.path.isfile(f"{entry.path}/{MARKER_NAME}")]  # noqa: PTH113
@@ -459,7 +459,7 @@ def _absent_error(directory: Path) -> CannotLoadError:
 
 
 def _has_tensors(path: Path) -> bool:
-    """Return whether a file begins as those of ``torch.save`` and of safetensors do."""
+    """Return whether a file begins like a file of ``torch.save`` or of safetensors."""
     with wrap_os_errors("open", path), real_path(path).open("rb") as file:
         first = file.read(_HEADER_AT + 1)
     return first.startswith((b"PK\x03\x04", b"\x80")) or first[_HEADER_AT:] == b"{"

@@ -39,7 +39,7 @@ class ColumnFile(NamedTuple):
     def read(
         cls, directory: Path, record: PlainRecord | Record, name: str, most_parts: int | None = None
     ) -> ColumnFile:
-        """Read a file; the first three arguments and the errors are those of :func:`read_recorded_file`.
+        """Read a file; the first three arguments and the errors are as for :func:`read_recorded_file`.
 
         Args:
             directory: The checkpoint.

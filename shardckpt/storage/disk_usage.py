@@ -22,7 +22,7 @@ def used_bytes(path: Path) -> int:
 
 
 def freed_bytes(path: Path) -> int:
-    """Return the bytes that a removal would free: those of files without a hard link elsewhere."""
+    """Return the bytes that a removal would free: files without a hard link elsewhere."""
     return sum(info.st_size for info, links in _list_files(path) if links >= info.st_nlink)
 
 

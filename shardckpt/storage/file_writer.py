@@ -81,7 +81,7 @@ class FileWriter:
 
         Args:
             content: Returns a text, or a digest; called where another process may go on with the file. One of another
-                text, which a killed process has left, is not gone on with.
+                text, which a killed process has left, is not continued.
         """
 
     def append(

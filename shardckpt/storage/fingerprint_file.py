@@ -32,7 +32,7 @@ def parse_fingerprints(data: bytes, source: str) -> dict[str, str]:
 def combine_fingerprints(fingerprints: Mapping[str, str]) -> str:
     """Return one fingerprint, 32 hex digits, of tensors by their keys and fingerprints; ``""`` of none.
 
-    It is equal for equal keys and values, whatever the sharding and the format, as those of the tensors are.
+    It is equal for equal keys and values, whatever the sharding and the format, as the tensors' fingerprints are.
     """
     if not fingerprints:
         return ""

@@ -66,7 +66,7 @@ class Journal:
         self.files: dict[str, FileProgress] = {}
         #: The results of ``collect`` in the lines of the earlier process.
         self.collected: list[Any] = []
-        #: Whether the bytes that are written now differ from those of the earlier process.
+        #: Whether the bytes that are written now differ from the earlier process's.
         self.has_diverged = False
 
     @property

@@ -38,7 +38,7 @@ class OpenFile:
 
     Args:
         name: Its name in the checkpoint.
-        record: The record of the file as it was written, if there is one.
+        record: The record of the file from its save, if there is one.
         algorithm: Name of the digest algorithm, if digests are checked.
         advise: Returns advice for a file of another size than was recorded.
         accepts_cut: Whether a shorter file is no error: the bytes before its end are read.

@@ -288,7 +288,7 @@ class CheckpointReader:
         """Fill memory from many ranges, without a copy, by threads that do nothing but read and check digests.
 
         Args:
-            ranges: The ranges; those of a file should follow each other, in ascending order.
+            ranges: The ranges; ranges of one file should follow each other, in ascending order.
             meanwhile: Called by the calling thread, which then helps the others.
 
         Raises:
@@ -475,7 +475,7 @@ class CheckpointReader:
         if segments is not None and not self._by_requests and self._ends is None:  # neither wants larger spans
             only = segments.find_only(offset, stop)  # most parts of a slice, and heads of archives, lie in one
             touched = list(segments.touching(offset, stop)) if only is None else [only]
-            if len(touched) * _READ_BYTES <= stop - offset + 2 * _READ_BYTES:  # full ones, but for those at both ends
+            if len(touched) * _READ_BYTES <= stop - offset + 2 * _READ_BYTES:  # full ones, except at both ends
                 self._fill_segments(file, touched, offset, buffer, what)
                 return
         most = _UNCHECKED_BYTES if segments is None and not self._by_requests else self._request_bytes

@@ -97,7 +97,7 @@ def find_range(stored: StoredArray, start: Ints, target: torch.Tensor) -> int | 
 def _scatter(
     stored: StoredArray, requested: Box, target: torch.Tensor, position: int, memory: memoryview
 ) -> Callable[[], None] | None:
-    """Copy those of the elements at an offset of the file that are in the requested box to their places in the target.
+    """Copy the elements at an offset of the file that are in the requested box to their places in the target.
 
     Returns a function that waits until a CUDA device has copied them; None for other devices.
     """

@@ -108,7 +108,7 @@ class WriterPool:
 
 
 class _Piece(NamedTuple):
-    """Bytes ``start`` to ``stop`` of a part, to be digested; those of them on full pages of the file are written."""
+    """Bytes ``start`` to ``stop`` of a part, to be digested; the bytes on full pages of the file are written."""
 
     part: memoryview
     offset: int  # of the part in the file, in bytes

@@ -74,7 +74,7 @@ def _sum_job(boxes: Sequence[_Box]) -> list[tuple[int, int]]:
 
 
 def split_sums(parts: Iterable[bytes], find_owner: Callable[[str], int]) -> dict[int, bytes]:
-    """Return a rank's sums by the rank that adds up those of a key."""
+    """Return a rank's sums by the rank that adds up the sums of a key."""
     owned: dict[int, list[_Part]] = defaultdict(list)
     for part in _unpack(parts):
         owned[find_owner(part.key)].append(part)

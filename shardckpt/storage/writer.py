@@ -80,7 +80,7 @@ class CheckpointWriter:
         store: The checkpoint's folder on a store that streams writes: files are then objects of it from the start. Only
             files that others write, or that several ranks share, go to ``directory``. The marker alone is held back, in
             :attr:`marker`.
-        streamed: The set to which the names of those objects are added, for :attr:`streamed`.
+        streamed: The set to which the names of these objects are added, for :attr:`streamed`.
         memory_budget: Bytes that may be in memory at a time besides the tensors, the objects and the index; None: as
             many as are fast.
 
@@ -131,7 +131,7 @@ class CheckpointWriter:
         self.fingerprints = fingerprints
         #: The results of :func:`shardckpt.storage.sum_shards` for the boxes of this rank.
         self.sums: list[bytes] = []
-        #: Fingerprints by key that are stored as they are, on the main rank: those of values that were only copied.
+        #: Fingerprints by key that are stored unchanged, on the main rank: their values were only copied.
         self.known_fingerprints: dict[str, str] = {}
         #: The shards that this rank's files hold, as passed to :meth:`record_shards`.
         self.shards: list[ShardedBase | PackedShards] = []

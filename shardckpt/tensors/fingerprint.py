@@ -230,7 +230,7 @@ def _widen(data: torch.Tensor, offset: tuple[int, ...], form: _Form) -> Iterator
 
 
 def _join_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the bytes of tensors one after the other, as int8; those of one tensor without a copy."""
+    """Return the bytes of tensors one after the other, as int8; a single tensor's without a copy."""
     if len(tensors) == 1:
         return torch.frombuffer(tensor_bytes(plain_cpu(tensors[0])), dtype=torch.int8)
     found = tensor_bytes_of_each(tensors) or [tensor_bytes(plain_cpu(tensor)) for tensor in tensors]

@@ -23,7 +23,7 @@ _ALIGNED = 64
 _WITHOUT_QUEUE = ("cpu", "meta")
 #: Classes whose tensors hold their values in their own memory; a subclass may wrap others.
 ORDINARY = (torch.Tensor, torch.nn.Parameter)
-#: Classes whose strides are those of their memory, as a wrapper's are not.
+#: Classes whose strides are the strides of their memory, as a wrapper's are not.
 _OF_STRIDES = frozenset((*ORDINARY, torch.nn.Buffer))
 #: torch's own quantized dtypes, whose scales are not in a tensor's memory.
 QUANTIZED_DTYPES = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
@@ -128,7 +128,7 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Return whether several elements of a strided tensor are one place in memory, as those of an expanded one."""
+    """Return whether several elements of a strided tensor are one place in memory, as in an expanded one."""
     if type(tensor) not in _OF_STRIDES or tensor.is_contiguous():
         return False
     axes = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)

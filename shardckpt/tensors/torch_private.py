@@ -151,7 +151,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 def find_wrapped_child(kind: type[Any]) -> str:
     """Return the name of the child that a class of modules wraps and that torch leaves out of full names; "" if none.
 
-    Wrappers are those of DDP, FSDP1, torch.compile and activation checkpoints.
+    Wrappers are DDP's, FSDP1's, torch.compile's and activation checkpoints'.
     """
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
     from torch.distributed.fsdp import FullyShardedDataParallel

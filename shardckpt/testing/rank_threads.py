@@ -131,7 +131,7 @@ class _Job:
         self._changed = threading.Condition()
         self._meetings: dict[tuple[str, int], _Meeting] = {}
         self._messages: defaultdict[tuple[str, int, int, int], deque[torch.Tensor]] = defaultdict(deque)
-        #: The rank that runs: no other goes on until it waits.
+        #: The rank that runs: no other continues until it waits.
         self._turn: int | None = 0
         #: Ranks that wait for their turn, or will: they have not begun.
         self._ready = set(range(size))
@@ -270,7 +270,7 @@ class _Meeting:
 
 
 class _Barrier:
-    """The data of a barrier: none. torch's is an all-reduce, which would meet those of others."""
+    """The data of a barrier: none. torch's is an all-reduce, which would meet other ranks' all-reduces."""
 
     def work(self, data: list[Any]) -> None:
         """Move nothing."""

@@ -1,4 +1,4 @@
-"""Compare the keys of a load with those of the checkpoint, and the common state of ranks: Megatron's strict modes."""
+"""Compare the keys of a load with the checkpoint's, and the common state of ranks: Megatron's strict modes."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ def _suggest_names(absent: Collection[str], stored: Collection[str]) -> str:
 def _suggest_prefix(absent: Collection[str], stored: Collection[str]) -> str:
     """Return advice about keys that are stored with something before them, or without their first part."""
     bare = {key: tail for key in absent if (tail := key.partition(".")[2]) in stored}
-    if bare:  # as torchtitan stores those of a model
+    if bare:  # as torchtitan stores a model's
         key, tail = min(bare.items())
         prefix = key.removesuffix(tail)
         return (

@@ -263,7 +263,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
     """Return the bits of elements as int64; of 8-byte elements the upper 63, so that they can be negated."""
     if values.is_complex():
         real, imaginary = (_bits(part) for part in torch.view_as_real(values.resolve_conj()).unbind(-1))
-        return (31 * real + imaginary) >> 1  # one number that differs if either part does, but for chance
+        return (31 * real + imaginary) >> 1  # one number that differs if either part does, except by chance
     width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.dtype.itemsize]
     bits = values.resolve_neg().contiguous().view(width).to(torch.int64)
     return bits >> 1 if width == torch.int64 else bits

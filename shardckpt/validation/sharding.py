@@ -159,7 +159,7 @@ def _fill_exactly(columns: ShardColumns, comm: Comm) -> bool:
 
 
 def _is_first(digest: bytes, comm: Comm) -> bool:
-    """Collective: return whether this rank is the first of those with the same digest."""
+    """Collective: return whether this rank is the first of all ranks with the same digest."""
     seen = comm.all_to_all({int.from_bytes(digest[:8], "little") % comm.world_size: digest})
     firsts = {theirs: rank for rank, theirs in reversed(seen.items())}
     return bool(comm.all_to_all(dict.fromkeys(firsts.values(), b"first")))
@@ -201,7 +201,7 @@ def describe_shards(shards: Sequence[ShardedBase], *, copies: bool = False) -> S
 
 
 def _number_tensors(shards: Sequence[ShardedTensor], numbers: dict[tuple[str, str, Any, Ints], int]) -> list[int]:
-    """Return the number of each shard's tensor, and add those of new ones to ``numbers``."""
+    """Return the number of each shard's tensor, and add the numbers of new ones to ``numbers``."""
     keys, dtypes, shapes = list_fields(shards, "key", "dtype", "global_shape")
     # the properties that all shards of a tensor must agree on
     commons = zip(repeat("tensor"), keys, dtypes, map(tuple, shapes))

@@ -129,7 +129,7 @@ def find_limits(column: torch.Tensor) -> tuple[int, int]:
 
 
 def read_unchecked(columns: Columns, name: str, shape: Ints) -> torch.Tensor:
-    """Return a column after a check of its shape alone; the arguments are those of :func:`read_column`."""
+    """Return a column after a check of its shape alone; the arguments are as for :func:`read_column`."""
     column = columns.stored(name)
     actual = column.shape
     if len(actual) != len(shape) or any(size not in (-1, has) for size, has in zip(shape, actual, strict=True)):

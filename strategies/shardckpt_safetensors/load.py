@@ -61,7 +61,7 @@ class SafetensorsLoadShardedStrategy(LoadStrategy):
         return read_index(context.reader).columns()
 
     def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
-        """Return the objects whose names are not those of ShardedObjects: other programs may write such."""
+        """Return the objects whose names are no names of ShardedObjects: other programs may write such."""
         found = []
         for name in read_index(context.reader).plain_objects:
             stored, what = read_index(context.reader).find_object(name), f"object {name!r}"

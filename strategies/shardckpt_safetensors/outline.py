@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from shardckpt.manifest import PlainRecord
 
-#: Most commas in the header of the common state that is looked at here.
+#: Most commas in the header of the common state that is parsed here.
 _MOST_COMMAS = 1 << 18
 _MOST_ELEMENTS = 2**53
 #: Two indexes that are compared are of one job as a rule: their columns are equal.

@@ -49,7 +49,7 @@ def list_files(reader: CheckpointReader) -> list[StoredFile]:
 
 
 def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
-    """Return the error of each of those files, or None; see :class:`shardckpt.strategy.ChecksFiles`."""
+    """Return the error of each of these files, or None; see :class:`shardckpt.strategy.ChecksFiles`."""
     index = read_index(reader)
     errors = {file.name: find_error(_check_file, file, reader, index) for file in list_files(reader)}
     return errors | _find_lost_files(reader, index)
@@ -94,7 +94,7 @@ def _check_file(file: StoredFile, reader: CheckpointReader, index: StoredIndex) 
 
 
 class _Stored(NamedTuple):
-    """An archive that the index lists; ``dtype`` and ``volume`` are those of its tensor, None and 0 for an object."""
+    """An archive that the index lists; ``dtype`` and ``volume`` are its tensor's, None and 0 for an object."""
 
     key: str
     item: Item

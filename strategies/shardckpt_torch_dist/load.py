@@ -168,7 +168,7 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         return read_index(context.reader).columns()
 
     def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
-        """Return the objects that are stored under plain keys, also those of plain DCP directories.
+        """Return the objects that are stored under plain keys, also in plain DCP directories.
 
         One that is listed under several keys is there once, with all of them.
         """

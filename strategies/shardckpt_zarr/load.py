@@ -128,13 +128,13 @@ class ZarrLoadShardedStrategy(ChunkLoadStrategy):
         for key, array in index.arrays.items():
             nbytes = 0 if array.compressor else array.chunk_nbytes
             found.append(StoredFile(f"{key}/{ARRAY_FILE}", 0, (key,)))
-            # as many as the folder has, and one: if the array claims to have more chunks, one of those is missing
+            # as many as the folder has, and one: if the array claims to have more chunks, one of these is missing
             most = count_files(reader.place, key)
             found += [StoredFile(file, nbytes, (key,)) for file, _ in islice(array.touching(array.box), most)]
         return found + [StoredFile(file, 0, (key,)) for key, file in index.objects.items()]
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
-        """Return the error of each of those files by name, or None; values of tensors are not read."""
+        """Return the error of each of these files by name, or None; values of tensors are not read."""
         index = read_index(reader)
         return {file.name: find_error(_check_file, file, reader, index) for file in self.list_files(reader)}
 

@@ -158,7 +158,7 @@ def _list_unread(path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _walk(path: Path, faults: list[OSError] | None = None) -> list[Path]:
-    """Return the files of a folder, but those of hidden folders and of other people's packages.
+    """Return the files of a folder, without hidden folders and other people's packages.
 
     ``faults`` gets the errors of folders that cannot be listed.
     """

@@ -298,7 +298,7 @@ def _replace_sharded_keys_with_state_dict_keys(
 
 
 def _restore_dict_types(x: Any, keys_template: Any) -> None:
-    """Replace keys that flattening made texts by those of a state dict of the same structure, in place."""
+    """Replace keys that flattening made texts by the keys of a state dict of the same structure, in place."""
     if isinstance(keys_template, (dict, list)) and not isinstance(x, type(keys_template)):
         raise CheckpointingException(f"a {type(x).__name__} has not the structure of a {type(keys_template).__name__}")
     if isinstance(keys_template, dict):

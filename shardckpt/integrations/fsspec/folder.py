@@ -115,7 +115,7 @@ class FsspecFolder:
         self._filesystem.rm_file(self._path(name))
 
     def uploads(self) -> list[PendingUpload] | None:
-        """Return the multipart uploads that have not ended: those of S3; other filesystems show none."""
+        """Return the multipart uploads on S3 that have not ended; other filesystems show none."""
         is_s3 = self.url.partition("://")[0] in SCHEMES
         return multipart.list_uploads(self.url, self._options) if is_s3 else []
 

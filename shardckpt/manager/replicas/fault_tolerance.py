@@ -81,7 +81,7 @@ class FaultTolerance:
         """Register the functions that transfer the states to a replica that joins.
 
         Args:
-            load_state_dict: Sets the states of this rank to those of the same rank of another replica.
+            load_state_dict: Sets the states of this rank to the states of the same rank of another replica.
             state_dict: Returns the states of this rank.
 
         Raises:

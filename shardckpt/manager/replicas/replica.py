@@ -116,7 +116,7 @@ class Replica(ManagerPart):
         return {"step": self.step, "states": self._healing.give()}
 
     def _take(self, given: dict[str, Any]) -> None:
-        """Set the states to those of another replica. Not collective: torchft calls it on each rank by itself."""
+        """Set the states to another replica's. Not collective: torchft calls it on each rank by itself."""
         self._healing.take(given["states"])
         self.step = given["step"]
         if self._checkpoints is not None:

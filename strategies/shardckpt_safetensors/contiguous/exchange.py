@@ -152,9 +152,9 @@ def plan_exchange(
 ) -> ExchangePlan:
     """Collective: plan this rank's writes and messages.
 
-    The tensors of ``boxes``, which this rank has, are numbered as in the layout. ``owners`` are those of the payloads.
-    It is a ShardingError if ranks send the same elements, or boxes that do not fill their payload. A gap between ranges
-    is found by the commit: no segment has its bytes.
+    The tensors of ``boxes``, which this rank has, are numbered as in the layout. ``owners`` are the owners of the
+    payloads. It is a ShardingError if ranks send the same elements, or boxes that do not fill their payload. A gap
+    between ranges is found by the commit: no segment has its bytes.
     """
     with comm.local_phase("planning contiguous tensors"):
         views, writes, messages = _plan_local(layout, boxes, in_ranges, owners, comm, shared=shared)

@@ -86,7 +86,7 @@ class ContiguousPlan:
     def collect(self, shards: Sequence[ShardedBase], comm: Comm) -> list[torch.Tensor]:
         """Collective: return the tensors that the rank writes: views, and buffers with received values.
 
-        ``shards`` are those of contiguous tensors, with the same metadata as when the plan was made.
+        ``shards`` are the shards of contiguous tensors, with the same metadata as when the plan was made.
         """
         with comm.local_phase("looking at contiguous tensors"):
             # the local tensor of a shard may lack axes of extent 1 that the global one begins with

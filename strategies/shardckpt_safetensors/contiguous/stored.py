@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from shardckpt.storage import CheckpointReader
 
-#: Most commas in the header of a file: those of a million tensors.
+#: Most commas in the header of a file: enough for a million tensors.
 _MOST_COMMAS = 1 << 23
 
 

@@ -90,7 +90,7 @@ class _Encoder:
                     tree = None
                 else:
                     tree = walk
-                # goes on with the innermost container that has another part
+                # continues with the innermost container that has another part
                 while walks:
                     try:
                         place, value = walks[-1].send(tree)

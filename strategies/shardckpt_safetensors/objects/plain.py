@@ -1,4 +1,4 @@
-"""Values that need no walk: those of JSON, and, as objects with ``$``, the numbers and strings that JSON lacks."""
+"""Values that need no walk: JSON's own, and, as objects with ``$``, the numbers and strings that JSON lacks."""
 
 from __future__ import annotations
 

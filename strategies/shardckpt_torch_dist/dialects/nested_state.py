@@ -53,8 +53,8 @@ class NestedState:
     def build(self, key: str, tensors: dict[str, Any]) -> Any:
         """Return the object for a key: nested dicts and lists, or a single value.
 
-        ``tensors`` are the stored tensors by key, at least those of :meth:`tensors`. Paths that contradict each other
-        are a CorruptCheckpointError.
+        ``tensors`` are the stored tensors by key, at least the ones of :meth:`tensors`. Paths that contradict each
+        other are a CorruptCheckpointError.
         """
         group = self._key_of_group(key)
         if group is None:

@@ -28,7 +28,7 @@ class ShardedSavePlanner(DefaultSavePlanner):
 
     A flattened shard is planned as the boxes that it consists of, so that every reader finds its true global shape.
 
-    Its arguments are those of DCP's DefaultSavePlanner.
+    Its arguments are DCP's DefaultSavePlanner's.
 
     Example::
 

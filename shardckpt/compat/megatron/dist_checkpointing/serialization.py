@@ -72,7 +72,7 @@ def save(
         sharded_state_dict: As for ours.
         checkpoint_dir: As for ours.
         sharded_strategy: As for ours.
-        *args: Positional arguments of the latest releases; or of those until 0.18, with ``common_strategy`` first.
+        *args: Positional arguments of the latest releases; or of releases until 0.18, with ``common_strategy`` first.
         **keywords: Keyword arguments of any release, or of ours.
 
     Returns:
@@ -102,7 +102,7 @@ def load(
         sharded_state_dict: As for ours.
         checkpoint_dir: As for ours.
         sharded_strategy: As for ours.
-        *args: Positional arguments of the latest releases; or of those until 0.18, with ``common_strategy`` first.
+        *args: Positional arguments of the latest releases; or of releases until 0.18, with ``common_strategy`` first.
         **keywords: Keyword arguments of any release, or of ours.
 
     Returns:

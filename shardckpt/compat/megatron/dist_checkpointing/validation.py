@@ -105,7 +105,7 @@ def determine_global_metadata(
         process_group: The ranks; by default all.
 
     Returns:
-        This rank's shards, and those of all ranks, by rank.
+        This rank's shards, and the shards of all ranks, by rank.
     """
     comm = Comm(process_group)
     with comm.local_phase("describing shards"):
