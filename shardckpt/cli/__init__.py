@@ -221,7 +221,7 @@ class _VerbsAction(argparse._SubParsersAction):  # type: ignore[type-arg] # noqa
 
 
 def _make_parser(given: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the parser of the command line, and its verbs' parsers: the given one's, or if need be all, plugins' too."""
+    """Return the parser of the command line, and its verbs' parsers: the given one's, or if need be all."""
     only = given if given in _VERBS and given not in _NEED_ALL else ""
     parser = _Parser(
         "shardckpt",

@@ -53,7 +53,7 @@ class OtherJobs(ManagerPart):
         self.look()
 
     def look(self) -> None:
-        """Look for other jobs' files; warn of jobs whose process is alive here, or whose file is new since the last look.
+        """Look for other jobs' files; warn of jobs with a living process, or with a newer file than before.
 
         If this job is to save to no folder of another, that is an OtherJobError instead.
         """
