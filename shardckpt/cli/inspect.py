@@ -473,7 +473,7 @@ def _read_common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:
 
 
 def _affected(file: IncompleteFile, prefix: str, *, verbose: bool) -> str:
-    """Return which keys have lost bytes in a file, and how many have not."""
+    """Return the keys that have lost bytes in a file, and how many have lost none."""
     lost, kept = ([key for key in keys if key.startswith(prefix)] for keys in (file.keys, file.kept))
     said = ""
     if lost:

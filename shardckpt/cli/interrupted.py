@@ -20,7 +20,7 @@ _LEFT = {
 
 
 def identify_target(options: argparse.Namespace) -> object:
-    """Return the identity of a DST on this machine, which the next one of its name has not; None without one."""
+    """Return the identity of a DST on this machine, which a later DST of that name does not share; None without one."""
     if not (target := find_target(options)):
         return None
     from shardckpt.engine.locations import find_local

@@ -229,7 +229,7 @@ def _list_runs(options: Any) -> tuple[list[argparse.Namespace], list[str]]:
 
 
 def _describe_links(links: Sequence[str]) -> str:
-    """Return that links were not followed; ``""`` if there are none."""
+    """Return a note that links were not followed; ``""`` if there are none."""
     many = format_many(len(links), "link")
     return f"not followed: {many} to other folders: {listed(links, limit=6)}" if links else ""
 

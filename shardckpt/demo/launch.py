@@ -236,7 +236,7 @@ class _Group:
         return bool(step == self._kill_at)
 
     def _last_words(self, rank: int, status: int) -> str:
-        """Return why a rank ended that has not reported an error: its status, and the end of its log."""
+        """Return why a rank ended without an error report: its status, and the end of its log."""
         how = f"was ended by signal {-status}" if status < 0 else f"ended with exit status {status}"
         lines = self._logs[rank].read_text(errors="replace").strip().splitlines()[-_LOG_LINES:]
         return "\n".join([f"the process {how}", *lines])

@@ -26,7 +26,7 @@ class CommonObjects:
         self._common = common
 
     def has(self, key: str) -> bool:
-        """Return whether something is there for a key."""
+        """Return whether the common state has a value for a key."""
         return self._find(key) is not _NOTHING
 
     def list_below(self, key: str) -> list[str]:

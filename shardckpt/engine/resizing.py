@@ -40,8 +40,8 @@ def allow_resizing(
 ) -> list[ShardedBase]:
     """Return the shards; tensors whose key matches a pattern may have another shape than is stored.
 
-    Where the stored shape is not known, every shard that can have another shape may have it. One with another
-    shape that has axes that its tensor has not, or is flattened, is an error.
+    Where the stored shape is not known, every shard that can have another shape may have it. It is an error if a shard
+    with another shape has axes that its tensor lacks, or is flattened.
     """
     if not patterns:
         return list(shards)

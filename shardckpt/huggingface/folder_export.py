@@ -154,7 +154,7 @@ class FolderExport:
                 )
 
     def _adapt_config(self) -> bytes | None:
-        """Return the text of ``config.json``; None if none is there, or it is true of the tensors as it is.
+        """Return the text of ``config.json``; None if there is none, or it describes the tensors already.
 
         It is an error if it has another vocabulary, or ties tensors that differ; so is an adapter without its own.
         """

@@ -55,7 +55,7 @@ def has_numbered_files(names: Collection[str]) -> bool:
 
 
 def list_numbered_files(names: Collection[str]) -> list[str]:
-    """Return the files of several, in order, if all that their names count are there; else none."""
+    """Return the numbered files, in order, if all that their names count exist; else none."""
     numbered = sorted(filter(_NUMBERED.fullmatch, names))
     return numbered if numbered == list(file_names(len(numbered), SAFETENSORS)) else []
 

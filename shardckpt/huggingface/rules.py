@@ -69,7 +69,7 @@ class Rule:
     """The names and splits of stored tensors of one kind in a Hugging Face folder.
 
     Names are patterns: a field such as ``{layer}`` stands for text without a dot, the same in all names of the rule. If
-    the folder's names have ``{expert}`` and the stored one has not, the stored tensor's first axis counts the experts,
+    the folder's names have ``{expert}`` and the stored one lacks it, the stored tensor's first axis counts the experts,
     and the folder has one tensor for each; likewise ``{layer}``, whose axis comes before the experts' axis.
 
     Example::

@@ -95,7 +95,7 @@ class DiffReport:
         by_fingerprint: How many of these were compared by stored fingerprints alone.
         differences: The tensors that differ, sorted by key.
         objects: None if objects and common state were not compared.
-        left_out: Keys of the optimizer's state of the first checkpoint, which the other side of a mapping has not.
+        left_out: Keys of the optimizer's state of the first checkpoint, which the other side of a mapping lacks.
         of_other_dtype: How many of ``equal`` have another dtype in the second, with ``ignore_dtype``.
         unread_files: Files of ``torch.save`` in either folder that were not read, such as those of transformers'
             Trainer with its optimizer: their faults, by name.

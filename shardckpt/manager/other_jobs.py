@@ -71,7 +71,7 @@ class OtherJobs(ManagerPart):
     def warn_of_unknown_steps(self, step: int, existing: Collection[int]) -> None:
         """Warn of steps that another job has saved since the last save, though it may have ended, and left no file.
 
-        ``step`` is the step that is saved now, ``existing`` are the steps that are there.
+        ``step`` is the step that is saved now, ``existing`` are the existing steps.
         """
         unknown = [] if self._known is None else sorted({*existing} - self._known)
         self._known = {*existing, step}

@@ -147,7 +147,7 @@ class Retention(ManagerPart):
         return texts
 
     def list_kept(self) -> list[str]:
-        """Return the steps that are there, the newest first, each with the reason that keeps it."""
+        """Return the existing steps, the newest first, each with the reason that keeps it."""
         protected = dict.fromkeys({*self._protected} & {*self._folder.steps()}, "this job has loaded or saved it")
         try:
             found = prune_steps(get_url(self._folder.place), self._policies, protected, names="step-", dry_run=True)

@@ -98,7 +98,7 @@ def update_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> None:
 
 
 def begin_links(folder: StepFolder) -> None:
-    """Let the links lead to the latest and the best step that are there: a killed run may not have come to that.
+    """Let the links lead to the latest and the best existing step: a killed run may not have updated them.
 
     In a folder in which no step is of a manager with links, they begin with the first that is saved: a link that is
     there is the user's, unless one of the two leads to a step that is gone or damaged, which may have been of such a

@@ -55,7 +55,7 @@ def find_trainer_parts(names: Collection[str]) -> list[str]:
 
 
 def explain_lost_model(parts: Sequence[str]) -> str:
-    """Return that a Trainer's step has an optimizer and no model; ``""`` if it has one, its first part."""
+    """Return the fault of a Trainer's step with an optimizer and no model; ``""`` if its first part is a model."""
     if not parts or not parts[0].startswith("optimizer"):
         return ""
     return f"pytorch_model_fsdp_{parts[0].rpartition('_')[2]} is missing, the model of {parts[0]}"
@@ -74,7 +74,7 @@ def explain_unfinished_step(step: str, names: Collection[str]) -> str:
 
 
 def explain_step_without_optimizer(step: str, names: Collection[str]) -> str:
-    """Return that a Trainer's step has a model and no optimizer, which a resume misses; ``""`` if it has both."""
+    """Describe a Trainer's step with a model and no optimizer, which a resume misses; ``""`` for any other."""
     if not _STEP.fullmatch(step) or TRAINER_STATE not in names or any(map(_OPTIMIZER.fullmatch, names)):
         return ""
     return "the model only, without optimizer.pt: a resume begins with a new optimizer"

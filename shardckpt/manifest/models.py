@@ -51,8 +51,8 @@ class Marker(BaseModel):
     After an overwrite at a URL, the marker there has ``shardckpt_generation``, too: the folder next to it with all
     files of the newest save, its own ``metadata.json`` among them.
 
-    Megatron reads a version that is not there as 1, and so does this. It always writes one, and so do we: a checkpoint
-    with a record is refused without.
+    Megatron reads a missing version as 1, and so does this. It always writes one, and so do we: a checkpoint with a
+    record is refused without.
     """
 
     model_config = _STRICT
@@ -85,7 +85,7 @@ class Marker(BaseModel):
         where shardckpt wrote the record and they are there.
 
         Raises:
-            ValueError: a field differs, or is not there.
+            ValueError: a field differs, or is missing.
         """
         found = parse_json(data)
         written = cls(sharded_backend=record.backend, sharded_backend_version=record.version)

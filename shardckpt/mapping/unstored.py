@@ -25,7 +25,7 @@ class CommonNames(Protocol):
     """The values of the common state, by the keys of objects."""
 
     def has(self, key: str) -> bool:
-        """Return whether something is there for a key."""
+        """Return whether the checkpoint has an item for a key."""
 
     def list_below(self, key: str) -> list[str]:
         """Return the keys of values that begin with a key and a dot."""

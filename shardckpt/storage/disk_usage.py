@@ -58,7 +58,7 @@ def read_last_write(path: Path, *, count_renames: bool) -> float:
 
 
 def _list_files(path: Path) -> list[tuple[os.stat_result, int]]:
-    """Return the status of each file, once, and how many hard links to it are there."""
+    """Return the status of each file, once, and the number of hard links to it."""
     files: dict[tuple[int, int], list[os.stat_result]] = {}
     for info in _walk(path, OSError):
         if stat.S_ISREG(info.st_mode):

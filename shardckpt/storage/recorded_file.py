@@ -30,7 +30,7 @@ def read_recorded_file(
         nbytes: How many bytes; None for all.
 
     Raises:
-        CorruptCheckpointError: it is missing, ends before, or has not the bytes that were written.
+        CorruptCheckpointError: it is missing, ends before, or lacks the bytes that were written.
         CheckpointingException: the digests need a package that is not installed.
     """
     algorithm = record.digest_algorithm if settings.verify_reads() else None

@@ -46,7 +46,7 @@ class StreamsWrites(Protocol):
 
 @runtime_checkable
 class CreatesObjects(Protocol):
-    """A folder that creates an object only if it is not there, in one step, whoever else tries at that moment."""
+    """A folder that creates an object only if it does not exist, in one step, whoever else tries at that moment."""
 
     def create(self, name: str, data: bytes) -> None:
         """Write a small object.

@@ -65,7 +65,7 @@ class Workers:
         self._changed = threading.Condition(self._lock)
         self._jobs: list[_Job[Any, Any]] = []
         self._helpers: list[threading.Thread] = []
-        #: How many of them have not left.
+        #: The number of helpers that have not left.
         self._active = 0
         #: Increased to make the present helpers end.
         self._generation = 0

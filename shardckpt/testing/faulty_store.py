@@ -38,7 +38,7 @@ class FaultyStore:
     FaultyStore.
 
     Args:
-        place: The directory, which is made if it is not there.
+        place: The directory, which is made if it is missing.
 
     Attributes:
         url: A checkpoint's URL in the store.

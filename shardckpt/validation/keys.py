@@ -137,8 +137,8 @@ class KeyMismatch:
     Attributes:
         missing: Keys in the checkpoint that no rank wants, or objects with a shard that no rank wants; empty if the
             mode does not look for them.
-        unexpected: Keys that this rank wants and the checkpoint has not. Of an object it may be some shards.
-        absent: The shards that this rank wants and the checkpoint has not, by :func:`stored_key`.
+        unexpected: Keys that this rank wants and the checkpoint lacks. Of an object it may be some shards.
+        absent: The shards that this rank wants and the checkpoint lacks, by :func:`stored_key`.
         warning: The warning about unused keys, to log once the load has succeeded, on the main rank; else ``""``.
     """
 

@@ -119,7 +119,7 @@ class EPSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Check that every expert is there exactly once, and make DCP's global plan; the coordinator calls it.
+        """Check that every expert is stored exactly once, and make DCP's global plan; the coordinator calls it.
 
         ``all_plans`` are in rank order. The ShardingError names the experts that no rank has, or several.
         """

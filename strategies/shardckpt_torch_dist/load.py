@@ -170,7 +170,7 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
     def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
         """Return the objects that are stored under plain keys, also in plain DCP directories.
 
-        One that is listed under several keys is there once, with all of them.
+        An object under several keys is listed once, with all of them.
         """
         keys: dict[Item, list[str]] = {}  # one archive may be listed under several keys
         for key, item in _list_plain(read_index(context.reader)).items():

@@ -226,7 +226,7 @@ def _find_tied_head(
 
     ``save_pretrained`` of transformers leaves ``lm_head.weight`` out then, and readers of the folder make it of the
     embedding, because ``config.json`` says ``tie_word_embeddings``. Of other tied tensors no file of the folder says
-    that they are tied: each is stored, or a tool would start with random values for the name that is not there.
+    that they are tied: each is stored, or a tool would start with random values for the missing name.
     """
 
     def says_tied() -> bool:

@@ -163,7 +163,7 @@ def _decode_device(value: Any) -> torch.device:
 
 
 def list_of(value: Any, length: int) -> list[Any]:
-    """Return a list of JSON that must have so many items; ValueError if it has not."""
+    """Return a list of JSON that must have so many items; ValueError if it has another number."""
     if type(value) is not list or len(value) != length:
         raise ValueError(f"not a list of {length}: {show(value)}")
     return value
