@@ -64,7 +64,7 @@ class ReadAhead:
     ) -> bool:
         """Copy ``nbytes`` of an item's values to memory, from ``offset`` on; return whether the item has the frame.
 
-        If it lacks the frame, or is not in memory, nothing is copied. The item is bytes ``start`` to ``stop`` of the file.
+        If it lacks the frame or is not in memory, nothing is copied. It is bytes ``start`` to ``stop`` of the file.
         """
         head, tail = frame
         low, high = start - self._start, stop - self._start
