@@ -168,9 +168,9 @@ def save(
         content_metadata: Anything that describes the content; :func:`load_content_metadata` returns it.
         async_strategy: Accepted for Megatron's callers, without effect: the queue chooses a thread or a process.
         verify_integrity: Write Megatron's ``integrity.json`` too, hashed while the files are written.
-        preprocess_common_before_consistency_check: Removes from (a copy of) the common state what may differ between
-            ranks, before ranks are compared and a difference is logged.
-        overwrite: Replace what is at ``checkpoint_dir`` in one step; files there that do not belong to the old
+        preprocess_common_before_consistency_check: Removes from (a copy of) the common state values that may differ
+            between ranks, before ranks are compared and a difference is logged.
+        overwrite: Replace the checkpoint at ``checkpoint_dir`` in one step; files there that do not belong to the old
             checkpoint are kept. At a URL the new checkpoint goes into a folder next to the old one, where stock readers
             do not find it.
         allow_globals: Further classes and functions that objects and common state may be pickled with; a load
@@ -187,16 +187,16 @@ def save(
             blocks and parts on their way, and with ``async_sharded_save`` the copies of its tensors, of which there are
             then as many as fit. A budget without room for one copy is refused: save in the foreground, which writes CPU
             tensors from where they are, and others in pieces. At least 8 MiB for a directory and 23 MiB for a URL (more
-            for files of more than 45 GB). Not counted are what is in memory as a whole: the index, objects and common
-            state, and the plain copies of quantized tensors that are being written. A store whose client takes no such
-            limit (fsspec's, but for s3fs) uploads with as much as it takes. None: as many as are fast.
+            for files of more than 45 GB). Not counted are the parts that are in memory as a whole: the index, objects
+            and common state, and the plain copies of quantized tensors that are being written. A store whose client
+            takes no such limit (fsspec's, but for s3fs) uploads with as much as it takes. None: as many as are fast.
 
     Returns:
         None, or with ``async_sharded_save`` the request to schedule.
 
     Raises:
-        CheckpointingException: the same on every rank; what was at ``checkpoint_dir`` is unchanged, unless the
-            connection between ranks broke after the commit.
+        CheckpointingException: the same on every rank; ``checkpoint_dir`` is unchanged, unless the connection between
+            ranks broke after the commit.
     """
     comm = Comm(process_group)
     with report_failure("save", checkpoint_dir, comm.rank):
@@ -246,7 +246,7 @@ def load(
     on_unused: OnUnused = "warn",
     resize: Collection[str] = (),
 ) -> Any:
-    """Collective: load what a sharded state dict describes, with any number of ranks and any sharding.
+    """Collective: load the contents of a sharded state dict, with any number of ranks and any sharding.
 
     All ranks load from one save. If another job overwrites the checkpoint meanwhile, all ranks start over, a few times,
     and fill the destinations again.
@@ -276,37 +276,38 @@ def load(
         sharded_strategy: A backend, ``"backend@version"``, (backend, version) or a LoadStrategy that must read the
             checkpoint; by default the one that the checkpoint names.
         validate_access_integrity: Check that the shards of all ranks cover every tensor exactly once.
-        strict: What to do about keys that do not match: a :class:`StrictHandling`, its value, True (raise) or
-            False (log).
+        strict: The treatment of keys that do not match: a :class:`StrictHandling`, its value, True (raise) or False
+            (log).
         verify_integrity: Before anything is loaded, read every file of the checkpoint and check it against
-            ``integrity.json`` and the digests of ``shardckpt.json``; without it only what is loaded is checked.
+            ``integrity.json`` and the digests of ``shardckpt.json``; without it only the bytes that are loaded are
+            checked.
         process_group: The ranks that load; by default all, or this process alone without torch.distributed.
         accept: The strategies whose checkpoints the caller is willing to load: a backend, ``"backend@version"``, a
             (backend, version) pair, or a list of these; by default any.
         allow_globals: Classes and functions that legacy pickles in the checkpoint may name besides the plain ones.
         allow_dtype_cast: Cast as torch's ``Tensor.to`` does, whatever is lost, where the table says that the load
             refuses (packed dtypes excepted, which torch does not cast).
-        fully_parallel: Read what several ranks want once: one of them reads it and sends it to the others. It saves
-            time where reading is slower than the network between ranks: on object stores and shared file systems. It
-            is the same for every format and store, and on every rank. Ranks share only the same region in the same
+        fully_parallel: Read a shard that several ranks want once: one of them reads it and sends it to the others. It
+            saves time where reading is slower than the network between ranks: on object stores and shared file systems.
+            It is the same for every format and store, and on every rank. Ranks share only the same region in the same
             dtype: different columns of the same rows (row-wise tensor parallelism) are read by each rank with the gaps
             below 64 KiB between them, and formats with digests read whole segments, so that a small tensor that is
             cut over ranks is read by each of them.
             :class:`~shardckpt.parallel.FullyParallelLoadStrategyWrapper` has more options.
-        memory_budget: Bytes, or text such as ``"256MiB"``, that each rank may hold at a time besides the tensors that
-            are filled and returned: requests in flight, buffers, what ranks send each other. With less the load is
-            slower. Not counted are what is in memory as a whole: the index, objects and common state, and one plain
-            copy of each quantized tensor that is being filled. Files of ``torch.save`` with strides are read a tensor
-            at a time. At least 8 MiB, or 16 with ``fully_parallel``; None: as many as are fast.
-        on_unused: What to do about stored tensors and objects that no rank asks for (layers that the model does not
+        memory_budget: Bytes, or text such as ``"256MiB"``, that each rank may hold at a time besides the destinations
+            and returned tensors: requests in flight, buffers, messages between ranks. With less the load is slower. Not
+            counted are the parts that are in memory as a whole: the index, objects and common state, and one plain copy
+            of each quantized tensor that is being filled. Files of ``torch.save`` with strides are read a tensor at a
+            time. At least 8 MiB, or 16 with ``fully_parallel``; None: as many as are fast.
+        on_unused: The treatment of stored tensors and objects that no rank asks for (layers that the model does not
             have, a forgotten state): ``"warn"`` once with their number and the first of them, ``"error"`` before
             anything is filled, ``"ignore"``. A mode of ``strict`` that looks for them does as it says, and
             ``"ignore_all"`` does not warn. A load that asks for nothing, to get the common state, reports nothing.
-            It says, too, what to do about tensors of the state dict that describe no shard, and that the common state
+            It is also the treatment of tensors of the state dict that describe no shard, and that the common state
             lacks: no load fills them.
         resize: Patterns of keys, as of :mod:`fnmatch`, of tensors that may have another shape than is stored: a
             vocabulary that has grown (``["*embed_tokens.weight*", "*lm_head.weight*"]``, which match the optimizer's
-            moments, too). What both shapes have is loaded; new rows keep the values that they have, which
+            moments, too). The common region of both shapes is loaded; new rows keep the values that they have, which
             ranks with copies must have made the same way, and moments of new rows become zero.
 
     Returns:
@@ -374,7 +375,7 @@ def open_checkpoint(
         sharded_strategy: As for :func:`load`.
         accept: As for :func:`load`.
         allow_globals: As for :func:`load`.
-        memory_budget: As for :func:`load`: what reading holds besides the tensors that it returns.
+        memory_budget: As for :func:`load`: the memory of reading besides the returned tensors.
 
     Yields:
         The mapping; it is closed at the end of the block.
@@ -393,7 +394,7 @@ def open_checkpoint(
 
 
 def load_common_state_dict(checkpoint_dir: PathLike, *, allow_globals: Iterable[Any] = ()) -> CommonStateDict:
-    """Return the common state of a checkpoint: what is not sharded. Not collective."""
+    """Return the common state of a checkpoint: the values that are not sharded. Not collective."""
     options = LoadOptions(allow_globals=parse_globals(allow_globals))
     return _read(checkpoint_dir, options, lambda checkpoint: checkpoint.common())
 
@@ -454,10 +455,10 @@ def remove_sharded_tensors(
 
     Args:
         checkpoint_dir: The checkpoint's directory; not a URL.
-        key_prefix: What the keys to be removed begin with.
+        key_prefix: The prefix of the keys to be removed.
         process_group: The ranks that call, which are all of the group; by default all ranks, or this process alone
             without torch.distributed.
-        dry_run: Change nothing, and report what would go and be freed.
+        dry_run: Change nothing, and report the files that would go and the bytes that would be freed.
 
     Returns:
         The keys and files that are gone, and the bytes on disk before and after; the same on every rank.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _MOST_COMPARED = 10_000
 _NUMBERS = re.compile(r"(\d+)")
 _MOST_WARNINGS = 10_000
-#: What this process has warned of.
+#: The warnings that this process has logged.
 _warned: set[tuple[object, ...]] = set()
 
 
@@ -41,12 +41,12 @@ class CheckpointingException(Exception):
 
 
 class SettingFault(NamedTuple):
-    """What is wrong with one setting of a configuration.
+    """A fault of one setting of a configuration.
 
     Attributes:
         setting: Its name; ``""`` where the whole is no configuration.
-        value: What was given for it, None if nothing was.
-        message: What is wrong, with the suggestion.
+        value: The value that was given for it, None if none was.
+        message: The fault, with the suggestion.
         suggestion: The right name or value, and no other words; None if none is known.
         file: The file that it is in; ``""`` where it is in none.
     """
@@ -98,10 +98,10 @@ class StorageError(CheckpointingException):
 class NotEnoughSpaceError(StorageError):
     """A file system, or a quota, that has no space for a write.
 
-    Mostly it is refused before a file is written; else a write has failed, and what was written is removed.
+    Mostly it is refused before a file is written; else a write has failed, and the written files are removed.
 
     Attributes:
-        advice: What could go, as the text has it; ``""`` if it says nothing of that.
+        advice: The checkpoints that could go, as the text has it; ``""`` if it names none.
         leftover: Bytes that interrupted saves have left, which the advice then names.
         is_forecast: Whether it was refused before a file was written.
     """
@@ -132,7 +132,7 @@ class UnsafePickleError(CheckpointingException):
     Attributes:
         refused: All globals that it asks for and must not, as ``"module.name"``; empty where the error is another one.
         runs_code: Whether one of them runs commands or code, or reaches files: no error says how to allow that.
-        is_module: Whether what was pickled is a whole ``nn.Module``, and no state dict.
+        is_module: Whether a whole ``nn.Module`` was pickled, and no state dict.
     """
 
     refused: tuple[str, ...] = ()
@@ -216,7 +216,7 @@ def escape_text(text: str, keep: str = "") -> str:
 
     Args:
         text: The text.
-        keep: Characters that stay: line ends, in what is several lines already.
+        keep: Characters that stay: line ends, in a text of several lines.
     """
     rest = text
     for char in keep:
@@ -247,10 +247,10 @@ def list_given(given: object) -> list[Any]:
 
 
 def is_first_warning(*what: object) -> bool:
-    """Return whether this process has not warned of this yet; what a training meets at every save is logged once.
+    """Return whether this process has not warned of this yet; a training's warning at every save is logged once.
 
     Args:
-        what: The module that warns, and what it warns of.
+        what: The module that warns, and the subject of the warning.
     """
     if what in _warned:
         return False
@@ -261,7 +261,7 @@ def is_first_warning(*what: object) -> bool:
 
 
 def list_causes(error: BaseException, *, with_context: bool = False) -> Iterator[BaseException]:
-    """Yield an error and those that it was raised from, each once: a chain of causes may be a ring.
+    """Yield an error and its causes, each once: a chain of causes may be a ring.
 
     Args:
         error: The error.
@@ -327,13 +327,13 @@ def name_known(wanted: str, known: Collection[str], what: str, limit: int = 6, a
 
 
 def ask_nearest(wanted: object, known: Collection[str]) -> str:
-    """Return ``"did you mean loss? "`` for a wrong name, ``""`` where none of those there are is near."""
+    """Return ``"did you mean loss? "`` for a wrong name, ``""`` if no known name is near."""
     nearest = find_nearest(wanted, [*known]) if isinstance(wanted, str) else ""
     return f"did you mean {escape_text(nearest)}? " if nearest not in ("", wanted) else ""
 
 
 def describe_invalid(error: BaseException) -> str:
-    """Return in one line what is wrong with the content of a file; of pydantic's error, places and faults alone."""
+    """Return the faults of a file's content in one line; of pydantic's error, places and faults alone."""
     list_faults = getattr(error, "errors", None)
     if list_faults is None:
         return "; ".join(str(error).splitlines()[:4])
@@ -377,7 +377,7 @@ _LAST_NUMBER = re.compile(r"(|.*\D)(\d{1,18})([^\d.]*)", re.DOTALL | re.ASCII)
 def find_nearest(wanted: str, known: Sequence[str]) -> str:
     """Return the one of some names that is most like another, or whose last part is; ``""`` if none is much like it.
 
-    Of names with a number and else the same text, as those of steps, the one with the nearest number.
+    Of names with a number and otherwise the same text, such as steps, the one with the nearest number.
     """
     if near := _find_nearest_number(wanted, wanted, known):
         return near
@@ -412,7 +412,7 @@ def _split_number(name: str) -> tuple[tuple[str, str], int | None]:
 
 
 def prefix_error(without: str, prefix: str, keys: Iterable[str]) -> KeyMismatchError:
-    """Return the error of a prefix that no key begins with; ``without`` says of what."""
+    """Return the error of a prefix that no key begins with; ``without`` is the subject: ``"no tensor"``."""
     depth = prefix.strip(".").count(".") + 1
     parts = (key.split(".", depth) for key in keys)
     known = {".".join(found[:depth]) + "." * (len(found) > depth) for found in parts}  # as deep as the prefix
@@ -423,7 +423,7 @@ def cut_prefix(key: str, prefix: str) -> str:
     """Return a key without the prefix that it begins with.
 
     Raises:
-        KeyMismatchError: what is left is empty, or begins with the dot that the prefix lacks: nothing loads that name.
+        KeyMismatchError: the rest is empty, or begins with the dot that the prefix lacks: nothing loads that name.
     """
     name = key[len(prefix) :]
     if prefix and (not name or name[0] == "."):
@@ -433,12 +433,12 @@ def cut_prefix(key: str, prefix: str) -> str:
 
 
 def refuse_copy(value: object, holds: str, instead: str) -> NoReturn:
-    """Raise the error of an object of one process that somebody copies or pickles.
+    """Raise the error for copying or pickling an object that belongs to one process.
 
     Args:
         value: The object.
         holds: The part of it that no other object or process can have.
-        instead: What to make instead.
+        instead: How to make another one.
     """
     raise CheckpointingException(
         f"a {type(value).__name__} cannot be copied or pickled: it has {holds} of this process. Make another one "

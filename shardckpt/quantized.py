@@ -48,7 +48,7 @@ def native_factory(
 
     Raises:
         ShardingError: the class has no ``__tensor_flatten__``, an inner tensor cannot be split as ``tensor`` is, or,
-            when a load ends, the stored class or dtypes are not those of ``tensor``.
+            when a load ends, the stored class or dtypes differ from ``tensor``'s.
     """
     local_axes = [axis - kwargs.get("prepend_axis_num", 0) for axis, _, _ in rank_offsets]
     split = [axis for axis in local_axes if axis >= 0]

@@ -1,7 +1,7 @@
 """Functions over nested dicts and lists, and the split of a state dict into sharded and common state.
 
 Only dict and list are containers; everything else, tuples included, is a leaf. Functions whose names end in
-``_inplace``, and those that Megatron documents as such, change their argument; all others leave it alone.
+``_inplace``, and functions that Megatron documents as such, change their argument; all others leave it alone.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def extract_matching_values(
 
 
 def are_equal(x1: Any, x2: Any) -> bool:
-    """Return whether two values are equal, leaf by leaf: NaN equals NaN, and what cannot be compared differs."""
+    """Return whether two values are equal, leaf by leaf: NaN equals NaN, and values that cannot be compared differ."""
     return not any(diff(x1, x2))
 
 
@@ -303,7 +303,7 @@ def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
     if isinstance(x2, ShardedTensorFactory):
         return x2.merge_fn(x1)
     places = _children(x2)
-    if places is None or not isinstance(x1, (dict, list)):  # a ValueError is what Megatron's callers expect
+    if places is None or not isinstance(x1, (dict, list)):  # Megatron's callers expect a ValueError
         raise ValueError(f"cannot merge factories at {format_path(key)}: {type(x1).__name__} and {type(x2).__name__}")
     for name, inner in places.items():
         try:
@@ -450,7 +450,7 @@ def build_copy(value: Any) -> Any:
 
 
 def _copy_detached(value: Any) -> Any:
-    """Copy what a factory built; detach its views of a parameter, which are filled outside autograd."""
+    """Copy the result of a factory; detach its views of a parameter, which are filled outside autograd."""
     copied = _copy_leaf(value)
     if isinstance(copied, ShardedTensor) and copied.data is not None:
         copied.data = copied.data.detach()

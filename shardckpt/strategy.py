@@ -3,7 +3,7 @@
 A format is a pair of classes with one ``backend`` and ``version``: a :class:`SaveStrategy`, or an
 :class:`AsyncSaveStrategy` for saves behind the training, and a :class:`LoadStrategy`. A plugin registers them, see
 :func:`shardckpt.plugins.hookspecs.shardckpt_register`. ``shardckpt/plugins/README.md`` explains a complete example, and
-lists what an author imports from ``shardckpt``.
+lists the names that an author imports from ``shardckpt``.
 
 The core validates the shards, stages, digests, syncs and commits. A strategy decides which bytes go to which file, and
 finds them again. Everything else is optional: a load strategy that has the methods of :class:`Recognises`,
@@ -15,7 +15,7 @@ raise the same error. Three rules keep the ranks together; :class:`shardckpt.dis
 
 1. All ranks call the same collectives of ``context.comm``, in the same order: none stands in ``if comm.is_main``.
 2. An error that leaves a collective or a phase is not caught: the other ranks have ended the method with it.
-3. Before a collective of ``torch.distributed`` or of a smaller group, what can fail stands in
+3. Before a collective of ``torch.distributed`` or of a smaller group, code that can fail stands in
    ``with context.comm.collective_phase(name)``: no rank enters the collective if another has failed.
 """
 
@@ -50,8 +50,8 @@ class PlanContext:
     """The input of a strategy that plans a save.
 
     Attributes:
-        comm: The ranks that save. What can fail stands in ``with comm.collective_phase(...)`` or
-            ``with comm.local_phase(...)``; :class:`shardckpt.distributed.Comm` says which.
+        comm: The ranks that save. Code that can fail stands in ``with comm.collective_phase(...)`` or ``with
+            comm.local_phase(...)``; :class:`shardckpt.distributed.Comm` says which.
         save_id: The save's id, 32 hex digits: the same on all ranks, and no other save has it.
         allow_globals: Classes and functions that the caller allows in pickled objects, in addition to those that every
             load accepts.
@@ -105,7 +105,7 @@ class LoadContext:
 
         Args:
             identity: Bytes that identify the save, such as its id in an index.
-            what: The thing that was read, for the error: ``"metadata"``.
+            what: A name for the read content in the error: ``"metadata"``.
             **agreed: Values that must be equal on every rank, by the names for the error. They travel in the same
                 message; either all ranks pass some, or none.
 
@@ -404,7 +404,7 @@ class LoadStrategy(ABC):
 
         Args:
             wanted: ShardedTensors and ShardedObjects of this rank, none or many. Their keys are stored; their global
-                shapes and dtypes have been compared with those of :meth:`load_index`.
+                shapes and dtypes have been compared with the result of :meth:`load_index`.
             context: The files, the ranks, and the globals that the caller allows.
 
         Returns:
@@ -508,7 +508,7 @@ class StoredFile:
     fault: str = ""
 
     def split_keys(self, size: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the keys that are lost if the file is cut, and those that are whole before the cut.
+        """Return the keys that are lost if the file is cut, and the keys that are whole before the cut.
 
         Args:
             size: The bytes that remain; 0 if the file is missing.
@@ -668,7 +668,7 @@ class StoredColumns(NamedTuple):
     def from_shards(
         cls, tensors: Sequence[ShardedTensor], objects: Iterable[ShardedObject], values: Sequence[str] = ()
     ) -> StoredColumns:
-        """Return the columns of what :meth:`LoadStrategy.load_index` describes.
+        """Return the columns of the result of :meth:`LoadStrategy.load_index`.
 
         Args:
             tensors: The tensors, unsharded.

@@ -42,10 +42,10 @@ def describe_dtensor(
 ) -> InPlaceFactory | LocalNonpersistentObject:
     """Return a factory of a DTensor's shards, which a load fills in place, and which it resolves to the DTensor itself.
 
-    Any number of mesh dimensions may shard, evenly or not, or replicate. The coordinates on those that replicate become
-    the replica id. If the mesh does not span all ranks of the job, other ranks may hold a DTensor of the same key on a
-    mesh of their own. These are copies, which ``replicated`` is about, and the lowest rank's is the main one. A rank
-    outside the mesh stores nothing of it, and a load returns it unchanged there: it gets a local object.
+    Any number of mesh dimensions may shard, evenly or not, or replicate. The coordinates on the replicating dimensions
+    become the replica id. If the mesh does not span all ranks of the job, other ranks may hold a DTensor of the same
+    key on a mesh of their own. These are copies, which ``replicated`` is about, and the lowest rank's is the main one.
+    A rank outside the mesh stores nothing of it, and a load returns it unchanged there: it gets a local object.
 
     Placements that cannot be described raise when the tensor is saved or loaded, not here: only then do all ranks raise
     the same error. With ``detached`` a load returns the DTensor detached.
@@ -79,8 +79,8 @@ def sharded_tensor_from_dtensor(key: str, dtensor: DTensor) -> ShardedTensor:
 def get_dtensor_splits(key: str, dtensor: DTensor) -> list[Split]:
     """Return the splits that cut this rank's part out of the global tensor: one for each mesh dimension that shards.
 
-    They are in mesh order: the next one cuts what the one before it left. It is a ShardingError if a placement is not
-    Shard, _StridedShard or Replicate, or this rank is outside the mesh.
+    They are in mesh order: each one cuts the part that the one before it left. It is a ShardingError if a placement is
+    not Shard, _StridedShard or Replicate, or this rank is outside the mesh.
     """
     coordinate = dtensor.device_mesh.get_coordinate()
     if coordinate is None:
@@ -128,7 +128,7 @@ def get_replica_coordinates(dtensor: DTensor) -> Ints:
 def to_local(value: Any) -> Any:
     """Return the local tensor of a DTensor, for its class and values; anything else as it is.
 
-    :func:`get_local_tensor` is for what is stored: it waits for a redistribution, and unwraps.
+    :func:`get_local_tensor` is for values to be stored: it waits for a redistribution, and unwraps.
     """
     if not isinstance(value, DTensor):
         return value
@@ -247,7 +247,7 @@ class _CommonLayout(NamedTuple):
     Attributes:
         replica_id: This rank's coordinates on the mesh dimensions that replicate; 0 if none does.
         is_everywhere: Whether the mesh spans all ranks.
-        cut: What this rank holds; None if the placements are to be refused when the shards are built.
+        cut: This rank's part; None if the placements are to be refused when the shards are built.
     """
 
     replica_id: ReplicaId

@@ -1,7 +1,7 @@
 """Nested states as tensors and one object, the form, which has all else: containers, keys of any type, classes.
 
 Optimizers keep more than tensors by name: lists of them (LBFGS), integers as keys, quantized tensors. Keys of a
-checkpoint are dotted texts, which do not say what they were.
+checkpoint are dotted texts, which lose the type of a name.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from shardckpt.adapters.dtensor import LayoutCache
     from shardckpt.mapping.base import Replicated
 
-#: The key of a form, below that of its state: no name of a value has parentheses.
+#: The key of a form, below the key of its state: no name of a value has parentheses.
 FORM = "(form)"
 #: The first item of a placeholder, ``(this text, dtype name, shape)``, which replaces a tensor in a stored form. It is
 #: part of the checkpoint format, as the texts below are.
 _PLACEHOLDER = "shardckpt: a tensor"
-#: A fourth item of those of plain tensors where the others are DTensors.
+#: A fourth item of the placeholders of plain tensors whose siblings are DTensors.
 _WHOLE = "whole on each rank"
-#: What begins the last part of the key of a tensor that belongs to no parameter, and is sharded as one.
+#: The prefix of the last part of the key of a tensor that belongs to no parameter, and is sharded as one.
 _LAYOUT = ".(as "
-#: What begins the last part of the key of an object that says which axes of a parameter's tensors are sharded, of those
-#: that are laid out otherwise than the parameter.
+#: The prefix of the last part of the key of an object that says which axes of a parameter's tensors are sharded, for
+#: tensors that are laid out otherwise than the parameter.
 _SHARDED = "(sharded "
 #: The key that marks a dict in the place of a tuple or deque with tensors: the class, and a deque's longest length.
 _SEQUENCE = "shardckpt: a sequence of the class"
@@ -76,9 +76,9 @@ def has_tensors(leaf: Any) -> bool:
 
 
 def is_self_describing(state: Any, layout: Layout | None) -> bool:
-    """Return whether keys alone say what a state was: nested dicts with names as keys, and values that are no lists.
+    """Return whether keys alone describe a state: nested dicts with names as keys, and values that are no lists.
 
-    ``layout`` is that of the parameter if it is a DTensor. Then state is one, too, but for single numbers.
+    ``layout`` is the parameter's layout if it is a DTensor. Then its state is a DTensor, too, except single numbers.
     """
     if type(state) is not dict or not state:
         return False
@@ -129,7 +129,8 @@ def is_placeholder(leaf: Any) -> bool:
 def list_tensors(state: Any) -> dict[str, torch.Tensor | InnerShard]:
     """Return the tensors of a state by their dotted paths.
 
-    It is a ShardingError if two have the same path, as for the keys 1 and ``"1"`` of a dict, or one that of the form.
+    It is a ShardingError if two have the same path, as for the keys 1 and ``"1"`` of a dict, or one has the form's
+    path.
     """
     found: dict[str, torch.Tensor | InnerShard] = {}
     for path, leaf in nested_items(state):
@@ -272,7 +273,7 @@ def join_layout(path: str, name: str | None) -> str:
 
 
 def find_layout(slot: str) -> str:
-    """Return the name of the parameter in what :func:`join_layout` returned; none is empty."""
+    """Return the parameter's name in a slot that :func:`join_layout` returned; ``""`` if it has none."""
     return slot.partition(_LAYOUT)[2].removesuffix(")")
 
 

@@ -45,7 +45,7 @@ def choose_options(keep: Collection[str] | str, names: Collection[str]) -> list[
 def replace_inner_options(saved: Any, live: Any, kept: Collection[str]) -> Any:
     """Return a state dict of a wrapper's own structure, with the kept options in the groups of optimizers inside.
 
-    ``live`` is what the wrapper has now; groups are those at the same place.
+    ``live`` is the wrapper's present state; groups are paired by their place.
     """
     if isinstance(saved, dict) and isinstance(live, dict):
         found = {name: replace_inner_options(value, live.get(name), kept) for name, value in saved.items()}
@@ -78,7 +78,7 @@ def set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> N
 def log_kept(kept: Sequence[str], pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
     """Log the kept options, and the saved values that differ.
 
-    ``pairs`` has the options of each group, and what was saved for it.
+    ``pairs`` has the options of each group, and the options that were saved for it.
     """
     texts: dict[str, None] = {}
     for group, saved in pairs:

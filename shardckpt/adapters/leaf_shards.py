@@ -112,9 +112,9 @@ class LeafShards:
         replicated: Replicated,
         unchecked: AbstractSet[str] = frozenset(),
     ) -> dict[str, Any] | None:
-        """Return what :meth:`describe` does, with the shards of the last save; None if the signature has changed.
+        """Return the result of :meth:`describe`, with the shards of the last save; None if the signature has changed.
 
-        The arguments are those of :meth:`describe`, with the names and the leaves in two lists.
+        The arguments are as for :meth:`describe`, with the names and the leaves in two lists.
         """
         if self._signature is None or names != self._signature.names:
             return None

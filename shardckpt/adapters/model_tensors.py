@@ -85,7 +85,7 @@ class ModelTensors:
 def describe_versions(parts: Sequence[Mapping[str, Any]], prefix: str, replicated: Replicated) -> dict[str, Any]:
     """Describe the versions of the modules of each part; a load asks for all that are stored, if there are any.
 
-    The name of an object says what is in it: stages of a pipeline have modules of one name, such as the first.
+    The name of an object is a digest of its content: stages of a pipeline have modules of one name, such as the first.
     """
     own = {digest_names(f"{name} {version}" for name, version in each.items()): each for each in parts if each}
     if not own:

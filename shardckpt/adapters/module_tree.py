@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-#: By defining one of these, a class or a module decides itself what its state dict has.
+#: By defining one of these, a class or a module decides itself about the content of its state dict.
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 #: torch's state-dict functions ask modules that have this for other names.
 _MODIFIERS = "_fqn_modifiers"
@@ -46,16 +46,16 @@ class _Tree:
     An _UnusualError says that torch must be asked.
 
     Args:
-        only_parameters: Whether to leave out the persistent buffers. What classes and hooks add to the state dict of a
-            module is no parameter, so only what renames parameters matters then.
+        only_parameters: Whether to leave out the persistent buffers. Classes and hooks add no parameters to the state
+            dict of a module, so only code that renames parameters matters then.
 
     Attributes:
         names: Their full names.
         owners: The modules' own dicts, live, in which they are: a hook may put others there.
         keys: Their keys in these.
-        buffers: The numbers of those that are buffers.
+        buffers: The numbers of the buffers.
         versions: The versions of modules by name, of classes that have one: see :func:`has_version`.
-        hooks: What is to run before they are read; modules that FSDP2 shards together have one.
+        hooks: The functions to run before they are read; modules that FSDP2 shards together have one.
     """
 
     def __init__(self, root: Module, *, only_parameters: bool) -> None:
@@ -127,9 +127,9 @@ class StateColumns(NamedTuple):
     """The content of a module's state dict, in lists: a model may have 20,000 tensors.
 
     Attributes:
-        names: The full names of parameters and persistent buffers, without those of wrappers.
+        names: The full names of parameters and persistent buffers, without the names of wrappers.
         tensors: These themselves, not detached.
-        buffers: The numbers of those that are buffers.
+        buffers: The numbers of the buffers.
         versions: The versions of modules by name, of classes that have one: see :func:`has_version`.
     """
 
@@ -158,7 +158,7 @@ def list_state_tensors(module: Module) -> dict[str, torch.Tensor] | None:
 
 
 def list_state_columns(module: Module) -> StateColumns | None:
-    """Return what torch's ``get_model_state_dict`` returns, but the parameters and buffers themselves, not detached.
+    """Return the content of torch's ``get_model_state_dict``, with the parameters and buffers themselves, not detached.
 
     Parameters of FSDP2 that are not sharded at this time become so, as by ``state_dict()``. The result is None if that
     may do more than list them: a class or a hook changes the state dict, FSDP1, TorchScript.
@@ -186,9 +186,9 @@ class ReadState(NamedTuple):
     """A module's own state dict.
 
     Attributes:
-        values: The values by names without those of wrappers.
+        values: The values by names without the names of wrappers.
         keys: For each name the key that ``load_state_dict`` takes.
-        metadata: What classes and hooks say of each module, by its path, apart from the values.
+        metadata: The metadata of each module from classes and hooks, by its path, apart from the values.
     """
 
     values: dict[str, Any]
@@ -199,8 +199,8 @@ class ReadState(NamedTuple):
 def read_state_dict(module: Module) -> ReadState | None:
     """Return a module's own state dict; None if torch must be asked: FSDP1, and classes that rename.
 
-    Its classes and hooks decide what is there: extra state, more tensors or others than it has. Two values of one name
-    are a ShardingError.
+    Its classes and hooks decide about its content: extra state, more tensors or others than it has. Two values of one
+    name are a ShardingError.
     """
     try:
         prefixes = _list_prefixes(module)
@@ -239,7 +239,7 @@ def only_copies(module: Module) -> bool:
 
 
 def has_load_hook(module: Module, *, but_torchs: tuple[str, ...] = ()) -> bool:
-    """Return whether a hook may change what a module is given to load.
+    """Return whether a hook may change the values that a module is given to load.
 
     Hooks of torch's modules whose names begin with one of ``but_torchs`` do not count.
     """
@@ -269,7 +269,7 @@ def _list_prefixes(root: Module) -> dict[str, str]:
 
 
 def _check_class(kind: type[Any], *, only_parameters: bool) -> str:
-    """Return the child whose name is left out, or ""; raise if modules of the class decide what their state is."""
+    """Return the child whose name is left out, or ""; raise if the class of a module decides about its state dict."""
     is_usual = only_parameters or all(getattr(kind, name) is getattr(torch.nn.Module, name) for name in _METHODS)
     # modules of TorchScript have their tensors elsewhere, and FSDP1 has flat ones
     others = (torch.jit.ScriptModule, FullyShardedDataParallel)
@@ -279,7 +279,7 @@ def _check_class(kind: type[Any], *, only_parameters: bool) -> str:
 
 
 def _check_module(values: dict[str, Any], *, only_parameters: bool) -> None:
-    """Raise if the attributes or hooks of a module decide what its state is."""
+    """Raise if the attributes or hooks of a module decide about its state dict."""
     if only_parameters:
         is_usual = _MODIFIERS not in values
     else:

@@ -43,12 +43,12 @@ def get_model_tensors(parts: Sequence[Module]) -> dict[str, Any]:
 
 
 def read_model_tensors(parts: Sequence[Module]) -> dict[str, Any]:
-    """Return the same tensors, but those that are parameters or buffers themselves: detaching many takes its time."""
+    """Return the same tensors, but the parameters and buffers themselves: detaching many takes its time."""
     return read_model(parts)[0]
 
 
 def read_versions(parts: Sequence[Module]) -> list[dict[str, Any]]:
-    """Return of each module the versions by name, and what hooks say of modules besides."""
+    """Return the versions of each module by name, and further metadata that hooks have added."""
     return read_model(parts, map(list_state_columns, parts))[1]
 
 
@@ -57,7 +57,7 @@ def read_model(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the result of :func:`read_model_tensors`, and of each module the versions by name.
 
-    ``columns`` is what :func:`list_state_columns` has returned for each, if it was called.
+    ``columns`` has the results of :func:`list_state_columns` for each module, if it was called.
     """
     found = list(map(_read_part, parts, map(list_state_columns, parts) if columns is None else columns))
     return merge_sources("model part", (values for values, _ in found)), [versions for _, versions in found]
@@ -74,7 +74,7 @@ def _read_part(part: Module, columns: StateColumns | None) -> tuple[dict[str, An
 
 
 def find_buffers(values: Mapping[str, Any], parts: Sequence[Module]) -> frozenset[str]:
-    """Return the names of those values of :func:`read_model_tensors` that share a buffer's memory."""
+    """Return the names of the values of :func:`read_model_tensors` that share a buffer's memory."""
     # 0 is no address: values that are not tensors, and tensors without memory
     places = {data_address(buffer) for part in parts for buffer in part.buffers()} - {0}
     return frozenset(name for name, value in values.items() if data_address(value) in places)

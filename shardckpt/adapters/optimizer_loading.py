@@ -218,7 +218,7 @@ def _find_common_values(key: str, stored: StoredNames, common: StateDict) -> Sta
 def _walk_values(values: StateDict) -> Iterator[tuple[Any, str | None, Any]]:
     """Yield each of the optimizer's values in the common state with its part (``"state"``) and its parameter's name.
 
-    The value is a dict of slots, or the value of one slot, whose name then follows that of the parameter after a dot.
+    The value is a dict of slots, or the value of one slot, whose name then follows the parameter's name after a dot.
     The name is None for a value of no parameter, such as a list of numbered groups.
     """
     for name, value in values.items():
@@ -288,7 +288,7 @@ def _report_unused(names: list[str], has_place: list[bool], params: Mapping[str,
 
 
 def _nest_values(values: StateDict, params: Mapping[str, torch.Tensor]) -> StateDict:
-    """Return the values of the common state nested as the load template is, without those of other parameters."""
+    """Return the values of the common state nested as the load template is, without other parameters' values."""
     nested: StateDict = {}
     for part, rest, value in _walk_values(values):
         if rest is None:

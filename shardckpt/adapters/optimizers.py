@@ -1,8 +1,8 @@
 """The state of optimizers to save, by full parameter names.
 
-An optimizer's ``state_dict()`` has the state of each parameter, the options of each group, and whatever else the class
-keeps: entries of its own, state under keys that are no parameters. All of it is stored. A load asks for what is stored,
-whether or not the optimizer has it already (:mod:`~shardckpt.adapters.optimizer_requests`); torch's
+An optimizer's ``state_dict()`` has the state of each parameter, the options of each group, and other entries of the
+class: entries of its own, state under keys that are no parameters. All of it is stored. A load asks for the stored
+state, whether or not the optimizer has it already (:mod:`~shardckpt.adapters.optimizer_requests`); torch's
 ``get_optimizer_state_dict`` takes a step to find out.
 """
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from shardckpt.adapters.module_tree import StateColumns
     from shardckpt.mapping.base import Replicated
 
-#: What an optimizer has in addition to the state and options of parameters, see :attr:`NamedState.others`.
+#: The parts of an optimizer besides the state and options of parameters, see :attr:`NamedState.others`.
 ENTRIES, EMPTY = "entries", "empty groups"
 
 
@@ -54,9 +54,9 @@ class NamedState(NamedTuple):
         params: The parameters; none of FSDP1's.
         state: The state of each parameter; one without state (no step was made, or it had no gradient) is not there.
         groups: The groups, with names under ``params``.
-        others: What belongs to no parameter: under ``entries`` what the state dict has besides state and groups, under
-            ``state`` what has other keys than parameters, under ``empty groups`` their options by number. Without
-            those that are empty.
+        others: Entries that belong to no parameter: under ``entries`` those of the state dict besides state and groups,
+            under ``state`` those whose keys are no parameters, under ``empty groups`` their options by number. Without
+            empty ones.
         number: The position of the optimizer.
         is_flat: Whether torch alone knows how names and tensors belong together (FSDP1).
         has_groups: Whether the optimizer's own state dict has state and groups; wrappers have their own structure.
@@ -87,7 +87,7 @@ class OptimizerState(NamedTuple):
     Attributes:
         each: That of each optimizer.
         names: The names of all parameters.
-        params: The parameters of all by name, but for those of FSDP1.
+        params: The parameters of all by name, except FSDP1's.
         states: The state of each parameter.
     """
 
@@ -107,7 +107,7 @@ def get_optimizer_state(
 ) -> OptimizerState:
     """Return the state of all optimizers.
 
-    It is a ShardingError if two optimizers have the same parameter, or one has those of several parts.
+    It is a ShardingError if two optimizers have the same parameter, or one has parameters of several parts.
     """
     named = name_parts(parts, columns) if optimizers else []
     each = [read_optimizer(named, optimizer, number) for number, optimizer in enumerate(optimizers)]
@@ -149,7 +149,7 @@ class NamedPart(NamedTuple):
 def name_parts(parts: Iterable[Module], columns: Iterable[StateColumns | None] = ()) -> list[NamedPart]:
     """Return the modules with their parameters as they are now.
 
-    If the tensors of each are listed (``columns``), modules are not looked at again.
+    If the tensors of each are listed (``columns``), modules are not examined again.
     """
     found = []
     for part, listed in zip_longest(parts, columns):
@@ -159,7 +159,7 @@ def name_parts(parts: Iterable[Module], columns: Iterable[StateColumns | None] =
 
 
 def read_optimizer(parts: Sequence[NamedPart], optimizer: Optimizer, number: int) -> NamedState:
-    """Return the state of one optimizer; arguments and errors are those of :func:`get_param_groups`."""
+    """Return the state of one optimizer; arguments and errors are as for :func:`get_param_groups`."""
     owner = find_owner(parts, optimizer, number)
     if owner.names is None:
         found = fsdp1.get_state(owner.module, optimizer)
@@ -212,7 +212,7 @@ def describe_state(
 ) -> dict[str, Any]:
     """Describe the state of a parameter below a key: tensors and other values one by one, or with its form.
 
-    ``layout`` is that of the parameter, if it is a DTensor.
+    ``layout`` is the layout of the parameter, if it is a DTensor.
     """
     if is_self_describing(values, layout):
         return describe_tree(values, key, replicated, objects=True, cache=cache)  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def describe_overlapping(key: str, tensor: torch.Tensor, replicated: Replicated, rank: int) -> ShardedTensorFactory:
-    """Describe such a tensor: all its elements are stored; a load fills it if those of each place are equal."""
+    """Describe such a tensor: all its elements are stored; a load fills it if all elements of a place are equal."""
     return ShardedTensorFactory(key, tensor, partial(_build, replicated), partial(_put, key, tensor), replica_id=rank)
 
 

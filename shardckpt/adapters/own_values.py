@@ -36,13 +36,13 @@ _TORCH = ("torch.nn.", "torch.distributed.")
 
 
 class OwnValues(NamedTuple):
-    """The values that modules load by code of their own, by names without those of wrappers.
+    """The values that modules load by code of their own, by names without the names of wrappers.
 
     Attributes:
-        loaders: What the names of the values begin with.
-        resizers: The same of those modules that may give their buffers other shapes.
+        loaders: The prefixes of the names of the values.
+        resizers: The prefixes for modules that may give their buffers other shapes.
         growing: The same of modules without others inside that save by code of their own, too: they may have more
-            values after a load. With what the keys of ``load_state_dict`` begin with.
+            values after a load. With the prefixes of the keys of ``load_state_dict``.
         params: The names of parameters.
         buffers: The names of buffers.
     """
@@ -127,7 +127,7 @@ def request_own_values(
         name = key.removeprefix(prefix)
         if not key.startswith(prefix) or name in found or own.find_grown(name) is None:
             continue
-        # of a model without a prefix it may be anybody's; what is below an entry is inside of it
+        # without a prefix the key may be another module's; keys below an entry are inside of it
         if prefix + name.rpartition(".")[0] and not any(each[:-1] in entries for each in _list_parents(name)):
             found[name] = request_value(stored, key)
     return found

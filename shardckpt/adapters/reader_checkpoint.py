@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-import shardckpt.tensors.torch_private  # noqa: F401 - what DCP imports then keeps no process group
+import shardckpt.tensors.torch_private  # noqa: F401 - the modules that DCP imports then keep no process group
 from shardckpt.archive.objects import decode_object
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
 from shardckpt.mapping.sharded_tensor import ShardedTensor
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class ReaderCheckpoint:
-    """Collective: what a reader reads, below one key.
+    """Collective: the checkpoint that a reader reads, below one key.
 
     It is an error, the same on every rank, if the metadata cannot be read, or differs from rank to rank.
 
@@ -56,7 +56,7 @@ class ReaderCheckpoint:
         comm.agree(metadata=digest)
 
     def columns(self) -> StoredColumns:
-        """Return the stored names but for the values of :meth:`common`."""
+        """Return the stored names without the values of :meth:`common`."""
         tensors = self._tensors.values()
         dtypes, shapes = ([each.properties.dtype for each in tensors], [tuple(each.size) for each in tensors])
         return StoredColumns(list(self._tensors), dtypes, shapes, (), {})
@@ -107,7 +107,7 @@ class ReaderCheckpoint:
         return items
 
     def _read(self, planner: _Planner) -> dict[str, Any]:
-        """Collective: let the reader read what a planner plans; return its objects by key."""
+        """Collective: let the reader read a planner's items; return its objects by key."""
         reader, comm = self._reader, self._comm
         with comm.local_phase("planning the load"):
             reader.set_up_storage_reader(self._metadata, comm.is_main)

@@ -60,7 +60,7 @@ def load_into(
     saved, and that was loaded as a DTensor, is gathered.
 
     Args:
-        loaded: What ``load`` returned for ``to_sharded_state_dict(model_or_parts, *optimizers)``.
+        loaded: The result of ``load`` for ``to_sharded_state_dict(model_or_parts, *optimizers)``.
         model_or_parts: The same modules.
         optimizers: The same optimizers.
         strict: Whether every parameter must have been loaded; if False, the others keep their values.
@@ -129,7 +129,7 @@ def load_into(
 
 
 def _hand_over_tensors(part: Module, values: Mapping[str, Any]) -> None:
-    """Give a module those of the values that are its own, as its ``load_state_dict`` does."""
+    """Give a module its own values, as its ``load_state_dict`` does."""
     live = list_state_tensors(part)
     if live is not None and only_copies(part) and _can_be_copied(live, values):
         # a load has filled nearly all of them in place; load_state_dict copies each onto itself, and looks at the
@@ -150,7 +150,7 @@ def _hand_over_tensors(part: Module, values: Mapping[str, Any]) -> None:
     if found := find_own_values([part]):
         grown = {name: found.find_grown(name) for name in values if name not in read.keys}
         own |= {key: values[name] for name, key in grown.items() if key is not None}
-    # what was not loaded is kept: load_into(strict=False)
+    # parts that were not loaded are kept: load_into(strict=False)
     unused = part.load_state_dict(add_versions(part, own, versions), strict=False).unexpected_keys
     if unused:
         logger.warning("%s does not take what was loaded for it: %s", type(part).__name__, listed(sorted(unused)))
@@ -159,7 +159,7 @@ def _hand_over_tensors(part: Module, values: Mapping[str, Any]) -> None:
 def _check_casts(values: Mapping[str, Any], live: Mapping[str, Any], parts: Sequence[Module]) -> None:
     """Raise DtypeMismatchError if a caller's values in another dtype than the live tensors' would be changed or cut.
 
-    What modules load by code of their own may have any dtype, but for buffers.
+    Values that modules load by code of their own may have any dtype, except buffers.
     """
     cast = [
         (name, values[name], tensor)
@@ -196,12 +196,12 @@ def _hand_over(
 ) -> None:
     """Give an optimizer its state and the options of its groups, which have the full names of the parameters.
 
-    A parameter that is absent from ``states`` has none; those in ``kept`` keep the state that they have. ``others`` is
-    what was loaded of what belongs to no parameter.
+    A parameter that is absent from ``states`` has none; those in ``kept`` keep the state that they have. ``others`` has
+    the loaded entries that belong to no parameter.
     """
     # load_state_dict casts the state that stands under the number of a parameter to the parameter's dtype, and takes
     # any other entry as it is: state that stands under the parameter itself keeps its bits. A class that overrides it
-    # may look at the numbers. Hooks, and what the class does in __setstate__, run as for torch.save's users.
+    # may look at the numbers. Hooks, and the class's __setstate__, run as for torch.save's users.
     load = own_method(optimizer, "load_state_dict")
     overrides = getattr(load, "__func__", None) is not torch.optim.Optimizer.load_state_dict
     exact: dict[Any, Any] = {}
@@ -241,7 +241,7 @@ def _place_options(group: Mapping[str, Any], live: Mapping[str, Any]) -> dict[st
 
 
 def _undo_casts(found: Any, saved: Any) -> None:
-    """Put saved values in the place of what ``load_state_dict`` has only cast; what a class made of them stays."""
+    """Restore saved values that ``load_state_dict`` has only cast; other values that a class has made of them stay."""
     if isinstance(found, dict) and isinstance(saved, dict):
         keys: Iterable[Any] = found.keys() & saved.keys()
     elif isinstance(found, list) and isinstance(saved, list) and len(found) == len(saved):
@@ -282,8 +282,8 @@ def _apply_options(
 ) -> dict[str, Any]:
     """Return a group with the options that its parameters were saved with; its own if none of them was saved.
 
-    ``of_empty`` are those of the group of its number, if that had no parameters. Options named in ``kept`` keep their
-    values.
+    ``of_empty`` are the options of the group of its number, if that had no parameters. Options named in ``kept`` keep
+    their values.
     """
     own = select(group, kept)
     if not group[PARAMS]:

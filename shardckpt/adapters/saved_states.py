@@ -35,15 +35,15 @@ class SavedStates:
 
     def __init__(self) -> None:
         self._tensors = LeafShards()
-        #: Those of the last save, if its states were nothing but tensors by name; and the names of these.
+        #: The columns of the last save, if its states were nothing but tensors by name; and their names.
         self._columns: _Columns | None = None
         self._slots: list[str] = []
 
     def describe(self, live: OptimizerState, key: str, replicated: Replicated) -> dict[str, Any]:
         """Return the shards of the states by the names of parameters and dotted paths.
 
-        Those of states that have a form are nested. They are this object's until :meth:`release`. ``key`` is what the
-        keys begin with, without the last dot.
+        Shards of states that have a form are nested. They are this object's until :meth:`release`. ``key`` is the
+        prefix of the keys, without the last dot.
         """
         states = list(live.states.values())
         columns = _Columns(list(live.states), [get_layout(live.params.get(name)) for name in live.states], [])
@@ -62,14 +62,14 @@ class SavedStates:
         return {**others, **self._tensors.describe(tensors, f"{key}.", replicated)}
 
     def release(self) -> None:
-        """Let go of the tensors; what :meth:`describe` has returned must not be used any more."""
+        """Let go of the tensors; the results of :meth:`describe` must not be used any more."""
         self._tensors.release()
 
 
 def _flatten(
     columns: _Columns, states: list[Any], key: str, replicated: Replicated
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors of states by the names of parameters and dotted paths, and what describes all else."""
+    """Return the tensors of states by the names of parameters and dotted paths, and the descriptions of all else."""
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {}
     cache = LayoutCache()

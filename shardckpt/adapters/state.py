@@ -63,7 +63,7 @@ def to_sharded_state_dict(
 
     A state dict keeps its structure, and the key of a leaf is its path, joined by dots. Leaves that are not tensors
     stay: they are common state, or shards that are described already. Where an optimizer's ``state_dict()`` in it has
-    no state yet, a load takes what is stored, whole; among sharded tensors that is an error, since nothing says how
+    no state yet, a load takes all of the stored state; among sharded tensors that is an error, since nothing says how
     such state is sharded: describe the optimizer itself.
 
     For modules, keys are the full names of torch's state-dict API, without the prefixes of wrappers (checkpoint
@@ -75,8 +75,8 @@ def to_sharded_state_dict(
     A parameter may have no optimizer state yet: no step was made, or it never had a gradient (an unused branch, an
     expert that no token reached). Then a save stores none, and a load that finds none leaves it out; the optimizer
     makes it at the parameter's next step. A load takes the state that is stored, in its dtype, whether or not the
-    optimizer has state of the parameter already: no step is taken to find out. What an optimizer's ``state_dict()`` has
-    besides (``optimizer.others``) comes back into an optimizer of the same parameters.
+    optimizer has state of the parameter already: no step is taken to find out. Other entries of an optimizer's
+    ``state_dict()`` (``optimizer.others``) come back into an optimizer of the same parameters.
 
     Example::
 
@@ -102,11 +102,11 @@ def to_sharded_state_dict(
             blocks the values are stored, with a warning.
 
     Returns:
-        A dict for ``dist_checkpointing.save`` and ``load``. It shares the tensors' memory. Pass what ``load`` returns
+        A dict for ``dist_checkpointing.save`` and ``load``. It shares the tensors' memory. Pass the result of ``load``
         to :func:`load_into`.
 
     Raises:
-        ShardingError: two modules or two optimizers have different values under one name, or what is described, or the
+        ShardingError: two modules or two optimizers have different values under one name, or a described value, or the
             prefix, has the wrong type.
         CheckpointingException: a flag is none.
     """
@@ -140,7 +140,7 @@ class _Kept(NamedTuple):
 class SavedModules:
     """Describes the same modules and optimizers in each save: faster than :func:`to_sharded_state_dict`.
 
-    What describes tensors is kept from save to save; a change of whatever kind is seen.
+    The descriptions of tensors are kept from save to save; a change of whatever kind is seen.
     """
 
     def __init__(self, *, check_replicas: bool = True) -> None:
@@ -236,7 +236,7 @@ def _describe_optimizers(
     cache: LayoutCache,
     kept: _Kept | None,
 ) -> ShardedStateDict:
-    """Describe the state of optimizers; ``make_flat`` makes that of FSDP1's parameters that have none."""
+    """Describe the state of optimizers; ``make_flat`` makes state for FSDP1's parameters that have none."""
     state, groups, others = (f"{prefix}optimizer.{kind}" for kind in (STATE, GROUPS, OTHERS))
 
     def describe(values: Mapping[str, Any]) -> dict[str, Any]:

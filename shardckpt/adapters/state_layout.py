@@ -141,7 +141,7 @@ def empty_of_axes(key: str, shape: Ints, dtype: torch.dtype, param: DTensor, axe
 
 
 def _empty_moved(key: str, shape: Ints, dtype: torch.dtype, param: DTensor, axes: Mapping[int, int]) -> DTensor:
-    """Allocate state whose axes are sharded as those of the parameter in ``axes``; none outside the mesh."""
+    """Allocate state that is sharded in ``axes`` like the parameter; none outside the mesh."""
     is_member = param.device_mesh.get_coordinate() is not None
     splits = get_dtensor_splits(key, param) if is_member else []
     kept = [replace(split, dim=axes[split.dim]) for split in splits if split.dim in axes]

@@ -69,7 +69,7 @@ def nest(values: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
 def restore_containers(found: Any, live: Any, depth: int = 0) -> Any:
     """Return nested dicts with the keys and lists that the live state has: state that is stored without a form.
 
-    Where it has none, numbers from 0 count a list, as they do in older checkpoints and those of DCP.
+    Where it has none, numbers from 0 count a list, as they do in older checkpoints and in DCP's.
     """
     if not isinstance(found, dict):
         return found

@@ -1,4 +1,4 @@
-"""Describe torch's ShardedTensors (those of FSDP1, also over tensor parallelism) as shards."""
+"""Describe torch's ShardedTensors (FSDP1's, also over tensor parallelism) as shards."""
 
 from __future__ import annotations
 

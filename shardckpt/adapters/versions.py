@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The attribute of modules that has their version, and that of state dicts that has all of a module's.
+#: The attribute of modules that has their version, and the attribute of state dicts that has all of a module's.
 VERSION, METADATA = "_version", "_metadata"
 
 
 def has_version(kind: type[Any]) -> bool:
-    """Return whether a class of modules has a version that is not torch's: those of torch.nn load without theirs."""
+    """Return whether a class of modules has a version that is not torch's: torch.nn's classes load without theirs."""
     owner = next((base for base in kind.__mro__ if VERSION in vars(base)), None)
     return owner is not None and not owner.__module__.startswith("torch.nn.")
 
@@ -32,7 +32,7 @@ def has_version(kind: type[Any]) -> bool:
 def list_versions(root: Module, metadata: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the versions of modules by full name, without the names of wrappers; see :func:`has_version`.
 
-    ``metadata`` is what the state dict says of each module, by path. Where hooks have put more than the version there,
+    ``metadata`` is the state dict's metadata of each module, by path. Where hooks have put more than the version there,
     all of it is in the version's place.
     """
     found: dict[str, Any] = {}
@@ -91,7 +91,7 @@ class NamedModule(NamedTuple):
     """A module inside another one.
 
     Attributes:
-        path: Its path by the names of children, those of wrappers among them.
+        path: Its path by the names of children, wrappers among them.
         key: The prefix of its keys in a state dict, without the last dot: its path without names that hooks leave out.
         name: The same without the names of all wrappers.
     """

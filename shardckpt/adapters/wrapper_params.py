@@ -1,6 +1,6 @@
 """Quantized parameters and buffers of modules, stored bit for bit: their codes and scales, not their values.
 
-Older checkpoints, and those of trainings that were not quantized, have values; a load quantizes these anew.
+Older checkpoints, and checkpoints of trainings that were not quantized, have values; a load quantizes these anew.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from shardckpt.mapping.base import ReplicaId, Replicated
     from shardckpt.mapping.unstored import StoredNames
 
-#: Types of those values of a class's context that may say what bits mean, and are compared; those of others are not.
+#: Types of values of a class's context that may decide the meaning of bits, and are compared; others are not.
 _FLAGS = (bool, str, int, float, torch.dtype, Enum)
 
 
 def find_wrapper_params(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return those of a module's tensors that are stored by the tensors inside them."""
+    """Return the tensors of a module that are stored by the tensors inside them."""
     return {name: value for name, value in values.items() if type(value) not in ORDINARY and is_wrapper(value)}
 
 
@@ -64,7 +64,7 @@ def describe_wrapper_param(
 
 
 def _make_form(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the class of a wrapper tensor, what says how to read its bits, and the same of those inside it."""
+    """Return the class of a wrapper tensor, the flags that give its bits a meaning, and its inner wrappers' forms."""
     local = get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     inner, context = flatten_tensor(local)
     named = context.items() if isinstance(context, dict) else enumerate(context or ())

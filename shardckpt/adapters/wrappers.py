@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 CLASS = "shardckpt: a tensor of the class"
 #: The key of all tensors inside in the checkpoints of 27 November 2026.
 _OLD_INNER = "inner"
-#: Those of the tensors under the older keys that all elements share: torchao's tables from codes to values.
+#: The tensors under the older keys that all elements share: torchao's tables from codes to values.
 _OLD_SHARED = frozenset({"qmap"})
 
 
@@ -144,7 +144,7 @@ def _flatten(tensor: Any) -> dict[str, Any]:
 
 
 def _place(inner: torch.Tensor, local: torch.Tensor, dtensor: DTensor) -> DTensor | InnerShard:
-    """Return a tensor inside the local one of a DTensor as a part of that of all ranks."""
+    """Return a tensor inside a DTensor's local one as a part of the inner tensor of all ranks."""
     if not _has_axes(inner, local):
         elements = get_element_range(dtensor) or range(0)
         offset, size = (index * inner.numel() // local.numel() for index in (elements.start, dtensor.numel()))
@@ -197,10 +197,10 @@ def _cuts_blocks(param: DTensor, size: int) -> bool:
 def rebuild_wrapper(parts: Mapping[str, Any], form: Mapping[str, Any], param: torch.Tensor | None) -> Any:
     """Return the wrapper tensor of a dict that :func:`flatten_wrappers` has made.
 
-    ``parts`` is the dict, with what was loaded for the tensors inside: whole, or this rank's part. ``form`` is the same
-    with placeholders, which have the shapes of whole ones. ``param`` is the parameter whose state it is; that of a
-    DTensor's shape is a DTensor. A class that is not imported is an error: a checkpoint must not decide what is. It is
-    a ShardingError if this rank's part of the parameter cuts blocks, or is no part of their order.
+    ``parts`` is the dict, with the loaded values of the tensors inside: whole, or this rank's part. ``form`` is the
+    same with placeholders, which have the shapes of whole ones. ``param`` is the parameter of this state; state with a
+    DTensor's shape becomes a DTensor. A class that is not imported is an error: a checkpoint must not decide about
+    imports. It is a ShardingError if this rank's part of the parameter cuts blocks, or is no part of their order.
     """
     cls = _find_class(parts[CLASS])
     inner, shared = _split_parts(parts)

@@ -2,5 +2,5 @@
 
 from shardckpt.lazy import attach_stub
 
-# lazy: what an archive is made of can be looked at without torch, which takes seconds to import
+# lazy: archives can be described without torch, which takes seconds to import
 __getattr__, __dir__, __all__ = attach_stub(__name__)

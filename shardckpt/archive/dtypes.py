@@ -20,7 +20,7 @@ STORAGE_NAMES = {
     torch.complex128: "ComplexDoubleStorage",
     torch.complex64: "ComplexFloatStorage",
 }
-#: What a pickle may name as the class of a storage, with the dtype; None for an untyped storage.
+#: The classes of storages that a pickle may name, with the dtype; None for an untyped storage.
 STORAGE_DTYPES: dict[tuple[str, str], torch.dtype | None] = {
     ("torch.storage", "UntypedStorage"): None,
     **{("torch", name): dtype for dtype, name in STORAGE_NAMES.items()},

@@ -35,14 +35,14 @@ class LazyReads:
 
     def __init__(self, read: Callable[[LazyTensor, str], torch.Tensor]) -> None:
         self._read = read
-        #: What was visited, and what took its place, by identity; with the object, so that no other gets its id.
+        #: The visited objects and their replacements, by identity; with the object, so that no other gets its id.
         self._visited: dict[int, tuple[Any, Any]] = {}
 
     def fill(self, value: Any, key: str) -> Any:
         """Return a value that was described, or a part of it, with its tensors.
 
-        What can change is changed in place; a tuple or set that has a tensor is replaced, and so is a tensor that was
-        described alone. What is nested too deep is a CorruptCheckpointError.
+        Mutable containers are changed in place; a tuple or set that has a tensor is replaced, and so is a tensor that
+        was described alone. Too deep nesting is a CorruptCheckpointError.
         """
         try:
             return self._fill(value, key)

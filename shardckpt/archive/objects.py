@@ -1,4 +1,4 @@
-"""Objects as bytes, encoded and decoded under one allow-list: what a load would refuse is refused at the save."""
+"""Objects as bytes, encoded and decoded under one allow-list: a save refuses values that a load would refuse."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def encode_object(value: Any, what: str, allow_globals: Iterable[Any]) -> bytes:
             value = decode_object(data, f"object {shard.key!r}", context.allow_globals)
 
     Args:
-        value: Plain values, dicts, lists, tensors, numpy arrays, and what ``allow_globals`` names.
-        what: What the value is, for errors: ``"object 'rng'"``.
+        value: Plain values, dicts, lists, tensors, numpy arrays, and values of ``allow_globals``.
+        what: A name for the value in errors: ``"object 'rng'"``.
         allow_globals: Classes and functions that the value may use, besides those that every load accepts: the
             ``allow_globals`` of the context.
 
@@ -62,7 +62,7 @@ def decode_object(data: bytes, what: str, allow_globals: Iterable[Any]) -> Any:
 
     Args:
         data: A ``torch.save`` archive, from anyone.
-        what: What the value is, for errors: ``"object 'rng'"``, or a file.
+        what: A name for the value in errors: ``"object 'rng'"``, or a file.
         allow_globals: Classes and functions that it may name, besides plain values, tensors and numpy arrays: the
             ``allow_globals`` of the context; each by itself, or as (class or function, ``"module.name"``).
 
@@ -108,7 +108,7 @@ def _is_plain(value: Any) -> bool:
     To load it to find out takes a hundred times as long: an optimizer's groups name each parameter.
     """
     level = [value]
-    for _ in range(_DEEPEST):  # which what is in itself exceeds
+    for _ in range(_DEEPEST):  # a container that contains itself exceeds it
         containers = {id(each): each for each in level if type(each) not in _PLAIN}.values()
         level = []
         for each in containers:

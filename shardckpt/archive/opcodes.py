@@ -1,6 +1,6 @@
 """Follow the opcodes of a pickle without building anything, and refuse one that would cost more than its size warrants.
 
-Python's C unpickler allocates memory for every memo index in the file, copies what is in the memo as often as the file
+Python's C unpickler allocates memory for every memo index in the file, copies values of the memo as often as the file
 says, and hashes nested tuples by recursion in C, without limits. So a hostile pickle of a few bytes can exhaust memory,
 time or the C stack. Each opcode is followed first with values that know only their cost, before the real unpickler.
 https://docs.python.org/3/library/pickletools.html has the opcodes.
@@ -48,9 +48,9 @@ _LARGE, _LIGHT = 1 << 16, 64
 def check_pickle(data: bytes | mmap, source: str, *, plain: bool = False, start: int = 0) -> int:
     """Raise an error for a pickle that would cost time or memory out of proportion to its size, or crash the process.
 
-    Returns the offset of the pickle's end in the data; what follows is ignored. Nothing is built and no global is
-    looked up: the unpickler decides which globals are allowed. One that is cut or damaged, or costs too much, is a
-    CorruptCheckpointError, which says what.
+    Returns the offset of the pickle's end in the data; the bytes after it are ignored. Nothing is built and no global
+    is looked up: the unpickler decides which globals are allowed. A pickle that is cut or damaged, or costs too much,
+    is a CorruptCheckpointError, which names the fault.
 
     With ``plain`` few dict keys are allowed other than text, objects and small integers (hashes of floats and tuples
     can be made to collide), and integers of at most 32 bytes.
@@ -84,7 +84,7 @@ class _Growing(_Value):
 
 
 class _Tuple(_Value):
-    """A tuple: copied when it is the arguments of a call, and so may be what it holds."""
+    """A tuple: copied when it is the arguments of a call, and so may be its items."""
 
     __slots__ = ("depth", "items")
 

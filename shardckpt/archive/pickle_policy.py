@@ -1,4 +1,4 @@
-"""Limit what a pickle may do with the globals of the allow-list: calls, states, and the memory they may take.
+"""Limit the calls of a pickle with globals of the allow-list, its states, and the memory that they may take.
 
 Each limit refuses small pickles that would take much memory, time or C stack: see tests/faults/test_pickle_bombs.py.
 """

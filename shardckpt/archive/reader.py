@@ -49,7 +49,7 @@ class _NestedBudget:
 class Archive:
     """One ``torch.save`` archive; only its directory is read at first. ``source`` is its name, for errors.
 
-    What is no such archive, is damaged, or has the other byte order is a CorruptCheckpointError.
+    A file that is no such archive, is damaged, or has the other byte order is a CorruptCheckpointError.
     """
 
     def __init__(self, read_range: ReadRange, size: int, source: str) -> None:

@@ -142,7 +142,7 @@ class TensorRebuilder:
 
 
 def call_rebuild(function: Any, args: Any, *kinds: type[Any]) -> Any:
-    """Return what one of torch's functions makes of a tensor's parts, which must be of one of these classes."""
+    """Return a tensor that one of torch's functions makes of its parts; it must be of one of these classes."""
     if not isinstance(function, FunctionProxy) or type(args) is not tuple:
         raise CorruptCheckpointError(
             f"a tensor is rebuilt by {describe(function)}, which is not one of torch's functions"

@@ -1,7 +1,7 @@
 """The only reader of pickles from checkpoints: globals come from an allow-list, and there is no fallback.
 
 Two checks guard it. :func:`check_pickle` reads the opcodes and refuses a pickle that would take too
-much memory, before any object is built. What only the values show is checked while the unpickler builds them.
+much memory, before any object is built. Faults that only the values show are found while the unpickler builds them.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ _MOST_REFUSED = 100
 def make_refusal(asks: str, names: Sequence[str], places: str = "") -> UnsafePickleError:
     """Return the error about globals that are not on the allow-list.
 
-    Its text begins with what ``asks`` for them. ``places`` says where they are, a line for each place, instead of the
-    names alone.
+    Its text begins with ``asks``, such as ``"FILE: the pickle asks for"``. ``places`` says where they are, a line for
+    each place, instead of the names alone.
     """
     if hostile := [name for name in names if _runs_code(name)]:
         error = UnsafePickleError(
@@ -113,7 +113,7 @@ class _AllowList:
         if found is None and self.more is not None:
             found = self.more(module, name)
         if found is None and module == "torch":
-            dtype = vars(torch).get(name)  # getattr would import what torch loads lazily, by the pickle's choice
+            dtype = vars(torch).get(name)  # getattr would import torch's lazy attributes, by the pickle's choice
             found = dtype if isinstance(dtype, torch.dtype) else None
         if found is None:
             raise make_refusal(f"{self.source}: the pickle asks for", [f"{module}.{name}"])
@@ -121,7 +121,7 @@ class _AllowList:
 
 
 class _MetadataUnpickler(_AllowList, pickle.Unpickler):
-    """The C unpickler, which is fast, for the many records of ``.metadata``: no BUILD can change what its table has."""
+    """The C unpickler, which is fast, for the many records of ``.metadata``: no BUILD changes its table's objects."""
 
     def __init__(self, data: bytes, source: str) -> None:
         super().__init__(io.BytesIO(data))
@@ -305,7 +305,7 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
 
 
 class _Collector(_ObjectUnpickler):
-    """Goes on with inert stubs in the place of refused globals, to name all that a pickle asks for; what it makes goes.
+    """Goes on with inert stubs for refused globals, to name all globals of a pickle; its result is dropped.
 
     ``refused`` has their names, in the order of the pickle.
     """
@@ -359,7 +359,7 @@ def load_object(
         return make_stub_class(module, name) if module.partition(".")[0] in STUB_PACKAGES else None
 
     def inert(module: str, name: str) -> Any:
-        """Return the same, but stubs for what the caller allows: it is not run on other stubs."""
+        """Return the same, but stubs for globals that the caller allows: they are not called with other stubs."""
         found = extra(module, name)
         return make_stub_class(module, name) if found is not None and f"{module}.{name}" in allowed() else found
 

@@ -87,7 +87,7 @@ def make_frame_of_length(dtype: torch.dtype, shape: tuple[int, ...], length: int
 
 
 class _FrameParts(NamedTuple):
-    """A frame but for its padding: what dtype and shape alone say.
+    """A frame without its padding: the parts that follow from dtype and shape alone.
 
     Attributes:
         leading: The bytes of the members before the payload.
@@ -112,7 +112,7 @@ class _FrameParts(NamedTuple):
 
 @functools.lru_cache(4096)
 def _make_parts(dtype: torch.dtype, shape: tuple[int, ...]) -> _FrameParts:
-    """Return a frame's parts; the sizes are those of a frame without padding."""
+    """Return a frame's parts; the sizes are without padding."""
     leading, members = _join_members((("data.pkl", _pickle_tensor(dtype, shape)), ("version", b"3\n")))
     payload = _Member(b"a/data/0", 0, math.prod(shape) * dtype.itemsize, len(leading))
     directory = b"".join(map(_directory_entry, (*members, payload)))

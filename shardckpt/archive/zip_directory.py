@@ -22,8 +22,8 @@ _HEADER = struct.Struct("<4s22xHH")  # lengths of name and extra field
 _EXTRA = struct.Struct("<HH")
 _ZIP64_ID = 1
 _MAX32 = 0xFFFFFFFF
-#: Bytes to read from the end when looking for the end record: first what has the whole directory of one tensor, too, in
-#: the archives of torch; then that of a state dict; then as much as the longest comment needs.
+#: Bytes to read from the end when looking for the end record: the first also have the whole directory of one tensor, in
+#: the archives of torch; the second the directory of a state dict; the third the longest comment.
 _TAIL_SIZES = (1024, 4096, _END.size + 0xFFFF)
 
 
@@ -92,7 +92,7 @@ def _read_end_record(read: ReadRange, place: int) -> tuple[int, int, int]:
 
 
 def _zip64_values(values: tuple[int, int, int], extra: bytes) -> list[int]:
-    """Return the values of an entry; those that do not fit 32 bits come from its zip64 extra field, in order."""
+    """Return the values of an entry; values that do not fit 32 bits come from its zip64 extra field, in order."""
     place = 0
     while True:
         kind, nbytes = _EXTRA.unpack_from(extra, place)

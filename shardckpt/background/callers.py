@@ -106,9 +106,9 @@ class PersistentAsyncCaller(AsyncCaller):
 
 
 def clear_error(error: BaseException) -> None:
-    """Clear the frames of an error, and of those that it was raised from.
+    """Clear the frames of an error and of its causes.
 
-    They have the staged tensors, and live as long as somebody keeps the error.
+    They have the staged tensors, and live as long as the error does.
     """
     for each in list_causes(error, with_context=True):
         clear_frames(each.__traceback__)

@@ -26,8 +26,8 @@ def wait_for_all_ends(name: str, comm: Comm, group: dist.ProcessGroup | None) ->
     """Collective: wait until the programs of all ranks end, for 20 s at most.
 
     Return ``""`` if all ranks have arrived and may call collectives; else the reason why they may not. ``name``
-    identifies what is to be finalized: the same on all ranks, and used once. ``group`` is the process group of
-    ``comm``; None for the default one.
+    identifies the save to finalize: the same on all ranks, and used once. ``group`` is the process group of ``comm``;
+    None for the default one.
     """
     # The store, not a collective of torch: a rank that still trains would not join that one, and this rank would hang
     # until the group's timeout.

@@ -147,7 +147,7 @@ class WorkerProcess:
                 self._pipe.send_bytes(b"".join(each.to_bytes(NUMBER_BYTES, "little") for each in (number, len(parts))))
                 for part in parts:
                     self._pipe.send_bytes(part)
-                del call, parts, part  # until the next call they would keep what is sent
+                del call, parts, part  # until the next call they would keep the sent values
             self._pipe.send_bytes(b"")
         except OSError:
             self._process.kill()  # probably dead already; now the listener's pipe ends for certain

@@ -74,7 +74,7 @@ class AsyncCallsQueue:
         all ranks.
 
         Args:
-            async_request: What :func:`~shardckpt.dist_checkpointing.save` returned, or another library's request:
+            async_request: The result of :func:`~shardckpt.dist_checkpointing.save`, or another library's request:
                 Megatron's, nvidia-resiliency-ext's, or any object with their fields. A library's ``async_fn`` runs in a
                 thread, or in the process of a persistent queue, whatever that library's own queue does.
 
@@ -99,7 +99,7 @@ class AsyncCallsQueue:
         except BaseException as exc:
             _fail(request, exc)
             raise
-        # without its arguments: what keeps the error of a request would keep the staged tensors
+        # without its arguments: the keeper of a request's error would keep the staged tensors
         kept = request._replace(async_fn=None, async_fn_args=(), async_fn_kwargs={}, preload_fn=None)
         del async_request, given, request
         future: Future[Any] = Future()
@@ -196,7 +196,7 @@ class AsyncCallsQueue:
     def finalize_at_exit(self) -> None:
         """Finalize the requests at the end of the program, if this is the only rank or all ranks end together.
 
-        Else abandon them, and report to the user what is lost: a rank that still trains would not join a collective.
+        Else abandon them, and report the lost saves to the user: a rank that still trains would not join a collective.
         """
         if self._comm is None or self._comm.world_size == 1 or not self._calls:
             self.close()
@@ -274,7 +274,7 @@ def _is_written(call: _Call, comm: Comm, blocking: bool, deadline: float | None)
                 return True
             if end:
                 return False
-            if done:  # else what this rank writes is what is reported
+            if done:  # else the wait for this rank's own writing is reported
                 waiting = waiting or comm.begin_wait(f"its part of {call.request.name} is written", time.monotonic())
                 waiting.report_once(time.monotonic())
             wait([future], _ROUND if deadline is None else max(0.0, min(_ROUND, deadline - time.monotonic())))

@@ -70,7 +70,7 @@ class AsyncRequest(NamedTuple):
                 ``async_fn_kwargs`` and ``preload_fn``.
 
         Raises:
-            CheckpointingException: it has not these fields; None, what a synchronous save returns, has none.
+            CheckpointingException: it lacks these fields; None, the result of a synchronous save, lacks them.
         """
         if isinstance(request, cls):
             return request
@@ -142,7 +142,7 @@ class AsyncRequest(NamedTuple):
         """Collective: run the finalize functions, once ``async_fn`` has ended on all ranks.
 
         Ranks may have different numbers of them, as with Megatron: the first functions of all ranks run together, then
-        the second of those ranks that have one, and so on.
+        the second functions of all ranks that have one, and so on.
 
         Args:
             future: The outcome of this rank's ``async_fn``.
@@ -154,7 +154,7 @@ class AsyncRequest(NamedTuple):
         is_committed = False
         try:
             with comm.collective_phase(_find_phase(future)):
-                if future.done():  # not done: another rank has failed, and what this one writes is not needed
+                if future.done():  # not done: another rank has failed, and the files of this one are not needed
                     future.result()
             (most,) = comm.largest(len(self.finalize_fns))
             for number in range(most):

@@ -148,7 +148,7 @@ class _BackgroundSave:
             self.transaction.operation.end_phase(self.writing, error, nbytes=nbytes)
 
     def finish(self) -> None:
-        """Collective: write the files that name those of all ranks, and commit."""
+        """Collective: write the files that name the files of all ranks, and commit."""
         transaction, operation = self.transaction, self.transaction.operation
         comm = operation.comm
         with operation.blocking(), comm.collective_phase("finishing a background save"):
@@ -220,7 +220,7 @@ def request_save(
 ) -> AsyncRequest:
     """Collective: plan a background save, and return the request to schedule on an AsyncCallsQueue.
 
-    The arguments are those of :func:`shardckpt.engine.save_checkpoint`.
+    The arguments are as for :func:`shardckpt.engine.save_checkpoint`.
     """
     wait_for_dropped()
     operation = Operation("save", target, comm, plugins)
@@ -298,7 +298,7 @@ def _name_phase(name: str) -> Iterator[None]:
 @_name_phase("writing shards")
 def _write(job: _Job, staged: StagedWork) -> _Result:
     """Write a rank's files; runs in a background thread or the worker process."""
-    plugins = get_plugin_manager()  # that of the worker process has a plugin that reports to the trainer's
+    plugins = get_plugin_manager()  # the worker process's manager has a plugin that reports to the trainer's
     is_asked = job.total and wants_progress(plugins)
     progress = Progress("save", job.directory, job.total, plugins, job.rank) if is_asked else None
     folder = open_folder(job.url, plugins) if job.url else None

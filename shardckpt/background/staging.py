@@ -70,9 +70,9 @@ def stage(work: BackgroundWork, layout: Layout | None = None, memory_budget: int
     """Move the tensors of the work to copies, and return them with the work: the caller may change its own then.
 
     At most ``SHARDCKPT_STAGED_SAVES`` saves are staged at a time: the next one waits here until one of them is written.
-    ``layout`` is that of an earlier save of tensors with the same dtypes and shapes. A ``memory_budget`` is for copies,
-    in bytes, and has room for one; there are never more at a time than it has room for. A tensor that has no memory of
-    its own that holds its values is a ShardingError.
+    ``layout`` is the layout of an earlier save of tensors with the same dtypes and shapes. A ``memory_budget`` is for
+    copies, in bytes, and has room for one; there are never more at a time than it has room for. A tensor that has no
+    memory of its own that holds its values is a ShardingError.
     """
     tensors, work.tensors = work.tensors, []
     copies = Copies(work.keys, tensors, layout)
@@ -92,7 +92,7 @@ def stage(work: BackgroundWork, layout: Layout | None = None, memory_budget: int
 def count_staged_bytes(work: BackgroundWork) -> int:
     """Return the most bytes that the copies of the tensors of the work take."""
     nbytes = [tensor.numel() * tensor.dtype.itemsize for tensor in work.tensors]
-    # what lies between the copies: see Layout
+    # the padding between the copies: see Layout
     gaps = sum(PAGE if each >= LARGE else ALIGNED for each in nbytes)
     return round_up(sum(nbytes) + gaps)
 

@@ -92,7 +92,7 @@ class StagingBufferPool:
     """At most ``SHARDCKPT_STAGED_SAVES`` buffers; a save that needs one more waits.
 
     Not a :class:`shardckpt.storage.BufferPool`: another process maps these buffers by their paths, and each may hold
-    all bytes of a rank. So their number is bounded, and those that are too small are freed before a larger one is
+    all bytes of a rank. So their number is bounded, and buffers that are too small are freed before a larger one is
     allocated.
     """
 
@@ -157,10 +157,10 @@ def round_up(nbytes: int) -> int:
 
 
 def check_mappable() -> None:
-    """Raise if no other process can map what this one stages: ``/proc`` is not there, or is that of other processes."""
+    """Raise if no other process can map staged memory: ``/proc`` is missing, or shows other processes."""
     fd, path = _memory_file()
     try:
-        is_same = os.path.samestat(os.stat(path), os.fstat(fd))  # noqa: PTH116 - follows the link to what has no name
+        is_same = os.path.samestat(os.stat(path), os.fstat(fd))  # noqa: PTH116 - follows the link to a nameless file
         why = "it is another file"
     except OSError as exc:
         is_same, why = False, f"{type(exc).__name__}: {exc}"

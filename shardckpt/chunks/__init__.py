@@ -1,6 +1,6 @@
 """Chunks of tensors in files, whatever the format: the plan of a rank, of all ranks, and the reads of other ranks.
 
-A format says where an item lies in a file and what its bytes are; what is here is the same for all that store boxes.
+A format decides where an item lies in a file and how it is encoded; this package is the same for all box formats.
 """
 
 from shardckpt.lazy import attach_stub

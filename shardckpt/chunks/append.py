@@ -68,7 +68,7 @@ def cut_runs(sizes: Sequence[int]) -> Iterator[range]:
 def append_run(
     file: FileWriter, tensors: Sequence[torch.Tensor], keys: Sequence[str], frames: Sequence[tuple[bytes, bytes]]
 ) -> None:
-    """Append the values of tensors to a file, as :func:`append_tensor` appends those of each.
+    """Append the values of tensors to a file, as :func:`append_tensor` appends a single tensor's.
 
     ``frames`` has the bytes to put before and after the values of each.
     """

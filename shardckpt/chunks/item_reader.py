@@ -34,7 +34,7 @@ ReadRequest: TypeAlias = Region | LateRegion | ObjectRead
 class _Group(NamedTuple):
     """Requests that one thread serves in order: a caller's unit, or small requests next to each other in a file.
 
-    The bytes ``start`` to ``stop`` of ``file`` are those of all requests if they are small, else unused.
+    The bytes ``start`` to ``stop`` of ``file`` are the bytes of all requests if they are small, else unused.
     """
 
     requests: Sequence[ReadRequest]
@@ -59,7 +59,7 @@ class ItemReader:
 
     Attributes:
         reader: Reads the files.
-        index: What is stored.
+        index: The index of the stored items.
     """
 
     def __init__(self, reader: CheckpointReader, index: ChunkIndex) -> None:

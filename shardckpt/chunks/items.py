@@ -62,7 +62,7 @@ class LocalItems:
         tensors: The values of each box.
         sources: Where each of these comes from.
         objects: The positions of the ShardedObjects among the rank's shards, by unique key.
-        scales: What scales a tensor, by its key.
+        scales: The block scales of a tensor, by its key.
     """
 
     keys: list[str] = field(default_factory=list)

@@ -35,7 +35,7 @@ class StoredChunk(NamedTuple):
         shape: Its global shape.
         box: The box; one that reaches beyond the tensor has padding there.
         file: Path of the file that has the values; ``""`` if they are known already.
-        source: What the format reads them by.
+        source: The format's own data for reading them.
         offset: About where they begin in the file: reads are in that order.
     """
 
@@ -83,8 +83,8 @@ class ChunkLoadStrategy(LoadStrategy):
         """Return the values of a box: a CPU tensor of its shape; several threads call this.
 
         Args:
-            chunk: One of those of :meth:`list_chunks`.
-            context: The checkpoint's files, and what the caller allows.
+            chunk: A chunk that :meth:`list_chunks` has returned.
+            context: The checkpoint's files, and the caller's options.
         """
         raise NotImplementedError(f"{type(self).__qualname__} has neither read_chunk nor read_part")
 
@@ -93,7 +93,7 @@ class ChunkLoadStrategy(LoadStrategy):
 
         Args:
             read: The part, and the tensor, of any strides, dtype and device; several threads call this.
-            context: The checkpoint's files, and what the caller allows.
+            context: The checkpoint's files, and the caller's options.
         """
         values = self.read_chunk(read.chunk, context)
         copy_box(values, read.start, read.target)
@@ -138,11 +138,11 @@ class ChunkLoadStrategy(LoadStrategy):
 
         Raises:
             CheckpointReplacedError: The ranks have read different saves, because the checkpoint is being overwritten.
-            CheckpointingException: What is stored is damaged or refused, or does not fill a shard.
+            CheckpointingException: Stored items are damaged or refused, or do not fill a shard.
         """
         with context.comm.local_phase("planning the load"):
             matched = [self.match(shard, context) if isinstance(shard, ShardedTensor) else {} for shard in wanted]
-            # only now: what is stored may say that it has any size
+            # only now: a checkpoint may claim any size
             filled = [with_memory(shard) if isinstance(shard, ShardedTensor) else shard for shard in wanted]
             values = [
                 self.read_object(shard, context) if isinstance(shard, ShardedObject) else shard.data for shard in filled

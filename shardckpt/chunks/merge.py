@@ -26,10 +26,10 @@ class LocalPlan(NamedTuple):
     """A rank's boxes and objects, and their locations, as the rank sends them to the main rank.
 
     ``locations`` is packed columns. ``files`` has the names of the rank's files. ``boxes`` and ``objects`` have the
-    location of each item: the number of its file, then what else the format needs, such as start and length in bytes.
-    Optional are, for objects that are not listed by their unique keys, ``listed``, these keys, and ``listed_objects``,
-    the objects' numbers; and for tensors with block scales ``scaled``, their keys, ``scaled_by``, the keys of their
-    scales, and ``scaled_block``, the sizes of their blocks.
+    location of each item: the number of its file, then further numbers of the format, such as start and length in
+    bytes. Optional are, for objects that are not listed by their unique keys, ``listed``, these keys, and
+    ``listed_objects``, the objects' numbers; and for tensors with block scales ``scaled``, their keys, ``scaled_by``,
+    the keys of their scales, and ``scaled_block``, the sizes of their blocks.
     """
 
     stored: PackedShards
@@ -132,7 +132,7 @@ class RankRows(NamedTuple):
         rank: The rank, for errors.
         specs: Packed specs of the tensors, as in :class:`shardckpt.storage.PackedShards`; often equal on many ranks.
         table: The boxes; a tensor's number is its position in the specs.
-        locations: The location of each box, with the number of its file among those of all ranks.
+        locations: The location of each box, with the number of its file among the files of all ranks.
     """
 
     rank: int
@@ -274,7 +274,7 @@ def _describe_scaled(plan: MergedPlan, number: int, scales: BlockScales) -> Scal
 
 
 def _number_tensors(tensors: dict[str, _GlobalTensor], rank: int, specs: Columns) -> torch.Tensor:
-    """Return the numbers of a rank's tensors among those of all ranks; add new ones to ``tensors``."""
+    """Return the numbers of a rank's tensors among the tensors of all ranks; add new ones to ``tensors``."""
     numbers = []
     for key, name, shape in zip(*list_specs(specs), strict=True):
         tensor = _GlobalTensor(len(tensors), getattr(torch, name), shape, rank)

@@ -3,8 +3,8 @@
 A tensor's key says which part it is in, and a part which rank owns it. The boxes go to the owners as columns. The
 descriptions of tensors are mostly the same on many ranks: an owner gets a hash of them from each rank, and asks the
 first rank with each hash for the text. A tensor and its block scales may be in two parts: the owner of the one asks
-that of the other. The main rank gets the names of files and the objects, and from the owners of parts how many tensors
-each has, and which of them have further keys or scales.
+the owner of the other. The main rank gets the names of files and the objects, and from the owners of parts how many
+tensors each has, and which of them have further keys or scales.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class SpecsByPart:
     Attributes:
         owners: int64 of shape (tensors,): the part of each.
         numbers: The numbers of the tensors of each part.
-        packed: The packed specs of each part, and what scales its tensors.
+        packed: The packed specs of each part, and the block scales of its tensors.
         digests: A hash of these.
     """
 
@@ -175,7 +175,7 @@ def route_rows(plan: LocalPlan, first_file: int, specs: SpecsByPart) -> dict[int
     """Return the items of a rank in each part: the boxes, their locations and keys of objects, as packed columns.
 
     There is a message for each part with boxes or objects of the rank, by the number of the part. ``first_file`` is the
-    number of its first file among those of all ranks.
+    number of its first file among the files of all ranks.
     """
     columns = Columns(plan.locations, _SOURCE)
     table, objects = plan.stored.unpack_boxes()
@@ -240,8 +240,8 @@ class PartMerge:
     def merge(self, answers: Mapping[int, bytes], aliases: Mapping[str, str], count: int) -> dict[int, MergedPlan]:
         """Return the items of all ranks in each part that has tensors, by the number of the part.
 
-        ``aliases`` are those of all ``count`` parts. Files, locations of objects, and scales are not there. Errors are
-        as of :func:`shardckpt.chunks.merge.merge_plans`.
+        ``aliases`` are the aliases of all ``count`` parts. Files, locations of objects, and scales are not there.
+        Errors are as of :func:`shardckpt.chunks.merge.merge_plans`.
         """
         specs = {(number, rank): data for rank, message in answers.items() for number, data in split_parts(message)}
         of_part: dict[int, dict[str, str]] = defaultdict(dict)
@@ -281,7 +281,7 @@ class PartMerge:
 
 
 class PartLinks(NamedTuple):
-    """What the index of all ranks needs to know of a part.
+    """The facts about a part that the index of all ranks needs.
 
     Attributes:
         tensors: How many tensors it has.

@@ -40,7 +40,7 @@ class ReadAhead:
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self._block.view)) - start
         try:
             reader.read_into(file, start, self._data, "small items")
-        except CorruptCheckpointError:  # by what lies between them, perhaps
+        except CorruptCheckpointError:  # perhaps the bytes between the items are damaged
             self._data = self._data[:0]
 
     def __bool__(self) -> bool:
@@ -64,7 +64,7 @@ class ReadAhead:
     ) -> bool:
         """Copy ``nbytes`` of an item's values to memory, from ``offset`` on; return whether the item has the frame.
 
-        If it has not, or is not there, nothing is copied. The item is bytes ``start`` to ``stop`` of the file.
+        If it lacks the frame or is not in memory, nothing is copied. It is bytes ``start`` to ``stop`` of the file.
         """
         head, tail = frame
         low, high = start - self._start, stop - self._start

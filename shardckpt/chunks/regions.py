@@ -1,4 +1,4 @@
-"""What a load reads: regions, which are a box of a stored chunk and the tensor that it is read into, and objects."""
+"""The reads of a load: regions, which are a box of a stored chunk and the tensor that it is read into, and objects."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class ObjectRead(NamedTuple):
 
     Attributes:
         item: Where it is stored.
-        what: Names it in errors.
+        what: A name for it in errors: a key.
         load: Takes its bytes, and puts the object into its place; any thread may call it.
     """
 

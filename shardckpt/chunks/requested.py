@@ -86,14 +86,14 @@ class RequestedTensors:
         return None if isinstance(self._matched, FewShards) else self._matched.pop_contiguous()
 
     def pop_framed(self, find_frames: FindFrames) -> FramedRegions | None:
-        """Remove and return those of small items with known bytes around the values; see :meth:`pop_contiguous`."""
+        """Remove and return regions of small items with known bytes around the values; see :meth:`pop_contiguous`."""
         return None if isinstance(self._matched, FewShards) else self._matched.pop_framed(find_frames)
 
     def units(self) -> list[Unit]:
         """Return the regions to read, in units that one thread reads, in the order of the files.
 
         Shards without data get CPU memory, and destinations that may not be covered are zeroed: call it after all ranks
-        have planned. It waits until the devices have done what the caller began with the destinations. A unit has one
+        have planned. It waits until the devices have done the caller's pending work on the destinations. A unit has one
         region, or all those of a staged destination, which needs a plain tensor meanwhile.
         """
         units: list[Unit] = [(region,) for region in self._matched.list_regions()]

@@ -46,7 +46,7 @@ class GlobalFiles(Generic[IndexT]):
     """The part that only the main rank writes: the index and the common state.
 
     Attributes:
-        index: What all ranks store, as the format describes it.
+        index: The items of all ranks, as the format describes them.
         save_id: A name that no other save has.
         common: The encoded common state.
         lineage: The checkpoint that the job was resumed from, and the step.
@@ -87,11 +87,11 @@ class ChunkWork(ABC, Generic[IndexT, ObjectT]):
         aliases: Further keys of stored tensors, and the key by which each is stored; the same on every rank.
         stored: The boxes of the tensors, in the same order, and the objects; None if the caller needs none.
         global_files: The files that only the main rank writes; None on the others.
-        one_by_one: Whether a data file is finished before the next is begun: a kill then keeps those that are complete.
+        one_by_one: Whether a data file is finished before the next is begun: complete files then survive a kill.
         planned: The pickle of the fields that are not of one save alone (:attr:`own_fields`), for all works of a plan.
     """
 
-    #: Fields that each save has its own of: its values, and what names it.
+    #: Fields that each save has its own of: its values, and its identity.
     own_fields: ClassVar[frozenset[str]] = frozenset({"tensors", "objects", "global_files"})
 
     tensors: list[torch.Tensor]
@@ -138,7 +138,7 @@ class ChunkWork(ABC, Generic[IndexT, ObjectT]):
         files: Sequence[_FileT],
         write: Callable[[CheckpointWriter, Sequence[_FileT]], list[FileWriter]],
     ) -> list[FileWriter]:
-        """Write data files by a function that writes some concurrently; return those that the caller has to finish."""
+        """Write data files by a function that writes some concurrently; return those that the caller must finish."""
         unfinished: list[FileWriter] = []
         for some in [[file] for file in files] if self.one_by_one else [files]:
             for into in unfinished:
@@ -151,9 +151,9 @@ class ChunkWork(ABC, Generic[IndexT, ObjectT]):
         return [] if self.stored is None else [(self.stored, self.tensors, self.aliases)]
 
     def record_written(self, writer: CheckpointWriter, positions: Sequence[int], objects: Sequence[str]) -> None:
-        """Report the shards that the files hold, so that the commit notices those that a subclass has left out.
+        """Report the shards that the files hold, so that the commit notices shards that a subclass has left out.
 
-        ``positions`` are those of the written tensors in ``tensors``, in ascending order.
+        ``positions`` are the positions of the written tensors in ``tensors``, in ascending order.
         """
         if self.stored is None:
             return
@@ -177,14 +177,14 @@ class SavePlan(Generic[IndexT, ObjectT]):
 
     Attributes:
         ties: The keys of the rank that share their memory.
-        tie_finder: Finds those of the next save.
+        tie_finder: Finds the ties of the next save.
         sources: Where the values of each box come from.
         objects: The positions of the ShardedObjects among the rank's shards, by unique key.
-        sizes: What the layout depends on of each encoded object, by unique key.
+        sizes: The properties of each encoded object that the layout depends on, by unique key.
         nbytes: The size of all tensors, in bytes.
         files: The number of files.
-        work: What the rank writes, without values.
-        index: What all ranks store; None except on the main rank.
+        work: The rank's writes, without values.
+        index: The items of all ranks; None except on the main rank.
     """
 
     ties: list[tuple[str, ...]]
@@ -219,7 +219,7 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
             through the page cache, as many as can be written concurrently, each of at least 32 MiB.
 
     Attributes:
-        encoding: What the format does to objects, for errors: ``"pickling"``.
+        encoding: The format's treatment of objects, for errors: ``"pickling"``.
         finds_aliases: Whether tensors that are the same memory on all ranks are stored once.
     """
 
@@ -248,7 +248,7 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
         Args:
             objects: Their positions among the shards, by unique key.
             shards: The rank's shards.
-            context: What the caller allows.
+            context: The caller's options.
         """
 
     @abstractmethod
@@ -278,7 +278,7 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
             files: How many files.
 
         Returns:
-            What the rank writes, and the same as the other ranks need it.
+            The rank's work, and its plan for the other ranks.
         """
 
     @abstractmethod
@@ -301,7 +301,7 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
         Args:
             shards: This rank's shards.
             aliases: Keys of tensors that are not stored.
-            context: The ranks that save together, and what the caller allows.
+            context: The ranks that save together, and the caller's options.
 
         Returns:
             The items, and the encoded objects by unique key.
@@ -317,14 +317,13 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
         """Collective: make the index of all ranks' plans. By default, the main rank makes all of it.
 
         Args:
-            work: What this rank writes.
+            work: This rank's work.
             plan: The same as the other ranks need it.
             aliases: Further keys of stored tensors, and the key by which each is stored; the same on all ranks.
             comm: The ranks that save together.
 
         Returns:
-            What this rank writes, with its parts of the index if it has any; and the index, None except on the main
-            rank.
+            This rank's work, with its parts of the index if it has any; and the index, None except on the main rank.
         """
         plans = comm.gather(plan)
         with comm.local_phase("planning for all ranks"):
@@ -336,7 +335,7 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
         Args:
             shards: This rank's shards.
             common: The common state; the main rank's is stored.
-            context: The ranks that save together, and what they save to.
+            context: The ranks that save together, and the target.
 
         Returns:
             This rank's part of the save, to be written without other ranks.
@@ -378,7 +377,7 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
             plan: The plan of the earlier save, on this rank.
             shards: This rank's shards.
             common: The common state; the main rank's is stored.
-            context: The ranks that save together, and what they save to.
+            context: The ranks that save together, and the target.
 
         Returns:
             The save; None on all ranks if an encoded object has another size now, other tensors are tied, or another

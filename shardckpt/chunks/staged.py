@@ -25,7 +25,7 @@ class StagedDestination:
 
     The plain tensor lives from the first item that is resolved until the last one is committed, in any order and in any
     threads. Then the destination is filled from it; if it ``keeps``, elements that no item has keep their values. If an
-    item fails, the destination stays as it was.
+    item fails, the destination stays unchanged.
     """
 
     def __init__(self, shard: ShardedTensor, destination: torch.Tensor, items: int, *, keeps: bool = False) -> None:

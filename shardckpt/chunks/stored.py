@@ -146,5 +146,5 @@ class ChunkIndex(ABC):
 
         Returns:
             The chunks as int64 columns, with tensors numbered by their place in ``numbers``; and bounds, int64 of shape
-            (n + 1,): those of the tensor at place ``p`` are rows ``bounds[p]`` to ``bounds[p + 1]``.
+            (n + 1,): the tensor at place ``p`` has the rows ``bounds[p]`` to ``bounds[p + 1]``.
         """

@@ -35,7 +35,7 @@ from shardckpt.errors import PluginError, ask_nearest, listed, name_known, show_
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-#: A file for each, and what help says of it, in this order.
+#: A file for each, and its line in the help, in this order.
 _VERBS = {
     "ls": "list the checkpoints in a folder, and whether they are whole",
     "inspect": "list the tensors, objects and common state of a checkpoint",
@@ -54,7 +54,7 @@ _VERBS = {
     "completion": "print a script that completes the command in a shell",
 }
 _TO_REMOVE = "prune, of steps and of leftovers of killed saves, or remove, of keys in a checkpoint"
-#: What other commands call what these verbs do.
+#: Other commands' names of these verbs.
 _OTHERS = {
     **dict.fromkeys(("rm", "delete", "del"), _TO_REMOVE),
     **dict.fromkeys(("gc", "clean", "cleanup"), "prune"),
@@ -66,7 +66,7 @@ _OTHERS = {
     **dict.fromkeys(("check", "fsck", "validate"), "verify"),
     **dict.fromkeys(("repair", "fix"), "verify --repair"),
 }
-#: They remove what is stored: none is advised for a word that is not clearly its misspelling, as ``resume`` is not.
+#: Verbs that delete: none is advised for a word that is not clearly its misspelling, as ``resume`` is not.
 _DESTRUCTIVE = frozenset({"remove", "prune"})
 _ALMOST = 0.8
 #: Those that also need the verbs of plugins: to list them, and to say which plugin does not work.
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a verb, and return the exit code.
 
     Args:
-        arguments: The command line without the program's name; by default that of this process.
+        arguments: The command line without the program's name; by default the process's own.
 
     Returns:
         One of :mod:`shardckpt.cli.exit_codes`; 141 if the reader of standard output has closed it, and 130 after
@@ -176,7 +176,7 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are said as those of verbs are."""
+    """A parser whose errors look like the errors of verbs."""
 
     def exit(self, status: int = FINE, message: str | None = None) -> NoReturn:
         """Exit, after an error of the command line with its text."""
@@ -198,7 +198,7 @@ class _VerbParser(_Parser):
         super().__init__(**{"allow_abbrev": False, "formatter_class": HelpFormatter, **settings})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, and if arguments are left over, parse those of options and the others by themselves."""
+        """Parse, and if arguments are left over, parse options and the others by themselves."""
         found, unknown = super().parse_known_args(args, namespace)
         if self._is_intermixed or all(word.startswith("-") for word in unknown):
             return found, unknown
@@ -221,7 +221,7 @@ class _VerbsAction(argparse._SubParsersAction):  # type: ignore[type-arg] # noqa
 
 
 def _make_parser(given: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the parser of the command line, and those of its verbs: that given, or if need be all, of plugins, too."""
+    """Return the parser of the command line, and its verbs' parsers: the given one's, or if need be all."""
     only = given if given in _VERBS and given not in _NEED_ALL else ""
     parser = _Parser(
         "shardckpt",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-#: What a line begins with that goes on with the one before it.
+#: The beginning of a line that continues the one before it.
 _BELOW = "  "
 
 
@@ -75,7 +75,7 @@ def wrap(text: str, most: int, first: int = 0) -> list[str]:
 
 
 def fit_line(text: str, stream: TextIO) -> str:
-    """Return a line for a stream: for a terminal, lines of its width. What has line ends is laid out already."""
+    """Return a line for a stream: for a terminal, lines of its width. A text with line ends is laid out already."""
     if "\n" in text or not stream.isatty():
         return text
     width = shutil.get_terminal_size().columns

@@ -1,4 +1,4 @@
-"""Colours of what a state means: green, yellow and red.
+"""Colours of states: green, yellow and red.
 
 A name that comes from a file must not draw one. So a text has colours by its type: a :class:`Painted` is made of texts
 that are escaped before, and a text that is joined of others is none, and is escaped when it is printed.
@@ -13,7 +13,7 @@ from typing import Literal
 from shardckpt.cli.cells import fit_line
 from shardckpt.errors import escape_text
 
-#: Green for what is whole, intact or equal; yellow for what is not all there; red for what is damaged or differs.
+#: Green for whole, intact or equal; yellow for incomplete; red for damaged or different.
 Style = Literal["good", "partial", "bad", ""]
 _CODES = {"good": "\x1b[32m", "partial": "\x1b[33m", "bad": "\x1b[31m"}
 _END = "\x1b[0m"

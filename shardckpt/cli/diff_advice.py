@@ -92,7 +92,7 @@ def _advise_renames(first: dict[str, str], second: dict[str, str], options: Any)
 def _show_call(options: Any, first: str, second: str, *added: str) -> str:
     """Return the call that compares two checkpoints, with the options that were given and the added ones."""
     words = ["diff", first, second, *added]
-    if first == options.first:  # renames are those of the first
+    if first == options.first:  # the renames are for the first
         words += _list_rename_options(options.rename)
     for option, value in (("--rtol", options.rtol), ("--atol", options.atol), ("--html", options.html)):
         words += [option, str(value)] if value else []

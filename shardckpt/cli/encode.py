@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Rows(list[dict[str, Any]]):
-    """Rows of JSON's own types: 100,000 of them are not looked at one by one."""
+    """Rows of JSON's own types: 100,000 of them are not checked one by one."""
 
 
 def encode_json(value: Any, *, indent: int | None = None) -> str:
@@ -21,7 +21,7 @@ def make_plain(value: Any) -> Any:
 
     Dataclasses and named tuples become objects by their fields, other tuples lists, sets lists in one order, keys of
     dicts texts; a dict with two keys of one text (1 and "1") becomes a list of pairs. NaN and infinities, which
-    JSON has not, become the texts ``nan``, ``inf`` and ``-inf``; other values their ``str``.
+    JSON lacks, become the texts ``nan``, ``inf`` and ``-inf``; other values their ``str``.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

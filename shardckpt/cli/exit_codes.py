@@ -1,7 +1,7 @@
 """The exit codes of every verb: one meaning each.
 
-What a verb was to look at and could read as far as it goes is a finding, however bad: ``verify`` of half a checkpoint
-is :data:`FOUND`. Where the work needs what is not there or not as written, nothing is done, and that is :data:`FAILED`:
+A fault that a verb was to find, in data that it could read, is a finding, however bad: ``verify`` of half a checkpoint
+is :data:`FOUND`. If the work needs data that is missing or damaged, nothing is done, and that is :data:`FAILED`:
 ``convert`` of the same. A verb's help says which findings count for its :data:`FOUND`.
 
 So a checkpoint of a format that nothing here reads is :data:`FOUND` of ``ls``, whose work is to say so, and

@@ -27,7 +27,7 @@ _CALLS = {
     "merge": ("shardckpt.maintenance", "merge_checkpoints", ("sources", "target", "to")),
     "diff": ("shardckpt.maintenance", "diff_checkpoints", ("first", "second")),
 }
-#: That of the others, for what they read.
+#: The function of the other verbs, for their inputs.
 _OPENING: tuple[str, str, tuple[str, ...]] = ("shardckpt.dist_checkpointing", "open_checkpoint", ())
 
 
@@ -40,7 +40,7 @@ def show_failure(error: BaseException, message: str, code: int, options: argpars
 
 
 def explain_error(error: Exception, options: argparse.Namespace) -> Exception:
-    """Return the error of a verb with what its text lacks: what is next to a URL, or could go from a full disk."""
+    """Return the error of a verb with advice: names next to a URL, or checkpoints that could go from a full disk."""
     target = options.directory if options.verb == "remove" else find_target(options)
     if isinstance(error, NotEnoughSpaceError) and target:
         from shardckpt.engine.locations import find_local
@@ -52,7 +52,7 @@ def explain_error(error: Exception, options: argparse.Namespace) -> Exception:
 
 
 def name_siblings(error: _E, options: argparse.Namespace) -> _E | CheckpointingException:
-    """Return the error that nothing is at a URL which a verb was given with what is next to it; any other as it is."""
+    """Add the names next to a URL to the error that nothing is there; return any other error unchanged."""
     given = [each for value in vars(options).values() for each in (value if isinstance(value, list) else [value])]
     urls = [each for each in given if isinstance(each, str) and "://" in each]
     if not urls or not isinstance(error, CheckpointingException):
@@ -129,7 +129,7 @@ def _advise_of_damage(error: CheckpointingException, options: argparse.Namespace
     only_reads = hasattr(options, "reads") and not hasattr(options, "writes")
     if getattr(options, "skip_damaged", not only_reads) or not is_damage(error) or _is_of_target(error, options):
         return ""
-    if "`shardckpt " in str(error):  # it says what to do
+    if "`shardckpt " in str(error):  # it has advice
         return ""
     if only_reads:  # of several, the error says which
         path = getattr(options, options.reads[0])
@@ -140,7 +140,7 @@ def _advise_of_damage(error: CheckpointingException, options: argparse.Namespace
 
 
 def _is_of_target(error: CheckpointingException, options: argparse.Namespace) -> bool:
-    """Return whether an error names what a verb writes, or the staging directory of it."""
+    """Return whether an error names the target of a verb, or its staging directory."""
     from shardckpt.engine.locations import find_local
 
     target = find_target(options)

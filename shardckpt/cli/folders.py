@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def name_steps(options: Any) -> None:
-    """Put the paths of steps in the place of ``FOLDER/latest`` and ``FOLDER/best`` in what a verb reads.
+    """Replace ``FOLDER/latest`` and ``FOLDER/best`` in the arguments of a verb by the paths of the steps.
 
     Of the options, ``reads`` has the names of the arguments that are checkpoints, or lists of these, and ``writes``
-    that of the one that becomes a checkpoint. It is an error if there is no such step, or it is not known which it is;
-    if the word is misspelt; or if, next to steps, it is what a verb is to write.
+    the name of the one that becomes a checkpoint. It is an error if there is no such step, or it is not known which it
+    is; if the word is misspelt; or if the verb is to write to such a name next to steps.
     """
     if hasattr(options, "writes") and _is_word(getattr(options, options.writes)):
         from shardckpt.manager.named_steps import refuse_named_step
@@ -74,7 +74,7 @@ def _refuse_misspelt_word(path: str) -> None:
 
 
 def refuse_checkpoint(path: str) -> None:
-    """Raise if a path is that of a checkpoint: the folder that it is in was meant."""
+    """Raise if a path leads to a checkpoint: its folder was meant."""
     from shardckpt.cli.ls import list_folder
     from shardckpt.engine.locations import find_local, locate
     from shardckpt.plugins.manager import get_plugin_manager

@@ -11,7 +11,7 @@ _ROW = re.compile(r"( +)(\S.*?  +)?(?=\S)")
 
 
 def _find_hanging(line: str) -> int:
-    """Return the column in which the text of a row begins; 0 of what is no row."""
+    """Return the column in which the text of a row begins; 0 if the line is no row."""
     row = _ROW.match(line)
     return row.end() if row else 0
 
@@ -26,7 +26,7 @@ class HelpFormatter(argparse.HelpFormatter):
     """Formats a verb's help for the width of the terminal: its paragraphs stay, and rows of lists hang."""
 
     def format_help(self) -> str:
-        """Return the help; what argparse does not break, such as mutually exclusive options, is broken here."""
+        """Return the help; lines that argparse does not break, such as mutually exclusive options, are broken here."""
         lines = super().format_help().splitlines()
         return "".join(
             f"{part}\n" for line in lines for part in (self._wrap(line) if len(line) > self._width else [line])

@@ -49,7 +49,7 @@ OUTLINES = {
     ("torch_dist", 1): "shardckpt_torch_dist.outline:read_outline",
     ("safetensors", 1): "shardckpt_safetensors.outline:read_outline",
 }
-#: Keys that are named of those that are lost, or were left out.
+#: Keys that are named in the list of lost or left-out keys.
 _KEYS_SHOWN = 20
 
 
@@ -126,7 +126,7 @@ def _inspect(options: Any) -> Output:
         if not is_damage(exc):
             raise
         try:
-            # by its record, where only metadata.json was lost; of a Hugging Face folder, what is not
+            # by its record, where only metadata.json was lost; a Hugging Face folder, as far as it is there
             return _inspect_open(options, lost=str(exc))
         except CheckpointReplacedError:
             raise
@@ -137,7 +137,7 @@ def _inspect(options: Any) -> Output:
 def _inspect_open(options: Any, lost: str = "") -> Output:
     """Do the same by the strategy that reads the checkpoint, which needs torch.
 
-    ``lost`` says that it has lost its ``metadata.json``, and what to do about that; ``""``: it must have it.
+    ``lost`` says that it has lost its ``metadata.json``, and how to repair it; ``""``: it must have it.
     """
     from shardckpt.cli.html import write_checkpoint_page
     from shardckpt.cli.values import find_common, list_statistics, read_values, show_common, split_region
@@ -186,7 +186,7 @@ def _add_faults(output: Output, checkpoint: StoredCheckpoint, lost: str) -> Outp
 
 
 def _describe_faults(faults: Sequence[IncompleteFile], prefix: str | None, *, verbose: bool = False) -> list[str]:
-    """Return a line for each, with those of its keys that begin with a prefix; None: without keys."""
+    """Return a line for each, with its keys that begin with a prefix; None: without keys."""
     lines = []
     for file in faults:
         affected = "" if prefix is None else _affected(file, prefix, verbose=verbose)
@@ -473,7 +473,7 @@ def _read_common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:
 
 
 def _affected(file: IncompleteFile, prefix: str, *, verbose: bool) -> str:
-    """Return which keys have lost bytes in a file, and how many have not."""
+    """Return the keys that have lost bytes in a file, and how many have lost none."""
     lost, kept = ([key for key in keys if key.startswith(prefix)] for keys in (file.keys, file.kept))
     said = ""
     if lost:

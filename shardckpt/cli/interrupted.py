@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import argparse
     from pathlib import Path
 
-#: What is left of a verb that does not write all at its end.
+#: The remains of a verb that does not write all at its end.
 _LEFT = {
     "prune": "removed steps and files are gone, and the next call goes on",
     "verify": "verdicts that it has marked stay",
@@ -20,7 +20,7 @@ _LEFT = {
 
 
 def identify_target(options: argparse.Namespace) -> object:
-    """Return the identity of a DST on this machine, which the next one of its name has not; None without one."""
+    """Return the identity of a DST on this machine, which a later DST of that name does not share; None without one."""
     if not (target := find_target(options)):
         return None
     from shardckpt.engine.locations import find_local
@@ -36,7 +36,7 @@ def identify_target(options: argparse.Namespace) -> object:
 def find_published(options: argparse.Namespace, before: object) -> str:
     """Return DST, if an interrupted verb has given it its name already, so that it is complete; else ``""``.
 
-    ``before`` is what :func:`identify_target` has returned before the verb ran.
+    ``before`` is the result of :func:`identify_target` before the verb ran.
     """
     return find_target(options) if identify_target(options) not in (None, before) else ""
 
@@ -45,7 +45,7 @@ def describe_left(options: argparse.Namespace) -> str:
     """Describe the files that an interrupted verb leaves.
 
     One that writes DST removes its files, but a second Ctrl-C stops that, and the files of an earlier call that was
-    killed stay until a call goes on with them.
+    killed stay until a later call continues with them.
     """
     if options.verb in _LEFT:
         return _LEFT[options.verb]

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
 #: The formats of ours that are read, as their plugins register them, by backend and version.
 FORMATS = frozenset({(name, 1) for name in ("ep", "safetensors", "torch_checkpointing", "torch_dist", "zarr")})
-#: What the best value of a metric is called.
+#: The name of the best value of a metric.
 _BEST = {"min": "the smallest", "max": "the largest"}
-#: Of a fingerprint's 32 digits, those that are shown: enough for an eye that compares rows.
+#: The digits of a fingerprint's 32 that are shown: enough for an eye that compares rows.
 _DIGITS = 12
 
 
@@ -87,7 +87,7 @@ def run(options: Any) -> Output:
 
 
 def _describe_each(options: Any, listings: dict[str, list[CheckpointSummary]]) -> list[str]:
-    """Return the lines of each folder, below its name if several were asked for, as those of ls in a shell are."""
+    """Return the lines of each folder, below its name if several were asked for, like a shell's ls."""
     lines: list[str] = []
     for folder, found in listings.items():
         if len(options.folders) > 1:
@@ -140,7 +140,7 @@ def list_folder(folder: str, *, recursive: bool = False) -> list[CheckpointSumma
 
 
 def _refuse_other_file(path: str, found: Sequence[CheckpointSummary]) -> None:
-    """Raise if a path is that of a file which is no checkpoint: in a folder it is a row, alone a wrong argument."""
+    """Raise if a path leads to a file which is no checkpoint: in a folder it is a row, alone a wrong argument."""
     from shardckpt.engine.locations import find_local
 
     place = find_local(path)
@@ -156,7 +156,7 @@ def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: 
     from shardckpt.engine.locations import find_local
 
     lines: list[str] = []
-    seen: set[Path] = set()  # what is next to a folder is in the one around it, too
+    seen: set[Path] = set()  # the entries next to a folder are in the one around it, too
     inner = {each.name if each.inside else each.name.rpartition("/")[0] for each in found} - {""}
     if inside and (top := find_local(folder)) is not None:
         inner |= {str(each.relative_to(top)) for each in inside if each != top}
@@ -214,7 +214,7 @@ def _choose_metrics(wanted: tuple[str, str] | None, found: Sequence[CheckpointSu
 
 
 def _choose_metric(found: Sequence[CheckpointSummary]) -> tuple[str, str]:
-    """Return the metric of one folder: that of its manager's settings, or else the first that most have."""
+    """Return the metric of one folder: the one in its manager's settings, or else the first that most have."""
     many = Counter(name for each in found for name in each.metrics)
     named = [each.ranking for each in found if each.ranking is not None and each.ranking[0] in many]
     return named[-1] if named else (max(many, key=many.__getitem__, default=""), "min")
@@ -225,7 +225,7 @@ def _name_folder(found: CheckpointSummary) -> str:
 
 
 def _find_best(found: Sequence[CheckpointSummary], metrics: dict[str, tuple[str, str]]) -> dict[str, CheckpointSummary]:
-    """Return the checkpoint with the best value of each folder, of those that are whole and not marked as failed."""
+    """Return, for each folder, the checkpoint with the best value that is whole and not marked as failed."""
     from shardckpt.manager.metrics import rank_steps
     from shardckpt.manager.summaries import list_once
 
@@ -296,7 +296,7 @@ def _find_writer(found: Sequence[CheckpointSummary]) -> str:
 
 def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the cells before the metric and the writer, and those behind them."""
-    # the faults of the mark are those that its files show now
+    # the faults in the mark are the ones that its files show now
     verdict = found.mark.partition(": ")[0] if found.state == "damaged" else found.mark
     failed, mark = ([verdict], []) if found.has_failed else ([], [found.mark])
     names = failed if failed and found.state == "whole" else [*failed, _name_state(found)]  # its sizes alone are right
@@ -325,7 +325,7 @@ def _name_state(found: CheckpointSummary) -> str:
 
 
 def _summarize(folder: str, found: Sequence[CheckpointSummary], *, recursive: bool = False) -> list[str]:
-    """Return how many checkpoints there are, in what state, and how many bytes they have on disk."""
+    """Return the number of checkpoints, their states, and their bytes on disk."""
     from shardckpt.maintenance.inside import FILE_SUFFIXES
     from shardckpt.manager.summaries import list_once
 
@@ -351,7 +351,7 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary], *, recursive: bo
     sums: dict[str, int] = {}
     for each in found:
         sums[_name_state(each)] = sums.get(_name_state(each), 0) + each.nbytes
-    if recursive:  # so that it comes to what the rows of folders come to
+    if recursive:  # so that the sum equals the sum of the rows of folders
         sums["other files"] = _measure_others(folder, found)
     if len(sums := {state: nbytes for state, nbytes in sums.items() if nbytes}) > 1:
         by_state = ", ".join(f"{state} {format_bytes(nbytes)}" for state, nbytes in sums.items())

@@ -81,7 +81,7 @@ def run(options: Any) -> Output:
         raise CheckpointingException(f"--base {options.base}: there are {len(options.sources)} SRC, numbered from 1")
     _refuse_neighbour(options)
     target = read_target_options(options) | {"rename": split_renames(options, len(options.sources))}
-    with show_progress("convert", "merge", part="verify"):  # a merge is a conversion of what it reads
+    with show_progress("convert", "merge", part="verify"):  # a merge is a conversion of its merged source
         report = merge_checkpoints(
             options.sources,
             options.target,
@@ -133,7 +133,7 @@ def parse_numbers(text: str) -> list[float]:
     return [float(number) for number in text.split(",")]
 
 
-#: What argparse calls it in its error.
+#: The type's name in argparse's error.
 parse_numbers.__name__ = "list of numbers, such as 1,2,1,"
 
 

@@ -67,5 +67,5 @@ def _parse_target(text: str) -> int | str | tuple[str, int]:
     return int(text) if text.isdecimal() else parse_target(text)
 
 
-#: What argparse calls it in its error.
+#: The type's name in argparse's error.
 _parse_target.__name__ = "BACKEND[@VERSION] or VERSION"

@@ -1,7 +1,7 @@
 """Print the command's output: the answers of its verbs, as text or JSON, in the one place that writes to the terminal.
 
-Keys, names of files, labels and errors come from files that anybody may have written. None of them moves the cursor,
-erases a line or turns the direction of text: what is no printable character is shown by its escape.
+Keys, names of files, labels and errors come from files of any origin. None of them moves the cursor, erases a line or
+turns the direction of text: an unprintable character is shown by its escape.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardckpt.errors import escape_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-#: What lays out texts of several lines. A name that comes from a file is escaped with these, before it is in a text.
+#: The characters that lay out texts of several lines. A name from a file is escaped with these, before it is in a text.
 _LAYOUT = "\n\t"
 _STREAMS = ("stdin", "stdout", "stderr")
 
@@ -73,7 +73,7 @@ def say_error(text: str) -> None:
 
 
 def _fit(text: str) -> str:
-    """Return a line of standard output; what is painted, or has line ends, is laid out already."""
+    """Return a line of standard output; a text that is painted, or has line ends, is laid out already."""
     return text if isinstance(text, Painted) else fit_line(_escape(text), sys.stdout)
 
 
@@ -98,8 +98,8 @@ def _page(lines: Iterable[str]) -> None:
 def open_closed_streams() -> None:
     """Open closed standard streams (``2>&-``) on the null device.
 
-    Else Python has None for them, and the first file that is opened gets the descriptor: what a library writes to
-    standard error would go into a checkpoint's file.
+    Else Python has None for them, and the first file that is opened gets the descriptor: a library's output to standard
+    error would go into a checkpoint's file.
     """
     for number, name in enumerate(_STREAMS):
         try:
@@ -112,7 +112,7 @@ def open_closed_streams() -> None:
 
 @contextmanager
 def escaped_logs() -> Iterator[None]:
-    """Escape, in the block, what a process without handlers of its own logs to standard error, each text once."""
+    """Escape, in the block, log lines on standard error of a process without handlers of its own, each text once."""
     handler = logging.lastResort
     if handler is None:
         yield

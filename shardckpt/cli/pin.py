@@ -57,7 +57,7 @@ def run(options: Any) -> Output:
 
 
 def _list(folder: str) -> Output:
-    from shardckpt import manager  # what reads a store imports torch, what reads a directory does not
+    from shardckpt import manager  # reading a store imports torch, reading a directory does not
     from shardckpt.engine.locations import find_local
 
     place = find_local(folder)
@@ -92,7 +92,7 @@ def _name_step(folder: str, step: int | str) -> int | str:
 
 
 def _refuse_folder_that_is_not_there(folder: str) -> None:
-    """Raise an error that names what is near, if a local folder does not exist."""
+    """Raise an error that names similar folders, if a local folder does not exist."""
     from shardckpt.engine.locations import find_local
     from shardckpt.storage.filesystem import name_siblings
 

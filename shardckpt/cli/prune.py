@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.step_pruning import StepResult
     from shardckpt.manager.summaries import CheckpointSummary
 
-#: Terminal cells of the name of what goes, at most: those of staging directories have two ids.
+#: Most terminal cells of the name of a removed entry: names of staging directories have two ids.
 _LONGEST_NAME = 50
 
 
@@ -146,7 +146,7 @@ def run(options: Any) -> Output:
         ([*chain.from_iterable(each)] for each in zip(*found, strict=True)) if found else ([], [], [])
     )
     leftovers += [left for each, _ in plan.lacking for left in _prune_leftovers(each)]
-    leftovers = [*{each.path: each for each in leftovers}.values()]  # what is next to a folder is in the one around it
+    leftovers = [*{each.path: each for each in leftovers}.values()]  # one next to a folder is in the one around it
     if options.spool is not None:
         leftovers += prune_spools(options.spool or None, options.leftover_age, dry_run=options.dry_run)
     for path in options.paths if not steps and not leftovers else []:
@@ -229,7 +229,7 @@ def _list_runs(options: Any) -> tuple[list[argparse.Namespace], list[str]]:
 
 
 def _describe_links(links: Sequence[str]) -> str:
-    """Return that links were not followed; ``""`` if there are none."""
+    """Return a note that links were not followed; ``""`` if there are none."""
     many = format_many(len(links), "link")
     return f"not followed: {many} to other folders: {listed(links, limit=6)}" if links else ""
 
@@ -254,7 +254,7 @@ class Plan(NamedTuple):
 def _plan_all(folders: Sequence[argparse.Namespace], policies: Sequence[Any]) -> Plan:
     """Return the plan for all folders, before anything is removed.
 
-    What cannot be done in a folder is an error; with --skip-errors, if it can be done in none of them.
+    A failure in a folder is an error; with --skip-errors, only if it fails in all of them.
     """
     from shardckpt.manager.retention import UnknownMetricError
 
@@ -324,7 +324,7 @@ def _prune(
     verified, failed, unwritten = _verify_newest(options) if options.verify else ([], [], {})
     with show_progress("prune"):
         leftovers = _prune_leftovers(options)  # before the steps, whose removal takes theirs along
-        if planned and (verified or not options.dry_run):  # what was read has a mark now, or is in one of these
+        if planned and (verified or not options.dry_run):  # steps that were read are marked, or in one of these
             planned = _prune_steps(options, policies, failed, unwritten, dry_run=options.dry_run)
     all_left_over = {(str(each.path), each.nbytes) for each in leftovers if each.is_removed}
     return verified, [each for each in planned if (each.path, each.nbytes) not in all_left_over], leftovers
@@ -338,7 +338,7 @@ def _prune_steps(
     *,
     dry_run: bool,
 ) -> list[StepResult]:
-    """Remove the steps of one folder that are not kept; those that were read are in ``failed`` or ``unwritten``."""
+    """Remove the steps of one folder that are not kept; ``failed`` or ``unwritten`` have steps that were read."""
     from shardckpt.manager.step_pruning import prune_steps
 
     return prune_steps(
@@ -378,7 +378,7 @@ class Skipped(NamedTuple):
 
 
 class Pruned(NamedTuple):
-    """The steps that were verified, removed and kept, or with ``--dry-run`` would be, and paths not looked at."""
+    """The steps that were verified, removed and kept, or with ``--dry-run`` would be, and the skipped paths."""
 
     dry_run: bool
     verified: Sequence[Verified]
@@ -402,7 +402,7 @@ class Pruned(NamedTuple):
 
     @property
     def code(self) -> int:
-        """The exit code: what --verify has found is a finding, what could not be removed a failure."""
+        """The exit code: damage that --verify has found is a finding, a removal that failed a failure."""
         if self.skipped or any(result.error for result in self.everything):
             return FAILED
         return FINE if all(verdict.endswith("verified") for _, verdict in self.verified) else FOUND
@@ -434,7 +434,7 @@ def _make_table(what: str, results: Sequence[PruneResult | StepResult], options:
 
 
 def _describe_left(found: Pruned, options: Any) -> list[str]:
-    """Return a line for each kind of path that was not looked at, or is left as a whole."""
+    """Return a line for each kind of path that was skipped, or is left as a whole."""
     above = f"{options.paths[0].rstrip('/')}/" if len(options.paths) == 1 else ""
     lines = [found.unseen, _describe_links(found.links)]
     if found.uncounted:
@@ -508,9 +508,8 @@ def _refuse_folder_of_runs(path: str) -> None:
 def _verify_newest(options: Any) -> tuple[list[Verified], list[str], dict[str, Mark]]:
     """Mark the newest intact step of each way to name steps, and the newer ones that are not; with --damaged, all.
 
-    Steps of other libraries are read as well, and have no mark. Returned are what was read, and what an earlier call
-    has found damaged; the names of those that are damaged and cannot be marked; and by their names the marks that a dry
-    run does not write.
+    Steps of other libraries are read as well, and have no mark. Returned are the results of this and of earlier calls;
+    the names of damaged steps that cannot be marked; and by their names the marks that a dry run does not write.
     """
     from shardckpt.engine.display import show_progress
 
@@ -586,10 +585,10 @@ def _make_policies(options: Any) -> list[Any]:
 
 
 def _name_row(result: PruneResult | StepResult, folders: Sequence[str]) -> str:
-    """Return the name of what is in the folder, of what goes without the end of a long one; the path of what is not.
+    """Return an entry's name in the folder, cut at the end if it is long and removed; an entry elsewhere by its path.
 
-    Of several folders, the name begins with the one that was given. What stays is named in full: its result may ask for
-    its removal by hand.
+    With several folders, the name begins with the given one. An entry that stays is named in full: its result may ask
+    for its removal by hand.
     """
     from shardckpt.engine.locations import locate
     from shardckpt.plugins.manager import get_plugin_manager

@@ -50,7 +50,7 @@ def run(options: Any) -> Output:
 
 def _describe(report: RemovalReport, before: Collection[str], options: Any) -> list[str]:
     verb, freed = ("would be removed", "would be free") if options.dry_run else ("removed", "are free")
-    # what only readers of other libraries find is no key to us, and goes with the tensors and objects
+    # keys that only readers of other libraries find are no keys to us, and go with the tensors and objects
     keys = [key for key in report.keys if key in before]
     others = len(report.keys) - len(keys)
     also = f", and {format_many(others, 'object')} for readers of other libraries alone" if others else ""

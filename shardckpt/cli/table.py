@@ -23,15 +23,15 @@ _LONGEST_RULE = 40
 _LAST, _SHORTEST = 20, 20
 #: Terminal cells that stay of a first cell where the others leave no room for more.
 _LEAST = 8
-#: What the lines begin with that a last cell has below its row.
+#: The beginning of the lines that a last cell has below its row.
 _BELOW = "    "
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], styles: Sequence[Style] = (), styled: int = -1) -> str:
     """Return a table as text: left-aligned columns under a header.
 
-    ``styles`` say of each row in what colour one of its cells is, if standard output shows colours: that of the column
-    ``styled``, by default the last.
+    ``styles`` are the colours of one cell of each row, if standard output shows colours: the cell in column ``styled``,
+    by default the last.
     """
     cells = zip(*rows, strict=True) if rows else ([] for _ in header)
     columns = ([*map(str, column)] for column in cells)
@@ -60,8 +60,8 @@ def fit_table(
     on below their row.
 
     ``optional`` are the names of columns that can be missed, the first of all first; another text names those left out.
-    ``copied`` says that the first cells are arguments of other commands: those that a line has no room for are not cut,
-    and stand above their rows.
+    ``copied`` says that the first cells are arguments of other commands: a cell that a line has no room for is not cut,
+    and stands above its row.
     """
     names, cells = drop_empty(header, [[escape_text(str(cell)) for cell in row] for row in rows])
     if not sys.stdout.isatty():
@@ -98,7 +98,7 @@ def _fit_cells(
 def _leave_out_columns(
     names: list[str], cells: list[list[str]], optional: Sequence[str], width: int
 ) -> tuple[list[str], list[list[str]], list[str]]:
-    """Return a table without the optional columns that a line has no room for, and the names of those.
+    """Return a table without the optional columns that a line has no room for, and the names of these columns.
 
     A line keeps room for the longest first cell, up to a third of the line: names are cut only beyond that.
     """
@@ -114,7 +114,7 @@ def _leave_out_columns(
 
 
 def _measure_others(names: Sequence[str], cells: Sequence[Sequence[str]]) -> int:
-    """Return the cells of a line but for the first column; of the last one, those that a line has room for."""
+    """Return the cells of a line without the first column; of the last column, only those that a line has room for."""
     widths = [measure_widest(column) for column in zip(names, *cells, strict=True)]
     return sum(widths[1:-1]) + min(widths[-1], _LAST) + 2 * (len(widths) - 1)
 
@@ -127,7 +127,7 @@ def _wrap_lasts(
     styled: int,
     width: int,
 ) -> str:
-    """Return a table: what a line has no room for in the last column stands below its row, and names above."""
+    """Return a table: the text of a last cell that a line has no room for stands below its row, and names above."""
     before = sum(measure_widest(column) + 2 for column in [*zip(names, *cells, strict=True)][:-1])
     lasts = [wrap(row[-1], max(width - len(_BELOW), _LAST), max(width - before, _LAST)) for row in cells]
     shown = table(names, [[*row[:-1], first] for row, (first, *_) in zip(cells, lasts, strict=True)], styles, styled)
@@ -171,7 +171,7 @@ def columns_table(
 def grouped_table(
     header: Sequence[str], firsts: Sequence[str], groups: Sequence[int], rows: Sequence[Sequence[str]]
 ) -> str:
-    """Return the same, where all cells behind the first are those of one of a few rows: 100,000 in few steps.
+    """Return the same for lines that share few rows of cells behind the first: 100,000 in few steps.
 
     ``groups`` has the number of the row that has a line's other cells; all ``rows`` are in it.
     """
@@ -186,9 +186,9 @@ def grouped_table(
 
 
 def _lift_long(name: str, firsts: Sequence[str], others: int) -> tuple[Sequence[str], int]:
-    """Return the first cells of lines, and their width: on a terminal, what leaves no room for the others stands above.
+    """Return the first cells of lines, and their width: on a terminal, a cell that is too wide stands above.
 
-    ``name`` is that of the column; the other columns take ``others`` terminal cells.
+    ``name`` is the column's name; the other columns take ``others`` terminal cells.
     """
     width = measure_widest((name, *firsts))
     room = max(shutil.get_terminal_size().columns - others, _SHORTEST) if sys.stdout.isatty() else width

@@ -20,14 +20,14 @@ def make_tree(sizes: Iterable[tuple[str, int]], depth: int | None = None) -> str
     modules: dict[str, tuple[int, int]] = {"": (0, 0)}
     for key, size in sizes:
         inner = key.rpartition(".")[0]
-        module = inner and f".{inner}"  # "" of all, ".a.b" of those in a.b
+        module = inner and f".{inner}"  # "" for all, ".a.b" for the tensors in a.b
         count, total = modules.get(module, (0, 0))
         modules[module] = (count + 1, total + size)
     for module in [*modules]:
         while module and (module := module.rpartition(".")[0]) not in modules:
             modules[module] = (0, 0)
     for module in sorted(modules, key=_depth, reverse=True):
-        if module:  # it has its own by now, and those of all below it
+        if module:  # its sums are complete by now
             (count, total), above = modules[module], module.rpartition(".")[0]
             modules[above] = (modules[above][0] + count, modules[above][1] + total)
     shown = (module for module in modules if depth is None or _depth(module) <= depth)

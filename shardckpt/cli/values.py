@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 #: Elements that are printed in full; of a larger region its first corner.
 _MOST = 400
 _CORNER = 8
-#: What the whole of the common state is called.
+#: The name of the whole common state.
 COMMON = "common"
 _REGION = re.compile(r"(.+)\[([^\[\]]*)\]", re.DOTALL)
 
@@ -186,7 +186,7 @@ def _parse_part(part: str, text: str) -> Any:
 
 
 def _find_corner(shape: tuple[int, ...], index: tuple[Any, ...], count: int) -> tuple[tuple[Any, ...], bool]:
-    """Return the index of what is printed of a region, and whether that is all of it."""
+    """Return the index of the printed part of a region, and whether that is all of it."""
     if count <= _MOST:
         return index, True
     full = list(index)

@@ -62,11 +62,11 @@ _STRUCTURE = (
 
 #: Loggers of readers of indexes, which warn of files whose loss is a row of the answer.
 _OF_INDEXES = ("shardckpt_torch_dist.dialects.metadata", "shardckpt_safetensors.index")
-#: What follows the verdict on what nothing here reads.
+#: The end of the verdict on a checkpoint that nothing here reads.
 _UNREAD = " and unreadable here"
 #: Names of checkpoints in a line about several of them.
 _NAMES_SHOWN = 6
-#: What is said of a file without a fault.
+#: The text for a file without a fault.
 _FINE = {
     "digests": "as written",
     "crc32": "it has the CRC-32 of its values; it has no digest",
@@ -115,7 +115,7 @@ class Answer:
     is_unwritten: bool = False
     #: The verdict, if it was to be kept and could be.
     mark: Mark | None = None
-    #: Why nothing that is installed reads it, though its bytes are as they were written; ``""`` if something does.
+    #: Why no installed strategy reads it, though its bytes are intact; ``""`` if one does.
     unread: str = ""
 
 
@@ -151,7 +151,7 @@ def run(options: Any) -> Output:
         follow_marks(paths)
     for answer in answers:
         if answer.error is not None and (answer.exit_code == FAILED or options.traceback):
-            print_error(answer.error, options)  # what was found is in the answer
+            print_error(answer.error, options)  # the findings are in the answer
     passed = [*skipped.values()]
     is_in_vain = options.mark and not any(answer.mark for answer in answers)
     return Output(
@@ -172,7 +172,7 @@ def check(
 ) -> Answer:
     """Verify a checkpoint, or a file, and with ``mark`` keep the verdict next to it.
 
-    What was found is returned; an error that is a checkpoint's, or a store's, is in it. With ``require_digests`` a file
+    The findings are returned; an error of the checkpoint, or of a store, is among them. With ``require_digests`` a file
     without a digest counts as damaged, for the exit code. ``repair`` is as for
     :func:`shardckpt.maintenance.verify_checkpoint`. With ``dry_run`` the verdict is in the answer alone, as it would be
     kept.
@@ -211,7 +211,7 @@ def check(
                     damaged=[file.name for file in bad],
                     dry_run=dry_run,
                 )
-            except StorageError as exc:  # what was found of the bytes is true all the same
+            except StorageError as exc:  # the findings about the bytes are true all the same
                 unmarked, is_unwritten = str(exc), True
     except CheckpointingException as exc:
         return judge_error(exc, path)
@@ -236,7 +236,7 @@ def _is_incomplete(error: CheckpointingException, path: str) -> bool:
     try:
         return any(each.state == "incomplete" for each in list_checkpoints(path))
     except CheckpointingException:
-        return True  # nothing is there but what its save has left
+        return True  # only the remains of its save are there
 
 
 def _describe(answers: Sequence[Answer]) -> Iterator[str]:
@@ -244,7 +244,7 @@ def _describe(answers: Sequence[Answer]) -> Iterator[str]:
 
     several = len(answers) > 1
     for answer in answers:
-        # what the marker has as a note is that it was repaired
+        # the marker's note says that it was repaired
         shown = [r for r in answer.files if r.fault or not several or (r.note and r.name == MARKER_NAME)]
         lines = []
         if shown:
@@ -281,7 +281,7 @@ def _count_verdicts(answers: Sequence[Answer]) -> str:
 
 
 def _describe_marks(answers: Sequence[Answer]) -> Iterator[str]:
-    """List the marked checkpoints, and those that were not marked, each reason once."""
+    """List the marked checkpoints, and the unmarked ones, each reason once."""
     marked = Counter(answer.mark.verdict for answer in answers if answer.mark is not None)
     unmarked: dict[str, list[str]] = {}
     for answer in answers:

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _UNDER_WAY = ".shardckpt-uploading-"
 #: The in-progress object of a removal (:mod:`shardckpt.commit.removal`). It has the prefix of a save's: once the
-#: marker is deleted, a later save may take the folder like that of a save that never ended.
+#: marker is deleted, a later save may take the folder as one of a save that never ended.
 REMOVAL_IN_PROGRESS = f"{_UNDER_WAY}removal"
 #: The object that only one save at a time can create: it says who saves.
 CLAIM = f"{_UNDER_WAY}claim"
@@ -131,7 +131,7 @@ class Claim:
         return any(is_mark(name) and name not in known for name in found)
 
     def list_own(self, found: Collection[str]) -> list[str]:
-        """Return those of a listing's objects that are this claim's own, the in-progress object last."""
+        """Return this claim's own objects in a listing, the in-progress object last."""
         own = [CLAIM] if self._text and CLAIM in found and self._read() == self._text else []
         return [*own, self.in_progress]
 
@@ -198,7 +198,7 @@ def describe_introduction(text: bytes) -> str:
 def parse_introduction(text: bytes) -> tuple[Owner, float] | None:
     """Return the process of a save, and when it began in seconds since 1970, as its in-progress object or claim says.
 
-    None for another text, such as that of a removal, or of a time that no calendar has.
+    None for another text, such as a removal's, or one with a time that no calendar has.
     """
     found = _INTRODUCTION.search(text)
     if found is None:
@@ -211,7 +211,7 @@ def parse_introduction(text: bytes) -> tuple[Owner, float] | None:
 
 
 def without_others(found: Collection[str]) -> set[str]:
-    """Return the objects at a URL without those of other checkpoints and saves in folders below."""
+    """Return the objects at a URL without the objects of other checkpoints and saves in folders below."""
     marks = (name.rpartition("/") for name in found if not find_generation(name))
     others = {folder for folder, _, name in marks if folder and (name == MARKER_NAME or is_mark(name))}
     return {name for name in found if others.isdisjoint(list_parents(name))}

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: What files that an export replaces begin with.
+#: Prefixes of files that an export replaces.
 _OF_EXPORTS = ("config.json", "generation_config", "tokenizer", "adapter_", "pytorch_model")
 
 _AT_FDCWD = -100
@@ -70,7 +70,7 @@ def create_staging(target: Path, save_id: str) -> Path:
     staging = staging_path(target, save_id)
     with wrap_os_errors("create the staging directory", staging):
         _make_directory(target.parent)
-        claim_name(staging.name)  # before it exists: garbage collection in another thread removes what is not claimed
+        claim_name(staging.name)  # before it exists: garbage collection in another thread removes unclaimed directories
         try:
             staging.mkdir()
         except BaseException:
@@ -133,7 +133,7 @@ def is_free(target: Path) -> bool:
 def check_target(target: Path, *, overwrite: bool) -> None:
     """Raise an error if the target is not free and must not be overwritten, is held, or is where this process works.
 
-    A lease or a pin is a CheckpointingException. A StorageError names the target and what to do.
+    A lease or a pin is a CheckpointingException. A StorageError names the target and the remedy.
     """
     with wrap_os_errors("look at", target):
         is_taken = target.exists()
@@ -190,7 +190,7 @@ def publish_staging(staging: Path, target: Path) -> None:
     with wrap_os_errors(f"rename {staging} to", target):
         os.rename(staging, target)
     release_name(staging.name)
-    try:  # the commit is done: what fails now must not read as a save that failed
+    try:  # the commit is done: a later failure must not read as a save that failed
         sync_directory(target.parent)
     except StorageError as exc:
         raise StorageError(f"{exc}; {target} is the new checkpoint, complete, perhaps not yet durable") from exc
@@ -199,9 +199,8 @@ def publish_staging(staging: Path, target: Path) -> None:
 def replace_target(staging: Path, target: Path, owned: Collection[str], old: os.stat_result | None = None) -> None:
     """Exchange a staging directory with an existing target, and remove the old checkpoint.
 
-    ``owned`` are the paths in ``target`` of what belongs to the old checkpoint, a folder with all that is in it; all
-    others are kept, as hard links. ``old`` is the ``stat`` of the directory to replace, if no other directory may be
-    replaced.
+    ``owned`` are the paths in ``target`` that belong to the old checkpoint, a folder with all that is in it; all others
+    are kept, as hard links. ``old`` is the ``stat`` of the directory to replace, if no other directory may be replaced.
 
     An error leaves either the old directory at ``target`` and the new one at ``staging``, or the new one at ``target``
     and the old one, complete, at a ``.<name>.shardckpt-replaced-...`` with the same parent: never the old one at
@@ -306,7 +305,7 @@ def _make_directory(path: Path) -> None:
     _make_directory(path.parent)
     try:
         path.mkdir(exist_ok=True)
-    except FileExistsError as exc:  # of a file: "exists" alone would not say what is wrong
+    except FileExistsError as exc:  # a file: "exists" alone would not name the fault
         raise NotADirectoryError(errno.ENOTDIR, f"{path} is not a directory") from exc
     sync_directory(path.parent)
 
@@ -324,8 +323,8 @@ def _siblings(target: Path, kind: str) -> list[Path]:
 def find_foreign(directory: Path, owned: Collection[str]) -> list[str]:
     """Return the paths in a local checkpoint's directory that are not the checkpoint's, folders first.
 
-    They are relative to the directory. ``owned`` are the paths of what belongs to it; a folder counts with all that is
-    in it. A folder with files of the checkpoint is not among the result, but its other files.
+    They are relative to the directory. ``owned`` are the checkpoint's own paths; a folder counts with all that is in
+    it. A folder with files of the checkpoint is not among the result, but its other files.
     """
     found: list[str] = []
     _add_foreign(directory, "", owned, find_folders(owned), found)

@@ -1,4 +1,4 @@
-"""The generations of a checkpoint at a URL: find and delete those that no reader needs any longer.
+"""The generations of a checkpoint at a URL: find and delete the generations that no reader needs any longer.
 
 The first save at a URL has its files at the URL itself. Each overwrite puts its own into a generation, a folder that
 the marker at the URL then names (:mod:`shardckpt.commit.replacement`).

@@ -203,11 +203,11 @@ class Holds:
             yield name
         finally:
             release_name(name)
-            # A mark that stays counts for nothing in this process, and elsewhere until its time: what was done is done.
+            # A mark that stays counts for nothing in this process, and elsewhere until its time: the work is done.
             self._try_to_drop(name)
 
     def put(self, name: str, hold: Hold) -> None:
-        """Write a file of the directory, in one step; replace that of the same name."""
+        """Write a file of the directory, in one step; it replaces a file of the same name."""
         self._files.put(name, hold.model_dump_json().encode())
 
     def drop(self, name: str) -> None:
@@ -249,7 +249,7 @@ class Holds:
         except CorruptCheckpointError:
             fault = "an unreadable file"
         else:
-            # Removals look for the files of a step by their names: what counts there must count everywhere.
+            # Removals look for the files of a step by their names: a file that counts there must count everywhere.
             if hold is None or (hold.directory, hold.kind) == (match["directory"], match["kind"]):
                 return hold  # None: it ended meanwhile
             fault = f"a file that says {hold.kind} of {hold.directory!r}, unlike its name"

@@ -54,7 +54,7 @@ def find_leftovers(folder: Path, is_wanted: Callable[[str], bool]) -> list[Lefto
 def find_leftovers_of(path: Path) -> list[Leftover]:
     """Return the temporary directories of a checkpoint, or of a folder of checkpoints, which need not exist.
 
-    Those of the path itself, which stand next to it, come first; then those inside it.
+    The leftovers of the path itself, which stand next to it, come first; then the leftovers inside it.
     """
     with wrap_os_errors("look at", path):
         is_folder = path.is_dir()
@@ -141,7 +141,7 @@ def _explain_by_time(leftover: Leftover, limit: float) -> str:
 
 
 def explain_recent(whose: str, written: float, limit: float) -> str:
-    """Return that somebody may still write to what was written to then; ``""`` once that is ``limit`` hours ago."""
+    """Explain that a recent write may still go on; ``""`` once it is ``limit`` hours ago."""
     age = (time.time() - written) / _HOUR
     return "" if age >= limit else f"of {whose}, written to {max(age, 0):.1f} hours ago: it goes after {limit:g}"
 
@@ -163,14 +163,14 @@ def remove_leftover(leftover: Leftover) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory or file, if it exists. What cannot be removed is a StorageError, after all else is gone."""
+    """Remove a directory or file, if it exists. Raise a StorageError, after all else is gone, if a part of it stays."""
     try:
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
     except OSError as exc:
-        shutil.rmtree(path, ignore_errors=True)  # goes on past the error
+        shutil.rmtree(path, ignore_errors=True)  # continues after the error
         if is_there(path):
             raise StorageError(f"cannot remove {path}, which is no longer needed: {exc}") from exc
 
@@ -180,7 +180,7 @@ def remove_unused(
     explain: Callable[[Leftover], str] = explain_kept,
     report: Callable[[Leftover, Exception], None] = lambda _, error: logger.warning("%s", error),
 ) -> list[tuple[Leftover, str]]:
-    """Remove the leftovers that may be removed; return those that must stay, each with the reason.
+    """Remove the leftovers that may be removed; return the others, each with the reason.
 
     Args:
         leftovers: The candidates.
@@ -205,7 +205,7 @@ def remove_unused(
 
 
 def create_spool() -> Path:
-    """Create a directory for files to be uploaded, after those of killed processes are removed; return its path."""
+    """Create a directory for files to be uploaded, after removing those of killed processes; return its path."""
     folder = find_spool_folder()
     try:
         remove_unused(find_spools(folder))

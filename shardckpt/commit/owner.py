@@ -60,8 +60,9 @@ class Owner(NamedTuple):
     def is_alive(self) -> bool | None:
         """Return False if the process has certainly ended, True if it is alive or hidden, None if it is out of sight.
 
-        After False the caller may delete what the process owned. True may be wrong for a process that ends at this
-        moment, or that the system hides from this user. None stands for a process of another host, boot or container.
+        After False the caller may delete the files that the process owned. True may be wrong for a process that ends at
+        this moment, or that the system hides from this user. None stands for a process of another host, boot or
+        container.
         """
         if not self.host or self.host != _digest_host():
             return None

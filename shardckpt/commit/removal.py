@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardckpt.storage.remote import RemotePath
 
 _IN_PROGRESS = b"The checkpoint in this place is being removed.\n"
-#: What it says of a checkpoint that never had a record: a call that continues finds none in either case.
+#: Its text for a checkpoint that never had a record: a call that continues finds none in either case.
 _IN_PROGRESS_WITHOUT_RECORD = _IN_PROGRESS + b"It has no record: its files in folders are removed, too.\n"
 
 
@@ -51,7 +51,7 @@ def make_tombstone(directory: Path) -> None:
 
 
 def clear_tombstones(folder: Path, is_wanted: Callable[[str], bool]) -> None:
-    """Remove the tombstones in a folder, also those that a crash left; log a warning for each whose removal fails.
+    """Remove the tombstones in a folder, crashes' included; log a warning for each whose removal fails.
 
     ``is_wanted`` selects them by the stem of the checkpoint's name.
     """
@@ -67,12 +67,12 @@ def clear_tombstones_of(path: Path) -> None:
 def delete_checkpoint(target: RemotePath) -> None:
     """Delete a checkpoint's objects from a store; after a crash no load finds it, and another call continues.
 
-    Its objects are all directly at its URL, its generations, and those in folders that its record names: others there
-    may be anybody's. Without a record, as of another library, they are all objects below the URL but those of
-    checkpoints in folders. If some could not be deleted, it is a StorageError.
+    Its objects are all objects directly at its URL, its generations, and the objects in folders that its record names:
+    others there may have any owner. Without a record, as of another library, they are all objects below the URL except
+    those of checkpoints in folders. If some could not be deleted, it is a StorageError.
     """
     had_record = _had_record(target)
-    # first: what a crash leaves without a marker must be known as a removal, not as a save
+    # first: the remains of a crash, without a marker, must be known as a removal, not as a save
     (target / REMOVAL_IN_PROGRESS).write(_IN_PROGRESS if had_record else _IN_PROGRESS_WITHOUT_RECORD)
     (target / MARKER_NAME).delete()  # before its files: without it no load begins
     files = _find_own(target, had_record=had_record) - {MARKER_NAME, REMOVAL_IN_PROGRESS, RECORD_NAME}
@@ -100,7 +100,7 @@ def _find_own(target: RemotePath, *, had_record: bool) -> set[str]:
     found = set(list_objects(target.folder))
     if RECORD_NAME not in found and not had_record:
         return without_others(found)
-    # where the record is gone, so are the files that it named: what is left in folders is not the checkpoint's
+    # without the record, its files are gone, too: the files left in folders are not the checkpoint's
     in_folders = {name for name in found if "/" in name and not find_generation(name)}
     if not in_folders:
         return found

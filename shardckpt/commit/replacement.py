@@ -68,7 +68,7 @@ class Replacement:
         self.may_be_switched = False
 
     def begin(self, found: Collection[str]) -> None:
-        """Claim the URL; ``found`` are all objects there, among them those of the save that a dead process has begun.
+        """Claim the URL; ``found`` are all objects there, among them the objects of a dead process's save.
 
         It is a StorageError if another save is under way there, or nothing says which objects are the checkpoint's.
         """
@@ -84,7 +84,7 @@ class Replacement:
         marks = {name for name in found if is_mark(name)} - {self._claim.in_progress}
         overruled = self._overrule(marks)
         if overruled == self._dead:
-            # a save that has died may also have left what it had replaced; of one that may live nothing is deleted
+            # a dead save may also have left the checkpoint that it replaced; if the save may live, nothing is deleted
             self._needless = {folder for name in found if (folder := find_generation(name))}
             self._needless -= {self._old_generation, generation_name(self._save_id)}
         else:

@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 def adopt_staging(target: Path, journal: Journal) -> Path | None:
     """Take over the files of a killed process for a target, if the journal is of the same identity.
 
-    Returns the staging directory, which this process owns now; None if there is none. Of a process that may be alive,
-    nothing is taken. What does not belong to the same source and options is removed, after a warning.
+    Returns the staging directory, which this process owns now; None if there is none. The files of a process that may
+    be alive stay untouched. Files for another source or other options are removed, after a warning.
     """
     for path in list_staging_directories(target):
         found = parse_temporary(path)
@@ -41,7 +41,7 @@ def adopt_staging(target: Path, journal: Journal) -> Path | None:
         if found.owner is None or found.owner.is_alive() is not False:
             continue
         mine = staging_path(target, get_save_id(path))
-        claim_name(mine.name)  # before the rename: garbage collection in another thread removes what is not claimed
+        claim_name(mine.name)  # before the rename: garbage collection in another thread removes unclaimed directories
         try:
             os.rename(path, mine)
         except OSError:  # another process was first
@@ -65,8 +65,8 @@ def adopt_upload(
 ) -> str:
     """Take over the objects of a killed process at a URL, as :func:`adopt_staging` does; return the save's id.
 
-    ``found`` are the names of all objects there. It is ``""`` if there is nothing to go on with; what a dead process
-    has left of a first conversion is then removed.
+    ``found`` are the names of all objects there. It is ``""`` if there is nothing to continue; a dead process's objects
+    of a first conversion are then removed.
     """
     marks = {name for name in found if is_mark(name)}
     is_first = MARKER_NAME not in found  # else it was overwriting, in a generation
@@ -89,7 +89,7 @@ def adopt_upload(
 
 
 def _resume(journal: Journal, folder: Path, target: Path) -> bool:
-    """Return whether the journal goes on with a folder; log which."""
+    """Return whether the journal continues with a folder; log which."""
     if journal.resume(folder):
         logger.info("going on with %s, of which %d bytes are written", target, journal.nbytes)
         return True

@@ -1,6 +1,6 @@
 """Small JSON files in a hidden directory next to the steps, each written in one step.
 
-Anyone may write one by hand: what does not say exactly what such a file says is refused as a whole.
+Anyone may write one by hand: a file whose content is not exactly as specified is refused as a whole.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SmallFile(BaseModel):
     def read(cls, path: Path) -> Self | None:
         """Return the content of a file; None if there is none.
 
-        What is not such a file, or what this machine cannot read, is a CorruptCheckpointError. A store that does not
+        Any other content, or a file that this machine cannot read, is a CorruptCheckpointError. A store that does not
         answer is a StorageError: it must not pass for no file.
         """
         try:
@@ -78,7 +78,7 @@ class SmallFiles:
         return refresh_listing(self.place)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file, and make the directory; replace that of the same name. One that is too large is an error."""
+        """Write or replace a file, and make the directory. One that is too large is an error."""
         place = self.place
         if len(data) > _LARGEST:
             raise CheckpointingException(

@@ -117,5 +117,5 @@ def get_save_id(path: Path) -> str:
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether the name is that of a temporary directory, not of a checkpoint to load."""
+    """Return whether a name belongs to a temporary directory, not to a checkpoint to load."""
     return name.startswith(".") and any(f".shardckpt-{kind}-" in name for kind in (STAGING, REPLACED, REMOVED))

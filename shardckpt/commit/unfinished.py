@@ -57,9 +57,9 @@ class Unfinished(NamedTuple):
 def find_unfinished(place: Path) -> Unfinished | None:
     """Return the objects of unfinished saves and removals at a URL; None if there are none, or in a directory.
 
-    Beside a complete checkpoint that is what a save deletes after it has written the marker; and of overwrites, all
-    generations but the one that is the checkpoint. It takes one listing without folders, and more requests only where
-    something is found.
+    Next to a complete checkpoint they are the objects that a save deletes after it has written the marker; and of
+    overwrites, all generations but the current one. It takes one listing without folders, and more requests only if
+    that finds something.
     """
     if (path := on_store(place)) is None:
         return None
@@ -98,7 +98,7 @@ def _find_generation(path: RemotePath) -> str | None:
 
 
 def _list_needless(path: RemotePath, tree: Mapping[str, int], generation: str | None) -> set[str]:
-    """Return the objects of a complete checkpoint's URL that no load needs: those of other generations, and marks."""
+    """Return the objects of a complete checkpoint's URL that no load needs: other generations' objects, and marks."""
     if generation is None:
         return set()
     # the journal of a conversion, at the URL or in its generation
@@ -138,7 +138,7 @@ def remove_unfinished(unfinished: Unfinished) -> None:
 
     Nothing is removed if another save has taken the place since it was found. A save that begins there by
     ``overwrite=True`` during the deletion fails with an error, since some of its objects may go. If the store fails,
-    what is left is found again.
+    the rest is found again.
     """
     path = unfinished.path
     now = find_unfinished(path)
@@ -147,7 +147,7 @@ def remove_unfinished(unfinished: Unfinished) -> None:
     if unfinished.is_removal and now.is_removal:
         delete_checkpoint(path)
         return
-    # those that were judged: what has come since is of a save that lives
+    # the objects that were judged: later ones belong to a living save
     names = now.objects.keys() & unfinished.objects.keys() - now.marks
     delete_record_last(path, names)
     delete_generations(path, (), {find_generation(name) for name in names} - {""})  # folders that are empty now

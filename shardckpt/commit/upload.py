@@ -65,7 +65,7 @@ class Upload:
         #: The URL that is saved to, also if the files go to a generation.
         self._checkpoint = RemotePath(folder)
         self._open_folder = open_folder
-        #: The overwrite of what is at the URL, on the main rank.
+        #: The overwrite of the checkpoint at the URL, on the main rank.
         self._replacement: Replacement | None = None
         #: Whether the save overwrites a checkpoint, so that its files go to a generation below the URL.
         self.is_replacing = False
@@ -73,7 +73,7 @@ class Upload:
         self.save_id = ""
         #: Names of this rank's objects that were streamed, and so are not in the spool directory.
         self.streamed: set[str] = set()
-        #: The journal of what is sent, if another process may go on with it.
+        #: The journal of the sent objects, if another process may continue the save.
         self._journal: Journal | None = None
         self._handed_over = False
         self._marking = False
@@ -88,8 +88,8 @@ class Upload:
         """Take the folder for this save; only the main rank calls it.
 
         ``overwrite`` permits it to delete the objects of a save that never ended. Objects that may not be deleted are a
-        StorageError, a lease or a pin of the checkpoint there is a CheckpointingException. With a journal it goes on
-        with what a killed process has sent, under that one's id, if it was sending the same.
+        StorageError, a lease or a pin of the checkpoint there is a CheckpointingException. With a journal it continues
+        the save of a killed process, under that save's id, if the sent objects are for the same save.
         """
         adopted = "" if journal is None else self._adopt(journal, overwrite=overwrite)
         self._begin(adopted or save_id, overwrite=overwrite, is_adopted=bool(adopted))
@@ -159,7 +159,7 @@ class Upload:
                 "not ended: give another URL, or delete the objects there first"
             )
         self._delete(found - left)
-        self._delete(left)  # last: after a crash in between, the rest is still known as that of an unfinished save
+        self._delete(left)  # last: after a crash in between, the rest is still known as an unfinished save's
 
     def join(self, save_id: str, *, is_replacing: bool) -> None:
         """Take part in a save that the main rank has begun."""
@@ -183,7 +183,7 @@ class Upload:
         refuse_folders(self._folder, names)
 
     def put(self, names: Iterable[str]) -> None:
-        """Upload files of the spool directory; those that were streamed are there already."""
+        """Upload files of the spool directory; streamed files are there already."""
         upload_files(self._folder, self.spool, [name for name in names if name not in self.streamed], self.save_id)
 
     def hand_over(self) -> None:

@@ -71,8 +71,8 @@ def dcp_to_torch_state_dict(save_checkpoint_path: str | os.PathLike[str]) -> Sta
         save_checkpoint_path: A checkpoint of torch.distributed.checkpoint, or one of any strategy: a directory or URL.
 
     Returns:
-        The state dict, with full tensors on the CPU: for what ``dcp.save`` wrote, the nested dicts and lists that were
-        saved. Any other checkpoint has no paths: tensors and objects by key, and the common state.
+        The state dict, with full tensors on the CPU: for a checkpoint of ``dcp.save``, the nested dicts and lists that
+        were saved. Any other checkpoint has no paths: tensors and objects by key, and the common state.
 
     Raises:
         CannotLoadError: no installed strategy reads the checkpoint.
@@ -240,7 +240,7 @@ def get_check_moe_func(
         fsdp: Names of FSDP's dimension over experts.
 
     Returns:
-        ``check(key)``, which returns whether a key is that of an expert parameter, or of its optimizer state. Any
+        ``check(key)``, which returns whether a key belongs to an expert's parameter, or to its optimizer state. Any
         modules may stand before the parameter's name: ``app.model.layers.0.experts.w1``.
 
     Raises:
@@ -396,7 +396,7 @@ class EPLoadPlanner(LocalExpertsLoadPlanner):
 
 
 def _infer_ep_size(key: str, value: Any, metadata: Metadata, ep_rank: int) -> int:
-    """Return how many ranks' experts a stored tensor has, by those of this rank; 1 for what has no axis of experts."""
+    """Return how many ranks' experts a stored tensor has, by those of this rank; 1 without an axis of experts."""
     if not isinstance(value, torch.Tensor) or not value.dim() or key not in metadata.state_dict_metadata:
         return ep_rank + 1
     stored, held = tuple(get_stored_tensor(key, metadata).size), tuple(value.shape)
@@ -462,7 +462,7 @@ def _find_mesh(parallel_state: Any, ep: Names, experts: Collection[torch.Tensor]
 
 
 def _list_meshes(parallel_state: Any) -> Iterator[tuple[str, DeviceMesh | Exception]]:
-    """List a trainer's meshes: attributes, and what properties and ``get_..._mesh()`` methods return or raise."""
+    """List a trainer's meshes: attributes, and the results or errors of properties and ``get_..._mesh()`` methods."""
     # by their type, not by a name: MindSpeed and VeOmni have renamed them from release to release
     values: dict[str, Any] = dict(getattr(parallel_state, "__dict__", {}))
     for name in dir(type(parallel_state)):

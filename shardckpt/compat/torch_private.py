@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import shardckpt.tensors.torch_private  # noqa: F401 - what DCP imports then keeps no process group
+import shardckpt.tensors.torch_private  # noqa: F401 - the modules that DCP imports then keep no process group
 
 # isort: split
 import torch
 from torch.distributed._shard.metadata import ShardMetadata
 
-# The class that FSDP1 puts into state dicts, and what describes its shards: none has a public name.
+# The class that FSDP1 puts into state dicts, and the classes that describe its shards: none has a public name.
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: How long a process of :func:`checkpoint_mp` waits for those of other ranks, for the slowest to start or to write.
+#: How long a process of :func:`checkpoint_mp` waits for other ranks' processes, for the slowest to start or to write.
 _TIMEOUT = timedelta(minutes=30)
 
-#: torchtitan's methods that this manager does not have, and would not call in a subclass; what to use instead.
+#: torchtitan's methods that this manager does not have, and would not call in a subclass; and their replacements.
 _HOOKS = {
     "_create_checkpoint_id": "the option folder; steps are step-<n>",
     "_find_load_step": "load(step), or the option load_step",
@@ -250,7 +250,7 @@ def save_with_gc(state: dict[str, Any], checkpoint_id: str | os.PathLike[str]) -
 
 
 def checkpoint_mp(recv: Any, send: Any) -> None:
-    """Save what comes through a queue, until :class:`Terminate` does: the main function of a process for each rank.
+    """Save states from a queue, until it has a :class:`Terminate`: the main function of a process for each rank.
 
     The manager needs none: the option ``async_mode="async_with_pinned_mem"`` starts and watches one.
 
@@ -302,7 +302,7 @@ def _make_group() -> bool:
     if dist.is_initialized() or "MASTER_PORT" not in os.environ:
         return False
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # a store of its own: that of the training, or of torchrun, has the keys of other groups
+    # a store of its own: the training's, or torchrun's, has the keys of other groups
     port = int(os.environ["MASTER_PORT"]) + 2
     host = os.environ.get("MASTER_ADDR", "localhost")
     store = dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=_TIMEOUT)

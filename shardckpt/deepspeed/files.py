@@ -1,4 +1,4 @@
-"""Find the files of DeepSpeed in a folder by their names, and name those that are not read here."""
+"""Find the files of DeepSpeed in a folder by their names, and name the files that are not read here."""
 
 from __future__ import annotations
 

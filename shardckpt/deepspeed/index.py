@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from shardckpt.archive.payload import StoredPayload
     from shardckpt.planning.boxes import Ints
 
-#: As adapters.to_sharded_state_dict names a model and its optimizer, so that it loads what is converted.
+#: As adapters.to_sharded_state_dict names a model and its optimizer, so that it loads converted checkpoints.
 MODEL, STATE, GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."
 MOMENTS = ("exp_avg", "exp_avg_sq")
-#: What a file of model states has for DeepSpeed itself, and not for the job.
+#: Entries of a file of model states for DeepSpeed itself, and not for the job.
 _INTERNAL = {
     "module",
     "optimizer",
@@ -72,9 +72,10 @@ class Index:
     Attributes:
         tensors: By key.
         steps: The optimizer's count of steps by key, which no file has as a tensor of its own.
-        objects: By key the optimizer's options for each parameter, and what is no tensor in the module's state dict.
+        objects: By key the optimizer's options for each parameter, and values of the module's state dict that are no
+            tensors.
         common: The job's other values.
-        files: The files besides those of the model and the partitions.
+        files: The files besides the files of the model and the partitions.
     """
 
     tensors: dict[str, IndexedTensor] = field(default_factory=dict)
@@ -96,8 +97,8 @@ class Index:
 class ModelStates:
     """The files with names, shapes, buffers and frozen parameters.
 
-    ``files`` has what is in the file of each rank, by name, with a LazyTensor for each tensor; nothing if there is no
-    file.
+    ``files`` has the content of the file of each rank, by name, with a LazyTensor for each tensor; nothing if there is
+    no file.
     """
 
     def __init__(self, files: Mapping[str, Any], place: str, read: Callable[[StoredTensorFile], torch.Tensor]) -> None:
@@ -175,7 +176,7 @@ def index_partitions(
 ) -> Index:
     """Return the index of a ZeRO checkpoint, of stage 1, 2 or 3.
 
-    ``files`` has what is in the file of each rank's partition, in the order of ranks, with LazyTensors, by name.
+    ``files`` has the content of the file of each rank's partition, in the order of ranks, with LazyTensors, by name.
     """
     ranks = [_Partition(name, state, place, read) for name, state in files.items()]
     first = ranks[0]
@@ -295,7 +296,7 @@ def _cut_by_parameter(
 
 
 def join_parts(name: str, shape: Ints, parts: Sequence[StoredTensorFile]) -> IndexedTensor:
-    """Return a tensor whose elements are those of flat parts one after the other; the last may be padded."""
+    """Return a tensor whose elements are flat parts one after the other; the last may be padded."""
     return _make_tensor(name, shape, list(_take(name, parts, 0, math.prod(shape))))
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class DeepSpeedLoadStrategy(ChunkLoadStrategy):
     """Reads ZeRO and universal checkpoints of DeepSpeed by the allow-list, without running code in them.
 
-    Keys are those of :func:`shardckpt.adapters.to_sharded_state_dict`: ``model.<name>`` is the fp32 weight, and
+    Keys are as in :func:`shardckpt.adapters.to_sharded_state_dict`: ``model.<name>`` is the fp32 weight, and
     ``optimizer.state.<name>.exp_avg`` a moment. Ranges of files are read, so that memory is bounded.
     """
 
@@ -68,7 +68,7 @@ class DeepSpeedLoadStrategy(ChunkLoadStrategy):
         return self._index(context).objects[shard.key]
 
     def load_common(self, context: LoadContext) -> StateDict:
-        """Return the job's other values: its counts of steps, its schedule, what it passed as client state."""
+        """Return the job's other values: its counts of steps, its schedule, and its client state."""
         return dict(self._index(context).common)
 
     def read_step(self, context: LoadContext) -> int | None:

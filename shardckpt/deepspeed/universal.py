@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shardckpt.planning.boxes import Ints
 
 _WEIGHT, _STEP, _VALUE = "fp32", "step", "param"
-#: The file with what is the same for all parameters.
+#: The file with the options that are the same for all parameters.
 _OPTIONS = "optimizer_state.pt"
 
 
@@ -47,7 +47,7 @@ def index_universal(
 ) -> Index:
     """Return the index of a universal checkpoint.
 
-    ``describe`` returns what is in a file, with a LazyTensor for each tensor.
+    ``describe`` returns the content of a file, with a LazyTensor for each tensor.
     """
     index, shapes = Index(), dict(chain.from_iterable(group.items() for group in models.groups))
     folders = _list_parameters(directory)
@@ -87,7 +87,7 @@ def index_universal(
 
 
 def _index_file(name: str, shape: Ints | None, file: str, value: Any) -> IndexedTensor:
-    """Return the tensor of a file; that of a ZeRO checkpoint of stage 3 is flat, and may be padded."""
+    """Return the tensor of a file; a ZeRO checkpoint of stage 3 has flat tensors, which may be padded."""
     found = locate_tensor(value.get(_VALUE) if isinstance(value, dict) else value, file, name)
     stored = found.payload.shape
     if shape is not None and len(stored) == 1 and found.payload.is_contiguous and stored[0] >= math.prod(shape):

@@ -40,7 +40,7 @@ _QUIET = "ignore:Failed to initialize NumPy"  # torch warns where numpy is not i
 
 @dataclass(frozen=True)
 class Layout:
-    """The number of ranks that train, and of those that split experts (0: a model without experts)."""
+    """The number of ranks that train, and of ranks that split experts (0: a model without experts)."""
 
     ranks: int
     ep: int = 0
@@ -81,7 +81,7 @@ def run_demo(directory: str | None, steps: int, layouts: Sequence[Layout], say: 
         layouts: Of the groups, in order.
 
     Returns:
-        What each group has reported, for `check` and `differences`.
+        The report of each group, for `check` and `differences`.
 
     Raises:
         CheckpointingException: a group failed.
@@ -93,7 +93,7 @@ def run_demo(directory: str | None, steps: int, layouts: Sequence[Layout], say: 
         for number, layout in enumerate(layouts):
             end = steps + min(_LOST_STEPS, steps)
             options = [f"--dir={place}", f"--steps={end}", f"--interval={steps}", f"--ep={layout.ep}"]
-            # Another seed for each group: what it goes on with is not a fresh model of the same values.
+            # Another seed for each group: a fresh model of its own would have other values than the loaded one.
             options += [f"--seed={number}", f"--rendezvous=file://{place}/rendezvous-{number}"]
 
             def progress(text: str, layout: Layout = layout) -> None:
@@ -125,7 +125,7 @@ def _distance(loss: float, other: float) -> float:
 
 
 def check(runs: Sequence[Run]) -> None:
-    """Check that each group has loaded what the first one saved, and continued with the same losses.
+    """Check that each group has loaded the state that the first one saved, and continued with the same losses.
 
     Raises:
         CheckpointingException: they differ; names the groups.
@@ -160,7 +160,7 @@ class _Group:
         self._lines: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
 
     def run(self, limit: float, say: Callable[[str], None]) -> None:
-        """Start the ranks, and read what they report until they end or are killed; no process survives this call.
+        """Start the ranks, and read their reports until they end or are killed; no process survives this call.
 
         Args:
             limit: Time of :func:`time.monotonic` at which they are killed.
@@ -223,7 +223,7 @@ class _Group:
             raise CheckpointingException("\n".join(f"{', '.join(who)}: {why}" for why, who in names.items()))
 
     def _take(self, fields: dict[str, Any], say: Callable[[str], None]) -> bool:
-        """Store what rank 0 has reported; return whether it is the step at which to kill the ranks."""
+        """Store a report of rank 0; return whether it is the step at which to kill the ranks."""
         if "loss" not in fields:
             # The first report is of the checkpoint; a later one is of the end.
             self._run.state = self._run.state or fields["state"]
@@ -236,7 +236,7 @@ class _Group:
         return bool(step == self._kill_at)
 
     def _last_words(self, rank: int, status: int) -> str:
-        """Return why a rank ended that has not reported an error: its status, and the end of its log."""
+        """Return why a rank ended without an error report: its status, and the end of its log."""
         how = f"was ended by signal {-status}" if status < 0 else f"ended with exit status {status}"
         lines = self._logs[rank].read_text(errors="replace").strip().splitlines()[-_LOG_LINES:]
         return "\n".join([f"the process {how}", *lines])

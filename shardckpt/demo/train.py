@@ -61,7 +61,7 @@ def train(options: argparse.Namespace, report: Callable[..., None] = print_line)
         interval=options.interval,
         keep_latest_k=2,  # the second is there if the newest is damaged
         last_save_model_only=False,  # the last checkpoint has all states: a run with more steps can continue from it
-        strategy=("ep", 1) if options.ep else None,  # for saves; a load uses what the checkpoint names
+        strategy=("ep", 1) if options.ep else None,  # for saves; a load uses the format that the checkpoint names
         # async_mode="async_with_pinned_mem" lets another process write while the training goes on.
     )
     # Everything that the next step depends on. Here the position in the data follows from the step; a data loader with

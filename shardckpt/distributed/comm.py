@@ -2,7 +2,7 @@
 
 Each collective of :class:`Comm` begins with a small message that says whether a rank has failed: the ranks sync errors.
 A rank that fails goes to its next sync and finds the others at theirs. All raise, and no rank is left in a collective
-that another never enters. What a rank does alone needs no sync of its own: the next collective has one.
+that another never enters. A rank's own work needs no sync of its own: the next collective has one.
 
 Small values go to the main rank, which sends them to all. So the main rank notices at once when a rank dies, and the
 others learn it from the main rank. A rank that stops is noticed when the group's timeout ends. Together the survivors
@@ -71,7 +71,7 @@ SYNC_BYTES = 8 * (1 + _SYNC_NUMBERS)
 _last_works: deque[Any] = deque(maxlen=4)
 # One reference too many: the deque itself survives the interpreter's shutdown.
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_last_works))
-#: What errors call the time before the first phase.
+#: The name of the time before the first phase, for errors.
 _NO_PHASE = "start"
 #: Numbers the Comms of a process.
 _numbers = itertools.count()
@@ -105,7 +105,8 @@ class Comm:
     A method whose docstring begins with ``Collective:`` is called by every rank of the group. Two rules keep a job from
     hanging:
 
-    1. Every rank calls the same collectives in the same order, and what can fail on one rank alone stands in a phase.
+    1. Every rank calls the same collectives in the same order, and code that can fail on one rank alone stands in a
+    phase.
     2. Between a :meth:`local_phase` and the next collective of the same Comm stands no collective of another Comm or of
        ``torch.distributed``: a rank that failed waits in this Comm. :meth:`sync_errors` is the cheapest collective.
 
@@ -157,7 +158,7 @@ class Comm:
         self.world_size: int = dist.get_world_size(group) if active else 1
         self._phase = _NO_PHASE
         self._number = next(_numbers)
-        #: The shared error that this rank is raising. What fails meanwhile is not reported: the others raise it, too.
+        #: The shared error that this rank is raising. Later failures are not reported: the others raise this one, too.
         self._raised: CheckpointingException | None = None
         self._connected: set[str] = set()
         #: Returns, for an error's text, whose code has raised it: ``"in a.plugins.Class, ..."``, or ``""``.
@@ -195,7 +196,7 @@ class Comm:
         have succeeded: before collectives of a smaller group or of another library, before an hour of writing.
 
         Args:
-            name: What the phase does, for the error: "planning", "writing tensors".
+            name: The work of the phase, for the error: "planning", "writing tensors".
 
         Raises:
             CheckpointingException: on every rank, if any failed.
@@ -207,9 +208,9 @@ class Comm:
     def local_phase(self, name: str) -> AbstractContextManager[None]:
         """Do this rank's part of a phase, without a message; the next collective raises its error on all ranks.
 
-        A rank that fails enters that collective at once, and raises here what all raise. The other ranks first do what
-        stands before that collective, although this rank has failed. See :class:`Comm` for what may stand there, and
-        :meth:`collective_phase` for the name.
+        A rank that fails enters that collective at once, and raises here the error that all raise. The other ranks
+        first run the code before that collective, although this rank has failed. See :class:`Comm` for the code that
+        may stand there, and :meth:`collective_phase` for the name.
         """
         return _LocalPhase(self, name)
 
@@ -235,7 +236,7 @@ class Comm:
         if error is not None and self._raised is not None:
             if not isinstance(error, Exception):
                 raise error
-            raise copy_error(self._raised) from error  # what all ranks raise, not what this rank failed with later
+            raise copy_error(self._raised) from error  # the error that all ranks raise, not a later one of this rank
         self._raised = None
         if self.world_size == 1:
             if error is not None:
@@ -250,9 +251,9 @@ class Comm:
     def _share_error(self, error: BaseException | None) -> CheckpointingException:
         """Collective: return the one error that all ranks raise, after some have failed, with this rank's as its cause.
 
-        Where it says what this rank's said, it has that one's traceback and cause: a traceback shows each text once. It
-        is the error of the first rank that failed, with its class if every rank can import that class: see
-        :class:`ErrorReport`.
+        Where it has the text of this rank's own error, it has that one's traceback and cause: a traceback shows each
+        text once. It is the error of the first rank that failed, with its class if every rank can import that class:
+        see :class:`ErrorReport`.
         """
         where = f"rank {self.rank}, in {self._phase!r}"
         report = None if error is None else ErrorReport.of(error, where + self._name_origin(error), self.phase)
@@ -300,7 +301,7 @@ class Comm:
             value: As in :meth:`gather`.
 
         Returns:
-            What :meth:`gather` returns; or None on every rank, and nothing was sent. With one rank, its value.
+            The result of :meth:`gather`; or None on every rank, and nothing was sent. With one rank, its value.
         """
         data, longest = self._pickle_and_sync(value)
         if self.world_size > 1 and longest * self.world_size > limit:
@@ -391,9 +392,9 @@ class Comm:
     def all_to_all(self, parts: Mapping[int, bytes]) -> dict[int, bytes]:
         """Collective: send bytes to single ranks, and return the bytes sent to this one.
 
-        What all ranks must compare goes to owners (:func:`shardckpt.distributed.find_owner`) where gathering it on one
-        rank would be too much: each rank then receives about as much as it sends, for any number of ranks. Messages of
-        more than 64 ranks go over a third rank: see :mod:`shardckpt.distributed.routing`.
+        Values that all ranks must compare go to owners (:func:`shardckpt.distributed.find_owner`) where gathering them
+        on one rank would be too much: each rank then receives about as much as it sends, for any number of ranks.
+        Messages of more than 64 ranks go over a third rank: see :mod:`shardckpt.distributed.routing`.
 
         Args:
             parts: Bytes by the rank that they go to; a rank with nothing to send passes ``{}``.
@@ -423,7 +424,7 @@ class Comm:
 
     @_uninterrupted
     def broadcast_tensors(self, routes: Sequence[_Route], device_type: str = "cpu") -> None:
-        """Collective: fill tensors on all ranks with those of single ranks, all at the same time.
+        """Collective: fill tensors on all ranks with tensors of single ranks, all at the same time.
 
         Args:
             routes: Contiguous tensors, each with the rank that has its content; on the others it is filled. Every rank
@@ -443,7 +444,7 @@ class Comm:
 
         Args:
             name: As in :meth:`collective_phase`.
-            function: Takes nothing and returns what pickle takes. On the other ranks it is not called.
+            function: Takes nothing and returns a value that can be pickled. On the other ranks it is not called.
 
         Returns:
             The function's result.
@@ -455,7 +456,7 @@ class Comm:
         with self.local_phase(name):
             if self.is_main:
                 result = function()
-            return self.broadcast(result)  # type: ignore[no-any-return]  # what waits here is said by its name
+            return self.broadcast(result)  # type: ignore[no-any-return]  # inside: its wait is reported by the phase's name
 
     @_uninterrupted
     def largest(self, *values: int) -> list[int]:
@@ -500,7 +501,7 @@ class Comm:
 
     def _are_same(self, *data: bytes) -> list[bool]:
         """Collective: return for each of the byte strings whether every rank has the same."""
-        if self.world_size == 1:  # nothing to compare, and digests take a part of what a small load takes
+        if self.world_size == 1:  # nothing to compare, and digests take a part of the time of a small load
             self._sync()
             return [True] * len(data)
         # 62 bits: a digest and its negative fit into the signed 64 bits of a sync, whose maximum of both gives the
@@ -512,7 +513,7 @@ class Comm:
     def _send_along(
         self, hop: Hop, messages: Mapping[int, list[tuple[int, bytes]]]
     ) -> list[tuple[int, list[tuple[int, bytes]]]]:
-        """Collective: send a message to some partners; return the parts of those received, with their senders."""
+        """Collective: send a message to some partners; return the parts of received messages, with their senders."""
         with self.collective_phase(self._phase):
             outgoing = {rank: pack_bytes(join_parts(messages[rank])) for rank in hop.receivers if rank in messages}
             empty = _allocate(0)
@@ -702,7 +703,7 @@ class Comm:
 
     @property
     def phase(self) -> str:
-        """What this rank is doing, as errors name it; "" if no phase has begun."""
+        """The work of this rank, as errors name it; "" if no phase has begun."""
         return "" if self._phase == _NO_PHASE else self._phase
 
     def _name_origin(self, error: BaseException) -> str:

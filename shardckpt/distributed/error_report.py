@@ -46,7 +46,7 @@ class ErrorReport:
         class_name: Name of the class, for the text; empty if ``text`` begins with it.
         class_path: ``module:qualified.name`` of the class; empty where that does not import it.
         text: The error's text.
-        attributes: Pickles of the error's attributes and ``args``, one each: what cannot be pickled costs no other.
+        attributes: Pickles of the error's attributes and ``args``, one each: one that cannot be pickled costs no other.
         traceback: The formatted traceback with all causes, or empty.
         phase: The phase in which it was raised, or empty.
     """
@@ -99,7 +99,7 @@ class ErrorReport:
             return None
         attributes = {}
         for name, data in self.attributes.items():
-            with suppress(Exception):  # leave out what this process cannot unpickle
+            with suppress(Exception):  # leave out attributes that this process cannot unpickle
                 attributes[name] = unpickle_trusted(data)
         try:
             error = _make_error(kind, attributes.pop("args", ()), attributes)
@@ -125,7 +125,7 @@ class ErrorReport:
 def join_messages(reports: Sequence[ErrorReport], *, named: bool = False) -> str:
     """Return the first rank's message, then a line for each rank with another error, up to 8.
 
-    The reports are those of all ranks that failed, in rank order.
+    The reports are from all ranks that failed, in rank order.
     """
     first, *others = reports
     also = [report for report in others if (report.class_name, report.text) != (first.class_name, first.text)]
@@ -138,7 +138,7 @@ def join_messages(reports: Sequence[ErrorReport], *, named: bool = False) -> str
 class _AdoptedError(CheckpointingException):
     """An error of a class from outside the family; subclasses derive from that class, too: see :func:`_adopt_class`.
 
-    ``shared_text`` is the text, with the rank and the phase; ``args`` are those of the original error.
+    ``shared_text`` is the text, with the rank and the phase; ``args`` are the original error's.
     """
 
     foreign_class: ClassVar[type[Exception]]
@@ -191,7 +191,7 @@ def _make_error(kind: Any, args: tuple[Any, ...], attributes: dict[str, Any]) ->
     made = kind if issubclass(kind, CheckpointingException) else _adopt_class(kind)
     base = _find_builtin_base(made)
     error: CheckpointingException = base.__new__(made, *args)
-    base.__init__(error, *args)  # OSError and others keep what they were given in fields that are in no __dict__
+    base.__init__(error, *args)  # OSError and others keep their arguments in fields that are in no __dict__
     for name, value in attributes.items():
         object.__setattr__(error, name, value)  # some attributes are fields of the built-in class: ImportError.name
     return error

@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 POLL_INTERVAL = 0.5
 #: Seconds between two reads of the store by a rank that knows of the failure.
 _DIAGNOSIS_POLL_INTERVAL = 0.02
-#: Seconds by which the clocks of hosts may differ. What a rank wrote longer ago was about another failure.
+#: Seconds by which the clocks of hosts may differ. Older entries of a rank are about another failure.
 _CLOCK_SKEW = 10.0
 #: When this process first used each group. Older entries in a store are of an earlier group with the same name.
 _first_use: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
@@ -42,7 +42,7 @@ _DIAGNOSIS_KEY = "diagnosis"
 
 
 class Deadlines(NamedTuple):
-    """Seconds after which a diagnosis goes on without those that have not answered.
+    """Seconds after which a diagnosis goes on without the ranks that have not answered.
 
     Attributes:
         survivors: For a rank whose connection is open to write that it is alive. More than POLL_INTERVAL, because a
@@ -76,7 +76,7 @@ class Deadlines(NamedTuple):
 
 
 class Diagnosis(NamedTuple):
-    """The report of all survivors: what happened, to which ranks, and what to look for.
+    """The report of all survivors: the event, the ranks that it struck, and advice.
 
     ``missing`` are the ranks that died or did not answer, by their numbers in the whole job.
     """
@@ -88,7 +88,7 @@ class Diagnosis(NamedTuple):
 class Call(Generic[_T]):
     """A call that runs in a thread, because calls of the store and of gloo cannot be interrupted.
 
-    ``results`` has what it returned; it is empty if the call failed or has not ended.
+    ``results`` has its result; it is empty if the call failed or has not ended.
     """
 
     def __init__(self, function: Callable[[], _T]) -> None:
@@ -281,7 +281,7 @@ class GroupFailure:
 
         def publish(store: Any) -> Diagnosis | None:
             before = store.get(_DIAGNOSIS_KEY).decode() if store.check([_DIAGNOSIS_KEY]) else ""
-            if self._read_diagnosis(store) is None:  # none yet, or that of an earlier group
+            if self._read_diagnosis(store) is None:  # none yet, or one of an earlier group
                 # One atomic step: of several survivors that publish at the same time, one wins.
                 store.compare_set(_DIAGNOSIS_KEY, before, json.dumps((self._view.time(), *diagnosis)))
             return self._read_diagnosis(store)
@@ -297,7 +297,7 @@ class GroupFailure:
 
     def _find_silent_ranks(self) -> list[int]:
         """Return the other ranks that have not written that they are alive."""
-        # Ranks notice the same failure within one group timeout: what is older was about another failure.
+        # Ranks notice the same failure within one group timeout: older entries are about another failure.
         since, alive = self._view.time() - self._view.timeout - _CLOCK_SKEW, self._view.alive
 
         def is_silent(rank: int) -> bool:
@@ -319,7 +319,7 @@ class GroupFailure:
             view.sleep(_DIAGNOSIS_POLL_INTERVAL)
 
     def _describe(self, died: list[int], stopped: list[int], error: Exception, phase: str) -> Diagnosis:
-        """Return the diagnosis that names the ranks that died and those that do not answer."""
+        """Return the diagnosis that names the ranks that died and the ranks that do not answer."""
         where = f"a collective of {format_many(len(self._view.ranks), 'rank')} failed in {phase!r}"
         if not died and not stopped:
             return Diagnosis(
@@ -398,7 +398,7 @@ def moves_by_gloo(group: Any) -> bool:
 
 
 def wait_for(work: Any, seconds: float) -> bool:
-    """Wait ``seconds`` for a work handle of gloo, and return whether it is done; it goes on if it is not.
+    """Wait ``seconds`` for a work handle of gloo, and return whether it is done; if not, it continues.
 
     One that failed is a RuntimeError.
     """
@@ -407,7 +407,7 @@ def wait_for(work: Any, seconds: float) -> bool:
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait()  # it may have ended between the two calls: raise only what it raised itself
+        work.wait()  # it may have ended between the two calls: raise only its own error
     return True
 
 

@@ -38,7 +38,7 @@ class LongWait:
         started: When it began, in seconds of the clock by which it is reported.
         rank: This rank, by its number in the whole job.
         members: The ranks of the group, by their numbers in the whole job.
-        phase: What this rank is doing, as errors name it; "" if no phase has begun.
+        phase: The work of this rank, as errors name it; "" if no phase has begun.
     """
 
     def __init__(self, started: float, rank: int, members: Sequence[int], phase: str) -> None:
@@ -116,7 +116,7 @@ def _find_public_call(frame: FrameType | None) -> tuple[str, str]:
     call, caller = "a collective", "an unknown line"
     while frame is not None:
         name, module = _get_name(frame.f_code), frame.f_globals.get("__name__", "")
-        # a wrapper or a function within one is not what the program has called
+        # the program has not called a wrapper or a function within one
         if module.startswith("shardckpt") and not module.startswith(_PROGRAMS) and "<" not in name:
             call, outer = f"{name}()", frame.f_back
             while outer is not None and outer.f_globals.get("__name__") in ("contextlib", "functools"):

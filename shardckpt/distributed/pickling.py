@@ -44,7 +44,7 @@ class SharedPickle:
 
 
 def pickle_parts(value: Any) -> list[bytes | memoryview]:
-    """Return the value's pickle, and then those of each :class:`SharedPickle` in it, to send to another process."""
+    """Return the value's pickle, and then that of each :class:`SharedPickle` in it, to send to another process."""
     buffers: list[PickleBuffer] = []
     data = pickle.dumps(value, protocol=_WITH_BUFFERS, buffer_callback=buffers.append)
     return [data, *(buffer.raw() for buffer in buffers)]
@@ -64,7 +64,7 @@ def pickle_value(value: Any) -> bytes:
 def pickle_to_compare(value: Any, replace: Callable[[Any], tuple[Any, ...] | None]) -> bytes:
     """Return a pickle that is compared, and never read.
 
-    ``replace`` returns what is pickled in the place of an object inside; None for the object itself.
+    ``replace`` returns the tuple to pickle for an object inside; None for the object itself.
     """
 
     class Replacing(pickle.Pickler):

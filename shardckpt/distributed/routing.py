@@ -26,7 +26,7 @@ HEAD_BYTES = _HEAD.size
 
 
 class Hop(NamedTuple):
-    """The ranks that a rank may send to, and those that may send to it, in one of the two hops.
+    """The ranks that a rank may send to, and the ranks that may send to it, in one of the two hops.
 
     They are ascending, without the rank itself.
     """
@@ -45,7 +45,7 @@ class Grid:
         self.width = world_size if self.is_direct else math.isqrt(world_size - 1) + 1
 
     def turn(self, rank: int, target: int) -> int:
-        """Return the rank to which ``rank`` sends what goes to ``target``: it is in the target's column."""
+        """Return the rank to which ``rank`` sends messages for ``target``: it is in the target's column."""
         found = rank - rank % self.width + target % self.width
         # the last row may end before that column: the row above has it
         return found if found < self.world_size else found - self.width

@@ -1,7 +1,7 @@
 """Values that a load's casts have changed: integers that were rounded, floats that have become infinite.
 
 Dtypes do not tell: a step count of 1,000 comes through float32, one of 2**24 + 1 does not. The results of such casts
-are looked at when they are there; what is suspicious is read once more in its stored dtype, a tensor at a time.
+are examined once they are loaded; a suspicious tensor is read once more in its stored dtype, one at a time.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Begun(NamedTuple):
 class Committer(ABC):
     """One rank's part of a commit. The main rank also calls :meth:`begin` and :meth:`publish`.
 
-    What only a store needs does nothing here: in a directory, files are written where they stay. ``staging`` is the
+    Steps that only a store needs do nothing here: in a directory, files are written where they stay. ``staging`` is the
     local directory to which the rank writes its files; None before :meth:`join`.
     """
 
@@ -102,7 +102,7 @@ class Committer(ABC):
         """Bring files of the library's own to the place, as :meth:`send` does, in the phase that there is."""
 
     def hand_over(self) -> None:  # noqa: B027
-        """Note that the main rank may commit from now on: what this rank has brought must stay."""
+        """Note that the main rank may commit from now on: this rank's files must stay."""
 
     @abstractmethod
     def publish(
@@ -135,8 +135,8 @@ def make_committer(
 class DirectoryCommitter(Committer):
     """All ranks write to one staging directory next to the target, which takes the target's name at last.
 
-    ``overwrite`` permits it to replace what is at the target. There is a journal of what is written if another process
-    may go on with it after a kill.
+    ``overwrite`` permits it to replace an existing target. There is a journal of the written bytes if another process
+    may continue the write after a kill.
     """
 
     def __init__(self, target: Path, plugins: PluginManager, *, overwrite: bool, journal: Journal | None) -> None:
@@ -157,13 +157,13 @@ class DirectoryCommitter(Committer):
         self.staging, save_id = open_staging(
             self._target, make_superseded_check(self._plugins), restore=self._overwrite, journal=self._journal
         )
-        # what the directory's name says: the system may tell less of a process than it did a moment ago
+        # the owner as the directory's name records it: the system may tell less of a process than it did a moment ago
         made = parse_temporary(self.staging)
         # not on each rank: all write to one directory, which other hosts may know less well
         return Begun(save_id, made.owner if made is not None else None)
 
     def find_free(self) -> int:
-        """Return the bytes that are free, with those that a killed process has written of this; see the base."""
+        """Return the free bytes plus the bytes that a killed process has already written of this save; see the base."""
         written = 0 if self._journal is None else self._journal.nbytes
         return find_free_bytes(self._target.parent) + written
 
@@ -176,7 +176,7 @@ class DirectoryCommitter(Committer):
     ) -> None:
         """Rename the staging directory, or exchange it with the target."""
         staging = cast("Path", self.staging)  # since begin()
-        if check is not None:  # before the journal's end: after a kill in the check another process goes on
+        if check is not None:  # before the journal's end: after a kill in the check another process continues
             check(staging, staging)
         if self._journal is not None:
             self._journal.end()
@@ -197,9 +197,9 @@ class DirectoryCommitter(Committer):
 class StoreCommitter(Committer):
     """Each rank streams its files to a store, or uploads them from a directory of its own; the marker comes last.
 
-    ``overwrite`` permits it to replace a checkpoint there, or what an interrupted save has left. The journal is as for
-    :class:`DirectoryCommitter`. ``memory_budget``: bytes that this rank may hold at a time in addition to the tensors;
-    None: as many as are fast.
+    ``overwrite`` permits it to replace a checkpoint there, or the leftovers of an interrupted save. The journal is as
+    for :class:`DirectoryCommitter`. ``memory_budget``: bytes that this rank may hold at a time in addition to the
+    tensors; None: as many as are fast.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class StoreCommitter(Committer):
 
     @property
     def url(self) -> str:
-        """The URL of the files: below that of the checkpoint, if the save replaces one."""
+        """The URL of the files: a folder below the checkpoint's URL if the save replaces a checkpoint."""
         return self._upload.target.url
 
     @property
@@ -256,7 +256,7 @@ class StoreCommitter(Committer):
         phase: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Upload the files in the spool directory."""
-        self._upload.streamed |= {*streamed}  # first: what is refused is deleted then
+        self._upload.streamed |= {*streamed}  # first: if a name is refused below, its object is deleted then
         with phase():
             self._upload.check(files)
             self._upload.put(added)
@@ -286,7 +286,7 @@ class StoreCommitter(Committer):
         self._upload.close()
 
     def abort(self, streamed: Iterable[str], *, is_main: bool) -> None:
-        """Delete this rank's objects; on the main rank, those of all."""
+        """Delete this rank's objects; on the main rank, the objects of all."""
         self._upload.streamed |= {*streamed}
         self._upload.abort(main=is_main)
 

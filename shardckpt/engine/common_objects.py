@@ -1,4 +1,4 @@
-"""Objects that a load asks for and whose values the common state has: what a conversion has made of plain DCP's values.
+"""Objects that a load requests and that a conversion of plain DCP has put into the common state.
 
 Plain DCP stores the options of an optimizer, and schedules, value by value; in our formats these are common state.
 """
@@ -26,7 +26,7 @@ class CommonObjects:
         self._common = common
 
     def has(self, key: str) -> bool:
-        """Return whether something is there for a key."""
+        """Return whether the common state has a value for a key."""
         return self._find(key) is not _NOTHING
 
     def list_below(self, key: str) -> list[str]:
@@ -36,7 +36,7 @@ class CommonObjects:
         return keys[bisect_left(keys, f"{key}.") : bisect_left(keys, f"{key}/")]
 
     def build(self, absent: Iterable[ShardedObject]) -> dict[str, Any]:
-        """Return copies of the values of objects that are not stored, by their unique keys: of those that are there.
+        """Return copies of the values of objects that are not stored but in the common state, by unique key.
 
         Parts of an object are not built: the common state does not say whose they are.
         """

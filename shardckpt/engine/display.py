@@ -66,7 +66,7 @@ class _Observer:
 
 @contextmanager
 def _make_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that shows the number of bytes that are done and that of all bytes."""
+    """Yield a function that shows the number of bytes that are done and the total number of bytes."""
     columns: Any = None
     if sys.stderr.isatty():
         try:

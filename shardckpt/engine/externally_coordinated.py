@@ -51,7 +51,7 @@ class ExternalSave:
     """An externally coordinated save from staging to commit, in the process of the coordinator.
 
     If it is neither committed nor aborted, it is aborted when ``owner`` is garbage-collected, or the process ends. The
-    path is that of a directory, not a URL; ``overwrite`` permits a checkpoint, or other files, to be there.
+    path is a directory, not a URL; ``overwrite`` permits a checkpoint, or other files, to be there.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ def report_read(reader: CheckpointReader, rank: int, phase: str) -> Iterator[Non
 
 
 def _alone(rank: int) -> Comm:
-    """Return a Comm of this process alone whose rank, for events, is that of the other library's group."""
+    """Return a Comm of this process alone; its rank, for events, is the rank in the other library's group."""
     comm = Comm(alone=True)
     comm.rank = rank
     return comm

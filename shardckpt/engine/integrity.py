@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from shardckpt.strategy import LoadStrategy
 
 _TEMPORARY = f"{INTEGRITY_NAME}.unfinished"
-#: What opening a file raises if there is none; a link in its place raises an OSError with ELOOP.
+#: Errors of opening a file that does not exist; a link in its place raises an OSError with ELOOP.
 _NOT_THE_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
@@ -54,8 +54,8 @@ _NOT_THE_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 class ExpectedFile:
     """A file of a checkpoint that has a digest.
 
-    Its size is as recorded in ``shardckpt.json``, else as it is now. Its SHA-256 in hex is that of ``integrity.json``,
-    or else, of a table file, that of ``shardckpt.json``; ``""`` if it has none.
+    The size comes from ``shardckpt.json``, or else from the file itself. The SHA-256 in hex comes from
+    ``integrity.json``, or else, for a table file, from ``shardckpt.json``; ``""`` if it has none.
     """
 
     name: str
@@ -66,8 +66,8 @@ class ExpectedFile:
 def verify_integrity(directory: Path, manifest: Manifest, comm: Comm) -> None:
     """Collective: read every file once, and compare it with all its digests; ranks and threads share the work.
 
-    The CorruptCheckpointError names every file that is missing or not as it was written. It is an error, too, if there
-    are no digests.
+    The CorruptCheckpointError names every file that is missing or damaged. It is an error, too, if there are no
+    digests.
     """
 
     def list_files() -> list[ExpectedFile]:
@@ -127,7 +127,7 @@ def find_faults(
 
 def is_damage(error: CheckpointingException) -> bool:
     """Return whether an error means that a file is missing or not as written, not only that it could not be read."""
-    # the reader wraps what the system said, perhaps several times: the innermost error decides
+    # the reader wraps the system's error, perhaps several times: the innermost error decides
     cause: BaseException | None = error
     while isinstance(cause, StorageError):
         cause = cause.__cause__
@@ -141,9 +141,9 @@ class IncompleteFile(NamedTuple):
 
     Attributes:
         name: Its name.
-        fault: What is wrong with it.
+        fault: The fault, for errors: ``"is missing"``.
         keys: The tensors and objects that have lost bytes in it; empty if that is not known.
-        kept: Those whose bytes in it are all before the end of what is left.
+        kept: Keys whose bytes in the file all come before its end as it is now.
     """
 
     name: str
@@ -155,7 +155,7 @@ class IncompleteFile(NamedTuple):
 def find_incomplete_files(strategy: LoadStrategy | None, reader: CheckpointReader) -> list[IncompleteFile]:
     """Return the files that are missing or have the wrong size; no data file is opened. Not collective.
 
-    If the strategy :class:`ChecksFiles`, its files are looked at, too; without one only those of ``shardckpt.json``,
+    If the strategy :class:`ChecksFiles`, its files are checked, too; without one only the files of ``shardckpt.json``,
     and the index is not read. It is a CheckpointReplacedError if they are gone because another save has replaced the
     checkpoint.
     """
@@ -168,7 +168,7 @@ def find_incomplete_files(strategy: LoadStrategy | None, reader: CheckpointReade
         size, file = _find_size(reader.place, name), indexed.get(name, StoredFile(name))
         if fault := _find_size_fault(size, sizes.get(name), file.nbytes) or file.fault:
             found.append(IncompleteFile(name, fault))
-            # nothing is left of a file that is missing, nor of one that is longer than what was written: it is another
+            # nothing is left of a missing file, nor of one that is longer than the record says: it is another
             left[name] = size if size is not None and size <= sizes.get(name, size) else 0
     if found and strategy is not None:
         indexed = indexed or _list_indexed_files(strategy, reader)
@@ -199,7 +199,7 @@ def _find_size(directory: Path, name: str) -> int | None:
 
 
 def _find_size_fault(found: int | None, written: int | None, least: int) -> str:
-    """Return what is wrong with a file's size; ``""`` if it has the bytes that were written, and ``least`` at least."""
+    """Return the fault of a file's size; ``""`` if it has the recorded size and at least ``least`` bytes."""
     if found is None:
         return "is missing"
     if written not in (None, found):
@@ -239,8 +239,8 @@ def list_recorded_files(directory: Path, manifest: Manifest) -> dict[str, int | 
 def refuse_damage(directory: Path, reader: CheckpointReader, plugins: PluginManager) -> None:
     """Raise the first fault of a checkpoint without digests, before it gets some: they would say that it is right.
 
-    A fault is what its index and its archives show. A checkpoint that has a record, or that no installed strategy
-    reads, is not looked at.
+    Faults are those that its index and its archives show. A checkpoint with a record, or one that no installed strategy
+    reads, is not examined.
     """
     if reader.manifest.record is not None:
         return
@@ -271,7 +271,7 @@ def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
         found = {path.name for path in directory.iterdir() if path.is_file() and not path.is_symlink()}
     # of files in folders only those with a record: other libraries give them names that no list of files may have
     found.update(() if manifest.record is None else manifest.record.list_files())
-    # a reader opens what another library wrote under any name, but refuses such names in a list of files
+    # a reader opens another library's files under any name, but refuses such names in a list of files
     names = [check_file_name(name) for name in sorted(found) if name != INTEGRITY_NAME]
     hashes = contents.reader.map(contents.sha256, names, size=lambda name: find_size(directory / name))
     # renamed when it is complete, so that a crash leaves no truncated integrity.json, which would fail every load
@@ -288,8 +288,7 @@ def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
 def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
     """Check a checkpoint's files against all digests. Not collective: :func:`verify_integrity` in this process alone.
 
-    The error names every file that is missing or not as it was written. It is an error, too, if there is no
-    ``integrity.json``.
+    The error names every file that is missing or damaged. It is an error, too, if there is no ``integrity.json``.
     """
 
     def attempt() -> None:
@@ -325,13 +324,13 @@ class _Contents:
         return found.hexdigest()
 
     def find_fault(self, file: ExpectedFile) -> CheckpointingException | None:
-        """Return what is wrong with a file, or None."""
+        """Return the fault of a file, or None."""
         try:
             if not file.sha256:
                 for _ in self._blocks(file.name):  # the reader compares them with the digests of shardckpt.json
                     pass
                 return None
-            # of a table file the size is compared first: what stands in its place may have any
+            # for a table file the size is compared first: a file that has taken its place may have any size
             if file.name in self._tables:
                 size = _find_size(self._directory, file.name)
                 if fault := _find_size_fault(size, file.nbytes, 0):

@@ -197,7 +197,7 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
     def list_files(self) -> list[StoredFile]:
         """Return the files that the index names, with the keys in them; empty if the strategy does not say.
 
-        A size that the index does not say is that of the file; 0 if it is missing.
+        A size that the index does not record is taken from the file; 0 if the file is missing.
         """
         strategy, reader = self._checkpoint.strategy, self._checkpoint.context.reader
         found = strategy.list_files(reader) if isinstance(strategy, ChecksFiles) else []

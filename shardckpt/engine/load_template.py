@@ -271,7 +271,7 @@ class _Filler(NamedTuple):
         return [value for value in values if value is not MISSING]
 
     def _may_replace(self, wanted: Any) -> bool:
-        """Return whether all of a tree is shards that replace what the common state has in its place."""
+        """Return whether all leaves of a tree are shards that replace common state at the same path."""
         return not _has_common(wanted) and all(
             self.replaces_any or leaf.shard in self.in_common for leaf in nested_values(wanted)
         )

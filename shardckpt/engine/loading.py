@@ -71,17 +71,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-#: What begins the keys of a model that is described with its optimizer.
+#: The prefix of a model's keys when it is described together with its optimizer.
 _MODEL = "model."
 #: How many of several names a message has.
 _FEW = 5
-#: What a common state that cannot be read is called among the names of what is damaged.
+#: The name of an unreadable common state in lists of damaged items.
 COMMON_STATE = "common state"
 
 
 @runtime_checkable
 class _NotesRescue(Protocol):
-    """A load strategy of files without a record, which say what a rescue has left out."""
+    """A load strategy of checkpoints without a record, which notes the items that a rescue has left out."""
 
     rescue: Rescue
 
@@ -96,7 +96,8 @@ class LoadOptions:
         accept_of: Where that is given, for errors.
         allow_globals: Classes and functions that legacy pickles may name.
         memory_budget: Bytes that reading may hold at a time in addition to the tensors; None: as many as are fast.
-        crcs: As for :class:`~shardckpt.storage.CheckpointReader`: ``parts`` if what is read is written anew.
+        crcs: As for :class:`~shardckpt.storage.CheckpointReader`: ``parts`` if the bytes are written to a new
+            checkpoint.
     """
 
     strategy: Any = None
@@ -111,14 +112,15 @@ class LoadOptions:
 class OpenCheckpoint:
     """A checkpoint that is open, with the strategy that reads it.
 
-    The methods are collective if :func:`open_checkpoint` was: then all ranks call them; but for those of PlainObjects.
+    The methods are collective if :func:`open_checkpoint` was: then all ranks call them, except the methods for
+    PlainObjects.
 
     Attributes:
         strategy: Reads the checkpoint.
         context: Its files, and the ranks.
         operation: Reports the phases.
         fully_parallel: Whether the strategy shares the reading among the ranks.
-        names: What keys that are stored begin with, and what is read in its place; see
+        names: Prefixes of stored keys, each with the prefix that replaces it; see
             :func:`~shardckpt.engine.rename_stored`.
         damaged: Names of tensors and objects that cannot be read, and so are not in the index; with
             :data:`COMMON_STATE`, the common state is empty. See :func:`~shardckpt.engine.hide_damaged`.
@@ -165,8 +167,8 @@ class OpenCheckpoint:
     def columns(self) -> StoredColumns:
         """Collective: return the same in columns; a strategy that :class:`ListsColumns` makes no object for them.
 
-        Of a checkpoint without a record, ranks that have read different keys raise CheckpointReplacedError: the number
-        of keys decides what later collectives carry. Records were compared before.
+        If a checkpoint has no record and the ranks have read different keys, they raise CheckpointReplacedError: the
+        number of keys decides the payload of later collectives. Records were compared before.
         """
         columns = self._columns
         is_exempt = self.has_own_keys or self.context.reader.manifest.record is not None or "_has_agreed" in vars(self)
@@ -200,7 +202,7 @@ class OpenCheckpoint:
         return self.strategy.read_plain_objects(self.context) if isinstance(self.strategy, ReadsPlainObjects) else []
 
     def find_buildable(self, absent: Sequence[ShardedObject]) -> set[str]:
-        """Return the unique keys of those objects that are not stored, but that the strategy can build."""
+        """Return the unique keys of objects that are not stored, but that the strategy can build."""
         if not absent or not isinstance(self.strategy, BuildsObjects):
             return set()
         found = check_buildable(
@@ -244,10 +246,10 @@ def open_checkpoint(
     """Collective: read the manifest, choose the strategy and open the files; all that ranks read is of one save.
 
     The directory is as :func:`shardckpt.engine.locate` returned it. The checkpoint is closed at the end of the block.
-    That end raises a CheckpointReplacedError if what was read may be of two saves;
-    :func:`~shardckpt.storage.directory.retry_if_replaced` starts over. A caller that commits in the block what it has
-    read asks the reader before it does, and passes ``check=False``, since after that nothing is lost. If no installed
-    strategy reads it, or the options refuse it, it is a CannotLoadError.
+    The end of the block raises a CheckpointReplacedError if the bytes may be of two saves;
+    :func:`~shardckpt.storage.directory.retry_if_replaced` starts over. A caller that commits in the block asks the
+    reader before it does, and passes ``check=False``, since after that nothing is lost. If no installed strategy reads
+    the checkpoint, or the options refuse it, it is a CannotLoadError.
     """
     operation = Operation("load", directory, comm, plugins)
     with operation.collective_span():
@@ -281,7 +283,7 @@ def open_checkpoint(
 def lend_checkpoint(opened: AbstractContextManager[_T]) -> Iterator[_T]:
     """Open a checkpoint for a block of the caller's, whose own exceptions leave it as they are.
 
-    ``opened`` makes of any exception in its block one that all ranks raise.
+    ``opened`` turns any exception in its block into one that all ranks raise.
     """
     own: Exception | None = None
     try:
@@ -307,7 +309,7 @@ def read_checkpoint(
 ) -> _T:
     """Collective: open a checkpoint and read from it; where another save replaces it meanwhile, open it again.
 
-    Returns what ``read`` returns, all of it from one save. Links in the path are resolved in each attempt, since they
+    Returns the result of ``read``, all of it from one save. Links in the path are resolved in each attempt, since they
     may have changed. If other saves replaced it in every attempt, it is a CheckpointReplacedError.
     """
 
@@ -339,10 +341,10 @@ def load_checkpoint(
 
     ``validate`` and ``verify`` are ``validate_access_integrity`` and ``verify_integrity`` there. ``advise`` says
     whether errors may name arguments of ``dist_checkpointing.load`` and of ShardedTensor: whether the user can pass
-    them. ``on_unused`` is what to do about stored tensors and objects that no rank asks for, if ``strict`` does not
-    look for them; ``counts_unused`` says of a key whether it should have been asked for. ``filled_by_twins`` are keys
-    that are not stored, and whose destination is that of one that is. ``resize`` has patterns of the keys of tensors
-    that may have another shape than is stored.
+    them. ``on_unused`` is the policy for stored tensors and objects that no rank requests, if ``strict`` does not look
+    for them; ``counts_unused`` returns whether a key counts as unused. ``filled_by_twins`` are keys that are not
+    stored, and that share their destination with a stored key. ``resize`` has patterns of the keys of tensors that may
+    have another shape than is stored.
     """
     comm = checkpoint.context.comm
     # these decide which collectives a rank calls: with different ones the ranks would wait for each other
@@ -448,10 +450,10 @@ def _match_keys(
     on_unused: OnUnused,
     counts_unused: Callable[[str], bool],
 ) -> tuple[KeyMismatch, set[str], dict[str, Any]]:
-    """Collective: compare the keys that are wanted with those that are stored.
+    """Collective: compare the requested keys with the stored keys.
 
-    Returns what does not match; the unique keys of objects that are built from single values; and of these the values
-    of those that the common state has.
+    Returns the mismatch; the unique keys of objects that are built from single values; and the values of those that are
+    built from the common state.
     """
     keys = {key: key for key in stored.keys}
     keys.update((name, ShardedObject.empty_from_unique_key(name).key) for name in stored.objects)
@@ -467,7 +469,7 @@ def _match_keys(
     by_strategy = checkpoint.find_buildable(absent)
     given = objects.build(shard for shard in absent if shard.unique_key not in by_strategy)
     built = {*by_strategy, *given}
-    # every rank must compare with the same keys, and what is built differs from rank to rank
+    # every rank must compare with the same keys, and the objects that are built differ from rank to rank
     wanted = [shard for shard in template.shards if stored_key(shard) not in built] if built else template.shards
     comm = checkpoint.context.comm
     mismatch = compare_keys(wanted, keys, strict, comm, on_unused=on_unused, counts_unused=counts_unused)
@@ -507,7 +509,7 @@ def _without_data(shard: ShardedBase) -> ShardedBase:
 
 
 def name_stored(columns: StoredColumns, common: CommonObjects | None = None, resize: Sequence[str] = ()) -> StoredNames:
-    """Return what is stored by key, but for the objects that are several parts.
+    """Return the stored items by key, without objects that have several parts.
 
     Objects may be built of values of the common state.
     """

@@ -223,7 +223,7 @@ def _find_local_text(text: str) -> str | None:
         text = unquote(parts.path)
     elif _URL.match(text):
         return None
-    if not text:  # it would be the current directory: that of a setting that was not made
+    if not text:  # an empty path would mean the current directory; it comes from a setting that was not made
         raise StorageError("the path is empty: give a directory ('.' is the current one), a file or a URL")
     if "\0" in text:
         raise StorageError(f"{text!r} has a null byte, which no file system has in a name")

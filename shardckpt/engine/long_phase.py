@@ -47,7 +47,7 @@ class LongPhase:
     Args:
         operation: The operation, for the report.
         name: The phase's name; ``""`` for the current phase of the operation's Comm.
-        background: Whether it goes on after the thread that starts it has left it.
+        background: Whether it continues after the thread that starts it has left it.
     """
 
     __slots__ = ("_is_reported", "_operation", "_since", "name", "started", "thread")
@@ -56,7 +56,7 @@ class LongPhase:
         self.name = name
         #: When it began, by ``time.perf_counter``.
         self.started = _clock()
-        #: The thread that is in it; None if it goes on in the background.
+        #: The thread that is in it; None if it continues in the background.
         self.thread = None if background else threading.get_ident()
         self._operation = operation
         self._since = self.started

@@ -70,7 +70,7 @@ class Operation:
         self.attribute_to(strategy)
 
     def attribute_to(self, code: Any) -> None:
-        """Let errors that a plugin raises in a phase name it; ``code`` is what will be called, for its class."""
+        """Let errors that a plugin raises in a phase name it; the class of ``code``, the called object, shows which."""
         self.comm.describe_origin = partial(describe_origin, plugins=self.plugins, code=code)
 
     @property
@@ -151,7 +151,7 @@ class Operation:
     def blocking(self, phase: str = "") -> Iterator[None]:
         """Count the block as time that the caller waits for; a background save has several such.
 
-        ``phase`` is what it does outside of all phases that are reported; ``""`` for what the Comm says.
+        ``phase`` names the work outside of all reported phases; ``""``: as the Comm names it.
         """
         started, watched = time.perf_counter(), LongPhase(self, phase)
         try:
@@ -170,7 +170,7 @@ class Operation:
     def start_phase(self, name: str, *, background: bool = True) -> LongPhase:
         """Report the start of a phase; :meth:`end_phase` ends it.
 
-        In the ``background`` it goes on behind the thread that starts it, and may end in another.
+        In the ``background`` it continues behind the thread that starts it, and may end in another.
         """
         self._report_start(name)
         return LongPhase(self, name, background=background)
@@ -205,7 +205,7 @@ class Operation:
         """Return whether a plugin gets events: mostly none does, and each phase of a load asks twice."""
         try:
             return bool(self.plugins.hook.shardckpt_event.get_hookimpls())
-        except Exception:  # noqa: BLE001 - the report of the event then says what failed
+        except Exception:  # noqa: BLE001 - the report of the event then tells the failure
             return True
 
     def _emit(self, **changes: Any) -> None:
@@ -224,7 +224,7 @@ _reports = ContextVar("shardckpt_reports_failures", default=False)
 def report_failure(kind: str, directory: object, rank: int) -> Iterator[None]:
     """Report a failure of the block once: as an event, unless an operation in it has, and on the main rank in the log.
 
-    For the calls of users. Their operations begin late: what they do before, as to list a folder, may fail, too.
+    For public functions. Their operations begin late: an earlier step, such as a listing of a folder, may fail, too.
     """
     if _reports.get():
         yield

@@ -12,16 +12,16 @@ _OPTIMIZERS = re.compile(
 
 
 def is_optimizer_key(key: str) -> bool:
-    """Return whether a key is that of an optimizer's state, by the names that trainers give it."""
+    """Return whether a key belongs to an optimizer's state, by the names that trainers use."""
     return _OPTIMIZERS.match(key) is not None
 
 
-#: What the states of random generators are called, as a part of a key: ``rng``, ``rng_states``, ``cuda_rng_state``.
+#: Names of the states of random generators as a part of a key: ``rng``, ``rng_states``, ``cuda_rng_state``.
 _RANDOM = re.compile(r"(.*_)?rng(_.*)?|random_states?(_\d+)?")
 
 
 def is_parameter_key(key: str) -> bool:
-    """Return whether a key is that of parameters or a buffer: no optimizer's or random generator's state."""
+    """Return whether a key belongs to a parameter or a buffer, not to an optimizer or a random generator."""
     # most of 100,000 keys have neither word, and to split all of them takes as long as to list them
     is_random = ("rng" in key or "random" in key) and any(map(_RANDOM.fullmatch, re.split(r"[./]", key)))
     return not is_optimizer_key(key) and not is_random

@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 _Plan = TypeVar("_Plan")
 #: Shards that are described together: few enough that the processor's cache still has them at their last field, and
-#: that what is described only to be compared is freed before Python's garbage collector visits it.
+#: that a description made only for a comparison is freed before Python's garbage collector visits it.
 _BLOCK = 256
-#: Immutable types: a description that consists of them stays as it was when its save was planned.
+#: Immutable types: a description that consists of them is the same as when its save was planned.
 _LASTING = (Integral, str, type(None), torch.dtype)
 _FIELDS = ("key", "global_shape", "global_offset", "replica_id", "replicated")
 #: The fields of shards that are no tensors, by their class.
@@ -53,7 +53,7 @@ class PlanCache(Generic[_Plan]):
     """The ``size`` most recent plans of this process: one rank's part of each.
 
     Plans of saves are in :data:`saved_plans`. A fully parallel wrapper has a cache of its own, of one plan: its owner
-    decides by ``do_cache_distribution`` whether there is one, and its plan must not push those of saves out.
+    decides by ``do_cache_distribution`` whether there is one, and its plan must not push plans of saves out.
 
     :meth:`find` is not collective. Ranks use a plan only after they have agreed that all have found the same one: a
     rank that planned alone would wait for the others.
@@ -97,7 +97,7 @@ class PlanCache(Generic[_Plan]):
 
 #: The plans of this process's last saves: two, since a job may save two state dicts in turn.
 saved_plans: PlanCache[CachedPlan] = PlanCache(2)
-# A forked child, such as a data loader's worker, plans with other ranks or none, and would keep alive what plans hold.
+# A forked child, such as a data loader's worker, plans with other ranks or none, and would keep these plans alive.
 os.register_at_fork(after_in_child=saved_plans.clear)
 
 
@@ -129,7 +129,7 @@ class CachedPlan:
         validated: Whether the shards of all ranks were validated.
         plan: The :attr:`shardckpt.strategy.PreparedSave.plan` of the save.
         replicas: Which ranks have which of the replicated shards.
-        given: The shards that the strategy was given, to compare with what it stores.
+        given: The shards that the strategy was given, to compare with those that it stores.
         nbytes: The bytes of the tensors that this rank stores.
         layout: Offsets of the tensors in the staging memory of a background save.
     """
@@ -198,7 +198,7 @@ def _warn_of_lost_cache(strategy: type[SaveStrategy]) -> None:
 class CachingSaveStrategy(AsyncSaveStrategy):
     """Wraps a strategy with the plan cache: it replans if there is a plan, else it prepares and caches the plan.
 
-    ``lookup`` is what was found in the cache; ``prepare`` sets ``lookup.cached`` to the plan that the next save can
+    ``lookup`` is the result of the cache lookup; ``prepare`` sets ``lookup.cached`` to the plan that the next save can
     use. The other fields are as in :class:`CachedPlan`.
     """
 
@@ -281,7 +281,7 @@ def _describe(shards: Sequence[ShardedBase]) -> Block | None:
 
 
 def _fits(description: list[Block], shards: Sequence[ShardedBase]) -> bool:
-    """Return whether shards have the metadata of a description; what differs in the first block is found there."""
+    """Return whether shards have the metadata of a description; a difference in the first block is found there."""
     if len(description) != -(-len(shards) // _BLOCK):
         return False
     try:

@@ -42,7 +42,7 @@ class Progress:
         """Count some more bytes as done, and report it unless that was just done; the last bytes always are."""
         with self._lock:
             was_whole = bool(self._reported) and self._done == self._total
-            # more is done than was forecast where headers are written, or what a new version takes is not known before
+            # more is done than was forecast where headers are written, or the size of a new version is not known before
             self._done = min(self._done + nbytes, self._total)
             self.last_added = now = time.perf_counter()
             if was_whole or (now - self._reported < _INTERVAL and self._done < self._total):

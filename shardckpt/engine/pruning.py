@@ -86,10 +86,10 @@ def prune_leftovers(
 ) -> list[PruneResult]:
     """Remove the leftovers of killed saves, overwrites, exports and removals. Not collective: one process calls.
 
-    Nothing is removed that a living process owns, nor the only complete checkpoint. The path is that of a folder of
-    checkpoints, or of one checkpoint, whose leftovers are next to it; at a URL they are in the place of the checkpoint.
-    A leftover whose owner is on another host, or not known, counts as dead ``older_than`` hours after the last write,
-    by default ``SHARDCKPT_LEFTOVER_HOURS``.
+    Keeps everything that a living process owns, and the only complete checkpoint. The path is a folder of checkpoints,
+    or one checkpoint, whose leftovers are next to it; at a URL they are in the checkpoint's folder. A leftover whose
+    owner is on another host, or not known, counts as dead ``older_than`` hours after the last write, by default
+    ``SHARDCKPT_LEFTOVER_HOURS``.
 
     Returns every leftover, sorted by name: those next to ``path``, then those in it. It is a StorageError if neither
     ``path`` nor a leftover of it exists.
@@ -151,8 +151,8 @@ def clear_uploads(
 ) -> list[PruneResult]:
     """Abort the uploads below a URL that began so long ago that their processes count as dead.
 
-    Their saves have left nothing else that says whose they are: what they had was removed, or overwritten. Those to the
-    place of a save that may live stay at any age; it is a StorageError if the store does not say whether a save lives.
+    Nothing else is left that names their owner: the rest of their saves was removed, or overwritten. Uploads to the
+    folder of a save that may live stay at any age; it is a StorageError if the store does not say whether a save lives.
     Returns a result for each upload that has not ended; none of a directory, or if they cannot be listed.
     """
     limit = settings.leftover_hours() if older_than is None else older_than
@@ -189,9 +189,9 @@ def explain_unseen_uploads(path: str | os.PathLike[str]) -> str:
 def open_staging(
     target: Path, is_superseded: IsSuperseded, *, restore: bool, journal: Journal | None = None
 ) -> tuple[Path, str]:
-    """Create a staging directory, or take over that of a killed process, after its leftovers are removed.
+    """Remove leftovers, then create a staging directory, or take over the one of a killed process.
 
-    Returns the directory, and the save's id. There is a journal if another process may go on with what is written.
+    Returns the directory, and the save's id. There is a journal if another process may continue the write.
     """
     staging = None if journal is None else adopt_staging(target, journal)
     clear_leftovers(target, is_superseded, restore=restore, keep=staging)
@@ -341,7 +341,7 @@ def _list_uploads(place: Path) -> list[PendingUpload] | None:
         return []
     try:
         return attempt("list the uploads to", place, store.uploads)
-    except StorageError as exc:  # a permission of its own, of another client: all else goes on without it
+    except StorageError as exc:  # a permission of its own, of another client: all else continues without it
         # prune asks three times, and a manager after each save
         is_first = is_first_warning(__name__, get_bucket(get_url(place)))
         logger.log(logging.WARNING if is_first else logging.DEBUG, "%s", exc)

@@ -130,7 +130,7 @@ class _RenamedLoadStrategy(LoadStrategy):
             def build(wanted: Sequence[ShardedObject], context: LoadContext) -> list[bool]:
                 stored = [_with_key(shard, self._stored_names) for shard in wanted]
                 found = can_build(stored, context)
-                # what was renamed is not there by its old name
+                # renamed items are not found by their old names
                 pairs = zip(wanted, stored, found, strict=True)
                 return [is_built and rename_key(old.key, names) == new.key for new, old, is_built in pairs]
 
@@ -141,7 +141,7 @@ class _RenamedLoadStrategy(LoadStrategy):
         self._pass_abilities(strategy)
 
     def _pass_abilities(self, strategy: LoadStrategy) -> None:
-        """Take over what the wrapped strategy can do besides loading, by the new names."""
+        """Copy the optional abilities of the wrapped strategy; they use the new names."""
         names = self._names
         if isinstance(strategy, ChecksFiles):
             list_files, self.check_files = strategy.list_files, strategy.check_files
@@ -249,7 +249,7 @@ def _list_paths(values: Any, path: str = "") -> Iterable[str]:
 
 
 def _move_parts(common: StateDict, names: Mapping[str, str]) -> StateDict:
-    """Return nested dicts with their parts at new dotted paths; those that moving leaves empty are left out.
+    """Return nested dicts with their parts at new dotted paths; dicts that become empty are left out.
 
     A new path that leads through a value is a KeyMismatchError.
     """

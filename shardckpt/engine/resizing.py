@@ -1,4 +1,4 @@
-"""Tensors that have other sizes than those that are stored: a vocabulary that has grown since the save."""
+"""Tensors whose size differs from the stored size: a vocabulary that has grown since the save."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class _Kept(NamedTuple):
 def allow_resizing(
     shards: Sequence[ShardedBase], stored: Mapping[str, Ints], patterns: Sequence[str]
 ) -> list[ShardedBase]:
-    """Return shards; those that match a pattern may have another shape than is stored.
+    """Return the shards; tensors whose key matches a pattern may have another shape than is stored.
 
-    Where the stored shape is not known, every shard that can have another shape may have it. One with another
-    shape that has axes that its tensor has not, or is flattened, is an error.
+    Where the stored shape is not known, every shard that can have another shape may have it. It is an error if a shard
+    with another shape has axes that its tensor lacks, or is flattened.
     """
     if not patterns:
         return list(shards)

@@ -56,15 +56,15 @@ class SaveOptions:
 
     Attributes:
         validate: Whether to check the shards of all ranks, and compare their common state.
-        overwrite: Whether to replace what is at the target.
+        overwrite: Whether to replace a checkpoint, or other files, at the target.
         content_metadata: Anything that describes the content.
-        preprocess_common: Removes from the common state what may differ between ranks.
+        preprocess_common: Removes the values of the common state that may differ between ranks.
         allow_globals: Classes and functions that pickles may name.
         sha256: Whether to write ``integrity.json``.
         lineage: The checkpoint that the job was resumed from, and the step.
         fingerprints: Whether to store fingerprints of the tensors.
         memory_budget: Bytes that a rank may hold at a time in addition to the tensors; None: as many as are fast.
-        before: What each rank does first, in phases of the operation that it gets.
+        before: A function that each rank calls first, in phases of the operation that it gets.
         room: The limits of the space of the save.
     """
 
@@ -87,12 +87,12 @@ class CheckedState:
 
     Attributes:
         saver: The strategy; wrapped with the plan cache if its plans are cached.
-        header: What the checkpoint's header will say.
+        header: The checkpoint's header.
         common: The state that is not sharded.
-        given: The shards that the strategy is given, to compare with what it stores.
-        lookup: What the plan cache has for the shards; once the save is planned, its plan, if that is cached.
+        given: The shards that the strategy is given, to compare with those that it stores.
+        lookup: The result of the cache lookup; once the save is planned, it has the plan if that is cached.
         nbytes: The bytes of the tensors that this rank stores.
-        forecast: What is forecast of the space: nothing if the strategy may write less than the tensors have.
+        forecast: The forecast of the space: empty if the strategy may write less than the tensors have.
     """
 
     saver: SaveStrategy
@@ -263,7 +263,7 @@ def _warn_of_tensors(common: CommonStateDict) -> None:
 
 def _store_content(common: CommonStateDict, content: Any, comm: Comm) -> None:
     """Put the caller's ``content_metadata`` into the common state; warn if it takes the place of another."""
-    # a state dict that was loaded has that of its checkpoint
+    # a loaded state dict has the content_metadata of its checkpoint
     before = common.get("content_metadata", content)
     if comm.is_main and repr(before) != repr(content):
         logger.warning(
@@ -277,9 +277,9 @@ def find_saver(strategy: Any, plugins: PluginManager, others: Collection[str] = 
     """Return the save strategy that a caller names.
 
     That is a SaveStrategy, which is returned; a backend, whose newest version is chosen; (backend, version); or None
-    for the registry's default. What no installed strategy saves is an UnknownBackendError, which also names ``others``:
-    formats that the caller takes, too. A SaveStrategy that names no backend or version, or such as no strategy can
-    have, is a PluginError.
+    for the registry's default. If no installed strategy saves the format, it is an UnknownBackendError, which also
+    names ``others``: formats that the caller takes, too. A SaveStrategy that names no backend or version, or such as no
+    strategy can have, is a PluginError.
     """
     if isinstance(strategy, SaveStrategy):
         check_key(*get_strategy_key(strategy))

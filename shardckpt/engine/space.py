@@ -33,8 +33,8 @@ UNKNOWN = 1 << 62
 class Forecast(NamedTuple):
     """The bytes that a rank is about to store, for the forecast of space.
 
-    ``nbytes`` counts tied tensors for each key: it is quickly known. The shards are there to count tied tensors once
-    where ``nbytes`` do not fit; they are not kept. Without any, ``nbytes`` are what it takes.
+    ``nbytes`` counts tied tensors once for each key: it is quickly known. ``shards`` serve to count tied tensors once
+    if ``nbytes`` do not fit; they are not kept. Without shards, ``nbytes`` is the size of the save.
     """
 
     nbytes: int = 0
@@ -45,7 +45,7 @@ class Forecast(NamedTuple):
         return count_least_bytes(self.shards) if self.shards else self.nbytes
 
 
-#: What a removal of keys does, which keeps the files that it does not rewrite.
+#: The action of a removal of keys, for errors; it keeps the files that it does not rewrite.
 REMOVE = "remove keys from"
 
 #: Of a save that is not forecast.
@@ -64,13 +64,14 @@ class Room(NamedTuple):
 
     Attributes:
         make: Collective: called before a save is refused, which may fit after it, and when a write has found no space,
-            with what has none, as :meth:`name_limit` says; returns whether it removed anything. None if nothing makes
-            room.
+            with a description of the full place, as :meth:`name_limit` returns it; returns whether it removed anything.
+            None if nothing makes room.
         quota: Bytes that the folder of the save may hold; 0: as many as its file system.
-        find_used: Returns those that it holds; called only where there is a quota.
-        find_earlier: Returns what an earlier save took, by which the forecast knows of more than the tensors; gets the
+        find_used: Returns the bytes that the folder holds; called only where there is a quota.
+        find_earlier: Returns the size of an earlier save, which tells the forecast of more than the tensors; gets the
             free bytes.
-        explain: Collective: returns the error of a background save that found no space with what could go.
+        explain: Collective: returns the error of a background save that found no space, with the checkpoints that could
+            go.
     """
 
     make: Callable[[str], bool] | None = None
@@ -80,7 +81,7 @@ class Room(NamedTuple):
     explain: Callable[[NotEnoughSpaceError], Exception] = lambda error: error
 
     def limit(self, free: int) -> int:
-        """Return the free bytes of a place, or what the quota leaves, where that is less."""
+        """Return the smaller of the free bytes of a place and the bytes that the quota leaves."""
         return min(free, max(0, self.quota - self.find_used())) if self.quota else free
 
     def is_quota_less(self, target: Path, free: int) -> bool:
@@ -146,7 +147,7 @@ def _ask_system(directory: str | Path) -> os.statvfs_result | None:
         return None
     try:
         return os.statvfs(directory)
-    except OSError:  # the save itself will say what is wrong with the directory
+    except OSError:  # the save itself will report the fault of the directory
         return None
 
 
@@ -173,8 +174,8 @@ def refuse_full(
 ) -> None:
     """Raise NotEnoughSpaceError if the file system of a target has less free space than the write takes.
 
-    ``needed`` are the bytes of the tensors, ``rest`` those of all else. ``free`` are those of the file system, or what
-    the quota of the room leaves; None: look.
+    ``needed`` are the bytes of the tensors, ``rest`` all other bytes. ``free`` are the free bytes of the file system,
+    or those that the quota of the room leaves; None: look.
     """
     free = _find_system_bytes(target) if free is None else free
     if needed + rest > free:
@@ -184,7 +185,7 @@ def refuse_full(
 def _make_space_error(target: Path, needed: int, free: int, action: str, room: Room, rest: int) -> NotEnoughSpaceError:
     """Return the error of a save that does not fit, with the steps that could go."""
     takes = _describe_needs(needed, rest)
-    if room.never_fits(needed + rest):  # no advice of what could go
+    if room.never_fits(needed + rest):  # no advice about checkpoints that could go
         error = NotEnoughSpaceError(
             f"cannot {action} {target}: it does not fit into quota={room.quota:,} of {_show_folder(target)}, whatever "
             f"is removed: raise the quota. {takes}, {format_bytes(needed + rest - room.quota)} too much. No file was "
@@ -267,7 +268,7 @@ def _measure(shards: Iterable[ShardedBase]) -> Iterator[tuple[int, int]]:
         if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id) and shard.data is not None:
             tensor = shard.data
             try:
-                # other classes hold their values elsewhere: where they have an address, it may be that of others
+                # other classes hold their values elsewhere: their address, if any, may be another tensor's
                 address = tensor.data_ptr() if type(tensor) in ORDINARY else 0
                 yield address or id(tensor), tensor.numel() * tensor.element_size()
             except (RuntimeError, TypeError):  # sparse ones, and other libraries': the plan will refuse or take them

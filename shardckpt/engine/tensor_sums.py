@@ -51,7 +51,7 @@ class TensorSums:
         return log
 
     def restore(self, log: Sequence[_Logged]) -> None:
-        """Add what :meth:`drain_log` returned in another process; what was added here counts once."""
+        """Add the log of another process's :meth:`drain_log`; entries that were added here already count once."""
         with self._lock:
             for key, offset, shape, (first, second) in log:
                 self._sums[key].setdefault((tuple(offset), tuple(shape)), (first, second))

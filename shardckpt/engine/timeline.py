@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from shardckpt.storage.writer import WriteTimes
 
-#: Ranks whose times the record has, at most: they take 2 KB then, and the spread says what the others took.
+#: Ranks whose times the record has, at most: they take 2 KB then, and the spread covers the others.
 MOST_RANKS = 64
 #: Digits of a second that are kept.
 _DIGITS = 4

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from shardckpt.planning.boxes import Ints
     from shardckpt.plugins.key_mapping import KeyMapEntry
 
-#: What names of a folder begin with.
+#: The prefix of names in a folder.
 _ROOT = "base_model.model."
 #: Names in a model: of layers, of parameters (embeddings), and of modules that are trained as a whole. The part between
 #: is the adapter's name, which folders do not have.
 _LAYER = re.compile(r"(.+\.lora_(?:A|B|magnitude_vector))\.([^.]+)\.(weight|bias)")
 _PARAMETER = re.compile(r"(.+\.(?:lora_embedding_[AB]|trainable_tokens_delta))\.([^.]+)")
 _SAVED_MODULE = re.compile(r"(.+)\.modules_to_save\.([^.]+)\.(.+)")
-#: What the name of an adapter's tensor has in it, in a model and in a folder, unless its module is trained as a whole.
+#: A part of the name of an adapter's tensor, in a model and in a folder, unless its module is trained as a whole.
 _OWN = re.compile(r"\.(?:lora_|trainable_tokens_delta)")
 #: Names in a folder of the two factors of a module: of linear layers and convolutions, and of embeddings.
 _FACTOR = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
@@ -35,12 +35,12 @@ _FACTOR = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 _PLAIN = re.compile(r"[\w.-]+")
 
 
-#: The mapping's name; ``peft:NAME`` is that of one of several adapters.
+#: The mapping's name; ``peft:NAME`` names the mapping of one of several adapters.
 PEFT = "peft"
 
 
 def find_adapter_mapping(mapping: object) -> AdapterNames | None:
-    """Return the mapping that a caller's argument names, if it is that of an adapter."""
+    """Return the mapping that a caller's argument names, if it is an adapter's."""
     if isinstance(mapping, AdapterNames):
         return mapping
     name, _, adapter = mapping.partition(":") if isinstance(mapping, str) else ("", "", "")
@@ -48,7 +48,7 @@ def find_adapter_mapping(mapping: object) -> AdapterNames | None:
 
 
 class AdapterNames(Identity):
-    """The mapping of the names of a model of PEFT to those of an adapter's folder; the base model has none there.
+    """The mapping from the names of a model of PEFT to the names in an adapter's folder; the base model has none there.
 
     ``adapter`` is its name in the model; ``""`` for the only one. ``stored`` are the names in a folder that is loaded,
     which may have the base model's embedding, too.
@@ -102,7 +102,7 @@ def _split_name(key: str) -> tuple[str, str]:
     if found := _SAVED_MODULE.fullmatch(key):
         return found[2], f"{found[1]}.{found[3]}"
     if found := _LAYER.fullmatch(key):
-        # PEFT's folders have a magnitude as it was before it was a layer's weight
+        # PEFT's folders have a magnitude in its form before it was a layer's weight
         return found[2], found[1] if found[1].endswith("magnitude_vector") else f"{found[1]}.{found[3]}"
     if found := _PARAMETER.fullmatch(key):
         return found[2], found[1]
@@ -112,7 +112,7 @@ def _split_name(key: str) -> tuple[str, str]:
 def review_adapter(config: Mapping[str, Any], tensors: Mapping[str, FileTensor]) -> tuple[str, str]:
     """Compare the content of ``adapter_config.json`` with the tensors of the adapter, by names, shapes and dtypes.
 
-    Return why PEFT would not load it as it was trained, ``""`` if nothing, and what may surprise.
+    Return why PEFT would load it differently than it was trained, ``""`` if it would not, and remarks.
     """
     kind = config.get("peft_type")
     if kind != "LORA":

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     from shardckpt.planning.boxes import Ints
 
-#: What ``from_pretrained`` tells of a load, and what we call it: tensors without which a model is another one.
+#: Attributes of the loading info of ``from_pretrained``, and our words: without these tensors the model is another one.
 _FAULTS = {"missing_keys": "missing", "mismatched_keys": "of another shape"}
 #: The same of tensors that no loader takes: of a head or layers that the class does not have.
 _NOTES = {"unexpected_keys": "unknown"}
-#: What transformers says, in a RuntimeError, of parts that cannot be joined to the tensors of its class.
+#: The text of transformers' RuntimeError about parts that cannot be joined to the tensors of its class.
 _CONVERSION = "conversion of the weights"
 #: Loggers that tell of packages that are no concern of a folder, when transformers is imported.
 _NOISY = ("torchao", "torch.utils._pytree")
@@ -36,9 +36,9 @@ _NO_CLASS = "it names no class (architectures)"
 class Fit(NamedTuple):
     """The fit of weights to a class.
 
-    ``fault`` is what the class misses or refuses; ``""`` if there is nothing, or it was not tried. ``said`` is what
-    fits, which tensors the class does not know, or why it was not tried. ``has_unknown`` says whether there are such
-    tensors.
+    ``fault`` names the tensors that the class misses or refuses; ``""`` if there are none, or it was not tried.
+    ``said`` says what fits, which tensors the class does not know, or why it was not tried. ``has_unknown`` says
+    whether there are such tensors.
     """
 
     fault: str
@@ -48,7 +48,7 @@ class Fit(NamedTuple):
 
 @contextmanager
 def own_process() -> Iterator[None]:
-    """Say that in the block nothing computes in this process but what it does: that the process is a command's."""
+    """Declare that this process runs nothing but the block: that it is a command's process."""
     global _owns_process  # noqa: PLW0603 - a fact of the process
     before, _owns_process = _owns_process, True
     try:
@@ -97,7 +97,7 @@ def _explain_untried(name: str, config: Mapping[str, Any]) -> str:
         return "transformers needs the devices and packages of its quantization"
     if not all(map(importlib.util.find_spec, ("transformers", "accelerate"))):
         return f"{name} needs transformers and accelerate, which are not installed"
-    # a load changes defaults of torch for all threads, those of a training, too
+    # a load changes torch's defaults for all threads, a training's, too
     if not _owns_process and threading.current_thread() is not threading.main_thread():
         return "it is for the main thread of a process to build a model's class"
     return ""
@@ -132,7 +132,7 @@ def _find_odd_shapes(shapes: Mapping[str, Ints]) -> list[str]:
 
 
 def _load_without_values(folder: Path, name: str) -> tuple[str, dict[str, Collection[Any]]]:
-    """Return the class, and what transformers tells of a load of a folder into it.
+    """Return the class, and transformers' loading info of a load of a folder into it.
 
     If transformers has no such class, that is an ImportError.
     """
@@ -164,7 +164,7 @@ def _name_keys(keys: Collection[Any]) -> list[str]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep transformers from a report of its own and from bars, and what it imports from warnings."""
+    """Keep transformers from a report of its own and from bars, and its imports from warnings."""
     loggers = [logging.getLogger(name) for name in _NOISY]
     levels = [each.level for each in loggers]
     try:

@@ -27,7 +27,7 @@ _LIMIT = 1 << 30
 def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -> list[Path]:
     """Return a model's files that are not weights: of a folder or the URL of one, or of a list of files.
 
-    ``mapping`` is as a caller gives it: with that of an adapter, of a folder its configuration alone counts. It is an
+    ``mapping`` is as a caller gives it: with an adapter's mapping, a folder's configuration alone counts. It is an
     error if there are no files, two have one name, or one is a folder, weights, or of a checkpoint.
     """
     if isinstance(assets, (str, os.PathLike)):
@@ -65,5 +65,5 @@ def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -
 
 
 def read_asset(path: Path) -> bytes:
-    """Return the content of a file of at most 1 GiB; links are followed, as those of the Hub's cache."""
+    """Return the content of a file of at most 1 GiB; links are followed, such as the Hub's cache has."""
     return read_file(path.resolve(), _LIMIT)

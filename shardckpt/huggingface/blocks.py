@@ -98,7 +98,7 @@ class _Block:
 
 
 def _digest(layout: FileLayout) -> str:
-    """Return a digest of what the file has except the values of tensors."""
+    """Return a digest of the content of the file except the values of tensors."""
     digest = hashlib.blake2b(repr([layout.size, *layout.tensors]).encode(), digest_size=16)
     for start, data in layout.frame:
         digest.update(start.to_bytes(8, "little"))

@@ -24,9 +24,9 @@ _FLOAT32_NAMES = ("*e_score_correction_bias", "*.A_log")
 class Casts(NamedTuple):
     """The casts of an export.
 
-    ``dtype`` is what floating-point tensors of 16 bits and more are cast to; None keeps their dtypes. ``named`` are
-    patterns of names with the dtype of the tensors that match, which is theirs whatever they hold. ``keep`` are
-    patterns of names that keep their dtype.
+    ``dtype`` is the target of floating-point tensors of 16 bits and more; None keeps their dtypes. ``named`` are
+    patterns of names with the dtype of the tensors that match, which they get whatever they hold. ``keep`` are patterns
+    of names that keep their dtype.
     """
 
     dtype: torch.dtype | None = None
@@ -38,7 +38,7 @@ class Casts(NamedTuple):
         return self.dtype is not None or bool(self.named)
 
     def choose(self, name: str, dtype: torch.dtype, model: torch.dtype | None) -> torch.dtype:
-        """Return the dtype in which a tensor is written; ``model`` is that of :func:`find_model_dtype`."""
+        """Return the dtype in which a tensor is written; ``model`` is the result of :func:`find_model_dtype`."""
         if not is_castable(dtype) or matches_any(name, self.keep):
             return dtype
         for pattern, target in self.named:

@@ -30,8 +30,8 @@ _JSON_LIMIT = 256 << 20
 def check_folder(folder: Path) -> dict[str, CheckpointingException | None]:
     """Check every weight file of a folder, and that each has the tensors that the index promises; no value is read.
 
-    By file name, what is wrong with it, or None, is returned; of JSON files next to the index those with a fault. If
-    the index itself is damaged, so that there is no list of files, that is raised.
+    Return each file's fault by its name, or None; JSON files next to the index are listed only if they have a fault. If
+    the index itself is damaged, so that there is no list of files, its error is raised.
     """
     weight_map, _ = read_index(folder)
     promised: dict[str, list[str]] = {}
@@ -46,7 +46,7 @@ def check_folder(folder: Path) -> dict[str, CheckpointingException | None]:
 
 
 def _find_wrong_texts(folder: Path) -> dict[str, CheckpointingException]:
-    """Return what is wrong with JSON files: configurations and tokenizers are objects, others may be anything."""
+    """Return the faults of JSON files: configurations and tokenizers are objects, others may be anything."""
     with wrap_os_errors("list", folder):
         names = sorted(path.name for path in folder.iterdir() if path.suffix == ".json" and path.name[0] != ".")
     found = {name: find_error(_check_text, folder, name) for name in names}

@@ -129,7 +129,7 @@ def describe_contradiction(config: ModelConfig, tensors: Sequence[HubTensor]) ->
 
 
 def describe_dtype(config: ModelConfig, tensors: Iterable[HubTensor]) -> str:
-    """Return how the dtype in a config differs from that of the tensors; ``""`` if both are the same."""
+    """Return how the dtype in a config differs from the tensors' dtype; ``""`` if both are the same."""
     stored, said = _name_common_dtype(tensors), _look_up(config.content, *_DTYPES)
     if not said or stored is None or str(said).removeprefix("torch.") == stored:
         return ""

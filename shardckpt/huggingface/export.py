@@ -50,8 +50,8 @@ class Exported(NamedTuple):
         files: Name, number of tensors and bytes of tensors of each file.
         total_size: Bytes of all tensors.
         unmatched: Keys of tensors that the mapping does not know, which have kept their names.
-        left_out: Keys of what is stored and not written: of the optimizer's state, of other tensors than the model's,
-            and of what has no place in a folder or that the mapping leaves out.
+        left_out: Keys of stored items that are not written: the optimizer's state, tensors that are not the model's,
+            and items that have no place in a folder or that the mapping leaves out.
         cast: The stored dtype of each tensor that was cast, by name.
         kept: Names of tensors that were not cast where others were, since they would have lost by it.
         tensors: Each tensor, with its file and the keys that it had in the checkpoint.
@@ -77,7 +77,7 @@ def export_to_huggingface(
     dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None = None,
     keep: Collection[str] = (),
     max_shard_size: int | str = "5GB",
-    format: str = SAFETENSORS,  # noqa: A002 - what the user calls it
+    format: str = SAFETENSORS,  # noqa: A002 - the user's word for it
     assets: PathLike | None = None,
     leave_out: Collection[str] = (),
     strict: bool = False,
@@ -96,8 +96,8 @@ def export_to_huggingface(
     not help. The folder is complete at ``target`` when this returns; after an error, a directory has not changed.
 
     The model alone is written: not the optimizer's state, objects, and tensors that the mapping leaves out. Warnings
-    name them, and what is not cast. Tensors that match no rule of the mapping keep their names; a warning names them.
-    The folder's ``config.json`` names the dtype of the tensors, and how they are quantized.
+    name them, and tensors that are not cast. Tensors that match no rule of the mapping keep their names; a warning
+    names them. The folder's ``config.json`` names the dtype of the tensors, and how they are quantized.
 
     Example::
 
@@ -109,7 +109,7 @@ def export_to_huggingface(
             a store that streams writes nothing goes to local disks. A store cannot exchange folders: weights that are
             there are deleted first, and until the new index, or the only file, is written, which is last, nothing
             loads.
-        prefix: Prefix of the keys to export, which is removed; by default that of the model, which is found by its
+        prefix: Prefix of the keys to export, which is removed; by default the model's prefix, which is found by its
             optimizers' parameters and by the names that trainers give it (``model.``, ``app.model.``, ``state_dict.``).
         mapping: How names and shapes change: the ``model_type`` of a model (``"llama"``, ``"qwen3_moe"``, or one that a
             plugin's ``shardckpt_key_mapping`` knows), with Megatron's names if ``config.json`` is in ``assets``; a
@@ -117,9 +117,9 @@ def export_to_huggingface(
             ``"peft:NAME"`` for a LoRA adapter alone, whose ``adapter_config.json`` is in ``assets``; a KeyMapping; or
             None for the same names.
         dtype: The dtype that floating-point tensors of 16 bits or more are cast to, except scales of 8-bit weights, and
-            what holds more than the model's weights do, by its dtype or by what it is: buffers of float64, float32
-            among weights of bfloat16, ``e_score_correction_bias`` and ``A_log``. A dict of dtypes by patterns of names
-            casts these, too: ``{"*": "bfloat16", "*.A_log": "bfloat16"}``.
+            tensors that hold more than the model's weights do, by their dtype or by their role: buffers of float64,
+            float32 among weights of bfloat16, ``e_score_correction_bias`` and ``A_log``. A dict of dtypes by patterns
+            of names casts these, too: ``{"*": "bfloat16", "*.A_log": "bfloat16"}``.
         keep: Patterns of names, as of :mod:`fnmatch`, that are not cast.
         max_shard_size: Bytes of tensors in a file, ``"5GB"`` (10^9) or ``"5GiB"``; a larger tensor gets its own file.
         format: ``safetensors`` or ``bin`` (for ``torch.load``).
@@ -128,11 +128,12 @@ def export_to_huggingface(
             embedding and the output layer only where they are equal.
         leave_out: Names in the folder that are not written: a ``lm_head.weight`` that is tied to the embedding.
         strict: Whether tensors that match no rule of the mapping are an error, before anything is written; and, before
-            the commit, those that the class in ``config.json`` misses or has in other shapes, where transformers says.
+            the commit, tensors that the class in ``config.json`` misses or has in other shapes, where transformers
+            says.
         cut_vocabulary: Whether to leave out rows of the embedding and the output that the config's ``vocab_size`` does
             not count, with which Megatron pads them; else they are an error.
-        overwrite: Replace a folder in one step: what loaders would take with the new weights goes (other weights that
-            they load, adapters, and with ``assets`` the old configuration and tokenizer), all else in it stays.
+        overwrite: Replace a folder in one step: files that loaders would take with the new weights go (other weights
+            that they load, adapters, and with ``assets`` the old configuration and tokenizer), all else in it stays.
         process_group: The ranks that write; by default all, or this process alone without torch.distributed.
         memory_budget: Bytes, or text such as ``"64MiB"``, that each rank may hold at a time: blocks, requests, parts on
             their way to a store; of ``bin`` also the tensors of a file. At least 32 MiB, 64 where a store is read or

@@ -26,9 +26,10 @@ class ExportBudget(NamedTuple):
     """The shares of a budget, in bytes; they are None without a budget.
 
     Attributes:
-        whole: What a rank may hold, not counting the index.
-        reading: What the checkpoint's reader may hold.
-        writing: What blocks and parts of uploads may hold; None for a directory, whose blocks have a fixed size.
+        whole: The bytes that a rank may hold, not counting the index.
+        reading: The bytes that the checkpoint's reader may hold.
+        writing: The bytes that blocks and parts of uploads may hold; None for a directory, whose blocks have a fixed
+            size.
         takes_requests: Whether a store is read or written.
     """
 

@@ -1,4 +1,4 @@
-"""Read what a Hugging Face folder of safetensors files holds, from the headers alone."""
+"""Read the content of a Hugging Face folder of safetensors files from the headers alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 
 
 class Head(NamedTuple):
-    """The tensors of a file, what it says of its source, and the ends of tensors whose bytes are cut off, by name."""
+    """The tensors of a file, its statements about its source, and the ends of truncated tensors, by name."""
 
     tensors: dict[str, FileTensor]
     origin: dict[str, str]
@@ -54,13 +54,13 @@ class Folder:
     """The content of a folder.
 
     Attributes:
-        directory: The directory below which is what its links lead to; ``""`` if its files are not links.
+        directory: The directory above the targets of its links; ``""`` if its files are not links.
         names: The path of every file from that directory, by its name in the folder.
         tensors: The tensors by name.
         config: The content of ``config.json``; empty without one.
         stamp: Inode number, size in bytes and modification time in ns of the first file of weights; None on an object
             store. An export writes new files, so the stamp tells two exports apart.
-        origin: What an export has said of its source, some or all of: ``version`` of shardckpt, ``source``,
+        origin: An export's statements about its source, some or all of: ``version`` of shardckpt, ``source``,
             ``fingerprint``, and of a rescue ``rescued`` and ``rescued_keys``, as JSON: how many keys are left out as
             damaged, and the first of them.
         adapter: The content of ``adapter_config.json``, if the folder has an adapter of PEFT and no model; else None.
@@ -76,7 +76,7 @@ class Folder:
     #: The tensors that are missing, or cut, in a folder whose rest is read: the file of each, and the bytes that it
     #: needs, if its header says so.
     lost: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
-    #: What is wrong with files, by name, that have no such header.
+    #: The faults of files, by name, that have no such header.
     faults: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -175,7 +175,7 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_heads(folder: Path, files: Sequence[str], *, skip_damaged: bool) -> tuple[dict[str, Head], dict[str, str]]:
-    """Return the heads of the files that have one, and what is wrong with the others; raise that if none has one."""
+    """Return the heads of the files that have one, and the faults of the others; raise the fault if none has one."""
     heads: dict[str, Head] = {}
     faults: dict[str, str] = {}
     damage = None
@@ -201,7 +201,7 @@ def _read_adapter(folder: Path) -> dict[str, Any]:
 
 
 def read_index(folder: Path, file_format: str = SAFETENSORS) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the file of every tensor, and what the index says of the folder's source; both empty without an index."""
+    """Return the file of every tensor, and the index's statements about its source; both empty without an index."""
     path = folder / index_name(file_format)
     if not is_there(path):
         return {}, {}
@@ -217,7 +217,7 @@ def read_index(folder: Path, file_format: str = SAFETENSORS) -> tuple[dict[str, 
 
 
 def find_files(folder: Path, *, is_rescue: bool = False) -> list[str]:
-    """Return the names of the files of weights where there is no index: the one file, or that of an adapter.
+    """Return the names of the files of weights where there is no index: the one file, or an adapter's.
 
     Several, whose index has been lost, are a CorruptCheckpointError; of a rescue these, if none of them is lost.
     """

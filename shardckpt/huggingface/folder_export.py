@@ -58,10 +58,10 @@ logger = logging.getLogger(__name__)
 class FolderExport:
     """An export between its plan and its commit.
 
-    ``source`` is the checkpoint's place; None for what is at none, a merge. With a journal, one process writes, and
-    another can go on after a kill. ``check`` gets the staging directory on the main rank before the commit; if it
-    raises, nothing is committed. ``writing`` is the most bytes that a block, and the parts of an object on its way to a
-    store, may take; None: as the settings say.
+    ``source`` is the checkpoint's place; None for a merge, which is at no place. With a journal, one process writes,
+    and another can continue after a kill. ``check`` gets the staging directory on the main rank before the commit; if
+    it raises, nothing is committed. ``writing`` is the most bytes that a block, and the parts of an object on its way
+    to a store, may take; None: as the settings say.
     """
 
     operation: Operation
@@ -121,11 +121,11 @@ class FolderExport:
                     write_blocks(writer, name, self._lay_out(tensors), self.checkpoint)
 
     def _lay_out(self, tensors: Sequence[HubTensor]) -> FileLayout:
-        """Return the layout of a file of weights; if it is the only one, its header says what an index would."""
+        """Return the layout of a file of weights; if it is the only one, its header has the index's metadata."""
         return lay_out(tensors, self._find_origin() if len(self.plan.files) == 1 else {})
 
     def _find_origin(self) -> dict[str, str]:
-        """Return the metadata that identifies the checkpoint, with its fingerprint if those of its tensors are stored.
+        """Return the metadata that identifies the checkpoint, with its fingerprint if its tensors have stored ones.
 
         Nothing of it depends on how the checkpoint was sharded.
         """
@@ -154,7 +154,7 @@ class FolderExport:
                 )
 
     def _adapt_config(self) -> bytes | None:
-        """Return the text of ``config.json``; None if none is there, or it is true of the tensors as it is.
+        """Return the text of ``config.json``; None if there is none, or it describes the tensors already.
 
         It is an error if it has another vocabulary, or ties tensors that differ; so is an adapter without its own.
         """
@@ -223,7 +223,7 @@ class FolderExport:
         return {index_name(self.options.file_format): index}
 
     def _choose_replaced(self, names: Iterable[str]) -> set[str]:
-        """Return which files of a folder go when it is overwritten, after a warning about those of others."""
+        """Return the files that an overwrite of a folder removes, after a warning about foreign ones."""
         gone = {name for name in names if is_replaced(name, has_assets=bool(self.options.assets))}
         renewed = {path.name for path in self.options.assets}
         foreign = sorted(name for name in gone - renewed if not is_weights(name))
@@ -247,7 +247,7 @@ class FolderExport:
             if path.name not in written:
                 copy_new(path, staging / path.name)
         self._report_misfits(staging)
-        if self.check is not None:  # before the journal's end: after a kill in the check another process goes on
+        if self.check is not None:  # before the journal's end: after a kill in the check another process continues
             self.check(staging)
         if self.journal is not None:
             self.journal.end()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _METADATA = "__metadata__"
 #: An entry of the metadata that is not the name of a tied tensor.
 _FORMAT = "format"
-#: What payloads of odd sizes leave room for, so that the next begins at a multiple of every element's size; in bytes.
+#: The room after payloads of odd sizes, so that the next begins at a multiple of every element's size; in bytes.
 _ALIGN = 64
 #: The alignment that payloads of full pages leave behind; smaller ones are sorted behind it.
 _PAGED = 0, 0

@@ -96,7 +96,7 @@ def load_from_huggingface(
             dot.
         validate_access_integrity: Check that the shards of all ranks cover every tensor exactly once.
         process_group: The ranks that load; by default all, or this process alone without torch.distributed.
-        fully_parallel: Read what several ranks want once; as for :func:`shardckpt.dist_checkpointing.load`.
+        fully_parallel: Read tensors that several ranks want once; as for :func:`shardckpt.dist_checkpointing.load`.
         memory_budget: As for :func:`shardckpt.dist_checkpointing.load`.
         allow_dtype_cast: As for :func:`shardckpt.dist_checkpointing.load`.
         resize: As for :func:`shardckpt.dist_checkpointing.load`.
@@ -119,7 +119,7 @@ def load_from_huggingface(
         find_mapping(mapping)
         budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
         resized = tuple(resize)
-        ends = tuple(f".{name}" for name in optional) if strict else ("",)  # what ends so may be missing
+        ends = tuple(f".{name}" for name in optional) if strict else ("",)  # names with these ends may be missing
         # without digests: the folder stores none
         manifest = Manifest(backend=HuggingFaceLoadStrategy.backend, version=HuggingFaceLoadStrategy.version)
 
@@ -158,7 +158,7 @@ def load_from_huggingface(
                     filled_by_twins=strategy.absent,
                     resize=resized,
                 )
-                # after the reads: the bytes may be those of a folder that an export has put in place since
+                # after the reads: an export may have put another folder in place since
                 reader.check_unchanged()
         return loaded
 
@@ -166,7 +166,7 @@ def load_from_huggingface(
 
 
 def _list_shards(requested: ShardedStateDict) -> list[ShardedBase]:
-    """Return the requested shards; those of quantized parameters ask for values, since no folder has their codes."""
+    """Return the requested shards; shards of quantized parameters ask for values, since no folder has their codes."""
 
     def name_quantized() -> StoredNames:
         factories = (leaf for leaf in nested_values(requested) if isinstance(leaf, ShardedTensorFactory))
@@ -198,7 +198,7 @@ def _choose_mapping(mapping: str | KeyMapping | None, folder: Folder, keys: Iter
 def _refuse_missing(
     strategy: HuggingFaceLoadStrategy, path: Path, mapping: str | KeyMapping | None, optional: tuple[str, ...]
 ) -> None:
-    """Raise KeyMismatchError if the folder lacks what requested tensors need, but for those with ``optional`` ends."""
+    """Raise KeyMismatchError if the folder lacks names that tensors need, except those with ``optional`` ends."""
     left = {key for key in strategy.missing if f".{key}".endswith(optional)}
     if left and strategy.is_partial:  # of another folder the load says so
         logger.warning("not in the adapter's folder, and so as they were: %s", listed(sorted(left), limit=5))
@@ -292,5 +292,5 @@ def huggingface_index(folder: str | os.PathLike[str]) -> dict[str, tuple[torch.d
 
 
 def read_hub_folder(folder: str | os.PathLike[str]) -> Folder:
-    """Read what a Hugging Face folder holds; only headers are read. Needs no other rank."""
+    """Read the content of a Hugging Face folder; only headers are read. Needs no other rank."""
     return retry_if_replaced(lambda: _read(open_directory(locate(folder, get_plugin_manager()))), folder)

@@ -69,7 +69,7 @@ class HuggingFaceLoadStrategy(ChunkLoadStrategy):
         self._missing = {
             s.key for s in shards if s.key in lacking and _memory_key(s) not in filled and 0 not in s.data_shape
         }
-        #: The names of the tensors that these need, by key; without those that need none.
+        #: The names of the tensors that these need, by key; without keys that need none.
         self.missing = {key: lacking[key] for key in self._missing if lacking[key]}
         self._block = block_size(folder.config)
 
@@ -79,7 +79,7 @@ class HuggingFaceLoadStrategy(ChunkLoadStrategy):
         return {link.name for links in self._links.values() for link in links}
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
-        """Collective: do what the base does, once for shards of the same memory; absent ones are as they were."""
+        """Collective: load as the base does, once for shards of the same memory; absent ones stay unchanged."""
         with context.comm.local_phase("planning the load"):
             tensors = [shard for shard in wanted if isinstance(shard, ShardedTensor)]
             for shard in {shard.key: shard for shard in tensors if shard.key not in self.absent}.values():
@@ -179,7 +179,7 @@ class HuggingFaceLoadStrategy(ChunkLoadStrategy):
             stored = self.folder.tensors[links[0].name]
             if _is_unchanged(links):
                 shape = stored.shape
-            # quantized tensors are read as the requested dtype; _source refuses what cannot be cast
+            # quantized tensors are read as the requested dtype; _source refuses tensors that cannot be cast
             if stored.dtype is not None and is_castable(stored.dtype) and is_castable(dtype):
                 dtype = stored.dtype
         return dtype, shape

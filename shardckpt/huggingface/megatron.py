@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 #: A layer by its number, and all along the first axis.
 _STORED = ("decoder.layers.{layer}", "decoder.layers")
 _HUB = "model.layers.{layer}"
-#: What every GPTModel has, and no class of the Hub.
+#: A tensor that every GPTModel has, and no class of the Hub.
 MEGATRON_NAME = "embedding.word_embeddings.weight"
 _WEIGHTS = ("weight", "bias")
 #: Models whose head_dim is hidden_size / num_attention_heads where config.json has none.
@@ -37,7 +37,7 @@ def list_attention_rules() -> Iterator[Rule]:
 
 
 def list_dense_rules() -> Iterator[Rule]:
-    """Yield the rules of what all models have: the ends, the norms of layers, attention's output, and dense MLPs."""
+    """Yield the rules that all models share: the ends, the norms of layers, attention's output, and dense MLPs."""
     yield Rule(MEGATRON_NAME, ("model.embed_tokens.weight",), split=split_vocabulary)
     yield Rule("output_layer.weight", ("lm_head.weight",), split=split_vocabulary)
     yield Rule("decoder.final_layernorm.weight", ("model.norm.weight",))
@@ -65,7 +65,8 @@ def list_latent_attention_rules() -> Iterator[Rule]:
 def list_prediction_rules(rules: Sequence[Rule], config: Mapping[str, Any]) -> Iterator[Rule]:
     """Yield the rules of layers that predict further tokens, which folders number after the others.
 
-    ``rules`` are those of other layers, which serve for the layers in these. ``config.json`` has the numbers of both.
+    ``rules`` are the rules of other layers, which serve for the layers in these. ``config.json`` has the numbers of
+    both.
     """
     first, count = (config.get(name) for name in ("num_hidden_layers", "num_nextn_predict_layers"))
     if not (_is_count(first) and _is_count(count)):
@@ -85,7 +86,7 @@ def list_prediction_rules(rules: Sequence[Rule], config: Mapping[str, Any]) -> I
 
 
 def list_expert_rules(router: str, gate: str, up: str, down: str) -> Iterator[Rule]:
-    """Yield the rules of a router and its experts, from the folder's names of these, without those of the layer.
+    """Yield the rules of a router and its experts, from the folder's names of these, without the layer's name.
 
     Experts are along an axis, numbered in the stored name, or have the names of a module's parameters: of a grouped
     linear layer (``linear_fc1.weight3``) or a list (``local_experts.3``), which is of use where one rank has them all.
@@ -106,7 +107,7 @@ def list_expert_rules(router: str, gate: str, up: str, down: str) -> Iterator[Ru
 
 
 def list_shared_expert_rules(hub: str, gate: str | None = None) -> Iterator[Rule]:
-    """Yield the rules of shared experts, from the folder's name of these and of what weighs them."""
+    """Yield the rules of shared experts, from the folder's names of these and of their gate."""
     yield from _mlp("mlp.shared_experts", hub)
     if gate is not None:
         yield from _layer("mlp.shared_experts.gate_weight", gate)
@@ -126,9 +127,9 @@ def _layer(stored: str, *hub: str, **options: Any) -> Iterator[Rule]:
 
 
 def split_qkv(rows: int, config: HubConfig | None) -> Sequence[Rows]:
-    """Return the rows of queries, keys and values: each group has those of its queries, of a key and of a value.
+    """Return the rows of queries, keys and values: each group has the rows of its queries, of a key and of a value.
 
-    It is an error if there is no config, or the rows are not those of its heads and groups.
+    It is an error if there is no config, or the number of rows contradicts its heads and groups.
     """
     if config is None:
         raise CheckpointingException(
@@ -170,7 +171,7 @@ def _derive_head_dim(config: HubConfig, heads: int) -> int | None:
 
 
 def split_vocabulary(rows: int, config: HubConfig | None) -> Sequence[Rows]:
-    """Return the rows of the vocabulary, without those that pad it if these are to be cut.
+    """Return the rows of the vocabulary, without its padding if that is to be cut.
 
     Other rows than the config's ``vocab_size``, unless they are cut or kept, are a ShapeMismatchError.
     """

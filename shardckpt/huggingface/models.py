@@ -87,7 +87,7 @@ class _ModelMapping(RuleMapping):
         )
 
     def knows(self, key: str) -> bool:
-        """Return whether a name is one of a model's; so is that of the block scales of a weight."""
+        """Return whether a name is one of a model's; so is the name of a weight's block scales."""
         return super().knows(key) or super().knows(key.removesuffix(SCALE_ENDING))
 
     def find_unused(self, keys: Collection[str]) -> Sequence[str]:  # noqa: ARG002 - that is as it should be
@@ -117,7 +117,7 @@ _MEGATRON: dict[str, tuple[Rule, ...]] = {
     "qwen3": _DENSE,
     "qwen3_moe": (*_DENSE, *_QWEN_EXPERTS),
 }
-#: Those of other trainers.
+#: The rules for checkpoints of other trainers.
 _OTHERS: dict[str, tuple[Rule, ...]] = {
     "deepseek_v3": tuple(_experts()),
     "mixtral": (
@@ -150,7 +150,7 @@ class MegatronMapping:
         return _ModelMapping(_MEGATRON[str(kind)]).with_config(config, padding)
 
 
-#: The mapping of Megatron's names to those of the model that ``config.json`` says.
+#: The mapping of Megatron's names to the names of the model that ``config.json`` says.
 MEGATRON = "megatron"
 _BUILT_IN: dict[str, KeyMapping] = {
     **{name: _ModelMapping((*rules, *_OTHERS.get(name, ()))) for name, rules in _MEGATRON.items()},
@@ -170,9 +170,9 @@ def find_mapping(
     ``model_type``; or None, which keeps names and shapes.
 
     ``config`` returns the content of the model's ``config.json``, which has the numbers of heads; None if there is
-    none. It is called if the mapping may need them. ``padding`` says what becomes of rows of the embedding that the
-    config's ``vocab_size`` does not count; to cut them, by a mapping, or without a config, that does not say how many
-    is an error. So is a model or file without a mapping, and a plugin that returns something else.
+    none. It is called if the mapping may need them. ``padding`` is the treatment of rows of the embedding that the
+    config's ``vocab_size`` does not count; to cut them, by a mapping that uses no config, or without a config, is an
+    error. So is a model or file without a mapping, and a plugin that returns something else.
     """
     given = os.fspath(mapping) if isinstance(mapping, os.PathLike) else mapping
     if isinstance(given, str) and (found := read_config_file(given)) is not None:

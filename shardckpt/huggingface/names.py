@@ -20,7 +20,7 @@ _STEMS = {SAFETENSORS: (HUB_WEIGHTS.removesuffix(".safetensors"), ".safetensors"
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 #: Of several files of safetensors, which an index lists.
 _NUMBERED = re.compile(r"model-\d+-of-\d+\.safetensors")
-#: What makes transformers put old adapters onto the new weights.
+#: The file that makes transformers put old adapters onto the new weights.
 ADAPTER = HUB_ADAPTER_CONFIG
 #: The weights that it describes; with these alone a folder is PEFT's, of an adapter and no model.
 ADAPTER_WEIGHTS = HUB_ADAPTER
@@ -29,7 +29,7 @@ ADAPTER_WEIGHTS = HUB_ADAPTER
 _LOADED = re.compile(
     r"[^.].*\.safetensors|[^.].*\.index\.json|(pytorch_model|consolidated).*|(tf_model|flax_model)\..*|adapter_(config|model)\..*"
 )
-#: What they read in addition to weights: configurations, and the tokenizer.
+#: The files that they read in addition to weights: configurations, and the tokenizer.
 _CONFIGURING = re.compile(
     r"([^.].*_)?config\.json|(tokenizer|chat_template|vocab|special_tokens|added_tokens|merges|params|tekken)[^/]*|[^.].*\.(model|tiktoken)"
 )
@@ -40,7 +40,7 @@ _WEIGHT_SUFFIXES = (
 )
 #: Files of checkpoints: a Hub folder with them would be read as a checkpoint, whose other files are missing.
 _OF_CHECKPOINTS = frozenset({*MARKERS, RECORD_NAME, INTEGRITY_NAME, FINGERPRINTS_NAME})
-#: What keys of the metadata begin with that say which checkpoint a folder has.
+#: The prefix of metadata keys that say which checkpoint a folder has.
 ORIGIN = "shardckpt_"
 
 
@@ -55,16 +55,16 @@ def has_numbered_files(names: Collection[str]) -> bool:
 
 
 def list_numbered_files(names: Collection[str]) -> list[str]:
-    """Return the files of several, in order, if all that their names count are there; else none."""
+    """Return the numbered files, in order, if all that their names count exist; else none."""
     numbered = sorted(filter(_NUMBERED.fullmatch, names))
     return numbered if numbered == list(file_names(len(numbered), SAFETENSORS)) else []
 
 
 def assign_files(sizes: Mapping[str, int], limit: int, file_format: str = SAFETENSORS) -> dict[str, list[str]]:
-    """Assign tensors to files in their order; return the names of those in each file, by the file's name.
+    """Assign tensors to files in their order; return the names of the tensors in each file, by the file's name.
 
-    ``sizes`` are bytes of every tensor by name, ``limit`` those of the tensors in a file; a tensor above it gets its
-    own.
+    ``sizes`` are bytes of every tensor by name, ``limit`` the bytes of the tensors in a file; a tensor above it gets
+    its own.
     """
     files: list[list[str]] = []
     current: list[str] = []
@@ -100,7 +100,7 @@ def index_name(file_format: str) -> str:
 def encode_weights_index(weight_map: Mapping[str, str], total: int, origin: Mapping[str, str] | None = None) -> bytes:
     """Return the content of the index, as transformers reads it.
 
-    ``origin`` is what the metadata says of the checkpoint that the folder has.
+    ``origin`` is the metadata about the checkpoint in the folder.
     """
     index = {"metadata": {"total_size": total, **(origin or {})}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
@@ -135,8 +135,8 @@ def is_copied(name: str) -> bool:
 
 
 def is_replaced(name: str, *, has_assets: bool) -> bool:
-    """Return whether an export over a folder removes a file of this name: what a loader might prefer to it, or add.
+    """Return whether an export over a folder removes a file of this name: a loader might prefer it, or add it.
 
-    ``has_assets`` says whether the export brings the model's other files. Else those of the folder stay.
+    ``has_assets`` says whether the export brings the model's other files. Else the folder's own files stay.
     """
     return _LOADED.fullmatch(name) is not None or (has_assets and is_configuration(name))

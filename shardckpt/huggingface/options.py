@@ -48,13 +48,13 @@ def parse_options(
     dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None = None,
     keep: Collection[str] = (),
     max_shard_size: int | str = "5GB",
-    format: str = SAFETENSORS,  # noqa: A002 - what the user calls it
+    format: str = SAFETENSORS,  # noqa: A002 - the user's word for it
     assets: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     leave_out: Collection[str] = (),
     strict: bool = False,
     cut_vocabulary: bool = False,
 ) -> ExportOptions:
-    """Parse what a caller says; the other arguments are those of :func:`shardckpt.huggingface.export_to_huggingface`.
+    """Parse a caller's options; the other arguments are as for :func:`shardckpt.huggingface.export_to_huggingface`.
 
     ``folder`` is the one that is written, whose ``config.json`` counts if none is among the assets; None if no folder
     is written, and no config counts.

@@ -58,7 +58,7 @@ class LeftOut(NamedTuple):
     unmapped: tuple[str, ...] = ()
 
     def warn(self) -> None:
-        """Log what is not written, and why."""
+        """Log the items that are not written, and why."""
         if self.optimizer:
             logger.warning(
                 "not exported (%s of the optimizer's state): %s",
@@ -86,8 +86,8 @@ class PlannedTensors(NamedTuple):
         tensors: The tensors by name, in the order of the shards.
         unmapped: The keys of objects, and of tensors that the mapping leaves out, among the shards with the prefix.
         unmatched: The keys of tensors that the mapping does not know, which keep their names.
-        cast: The stored dtype of those that are cast, by name.
-        kept: The names of those that hold more than they would after the cast, and keep their dtype.
+        cast: The stored dtype of tensors that are cast, by name.
+        kept: The names of tensors that would lose values by the cast, and keep their dtype.
     """
 
     tensors: dict[str, HubTensor]
@@ -157,7 +157,7 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
 def choose_model(
     stored: Sequence[ShardedBase], options: ExportOptions, *, optimizer: bool = False
 ) -> tuple[str, list[ShardedBase], LeftOut]:
-    """Choose what of a checkpoint is the model; return its keys' prefix, its shards, and the keys of other tensors.
+    """Choose the model in a checkpoint; return its keys' prefix, its shards, and the keys of other tensors.
 
     The prefix of the options is the model's, if it is not None; keys that their mapping knows are the model's.
     Quantized parameters are an error.
@@ -166,7 +166,7 @@ def choose_model(
     sections = find_sections(keys)
     prefix = sections.model if options.prefix is None else options.prefix
     known = options.mapping if isinstance(options.mapping, KnowsKeys) else None
-    # whoever names a prefix gets what has it, but for what a mapping of a model's names does not know
+    # a caller's prefix selects all keys that have it, except keys that a mapping of a model's names does not know
     takes_all = optimizer or (options.prefix is not None and known is None)
     cut = len(prefix)
     chosen: list[ShardedBase] = []
@@ -197,8 +197,8 @@ def plan_tensors(shards: Iterable[ShardedBase], options: ExportOptions, others: 
     """Plan the tensors that these shards become under the prefix, the mapping, the dtype and the names left out.
 
     A warning names the tensors that the mapping does not know; with strict options they are a KeyMismatchError. A
-    prefix of None is none. ``others`` is what may be left out that is no tensor, for the error about a name that is
-    neither. It is an error if a tensor is not stored as a whole, or two are mapped to one.
+    prefix of None is none. ``others`` are the names of items that may be left out and are no tensors, for the error
+    about a name that is neither. It is an error if a tensor is not stored as a whole, or two are mapped to one.
     """
     prefix = options.prefix or ""
     parts: dict[str, list[StoredPart]] = {}

@@ -29,8 +29,8 @@ _MISTRAL = "consolidated*.safetensors"
 class Review(NamedTuple):
     """The findings.
 
-    ``fault`` says why the configuration and the weights are not of one model; None if they are. ``note`` is what is no
-    fault and may surprise. ``file`` is that of the configuration; ``""`` if there is none.
+    ``fault`` says why the configuration and the weights are not of one model; None if they are. ``note`` has remarks
+    that are no fault and may surprise. ``file`` is the configuration's name; ``""`` if there is none.
     """
 
     fault: CorruptCheckpointError | None
@@ -39,7 +39,7 @@ class Review(NamedTuple):
 
 
 def review_others(place: Path, weights: Collection[str]) -> dict[str, str]:
-    """Return, by file, what engines make of files that they would load with a folder's weights."""
+    """Return, by file, how engines treat files that they would load with a folder's weights."""
     with wrap_os_errors("list", place):
         names = {path.name for path in place.iterdir()}
     if ADAPTER_WEIGHTS in weights:

@@ -26,7 +26,7 @@ _FIELD = re.compile(r"\{([^\W\d]\w*)\}")
 
 
 class HubConfig(NamedTuple):
-    """The content of a model's ``config.json``, and what becomes of rows that pad the vocabulary."""
+    """The content of a model's ``config.json``, and the treatment of rows that pad the vocabulary."""
 
     values: Mapping[str, Any]
     padding: Padding
@@ -69,8 +69,8 @@ class Rule:
     """The names and splits of stored tensors of one kind in a Hugging Face folder.
 
     Names are patterns: a field such as ``{layer}`` stands for text without a dot, the same in all names of the rule. If
-    the folder's names have ``{expert}`` and the stored one has not, the stored tensor's first axis counts the experts,
-    and the folder has one tensor for each; likewise ``{layer}``, whose axis comes before that of the experts.
+    the folder's names have ``{expert}`` and the stored one lacks it, the stored tensor's first axis counts the experts,
+    and the folder has one tensor for each; likewise ``{layer}``, whose axis comes before the experts' axis.
 
     Example::
 
@@ -80,7 +80,7 @@ class Rule:
     Attributes:
         stored: The stored tensor's name.
         hub: The folder's names. Several names are equal parts of the stored tensor, in order along its first axis after
-            that of the experts. If empty, tensors of this kind are not exported.
+            the experts' axis. If empty, tensors of this kind are not exported.
         transposed: Whether the last two axes are swapped in the folder.
         split: Returns which rows of a stored tensor are in which of the folder's, from the number of its rows and the
             model's config; by default the parts are equal.

@@ -11,13 +11,13 @@ from shardckpt.engine.optimizer_keys import is_optimizer_key
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-#: What trainers call the model in a dict of states.
+#: Trainers' names of the model in a dict of states.
 _MODELS = frozenset({"model", "models", "module", "state_dict", "model_state_dict"})
-#: What they put all states into, and no model of the Hub has.
+#: Trainers' names of a dict around all states, which no model of the Hub has.
 _OUTER = frozenset({"app", "state_dict", "model_state_dict", "module"})
 #: Modules that models of the Hub have next to one that is called "model".
 _OUTSIDE_MODEL = frozenset({"lm_head", "score", "classifier", "language_model", "embed_out", "visual", "vision_tower"})
-#: Keys of an optimizer that are compared with those of parameters.
+#: Keys of an optimizer that are compared with the keys of parameters.
 _SAMPLE = 64
 
 
@@ -28,7 +28,7 @@ class Sections(NamedTuple):
     optimizers: frozenset[str]
 
     def has_optimizer_key(self, key: str) -> bool:
-        """Return whether a key is that of an optimizer's state."""
+        """Return whether a key belongs to an optimizer's state."""
         return not self.optimizers.isdisjoint(_outer_prefixes(key))
 
 
@@ -36,8 +36,8 @@ def find_sections(keys: Collection[str]) -> Sections:
     """Find the model and its optimizers among the keys of a checkpoint.
 
     An optimizer is known by its name (``optimizer``, ``optim``, ``optimizer_0`` and others), or by its structure:
-    ``S.state.<parameter>.<value>`` of a parameter that the checkpoint has. The model is what has these parameters; else
-    what stands next to the optimizer under a name that trainers give a model.
+    ``S.state.<parameter>.<value>`` of a parameter that the checkpoint has. The model is the section that has these
+    parameters; or else the section next to the optimizer under a name that trainers give a model.
     """
     optimizers = frozenset(_find_optimizers(keys))
     found = Sections("", optimizers)
@@ -115,7 +115,7 @@ def _find_parameters(keys: Collection[str], others: Iterable[str], optimizers: I
 
 
 def _find_neighbour(others: Iterable[str], optimizers: Iterable[str]) -> str:
-    """Return the prefix of what stands next to an optimizer, and is called a model."""
+    """Return the prefix of the section next to an optimizer that has a model's name."""
     for prefix in sorted({_outer(optimizer) for optimizer in optimizers}, key=len):
         siblings = {key[len(prefix) :].partition(".")[0] for key in others if key.startswith(prefix)}
         models = siblings & _MODELS

@@ -37,8 +37,9 @@ class StoreExport(FolderExport):
     """An export to a URL; see the base.
 
     A store cannot exchange folders. So weights that are there are deleted first, and the index, or the only file, comes
-    last: what a crash leaves is no folder that loads. ``check`` reads the complete folder; what it refuses is deleted.
-    A URL without files is taken as by a save: no other export begins there, and a prune finds what a kill leaves.
+    last: after a crash no folder is left that loads. ``check`` reads the complete folder; a folder that it refuses is
+    deleted. A URL without files is taken as by a save: no other export begins there, and a prune finds the remains of a
+    kill.
     """
 
     def run(self) -> None:

@@ -1,6 +1,6 @@
 """The structure of a plain state dict, kept in a checkpoint's content_metadata: its nesting, with keys for tensors.
 
-Apart from what converts: a reader of files of ``torch.save`` needs it without the adapters, which import DTensor.
+Apart from the converters: a reader of files of ``torch.save`` needs it without the adapters, which import DTensor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def make_state_dict(common: StateDict, values: StateDict) -> StateDict:
 def nest_stored(checkpoint: OpenCheckpoint, common: StateDict, values: StateDict) -> StateDict:
     """Return the plain state dict of an open checkpoint, nested as it was saved if the checkpoint says how.
 
-    ``values`` are its tensors and objects by their plain names, or what stands for them.
+    ``values`` are its tensors and objects by their plain names, or their placeholders.
     """
     strategy, nested = checkpoint.strategy, None
     if isinstance(strategy, NestsState):

@@ -31,7 +31,7 @@ _REFUSAL = re.compile(r"WeightsUnpickler error: .*|.*[Uu]nsupported.*")
 
 
 def is_torch_file(path: Path) -> bool:
-    """Return whether a file begins as those of ``torch.save`` do: any zip archive, or a file of before torch 1.6."""
+    """Return whether a file begins like a file of ``torch.save``: any zip archive, or a file of before torch 1.6."""
     with wrap_os_errors("open", path), path.open("rb") as file:
         first = file.read(_LEGACY_AT + len(_LEGACY))
     return first.startswith(_ZIP) or first[_LEGACY_AT:] == _LEGACY

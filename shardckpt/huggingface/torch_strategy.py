@@ -89,7 +89,7 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
     def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
         """Return the values that are no tensors as stock ``dcp.load`` asks for them: by their paths.
 
-        What describes a tensor in a state, in a file that was converted, has the path of that tensor.
+        The description of a tensor in a state, in a file that was converted, has the path of that tensor.
         """
         taken = {key for file in self._files for key in self._content(context, file).tensors}
         return [PlainObject(k, value) for k, value in list_dcp_values(self._state_dict(context)) if k not in taken]
@@ -114,7 +114,7 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
         return {file: find_error(check, file) for file in self._files}
 
     def _state_dict(self, context: LoadContext) -> dict[Any, Any]:
-        """Return that of all files, whose names differ: the index has each of them once."""
+        """Return the state dict of all files, whose names differ: the index has each of them once."""
         return {k: value for file in self._files for k, value in self._content(context, file).state_dict.items()}
 
     def _content(self, context: LoadContext, file: str) -> _Content:
@@ -202,8 +202,8 @@ def find_torch_weights(
 ) -> TorchFileLoadStrategy | None:
     """Return the reader of a model in a folder of the Hub with files of ``torch.save``; None if there are none.
 
-    ``names`` are those of the files in the folder. With ``skip_damaged`` files that the index names may be missing, but
-    not all of them.
+    ``names`` are the names of the files in the folder. With ``skip_damaged`` files that the index names may be missing,
+    but not all of them.
     """
     (only,) = file_names(1, BIN)
     if index_name(BIN) in names:

@@ -42,8 +42,8 @@ class ModelCheckpoint(StoredCheckpoint):
         """Return an iterator of the model's weights, whole, under the names of the Hub, for evaluation and serving.
 
         Whatever the number of ranks that have saved it, and the format. Each tensor is read once, in the order of the
-        index; those that fit into ``memory`` together are read together, each file from front to back. What has digests
-        is checked, unless ``SHARDCKPT_VERIFY_READS`` says otherwise.
+        index; tensors that fit into ``memory`` together are read together, each file from front to back. Items that
+        have digests are checked, unless ``SHARDCKPT_VERIFY_READS`` says otherwise.
 
         Example::
 
@@ -52,7 +52,7 @@ class ModelCheckpoint(StoredCheckpoint):
                 engine.load_weights(checkpoint.weights("qwen3_moe", dtype="bfloat16"))
 
         Args:
-            prefix: Prefix of the keys to read, which is removed; by default that of the model, which is found next to
+            prefix: Prefix of the keys to read, which is removed; by default the model's prefix, which is found next to
                 its optimizers (``model.``, ``app.model.``).
             optimizer: Also the optimizer's state; by default it is left out.
             leave_out: Names, of the Hub, that are not read: a ``lm_head.weight`` that is tied to the embedding.
@@ -63,8 +63,8 @@ class ModelCheckpoint(StoredCheckpoint):
 
         Raises:
             KeyMismatchError: No tensor is stored whose key begins with the prefix.
-            CheckpointingException: An argument is wrong, a tensor is not stored as a whole, or it is damaged; what was
-                read before is right.
+            CheckpointingException: An argument is wrong, a tensor is not stored as a whole, or it is damaged; values
+                that were read before are right.
         """
         check_annotated(ModelCheckpoint.weights, locals())
         options = parse_options(None, prefix=prefix, mapping=mapping, dtype=dtype, keep=keep, leave_out=leave_out)

@@ -35,7 +35,7 @@ def read_all_of_folder(
 ) -> tuple[HuggingFaceLoadStrategy, Path]:
     """Return a strategy that reads every tensor of a folder under its own name and dtype, and the files' directory.
 
-    ``file`` is the only one to read, of any name; by default those of the folder's model are read. With
+    ``file`` is the only one to read, of any name; by default the files of the folder's model are read. With
     ``skip_damaged`` tensors that are missing or cut are left out. A dtype that this torch lacks is a
     CorruptCheckpointError.
     """
@@ -86,7 +86,7 @@ def name_for_trainer(
 class TrainerNames(Identity):
     """Keeps a trainer's names, and the dtypes that the rules of its mapping keep in a cast.
 
-    ``mapping`` maps the trainer's names to those of a folder.
+    ``mapping`` maps the trainer's names to the names in a folder.
     """
 
     def __init__(self, mapping: RuleMapping) -> None:

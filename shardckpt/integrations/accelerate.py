@@ -99,7 +99,7 @@ class ShardedState:
         """Collective: save models and optimizers. Emptying ``weights`` tells Accelerate that they are saved."""
         with Comm().local_phase("describing the accelerator's models"):
             state = self._describe(models)
-        # save_state may be called for one folder again: Accelerate, too, writes over what is there
+        # save_state may be called for one folder again: Accelerate, too, overwrites its files
         dist_checkpointing.save(state, Path(output_dir, FOLDER), self._strategy, overwrite=True)
         weights.clear()
         self._hook_optimizers()

@@ -45,7 +45,7 @@ class ShardedCheckpointIO(CheckpointIO):
     Lightning calls it where rank 0 has the full state: on one device, and with DDP. Rank 0 alone saves, and every rank
     loads by itself: no method is collective. Lightning's FSDP and model-parallel strategies do not call a CheckpointIO:
     use a :class:`shardckpt.manager.CheckpointManager` there. ``load_from_checkpoint`` of modules does not call it
-    either: pass ``module.load_state_dict`` the ``state_dict`` of what :meth:`load_checkpoint` returns.
+    either: pass ``module.load_state_dict`` the ``state_dict`` in the result of :meth:`load_checkpoint`.
 
     Args:
         strategy: Backend, ``"backend@version"`` or (backend, version); by default the registry's default.
@@ -70,7 +70,7 @@ class ShardedCheckpointIO(CheckpointIO):
             storage_options: None: options of a store are configured in its plugin.
 
         Raises:
-            CheckpointingException: the save failed; what was at the path is unchanged.
+            CheckpointingException: the save failed; a checkpoint at the path is unchanged.
         """
         if storage_options is not None:
             raise CheckpointingException(
@@ -97,7 +97,7 @@ class ShardedCheckpointIO(CheckpointIO):
         Args:
             path: The directory or URL.
             map_location: The device of its tensors; by default the CPU.
-            weights_only: Accepted, without effect: only plain classes and those of ``allow_globals`` are ever loaded.
+            weights_only: Accepted, without effect: only plain classes and ``allow_globals`` are ever loaded.
 
         Returns:
             The nested dicts and lists that were saved.

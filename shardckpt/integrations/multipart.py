@@ -68,7 +68,7 @@ def _make_client(url: str, options: Mapping[str, str]) -> Any:
 
 @functools.lru_cache(4)
 def _open_client(_: tuple[tuple[str, str], ...], scheme: str, options: tuple[tuple[str, str], ...]) -> Any:
-    """Make a client, or return that of an equal environment; None if s3fs is not installed."""
+    """Make a client, or return an earlier one of an equal environment; None if s3fs is not installed."""
     try:
         from s3fs import S3FileSystem  # type: ignore[import-untyped]
     except ModuleNotFoundError as exc:

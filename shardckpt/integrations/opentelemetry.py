@@ -37,16 +37,16 @@ class OpenTelemetryListener:
     """Makes a span ``shardckpt.save`` for a save, with a child ``shardckpt.save: PHASE`` for each phase of it.
 
     A span has the attributes ``shardckpt.operation``, ``.directory``, ``.rank``, ``.strategy`` and, at its end,
-    ``.bytes``; of a failure the status has the text, and ``error.type`` and ``.failed_phase`` say what failed
-    where. The metrics are the histogram ``shardckpt.duration`` (s) with ``operation``, ``phase`` and ``result``,
-    the histogram ``shardckpt.blocked`` (s), what the training waited for, the counter ``shardckpt.bytes`` (By),
-    written or loaded, ``shardckpt.in_flight``, the number of those that have not ended, with ``operation``, and the
-    counter ``shardckpt.incidents`` with ``operation`` and ``incident``: ``skipped`` or, at each save that finds one,
+    ``.bytes``; for a failure the status has the text, and ``error.type`` and ``.failed_phase`` have its class and
+    phase. The metrics are the histogram ``shardckpt.duration`` (s) with ``operation``, ``phase`` and ``result``, the
+    histogram ``shardckpt.blocked`` (s), the training's wait, the counter ``shardckpt.bytes`` (By), written or loaded,
+    ``shardckpt.in_flight``, the number of operations that have not ended, with ``operation``, and the counter
+    ``shardckpt.incidents`` with ``operation`` and ``incident``: ``skipped`` or, at each save that finds one,
     ``other_job``.
 
     Args:
-        tracer_provider: Gets the spans; by default that of the process.
-        meter_provider: Gets the metrics; by default that of the process.
+        tracer_provider: Gets the spans; by default the process's provider.
+        meter_provider: Gets the metrics; by default the process's provider.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class OpenTelemetryListener:
 
     @hookimpl
     def shardckpt_event(self, event: Event) -> None:
-        """Open the span of an operation, or end it; make that of a phase when it has ended."""
+        """Open the span of an operation, or end it; make the span of a phase when it has ended."""
         if event.state in ("skipped", "other_job"):
             self._incidents.add(1, {"operation": event.operation, "incident": event.state})
         if event.state not in ("start", "end", "failure"):

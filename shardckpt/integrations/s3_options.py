@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 #: The URLs whose store is S3.
 SCHEMES = frozenset({"s3", "s3a"})
-#: Of options with one name for all clients: what obstore calls each, and s3fs.
+#: The names that obstore, and then s3fs, have for the options of all clients.
 _NAMES = {
     "endpoint": ("endpoint", "endpoint_url"),
     "region": ("region", "region_name"),
@@ -24,7 +24,7 @@ _PROFILE = "profile"
 
 
 def make_obstore_options(url: str, options: Mapping[str, str]) -> dict[str, Any]:
-    """Return arguments of ``obstore.store.from_url`` by the options of a URL; those of other stores are obstore's own.
+    """Return arguments of ``obstore.store.from_url`` by the options of a URL; other stores' options are obstore's own.
 
     An option of S3 that is not known is an error; a profile needs boto3.
     """
@@ -49,7 +49,7 @@ def make_obstore_options(url: str, options: Mapping[str, str]) -> dict[str, Any]
 
 
 def make_s3fs_options(url: str, options: Mapping[str, str]) -> dict[str, Any]:
-    """Return the arguments of fsspec for the options of a URL; those of other stores are the filesystem's own.
+    """Return the arguments of fsspec for the options of a URL; other stores' options are the filesystem's own.
 
     An option of S3 that is not known is an error.
     """
@@ -63,7 +63,7 @@ def make_s3fs_options(url: str, options: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_options(url: str, options: Mapping[str, str]) -> None:
-    """Raise the error of an option that S3 does not know; those of other stores are not known here."""
+    """Raise the error of an option that S3 does not know; other stores' options are not known here."""
     unknown = options.keys() - {*_NAMES, _PROFILE}
     if unknown and url.partition("://")[0] in SCHEMES:
         wrong = min(unknown)

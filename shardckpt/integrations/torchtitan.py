@@ -33,7 +33,7 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     """torchtitan's checkpoint protocol (0.3), implemented by a :class:`shardckpt.manager.CheckpointManager`.
 
     Args:
-        config: torchtitan's options, with those of shardckpt.
+        config: torchtitan's options, with shardckpt's.
         dataloader: This rank's loader. Each rank's state is saved. A load on another number of ranks gives every loader
             the states of all, by ``dp_rank_<n>``: the loader finds the state of its own rank, or raises.
         model_parts: The parts of the model on this rank.
@@ -54,7 +54,7 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
-        """torchtitan's options, and those of :class:`shardckpt.manager.CheckpointConfig` that torchtitan lacks.
+        """torchtitan's options, and the options of :class:`shardckpt.manager.CheckpointConfig` that torchtitan lacks.
 
         Set ``retention`` and ``save_when`` in code: the command line cannot give policies. torchtitan's ``save`` has no
         metrics, so there is no ``keep_best_k``, and ``KeepBest`` keeps no step.
@@ -156,7 +156,7 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
 
 def make_checkpoint_config(config: TitanCheckpointManager.Config, base_folder: str = "") -> CheckpointConfig:
-    """Convert torchtitan's options to those of a CheckpointManager.
+    """Convert torchtitan's options to the options of a CheckpointManager.
 
     ``config.folder`` is relative to ``base_folder``, a folder or URL, unless it is a URL or an absolute path.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 LOAD_FORMAT = "shardckpt"
-#: What ``model_loader_extra_config`` may have.
+#: The entries that ``model_loader_extra_config`` may have.
 _OPTIONS = ("checkpoint", "mapping", "prefix", "dtype", "leave_out", "memory")
 _MEMORY = "256MiB"
 
@@ -30,16 +30,16 @@ _MEMORY = "256MiB"
 class ShardedCheckpointLoader(BaseModelLoader):  # type: ignore[misc]
     """Fills vLLM's model from a checkpoint: ``--load-format shardckpt``.
 
-    ``--model`` is a folder with the model's ``config.json`` and tokenizer, or its name at the Hub. What to load is in
-    ``--model-loader-extra-config``::
+    ``--model`` is a folder with the model's ``config.json`` and tokenizer, or its name at the Hub. The checkpoint is
+    named in ``--model-loader-extra-config``::
 
         vllm serve Qwen/Qwen3-0.6B --load-format shardckpt
             --model-loader-extra-config '{"checkpoint": "runs/step-1000", "dtype": "bfloat16"}'
 
     Its entries: ``checkpoint``, a directory or URL, by default the model's folder; ``mapping``, ``prefix``, ``dtype``
     and ``leave_out`` as for :meth:`shardckpt.huggingface.ModelCheckpoint.weights`; and ``memory``, such as
-    ``"256MiB"``: what is read at a time. Each worker reads all weights, as with vLLM's own loader, and its model takes
-    its part of them.
+    ``"256MiB"``: the bytes that are read at a time. Each worker reads all weights, as with vLLM's own loader, and its
+    model takes its part of them.
 
     Args:
         load_config: vLLM's ``LoadConfig``.

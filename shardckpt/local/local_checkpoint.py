@@ -46,14 +46,14 @@ def save_local(
             save_local(state, f"/local/checkpoint/{rank}", overwrite=True)
 
     Args:
-        state: What to save, with its tensors in place.
+        state: The part to save, with its tensors in place.
         directory: Of this rank alone: absent or empty, unless ``overwrite``. When this returns, the complete checkpoint
             is there.
-        overwrite: Replace what is in the directory, in one step.
+        overwrite: Replace the checkpoint in the directory, in one step.
         allow_globals: As for :func:`shardckpt.dist_checkpointing.save`.
 
     Raises:
-        CheckpointingException: the save failed; ``directory`` is as it was before.
+        CheckpointingException: the save failed; ``directory`` is unchanged.
     """
     check_part(state)
     check_annotated(save_local, locals())
@@ -75,7 +75,7 @@ def save_local(
 
 
 def load_local(directory: str | os.PathLike[str], *, allow_globals: Iterable[Any] = ()) -> TensorAwareStateDict:
-    """Load what :func:`save_local` saved; other ranks take no part in this.
+    """Load a part that :func:`save_local` saved; other ranks take no part in this.
 
     Args:
         directory: This rank's.
@@ -86,7 +86,7 @@ def load_local(directory: str | os.PathLike[str], *, allow_globals: Iterable[Any
 
     Raises:
         CannotLoadError: there is no complete checkpoint.
-        CorruptCheckpointError: the bytes are not those that were written.
+        CorruptCheckpointError: the bytes differ from those that were written.
     """
     options = LoadOptions(allow_globals=parse_globals(allow_globals))
     place = locate_local(directory, "load a local checkpoint from")

@@ -302,7 +302,7 @@ class LocalCheckpointManager:
                     state, fault = self._read(route.part)
 
     def _read(self, part: PartId) -> tuple[TensorAwareStateDict | None, str]:
-        """Return a part on this rank's disk, or None and what is wrong with it."""
+        """Return a part on this rank's disk, or None and its fault."""
         try:
             return load_local(self._folder.path(part), allow_globals=self._allow_globals), ""
         except _DAMAGED as exc:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class KeptShards(NamedTuple):
     """The tensor shards that this rank keeps, of all that the ranks of a group have.
 
-    ``copies`` has the shards that this rank had when they were assigned; ``kept`` the ids of those that it keeps.
+    ``copies`` has the shards that this rank had when they were assigned; ``kept`` the ids of the shards that it keeps.
     """
 
     copies: list[ShardCopy]
@@ -37,16 +37,16 @@ class _Tensor(NamedTuple):
 
 
 class _Inventory(NamedTuple):
-    """A rank's announcement: the tensors that it keeps, and the kinds of device of those that it lacks."""
+    """A rank's announcement: the tensors that it keeps, and the kinds of device of the tensors that it lacks."""
 
     kept: dict[ShardId, _Tensor]
     lacking: dict[ShardId, str]
 
 
 def keep_share(shards: Sequence[ShardedTensor], group: Comm, cached: KeptShards | None) -> KeptShards:
-    """Collective: assign each shard to one rank of the group, which keeps it; return what this rank keeps.
+    """Collective: assign each shard to one rank of the group, which keeps it; return the shards that this rank keeps.
 
-    ``data`` of this rank's shards that another rank keeps becomes None. ``cached``, what an earlier call returned, is
+    ``data`` of this rank's shards that another rank keeps becomes None. ``cached``, the result of an earlier call, is
     reused if all ranks have the same shards as then.
     """
     with group.local_phase("comparing with the last assignment"):

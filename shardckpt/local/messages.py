@@ -1,4 +1,4 @@
-"""Divide the files of a stored part into messages, and give memory to those that are sent and received."""
+"""Divide the files of a stored part into messages, and allocate memory for the messages sent and received."""
 
 from __future__ import annotations
 

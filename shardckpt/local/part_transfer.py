@@ -23,7 +23,7 @@ _Tensors = list[tuple[torch.Tensor, int]]
 
 
 class Route(NamedTuple):
-    """The copy of a part from the disk of rank ``source`` to that of rank ``target``."""
+    """The copy of a part from the disk of rank ``source`` to the disk of rank ``target``."""
 
     part: PartId
     source: int

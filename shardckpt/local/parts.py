@@ -60,7 +60,7 @@ class PartId(NamedTuple):
 class Listing(NamedTuple):
     """The content of a :class:`PartFolder`."""
 
-    #: The parts, with what is wrong with each; ``""`` for nothing.
+    #: The parts, each with its fault; ``""`` for none.
     parts: dict[PartId, str]
     #: Staging directories of saves and copies that were interrupted, and that no living process uses.
     leftovers: list[Leftover]
@@ -94,7 +94,7 @@ class PartFolder:
         return listing
 
     def remove(self, parts: Iterable[PartId]) -> None:
-        """Remove parts; log those that cannot be removed."""
+        """Remove parts; log the parts that cannot be removed."""
         for part in parts:
             path = self.path(part)
             try:
@@ -106,7 +106,7 @@ class PartFolder:
         self.clear()
 
     def clear(self, leftovers: Iterable[Leftover] = ()) -> None:
-        """Remove the given leftovers, and those of interrupted removals; log those that cannot be removed."""
+        """Remove the given leftovers, and leftovers of interrupted removals; log each that cannot be removed."""
         remove_unused(leftovers, _explain_kept)
         try:
             if self.root.exists():
@@ -126,7 +126,7 @@ def _explain_kept(leftover: Leftover) -> str:
 
 
 def _find_fault(path: Path) -> str:
-    """Return what is wrong with a part, or ``""``."""
+    """Return the fault of a part, or ``""``."""
     try:
         record = read_manifest(path, get_plugin_manager()).record
         if record is None:

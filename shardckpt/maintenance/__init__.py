@@ -1,4 +1,4 @@
-"""Verify, convert, merge, migrate and compare checkpoints, and remove keys: what the command does, as functions."""
+"""Verify, convert, merge, migrate and compare checkpoints, and remove keys: the work of the commands, as functions."""
 
 from shardckpt.lazy import attach_stub
 

@@ -61,12 +61,12 @@ if TYPE_CHECKING:
     from shardckpt.plugins.manager import PluginManager
     from shardckpt.storage.writer import CheckpointWriter
 
-    #: Opens what is at a location: :func:`shardckpt.maintenance.sources.open_source`, or the merge of several.
+    #: Opens the source at a location: :func:`shardckpt.maintenance.sources.open_source`, or the merge of several.
     SourceOpener = Callable[[Path, PluginManager, Reading], AbstractContextManager[OpenCheckpoint]]
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of a data file on a store: a process that goes on sends the last one again.
+#: Bytes of a data file on a store: a process that continues sends the last one again.
 OBJECT_BYTES = 1 << 30
 #: Targets that are no backends: a Hugging Face folder, a file of torch.save, a folder for stock DCP.
 FOLDER: str = "hf"
@@ -86,7 +86,7 @@ class ConversionReport:
         objects: Number of objects that were written, without PlainObject shards, which are for other libraries.
         nbytes: Bytes of the tensors' values.
         proof: The fingerprints of each tensor, before and after.
-        left_out: What the source has and the target has not: keys of tensors, of objects, of the common state, and of
+        left_out: Items of the source that the target lacks: keys of tensors, of objects, of the common state, and of
             :class:`~shardckpt.mapping.PlainObject` shards, which are for other libraries; these are the last.
         rewritten: Places of values that a file of ``torch.save`` has as builtin types, with the class that they had.
         resumed: Bytes that an earlier conversion had written before it was killed; these were not written again.
@@ -114,7 +114,7 @@ class ConversionReport:
 
 
 class _Written(NamedTuple):
-    """What a conversion has written, and the keys that it has left out; see :class:`ConversionReport`."""
+    """The items that a conversion has written, and the keys that it has left out; see :class:`ConversionReport`."""
 
     tensors: Sequence[HubTensor]
     objects: int
@@ -126,7 +126,7 @@ class _Written(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversion:
-    """One attempt; the arguments are those of :func:`convert_checkpoint`. Without a saver, ``kind`` says the target."""
+    """One attempt; the arguments are as for :func:`convert_checkpoint`. Without a saver, ``kind`` says the target."""
 
     source: Path
     target: Path
@@ -139,19 +139,19 @@ class Conversion:
     overwrite: bool
     is_resumable: bool
     opener: SourceOpener
-    #: What identifies the values of the open source; ``""`` if nothing does.
+    #: Returns an identity of the values of the open source; ``""`` if it has none.
     identify: Callable[[OpenCheckpoint], str]
     #: Bytes that reading, and writing, may hold besides the tensors; None: as many as are fast.
     buffers: tuple[int | None, int | None]
-    #: What keys of the source begin with, and what is read in its place.
+    #: Prefixes of the source's keys, each with the prefix that replaces it.
     rename: dict[str, str]
     #: Maps a trainer's names to the Hub's, where Hugging Face folders are read by the trainer's.
     trainer: RuleMapping | None
     #: Whether ``source`` is one of several.
     is_merge: bool
-    #: Whether what cannot be read is left out.
+    #: Whether unreadable items are left out.
     skip_damaged: bool
-    #: The journal of what is written, once that is known.
+    #: The journals of the written files, once they are known.
     journals: list[Journal] = field(default_factory=list)
 
     def run(self) -> ConversionReport:
@@ -190,7 +190,7 @@ class Conversion:
                     damaged=opened.damaged,
                 )
                 index = stored.index()
-                # what is read, and read again from where it is written: the operation's writer would count it once more
+                # counts the bytes read from source and target: the operation's writer would count them once more
                 reads = Operation("convert", self.target, Comm(alone=True), self.plugins)
                 reads.start_progress(lambda: 2 * count_stored_bytes(index))
                 reads.share_progress(opened.operation)
@@ -241,7 +241,7 @@ class Conversion:
         try:
             proof.make(tensors, staging, files)
         except CorruptCheckpointError:
-            # what a killed run has left may be at fault: a file of tensors has no digests that would show it
+            # the leftovers of a killed run may be at fault: a file of tensors has no digests that would show it
             for journal in self.journals:
                 journal.has_diverged |= journal.nbytes > 0
             raise
@@ -270,7 +270,7 @@ class Conversion:
             return  # no copy
         if (manifest.backend, manifest.version) != own or manifest.record is None or self._is_changed:
             return
-        if bad := find_incomplete_files(None, reader):  # what can be read is written anew; a copy would be damaged, too
+        if bad := find_incomplete_files(None, reader):  # readable items are written anew; a copy would be damaged, too
             faults = listed([f"{file.name} {file.fault}" for file in bad])
             logger.warning("%s is damaged: %s: what is not in these is written anew", self.source, faults)
             return
@@ -359,7 +359,7 @@ class Conversion:
     def _describe_common(
         self, stored: OpenCheckpoint, objects: Sequence[ShardedObject], common: StateDict
     ) -> list[PlainObject]:
-        """Return the common state by its paths, where stock DCP looks for it; what is there already is left out."""
+        """Return the common state by its paths, where stock DCP looks for it; keys that are taken are left out."""
         own = [key for shard in objects for key in ((getattr(shard, "keys", None) or ()), (shard.key,))]
         taken = {key for keys in own for key in keys} | {shard.key for shard in stored.index()}
         values = {key: value for key, value in common.items() if key != CONTENT}
@@ -384,7 +384,7 @@ class Conversion:
             *DeferredBoxes(stored, cut_tensors(tensors, most), most, scales).shards,
             *objects,
         ]
-        # as the old one: a training that goes on from the new one has the same history
+        # as the old one: a training that continues from the new one has the same history
         lineage = reader.manifest.lineage
         journal = self._make_journal(stored, tensors)
 
@@ -480,7 +480,7 @@ class Conversion:
         return file.rewritten
 
     def _list_plain_objects(self, stored: OpenCheckpoint, written: Sequence[ShardedObject]) -> list[str]:
-        """Return the keys of the PlainObjects that are not written, but for those that are left out by name."""
+        """Return the keys of the PlainObjects that are not written, without those that are left out by name."""
         kept = {key for shard in written if isinstance(shard, PlainObject) for key in (shard.key, *(shard.keys or ()))}
         with stored.operation.local_phase("reading plain objects"):
             keys = stored.list_plain_objects()

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _BUDGET = "256MiB"
 #: Of a budget tensors in memory have a half; reader and writer have a quarter each. To a store the writer has the half.
 _HALF, _QUARTER = 2, 4
-#: What a caller of :func:`run_conversion` may ask for at least, in bytes of tensors.
+#: The least memory that :func:`run_conversion` accepts, in bytes of tensors.
 _LEAST_MEMORY = 16 << 20
 #: The least budget of a conversion to a store, whose parts are larger than blocks of a file.
 _LEAST_FOR_STORES = 64 << 20
@@ -70,47 +70,47 @@ def convert_checkpoint(
     rename: Mapping[str, str] | None = None,
     skip_damaged: bool = False,
 ) -> ConversionReport:
-    """Write what is at ``old`` in another format at ``new``, completely or not at all. Not collective.
+    """Write the checkpoint at ``old`` in another format at ``new``, completely or not at all. Not collective.
 
     Keys, shapes, dtypes and bits stay, as do objects, common state and ``content_metadata``, unless an option or the
-    format says otherwise: the report names what was left out. A tensor may be stored in other boxes than before. All
-    that is read is checked against its digests, if it has any. What was written is read again before it is committed,
-    and its fingerprints are compared with those of what was read. A checkpoint at ``new`` has those of tensors whose
-    shapes stay, whether ``old`` has any or not.
+    format says otherwise: the report names the items that were left out. A tensor may be stored in other boxes than
+    before. All bytes that are read are checked against their digests, if there are any. The written files are read
+    again before the commit, and their fingerprints are compared with the fingerprints of the values from ``old``. A
+    checkpoint at ``new`` has the fingerprints of tensors whose shapes stay, whether ``old`` has any or not.
 
-    What a killed conversion has left is gone on with, if it was on this host since its last boot, of the same source,
-    with the same options, and ``to`` is no strategy; the result is the same, but for the save's id. Else it is removed,
-    with a warning. At a URL these are the objects that are complete; there it starts anew where the store does not
+    A conversion that was killed is continued, if it ran on this host since its last boot, from the same source, with
+    the same options, and ``to`` is no strategy; the result is the same, except for the save's id. Else its leftovers
+    are removed, with a warning. At a URL the complete objects are kept; there it starts anew where the store does not
     stream writes or has no conditional ones, and over a Hugging Face folder. The proof covers all.
 
     Args:
         old: A checkpoint that an installed strategy reads, a Hugging Face folder, or a file of
-            ``torch.save`` or safetensors: a path, or, but for files, a URL. It is not changed, unless it is ``new``.
+            ``torch.save`` or safetensors: a path, or, except for files, a URL. It is not changed, unless it is ``new``.
         new: Directory or URL of the new checkpoint: absent or empty, or see ``overwrite``. For ``"torch"`` a
             file of this machine.
-        to: What to write: a SaveStrategy, a backend, or (backend, version); ``"dcp"``, the first backend whose values
-            stock ``dcp.load`` reads, with those of the common state under their paths; ``"hf"``, a
-            Hugging Face folder of the tensors; or ``"torch"``, a file of ``torch.save`` with plain tensors and builtin
+        to: The target's format: a SaveStrategy, a backend, or (backend, version); ``"dcp"``, the first backend whose
+            values stock ``dcp.load`` reads, with the values of the common state under their paths; ``"hf"``, a Hugging
+            Face folder of the tensors; or ``"torch"``, a file of ``torch.save`` with plain tensors and builtin
             containers.
         memory_budget: Bytes, or text such as ``"256MiB"``, that may be in memory at a time: a half for tensors, of
             which larger ones are stored in several boxes, and the rest for buffers of the reader and the writer; a
             quarter where ``new`` is a URL, to which tensors are streamed. At least 32 MiB; 64 for a URL. Not counted
-            are the index, the objects and the common state, which are in memory as a whole; nor what a strategy keeps
-            that copies tensors until it has all of them.
+            are the index, the objects and the common state, which are in memory as a whole; nor the tensors that a
+            strategy copies and keeps until it has all of them.
         overwrite: As for :func:`migrate_checkpoint`; for ``"hf"``, replace the weights in a folder; for ``"torch"``,
             replace the file.
         mapping: How names and shapes change: as for :func:`shardckpt.huggingface.export_to_huggingface`. ``"megatron"``
             goes both ways: from a Hugging Face folder to any other format it gives tensors Megatron's names and shapes.
-        dtype: What floating-point tensors are cast to: as for :func:`shardckpt.huggingface.export_to_huggingface`, as
-            ``keep`` is.
+        dtype: The dtype to which floating-point tensors are cast: as for
+            :func:`shardckpt.huggingface.export_to_huggingface`, as ``keep`` is.
         keep: Patterns of names that are not cast.
         prefix: If given, only tensors whose keys begin with it are written, without it; no objects, no common state.
-            For ``"hf"`` the default is that of :func:`shardckpt.huggingface.export_to_huggingface`.
+            For ``"hf"`` the default is as for :func:`shardckpt.huggingface.export_to_huggingface`.
         strict: Whether tensors that match no rule of the mapping are an error, before anything is written.
         cut_vocabulary: As for :func:`shardckpt.huggingface.export_to_huggingface`.
         leave_out: Names of tensors in the target that are not written, of objects, and of entries of the common state;
-            but for ``"hf"``, a name stands for what is below it, too: ``optimizer`` for ``optimizer.state.w``. These
-            may have values of any class: none of those that are not allowed is imported.
+            except for ``"hf"``, a name also stands for everything below it: ``optimizer`` for ``optimizer.state.w``.
+            These may have values of any class: a class that is not allowed is not imported.
         assets: For ``"hf"``: a folder of the model's other files, which are copied; by default ``old``, if it is a
             Hugging Face folder whose names do not change, and ``new`` has no ``config.json`` of its own.
         max_shard_size: For ``"hf"``: bytes of tensors in a file.
@@ -122,13 +122,14 @@ def convert_checkpoint(
             ``metadata.json``, or with all else there ``shardckpt.json``, too, may be lost.
 
     Returns:
-        What was written, with the proof.
+        A report of the written items, with the proof.
 
     Raises:
         UnknownBackendError: no installed strategy saves ``to``.
         KeyMismatchError: ``old`` has nothing of a name of ``rename``, or two things would have one name.
         CannotLoadError: nothing that is installed reads ``old``, or it only looks like a format that is read.
-        CorruptCheckpointError: ``old`` is damaged, or what was written has other values than were read; it is removed.
+        CorruptCheckpointError: ``old`` is damaged, or the written values differ from those that were read; the target
+            is removed.
         CheckpointingException: ``old`` is a checkpoint of that format already, and both are directories; or the new
             format refuses a tensor or object, which the error names.
 
@@ -186,12 +187,12 @@ def run_conversion(
     skip_damaged: bool = False,
     **written: Any,
 ) -> ConversionReport:
-    """Convert what ``opener`` opens for the location of ``old``; the arguments are :func:`convert_checkpoint`'s.
+    """Convert the checkpoint that ``opener`` opens at ``old``; the arguments are :func:`convert_checkpoint`'s.
 
-    ``others`` are the other sources of a merge. ``identify`` returns what identifies the values that ``opener`` has
-    opened, or ``""``: a killed conversion of them goes on. By default, what is at ``old`` does. ``memory`` is for
-    tensors; ``buffers`` are the bytes that reading and writing may hold next to them. ``written`` is what
-    :func:`shardckpt.huggingface.parse_options` takes.
+    ``others`` are the other sources of a merge. ``identify`` returns an identity of the values that ``opener`` has
+    opened, or ``""``: by it a killed conversion is continued. By default, it is the identity of the checkpoint at
+    ``old``. ``memory`` is for tensors; ``buffers`` are the bytes that reading and writing may hold next to them.
+    ``written`` has the arguments of :func:`shardckpt.huggingface.parse_options`.
     """
     rename, allow_globals = parse_renames(rename), parse_globals(allow_globals)
     if memory < _LEAST_MEMORY:
@@ -253,7 +254,7 @@ def run_conversion(
         is_partial = to == FOLDER or options.prefix or options.leave_out
         if not is_partial or not exc.refused or exc.runs_code:
             raise
-        # what is not written may be all that needs these classes; a stub that is to be pickled is an error
+        # perhaps only items that are not written need these classes; a stub that is to be pickled is an error
         stubs = tuple((make_stub_class(*name.rpartition(".")[::2]), name) for name in exc.refused)
     return retry_if_replaced(lambda: attempt((*allow_globals, *stubs)), old)
 
@@ -299,7 +300,7 @@ def _find_assets(
     return [path for path in list_assets(old) if not path.is_symlink() or resolve_link(source, path.name) != path]
 
 
-#: What others call the formats that no strategy writes; a plugin's backend may have the name.
+#: Other libraries' names of the formats that no strategy writes; a plugin's backend may have the same name.
 _OTHER_NAMES = {"huggingface": FOLDER, "transformers": FOLDER, "pt": FILE, "pytorch": FILE, "torch_save": FILE}
 
 

@@ -63,14 +63,14 @@ def diff_checkpoints(
 
     Args:
         first: A checkpoint that an installed strategy reads, a Hugging Face folder, or a file of
-            ``torch.save`` or safetensors: a path, or, but for files, a URL.
+            ``torch.save`` or safetensors: a path, or, except for files, a URL.
         second: The same.
         rtol: Values differ if ``|first - second| > atol + rtol * |second|``.
         atol: See ``rtol``.
-        mapping: How names and shapes of the first become those of the second; by default, they are the same.
-            As for :func:`shardckpt.huggingface.find_mapping`.
-        prefix: Prefix that names of the first have and those of the second lack; its other tensors are left out.
-        read_values: Read all values: fingerprints say what was saved, not whether the files are still undamaged.
+        mapping: How names and shapes of the first become the second's; by default, they are the same. As for
+            :func:`shardckpt.huggingface.find_mapping`.
+        prefix: Prefix that names of the first have and names of the second lack; its other tensors are left out.
+        read_values: Read all values: fingerprints are of the saved values, and do not show damaged files.
         tensors_only: Do not compare objects and common state. With a mapping or a prefix they are not compared either:
             they are of the job, not of the model.
         allow_globals: Classes and functions that pickled objects may name, besides those that every load accepts.
@@ -129,7 +129,7 @@ class _Found:
 
     Attributes:
         pairs: The tensors of the second that have its elements.
-        absent: What else differs, if the second lacks a tensor, or has it of another shape.
+        absent: The other difference, if the second lacks a tensor, or has it with another shape.
     """
 
     tensor: ShardedTensor
@@ -171,7 +171,7 @@ class _Found:
         )
 
     def _relative_norm(self) -> float:
-        """Return the norm of the differences, relative to that of the first checkpoint's values."""
+        """Return the norm of the differences, relative to the norm of the first checkpoint's values."""
         if self.changed == 0:
             return 0.0
         ratio = self.changed / self.norm if self.norm else math.inf
@@ -217,7 +217,7 @@ class _Comparison:
     def _match(
         self, mapping: KeyMapping, prefix: str, first: Mapping[str, str], second: Mapping[str, str]
     ) -> tuple[list[_Found], list[TensorDifference], set[str]]:
-        """Return tensors of the first checkpoint with those of the second, what only that has, and keys of equal ones.
+        """Return the first's other tensors with their pairs, tensors of the second alone, and the keys of equal ones.
 
         ``first`` and ``second`` are the fingerprints by which tensors are found to be equal; these are in no list.
         """
@@ -225,7 +225,7 @@ class _Comparison:
         names = {key: cut_prefix(key, prefix) for key in ones if key.startswith(prefix)}
         if prefix and not names:
             raise prefix_error("no tensor of the first", prefix, ones)
-        # without an object for each: to make those of 100,000 takes longer than all else
+        # without an object for each: to make 100,000 objects takes longer than all else
         known = {key: name for key, name in names.items() if name in others} if isinstance(mapping, Identity) else {}
         same = find_same(first, second, known)
         rest = others.keys() - {names[key] for key in same}
@@ -281,7 +281,7 @@ class _Comparison:
             is_done = is_same and first.numel() == math.prod(one.tensor.global_shape)
             if not is_done and is_numeric(first.dtype) and is_numeric(second.dtype):
                 one.norm = math.hypot(one.norm, _norm(_widen(first)))
-                # what is within the tolerances has changed, too
+                # values within the tolerances have changed, too
                 one.changed = math.hypot(one.changed, 0.0 if is_same else _norm(_subtract(first, second)))
             if differs is None:
                 continue
@@ -331,7 +331,7 @@ def _widen(values: torch.Tensor) -> torch.Tensor:
 
 
 def _subtract(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return differences as float64 or complex128; those of integers are rounded once."""
+    """Return differences as float64 or complex128; differences of integers are rounded once."""
     if {one.dtype, other.dtype} <= INTEGERS:
         first, second = one.long(), other.long()
         if max(one.itemsize, other.itemsize) < first.itemsize:

@@ -20,7 +20,7 @@ class TensorDifference:
 
     Attributes:
         key: Its key in the first checkpoint, or, if only the second has it, there.
-        kind: What differs; the first of these that does. Values of other shapes are not compared.
+        kind: The kind of difference; the first that applies. Values of tensors with different shapes are not compared.
         first: Dtype and shape in the first checkpoint; ``""`` if it has no such tensor.
         second: The same in the second.
         elements: Number of elements that were compared.
@@ -51,7 +51,7 @@ class ObjectDifference(NamedTuple):
 
     Attributes:
         key: The object's unique key, or ``"common"``, with the places within it: ``"common['args']['lr']"``.
-        kind: What differs; the first of these that does.
+        kind: The kind of difference; the first that applies.
         first: The class and the value in the first checkpoint, cut if it is long; ``""`` if it has none.
         second: The same in the second.
     """
@@ -67,11 +67,11 @@ class ObjectReport(NamedTuple):
 
     Attributes:
         equal: Number of objects, and of entries of the common state, that are equal in both.
-        differences: What differs, sorted by key.
+        differences: The values that differ, sorted by key.
         containers: How many places each list, tuple or dict has that differences are in, by its key.
         different_plain: A key of each PlainObject, which only readers of other libraries look up, that differs.
-        unpaired_plain: Keys of those that one checkpoint alone has, as after a conversion to a format without them;
-            they are no difference.
+        unpaired_plain: Keys of PlainObjects that one checkpoint alone has, as after a conversion to a format without
+            them; they are no difference.
     """
 
     equal: int = 0
@@ -95,11 +95,11 @@ class DiffReport:
         by_fingerprint: How many of these were compared by stored fingerprints alone.
         differences: The tensors that differ, sorted by key.
         objects: None if objects and common state were not compared.
-        left_out: Keys of the optimizer's state of the first checkpoint, which the other side of a mapping has not.
+        left_out: Keys of the optimizer's state of the first checkpoint, which the other side of a mapping lacks.
         of_other_dtype: How many of ``equal`` have another dtype in the second, with ``ignore_dtype``.
         unread_files: Files of ``torch.save`` in either folder that were not read, such as those of transformers'
-            Trainer with its optimizer, by name, with what is wrong with them.
-        different_files: Those of them that both folders have, with other bytes; none of a comparison of tensors only.
+            Trainer with its optimizer: their faults, by name.
+        different_files: The unread files that both folders have, with other bytes; none if only tensors were compared.
     """
 
     equal: int

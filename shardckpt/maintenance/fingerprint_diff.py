@@ -1,6 +1,6 @@
 """Comparing two checkpoints by their indexes and stored fingerprints alone, without torch, which imports in seconds.
 
-What needs a look at values is left to :func:`shardckpt.maintenance.diff_checkpoints`.
+Comparisons that need values are left to :func:`shardckpt.maintenance.diff_checkpoints`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def diff_by_fingerprints(
     *,
     tensors_only: bool = False,
 ) -> DiffReport | None:
-    """Do what :func:`shardckpt.maintenance.diff_checkpoints` does, without torch: for checkpoints of this library.
+    """Compare two checkpoints of this library like :func:`shardckpt.maintenance.diff_checkpoints`, without torch.
 
     Args:
         first: A checkpoint.
@@ -83,7 +83,7 @@ def find_same(first: Mapping[str, str], second: Mapping[str, str], names: Mappin
 def _compare_objects(*checkpoints: OutlinedCheckpoint) -> ObjectReport | None:
     """Return the comparison of all but tensors; None if that needs a look at values."""
     one, other = (each.outline for each in checkpoints)
-    # the structure of what was a file of torch.save is no value
+    # the structure of a converted file of torch.save is no value
     if not one.plain_common or one.plain_common != other.plain_common or CONTENT in one.common:
         return None
     names, others = ({*each.objects, *each.plain_objects} for each in (one, other))
@@ -106,7 +106,7 @@ def _read_objects(checkpoint: OutlinedCheckpoint) -> dict[str, tuple[str, bytes]
 
 
 def _read_fingerprints(*checkpoints: OutlinedCheckpoint) -> Iterator[dict[str, str]]:
-    """Yield the fingerprints of each by key; those of the same bytes are parsed once."""
+    """Yield the fingerprints of each by key; equal bytes are parsed once."""
     parsed: dict[bytes, dict[str, str]] = {}
     for each in checkpoints:
         is_there = FINGERPRINTS_NAME in each.record.list_files()

@@ -1,4 +1,4 @@
-"""Say what a file or folder is that no reader here reads: by its content, and what to do with it."""
+"""Describe a file or folder that no installed reader recognises, by its content, and say what to do with it."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"[", "a JSON file"),
 )
 _TAR, _TAR_AT = b"ustar", 257
-#: Bytes of a file that are looked at.
+#: Bytes of a file that are examined.
 _GLANCE = 1024
 _DEEPSPEED = re.compile(r"mp_rank_\d+_model_states\.pt|layer_\d+-model_.*states\.pt")
 
 
 def describe_file(path: Path) -> str:
-    """Return what a file is that is not of safetensors, with what to do.
+    """Describe a file that is not safetensors, with advice.
 
     It is ``""`` for an archive of ``torch.save``, and for a zip archive without a directory, which may have been one.
     """
@@ -63,7 +63,7 @@ def describe_file(path: Path) -> str:
 
 
 def describe_folder(folder: Path, names: Collection[str]) -> str:
-    """Return what a folder is that is no checkpoint that is read here, with what to do; ``""`` if that is not known."""
+    """Describe a folder that no installed reader recognises, with advice; ``""`` if its format is unknown."""
     what = describe_foreign(folder, names)
     if what:
         return what

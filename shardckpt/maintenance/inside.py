@@ -41,12 +41,12 @@ class Names(NamedTuple):
 
 
 def list_inside(list_names: Callable[[str], Names], is_step: Callable[[str], bool] = lambda _: False) -> Iterator[str]:
-    """Yield in order the paths of what may be a checkpoint in a folder and in its folders.
+    """Yield in order the paths of possible checkpoints in a folder and in its folders.
 
-    They are folders, and files by their suffix. What is hidden is left out, and what is in a checkpoint, or was to be.
-    A folder that cannot be listed is yielded, too. ``list_names`` returns what is directly in a folder, by its path;
-    ``""`` is the folder itself. ``is_step`` says whether a name is that of a step, so that a folder with nothing known
-    in it is a save that did not end.
+    They are folders, and files by their suffix. Hidden entries are left out, and the contents of a checkpoint or an
+    unfinished save. A folder that cannot be listed is yielded, too. ``list_names`` lists a folder, given its path;
+    ``""`` is the folder itself. ``is_step`` says whether a name is a step's, so that a folder of that name with nothing
+    known in it is a save that did not end.
     """
     names = list_names("")
     return iter(()) if is_marked([*names.folders, *names.files]) else _list_inside("", names, list_names, is_step)
@@ -73,7 +73,7 @@ def _list_inside(
 
 
 def is_marked(names: Iterable[str]) -> bool:
-    """Return whether what is in a folder says that the folder is one checkpoint, or was to be.
+    """Return whether the names in a folder show that the folder is one checkpoint, or an unfinished one.
 
     ``model.safetensors`` and ``pytorch_model.bin`` do not, where nothing but one of them does, and the folder has other
     files that may be checkpoints.
@@ -88,7 +88,7 @@ def is_marked(names: Iterable[str]) -> bool:
 
 
 def is_visible_in(path: str, top: str) -> bool:
-    """Return whether a real path is below another, and not in what is hidden there."""
+    """Return whether a real path is below another, and not hidden there."""
     inner = path.removeprefix(f"{top}/")
     return inner != path and not any(part.startswith(".") for part in inner.split("/"))
 
@@ -96,7 +96,8 @@ def is_visible_in(path: str, top: str) -> bool:
 def list_local_names(place: Path, top: str = "") -> Callable[[str], Names]:
     """Return the listing of the folders in a directory of this machine; links are followed directly in it alone.
 
-    A link to what is next to it, as ``latest``, or to what is in ``top``, is left out: that is listed by its own name.
+    A link to a sibling, such as ``latest``, or to an entry of ``top``, is left out: the target is listed by its own
+    name.
     """
     place = real_path(place)
 

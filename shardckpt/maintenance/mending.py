@@ -95,7 +95,7 @@ def _find_way(
     strategy = choose_reader(directory, manifest, plugins) if manifest.record is None else None
     with CheckpointReader(place, manifest, verify=False) as reader:
         lost = {file.name for file in find_incomplete_files(strategy, reader)} - _DESCRIPTIONS
-    if not lost | damaged and manifest.record is not None:  # what is wrong with the marker says how to repair it
+    if not lost | damaged and manifest.record is not None:  # the marker's own fault says how to repair it
         return ""
     if lost | damaged and (manifest.record is None or not _is_read_without(lost | damaged, place, manifest, plugins)):
         return None

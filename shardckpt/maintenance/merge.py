@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The budget if the caller names none, and the least: what is written has half.
+#: The budget if the caller names none, and the least: the writer has half.
 _BUDGET, _LEAST_BUDGET = "256MiB", 32 << 20
 #: The dtypes in which sums are computed, by the names of the command line.
 _ACCUMULATORS = {
@@ -59,8 +59,9 @@ class MergeReport:
         sources: The checkpoints that were merged.
         weights: Their weights, divided by their sum; of slerp ``1 - t`` and ``t``.
         base: The number of the source that objects and common state are from.
-        conversion: What was written, with the proof: ``before`` are the fingerprints of the merged values, ``after``
-            those of the same values, read again. ``left_out`` has what the sources have and the merge has not.
+        conversion: The report of the conversion, with the proof: ``before`` are the fingerprints of the merged values,
+            ``after`` the fingerprints of the same values, read again. ``left_out`` has the items of the sources that
+            the merge lacks.
     """
 
     sources: tuple[str, ...]
@@ -100,10 +101,10 @@ def merge_checkpoints(
     Sources may be of any formats and sharding; they need the same keys. Each element is added up in ``accumulate``,
     smallest term first, and rounded once, to the dtype that is written: the bits depend on the values and their weights
     alone, not on the order of sources, the memory, the sharding or the number of threads. All that is read is checked
-    against its digests, and what was written is read again, as for :func:`convert_checkpoint`.
+    against its digests, and the written values are read again, as for :func:`convert_checkpoint`.
 
     Floating-point and complex tensors are merged; where dtypes differ, in the one that holds both. All other tensors,
-    8-bit floats among them, must be equal in all sources. Objects and common state are those of one source.
+    8-bit floats among them, must be equal in all sources. Objects and common state come from one source.
 
     Example::
 
@@ -112,19 +113,19 @@ def merge_checkpoints(
         merge_checkpoints(["math", "code"], "both", "hf", slerp=0.5)
 
     Args:
-        sources: Two checkpoints or more: what :func:`convert_checkpoint` reads. They are not changed.
+        sources: Two checkpoints or more, of any kind that :func:`convert_checkpoint` reads. They are not changed.
         target: As ``new`` of :func:`convert_checkpoint`.
         to: As for :func:`convert_checkpoint`; by default, the default backend.
         weights: A number for each source; they are divided by their sum. By default all are equal.
-            :func:`compute_ema_weights` and :func:`compute_wsm_weights` make those of an exponential moving average and
-            of a decay of the learning rate; ``[1 - t, t]`` interpolates two linearly.
+            :func:`compute_ema_weights` and :func:`compute_wsm_weights` make the weights of an exponential moving
+            average and of a decay of the learning rate; ``[1 - t, t]`` interpolates two linearly.
         slerp: For two sources: interpolate each tensor, flattened, along the sphere, this far from the first to the
             second; nearly parallel ones linearly. Each tensor is read twice. Optimizer state is interpolated linearly.
         accumulate: ``"fp32"`` or ``"fp64"``: the dtype of sums. float64 tensors, and elements that are too large for a
             sum in float32, are always added up in float64.
-        optimizer: What becomes of the optimizer's state: ``"average"`` merges it like the model; ``"drop"`` does not
+        optimizer: The treatment of the optimizer's state: ``"average"`` merges it like the model; ``"drop"`` does not
             write it; ``"base"`` takes it from ``base``. It is known by its keys: ``optimizer.``, ``optim.`` and others.
-        missing: What becomes of tensors that not all sources have: ``"error"``; ``"drop"``: they are not written; or
+        missing: The treatment of tensors that not all sources have: ``"error"``; ``"drop"``: they are not written; or
             ``"available"``: they are merged from the sources that have them.
         base: The number of the source that objects, common state and key order are from: by default, the last.
         memory_budget: Bytes, or text such as ``"256MiB"``, of tensors and sums that are in memory at a time, at least
@@ -146,7 +147,7 @@ def merge_checkpoints(
         skip_damaged: As for :func:`convert_checkpoint`, of every source; see ``missing`` for values that others have.
 
     Returns:
-        What was written, with the proof.
+        A report of the written items, with the proof.
 
     Raises:
         KeyMismatchError: Not all sources have the same tensors.

@@ -41,16 +41,16 @@ def migrate_checkpoint(
 
     Return the backend, the old version, and the new version; ``to`` is by default the newest to which there is a
     migration. A checkpoint that is to replace itself, and has the newest version that is installed, stays as it is;
-    where ``new`` is another place, that is a CannotLoadError. Nothing is committed that no installed strategy reads, or
-    that lacks what the old checkpoint lists, where a strategy that reads the old version is still installed: that is a
-    PluginError. It is a VersionTooOldError if no installed plugin has a migration from its version to ``to``, and an
-    UnknownBackendError if none knows its backend. Fingerprints that the old checkpoint has stored stand in the new one,
-    too: the values are the same.
+    where ``new`` is another place, that is a CannotLoadError. It is a PluginError, and nothing is committed, if no
+    installed strategy reads the result, or if it lacks items of the old checkpoint's index, where a strategy that reads
+    the old version is still installed. It is a VersionTooOldError if no installed plugin has a migration from its
+    version to ``to``, and an UnknownBackendError if none knows its backend. Fingerprints that the old checkpoint has
+    stored stand in the new one, too: the values are the same.
 
     ``new`` must be absent or empty. With ``overwrite`` the checkpoint there is replaced: in one step, when the new one
-    is complete and on disk, as by :func:`shardckpt.dist_checkpointing.save`. Until then, and after any error, it is as
-    it was. At a URL, only what an interrupted save has left is replaced. ``old`` is not changed, unless it is ``new``,
-    too.
+    is complete and on disk, as by :func:`shardckpt.dist_checkpointing.save`. Until then, and after any error, it is
+    unchanged. At a URL, only the leftovers of an interrupted save are replaced. ``old`` is not changed, unless it is
+    ``new``, too.
     """
     check_annotated(migrate_checkpoint, locals())
     plugins = get_plugin_manager()
@@ -60,12 +60,12 @@ def migrate_checkpoint(
 
 
 def _no_migration_error(source: Path, manifest: Manifest, to: int | None, plugins: PluginManager) -> CannotLoadError:
-    """Return the error for a checkpoint without a migration; that of the version gate if nothing installed reads it."""
+    """Return the error for a checkpoint without a migration; the version gate's if nothing installed reads it."""
     every = plugins.registry.migrations(manifest.backend)
     what = f"{source} is a {manifest.backend!r} checkpoint of version {manifest.version}"
     versions = [entry.version for entry in plugins.registry.entries(StrategyAction.LOAD_SHARDED, manifest.backend)]
     if manifest.version > max(versions, default=manifest.version) or not (versions or every):
-        choose_reader(source, manifest, plugins)  # raises: it says what to install
+        choose_reader(source, manifest, plugins)  # raises, with the package to install
     if _is_newest(manifest, to, plugins):
         return CannotLoadError(
             f"{what} already, the newest that is installed: nothing was written. Use it as it is, or copy it; --to "
@@ -105,7 +105,7 @@ def _migrate(
         if record is not None:  # of another library's, the size of the result is unknown
             operation.start_progress(lambda: sum(record.list_files().values()))
         with CheckpointReader(place, manifest, verify=True, crcs="parts") as reader:
-            refuse_damage(source, reader, plugins)  # what is written anew has digests
+            refuse_damage(source, reader, plugins)  # the rewritten files have digests
             index = _read_index(source, reader, plugins)
             before = _describe(index)
             needed = count_stored_bytes(index)
@@ -139,7 +139,7 @@ def _read_index(source: Path, reader: CheckpointReader, plugins: PluginManager) 
 
 
 def _describe(index: Iterable[ShardedBase]) -> dict[str, str]:
-    """Return the tensors and objects of an index by name, with what a migration leaves as it is."""
+    """Return the tensors and objects of an index by name, with the properties that a migration must keep."""
     return {
         shard.unique_key if isinstance(shard, ShardedObject) else shard.key: (
             f"{shard.dtype} {tuple(shard.global_shape)}" if isinstance(shard, ShardedTensor) else "object"
@@ -149,7 +149,7 @@ def _describe(index: Iterable[ShardedBase]) -> dict[str, str]:
 
 
 def _refuse_loss(what: str, before: dict[str, str], staging: Path, files: Path, plugins: PluginManager) -> None:
-    """Refuse to commit what nothing installed reads, or what lacks tensors or objects of the old checkpoint."""
+    """Refuse to commit a checkpoint that nothing installed reads, or that lacks items of the old checkpoint."""
     try:
         with open_staged(staging, files, plugins) as opened:
             after = _describe(opened.index())

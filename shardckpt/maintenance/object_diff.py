@@ -40,11 +40,12 @@ def diff_objects(
 ) -> tuple[ObjectReport, set[str]]:
     """Compare the objects and the common state of two open checkpoints.
 
-    ``only_first`` and ``only_second`` are the tensors that one of them alone has. What the other has in an object or in
-    its common state, as a file of ``torch.save`` has it in its dict, is compared here: the second result has the keys.
+    ``only_first`` and ``only_second`` are the tensors that one of them alone has. If the other has them in an object or
+    in its common state, as a file of ``torch.save`` has its whole dict, they are compared here: the second result has
+    their keys.
 
-    What two places of one checkpoint refer to is compared once: a difference in it stands at the first of them. Values
-    are read as every load reads them: a pickle may name only what is allowed.
+    A value that two places of one checkpoint refer to is compared once: a difference in it stands at the first of them.
+    Values are read as every load reads them: a pickle may name only allowed globals.
     """
     ones, others = _read(first), _read(second)
     ones, others = _rename_objects(ones, others), _rename_objects(others, ones)
@@ -65,7 +66,7 @@ def diff_objects(
 def _rename_objects(ones: Mapping[str, _Entry], others: Mapping[str, _Entry]) -> dict[str, _Entry]:
     """Name an object as the common state has it, where the other checkpoint has the key there.
 
-    A file of ``torch.save`` has no objects: what is converted to it has their values in the common state.
+    A file of ``torch.save`` has no objects: a conversion to it puts their values into the common state.
     """
     found = dict(ones)
     for name in ones.keys() - others.keys():
@@ -117,7 +118,7 @@ def _separate_tensors(
 
 
 def _read(checkpoint: OpenCheckpoint) -> dict[str, _Entry]:
-    """Return the values of objects by their keys, and those of the entries of the common state."""
+    """Return the values of objects by their keys, and the values of the entries of the common state."""
     shards = [*map(ShardedObject.empty_from_unique_key, checkpoint.columns().objects)]
     values = checkpoint.values([*shards]) if shards else []
     common = forget_structure(checkpoint.common())  # the nesting of a file of torch.save, which its keys say as well
@@ -132,7 +133,8 @@ def _compare_plain_objects(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Compare the PlainObjects that both have, which no load returns, each once however many keys it has.
 
-    Return a key of each that differs, and the keys of those that one alone has, and the other not in its common state.
+    Return a key of each that differs, and the keys of objects that one alone has, while the other's common state lacks
+    them.
     """
     keys, its_keys = {*first.list_plain_objects()}, {*second.list_plain_objects()}
     alone = _find_absent(keys - its_keys, others) | _find_absent(its_keys - keys, ones)
@@ -152,7 +154,7 @@ def _compare_plain_objects(
 
 
 def _find_absent(keys: set[str], entries: Mapping[str, _Entry]) -> set[str]:
-    """Return those of the keys that are no path in a common state, as plain DCP flattens it."""
+    """Return the keys that are no path in a common state, as plain DCP flattens it."""
     absent = set(keys)
     prefixes = _list_prefixes(keys)
 
@@ -212,7 +214,7 @@ def _pair_parts(one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _identify(key: Any) -> Any:
-    """Return the key of a dict, in the place of a stub what it stands for: members and named tuples of plain values."""
+    """Return a dict's key; a stub of an enum member or a named tuple becomes its class and plain values."""
     if isinstance(key, Stub) and all(type(arg) in _PLAIN for arg in key.args):
         return type(key), key.args, vars(key).get("name")
     return key

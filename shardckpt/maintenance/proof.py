@@ -1,4 +1,4 @@
-"""The proof of a conversion: fingerprints of the values that were read, and of those read again after the write."""
+"""The proof of a conversion: fingerprints of the values that were read, and of values read again after the write."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class TensorProof(NamedTuple):
         key: Its key in the source, as are shape and dtype.
         names: The tensors of the target that have its values: its key, or others by a key mapping.
         written_dtype: Its dtype in the target.
-        before: The fingerprint of the values that were read from the source, in the target's dtype, and so, without a
-            cast, that of the source's tensor.
+        before: The fingerprint of the values that were read from the source, in the target's dtype; without a cast it
+            equals the fingerprint of the source's tensor.
         after: The fingerprint of the same values, read again from the target.
     """
 
@@ -53,7 +53,7 @@ class SummedCheckpoint(OpenCheckpoint):
     sums: TensorSums
 
     def values(self, wanted: list[ShardedBase], *, is_synced: bool = False) -> list[Any]:
-        """Return the values of shards, and add those of tensors."""
+        """Return the values of shards, and add the sums of tensors."""
         found = super().values(wanted, is_synced=is_synced)
         both = [(shard, v) for shard, v in zip(wanted, found, strict=True) if isinstance(shard, ShardedTensor)]
         self.sums.add([shard for shard, _ in both], [value for _, value in both])
@@ -66,13 +66,13 @@ class StagedProof:
 
     Attributes:
         stored: The source; all that is written has been read from it.
-        operation: Counts what is read again.
+        operation: Counts the bytes that are read again.
         target: Where it is committed to, for errors.
         most: Most bytes of a box that is read.
-        has_others: Whether other tensors may be among those that were written: those of objects and common state.
+        has_others: Whether tensors of objects and the common state may be among the written tensors.
         buffers: Bytes that reading may hold next to the boxes; None: as many as are fast.
         tensors: The proof of each tensor, once there is one.
-        made: Backend and version of what was written, once they are known.
+        made: Backend and version of the target, once they are known.
     """
 
     stored: SummedCheckpoint
@@ -142,10 +142,10 @@ def _compare(
 
 
 def list_fingerprints(tensors: Iterable[HubTensor], before: TensorSums) -> dict[str, str]:
-    """Return the fingerprints of tensors of the target, by their names there, from what was read of the source.
+    """Return the fingerprints of tensors of the target, by their names there, from sums of the source's values.
 
-    They are those of tensors that are one of the source's, with the same axes: the elements of others have other
-    places. ``tensors`` come with the parts of the source's that they are made of; all these have been read.
+    They are the fingerprints of tensors that are one of the source's, with the same axes: the elements of others have
+    other places. ``tensors`` come with the parts of the source's that they are made of; all these have been read.
     """
     found = {}
     for tensor in sorted(tensors, key=lambda tensor: tensor.name):

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemovalReport:
-    """The result of a removal of keys, or what it would be with ``dry_run``.
+    """The result of a removal of keys; with ``dry_run``, its forecast.
 
     Attributes:
         keys: The removed keys, sorted.
@@ -61,7 +61,7 @@ def remove_keys(
 ) -> RemovalReport:
     """Collective: remove keys, on the main rank; see :func:`shardckpt.dist_checkpointing.remove_sharded_tensors`.
 
-    Return what was removed; the same on every rank.
+    Return a report of the removal; the same on every rank.
     """
     operation = Operation("remove", directory, comm, plugins)
     with operation.collective_span():
@@ -118,7 +118,7 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
 
 
 def _renew_fingerprints(reader: CheckpointReader, removal: Removal) -> Removal:
-    """Return the removal with the file of fingerprints without those of the removed keys, if there is such a file."""
+    """Return the removal with the file of fingerprints without the removed keys, if there is such a file."""
     record = reader.manifest.record
     if record is None or FINGERPRINTS_NAME not in record.list_files():
         return removal
@@ -179,7 +179,7 @@ def _write(
         ranks = {file.name: file.rank for file in record.files}
         gone = removal.dropped | removal.renewed.keys() | removal.rewritten.keys()
         stale = frozenset(file.table_name for file in record.files if file.table_name and file.name in gone)
-        # what had its tables in files of their own has too many for the record
+        # a file with tables in files of their own has too many for the record
         written = writer.move_tables(writer.files) if any(file.table_name for file in record.files) else writer.files
         files = [file.model_copy(update={"rank": ranks.get(file.name, file.rank)}) for file in written]
         files += [file for file in record.files if file.name not in gone]

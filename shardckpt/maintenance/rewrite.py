@@ -1,4 +1,4 @@
-"""Copy a file without some of its items: those that stay are read, checked against their digests, and written."""
+"""Copy a file without some of its items: the others are read, checked against their digests, and written."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rewrite_file(
     first = head + bytes(items[0].to - len(head))
     if first:
         file.append_small((first,), keys=0, what="the header")
-    # what fills a gap is written behind an item, not before one: a segment of digests begins where an item does
+    # the bytes of a gap are written behind an item, not before one: a segment of digests begins where an item does
     ends = [*(item.to for item in items[1:]), items[-1].to + items[-1].nbytes]
     gaps = iter([end - item.to - item.nbytes for item, end in zip(items, ends, strict=True)])
     for run in _group_small(items):

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 
 class Checked(NamedTuple):
-    """The result of a file's check: its error, or None, and how it was checked; ``note`` tells what is no error."""
+    """The result of a file's check: its error, or None, and how it was checked; ``note`` has other remarks."""
 
     error: CheckpointingException | None
     how: Literal["crc32", "structure"] = "structure"
@@ -88,7 +88,7 @@ class Reading(NamedTuple):
         check: As for :func:`shardckpt.engine.open_checkpoint`.
         unmarked: As for :func:`~shardckpt.maintenance.unmarked.hold_unmarked`; a Hugging Face folder may lack files,
             whose tensors are not listed then, but with the files. So it is with ``skip_damaged``.
-        rename: Prefixes of keys and of paths in the common state, and those that replace them.
+        rename: Prefixes of keys and of paths in the common state, each with the prefix that replaces it.
         skip_damaged: Whether tensors and objects that cannot be read are left out, and no error; all are read first.
         trainer: Maps a trainer's names to the Hub's: a Hugging Face folder is read by the trainer's.
         dtype: As for :func:`shardckpt.huggingface.name_for_trainer`.
@@ -164,13 +164,13 @@ def _rename(opened: OpenCheckpoint, rename: Mapping[str, str]) -> OpenCheckpoint
         try:
             return rename_stored(opened, rename, keys)
         except KeyMismatchError:
-            raise exc from None  # what is renamed may be in the common state
+            raise exc from None  # the prefixes to rename may be in the common state
     return rename_stored(opened, rename, names)
 
 
 def read_hub_config(location: Path, plugins: PluginManager) -> dict[str, Any] | None:
     """Return the ``config.json`` of a Hugging Face folder, empty without one; None for something else."""
-    # what is damaged is an error where it is read, or none
+    # a damaged file is an error when it is read, or none
     place, manifest, strategy = _recognise(location, plugins, skip_damaged=True)
     with _open(location, place, manifest, strategy, plugins, Reading(check=False, skip_damaged=True)):
         if isinstance(strategy, HuggingFaceLoadStrategy):
@@ -218,10 +218,10 @@ def _open(
 def open_any(
     place: str | os.PathLike[str], *, unmarked: bool = False, rename: Mapping[str, str] | None = None
 ) -> Iterator[StoredCheckpoint]:
-    """Open what :func:`open_source` opens, as a mapping from key to tensor. Not collective.
+    """Open a source like :func:`open_source`, as a mapping from key to tensor. Not collective.
 
     It is a context manager that gives the mapping, whose tensors are read when they are asked for. ``place`` is a path,
-    or, but for files, a URL.
+    or, except for files, a URL.
     """
     plugins = get_plugin_manager()
     opened = open_source(locate(place, plugins), plugins, Reading(unmarked=unmarked, rename=rename))
@@ -245,9 +245,8 @@ def identify_source(location: Path, opened: OpenCheckpoint) -> str:
 def check_source(location: Path, plugins: PluginManager, error: CheckpointingException) -> dict[str, Checked]:
     """Check the files of a folder of Hugging Face or DeepSpeed, or a file, as far as that goes without digests.
 
-    Return what is wrong with each file by its name, or None, and how it was checked. Anything else is a
-    NotACheckpointError that describes it; if it is not recognised, ``error`` is raised. A damaged list of the files is
-    an error, too.
+    Return the fault of each file by its name, or None, and how it was checked. Anything else is a NotACheckpointError
+    that describes it; if it is not recognised, ``error`` is raised. A damaged list of the files is an error, too.
     """
     if location.is_file():
         return _check_opened(location, plugins)
@@ -334,7 +333,7 @@ def _check_trainer_step(
 def list_unread_files(location: Path, checkpoint: StoredCheckpoint) -> dict[str, str]:
     """Return the files of torch.save in a folder that its reader does not read: a Trainer's optimizer.
 
-    The result says by name what is wrong with each, as far as its end shows that; ``""`` if nothing is.
+    Return the faults of these files by name, as far as their ends show any; ``""`` if there is none.
     """
     if location.is_file() or checkpoint.record is not None:  # a record names all files of its checkpoint
         return {}
@@ -371,7 +370,7 @@ def warn_of_unread_files(location: Path, opened: OpenCheckpoint) -> None:
 
 
 def describe_unread_files(files: Mapping[str, str]) -> str:
-    """Return a sentence with the names of files that are not read, and what is wrong with them; ``""`` if none."""
+    """Return a sentence with the names of files that are not read, and which are damaged; ``""`` if there are none."""
     are = "is" if len(files) == 1 else "are"
     many = format_many(len(files), "file")
     names = [f"{name} (damaged)" if fault else name for name, fault in files.items()]
@@ -393,7 +392,7 @@ def find_cut_file(place: Path) -> CheckpointingException | None:
 def _check_archives(place: Path, skipped: Collection[str] = (), *, members: bool = True) -> dict[str, Checked]:
     """Compare the archives of torch.save in a folder with their CRC-32, or look for their ends; no pickle is read.
 
-    Files in ``skipped`` are not looked at. Without ``members`` no value is compared: it looks for the ends alone.
+    Files in ``skipped`` are not checked. Without ``members`` no value is compared: it looks for the ends alone.
     """
     manifest = Manifest(backend=TorchFileLoadStrategy.backend, version=TorchFileLoadStrategy.version)
     found = {}
@@ -417,7 +416,7 @@ def _check_archives(place: Path, skipped: Collection[str] = (), *, members: bool
 def check_all_files(
     strategy: ChecksFiles, reader: CheckpointReader, location: Path, plugins: PluginManager
 ) -> dict[str, Checked]:
-    """Check the files that a checkpoint must have, and return what is wrong with each, or None, and how it was checked.
+    """Check the files that a checkpoint must have; return each one's fault, or None, and how it was checked.
 
     The reader compares the CRC-32 of archives if it is to, and plugins see the progress of that.
     """
@@ -478,8 +477,8 @@ def recognise_file(
 ) -> TorchFileLoadStrategy | HuggingFaceLoadStrategy:
     """Return the reader of a file, by its first bytes.
 
-    ``suffix`` is that of a link to it, if it has none itself. A file that is cut, or empty, though its name is that of
-    a checkpoint, is a CorruptCheckpointError; anything else is a NotACheckpointError that describes it.
+    ``suffix`` is the suffix of a link to it, if it has none itself. A file that is cut, or empty, though its name is a
+    checkpoint's, is a CorruptCheckpointError; anything else is a NotACheckpointError that describes it.
     """
     suffix = suffix or path.suffix
     with wrap_os_errors("open", path), path.open("rb") as file:
@@ -519,7 +518,7 @@ def recognise_files(
 def _open_folder(
     location: Path, error: CheckpointingException, *, skip_damaged: bool
 ) -> tuple[LoadStrategy, Path] | None:
-    """Return what reads another library's folder; None if the error of the checkpoint's readers says what is wrong."""
+    """Return the reader of another library's folder; None if the error of the checkpoint's readers says more."""
     place = open_directory(location)
     if not place.is_dir():
         return None

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 def suggest_renames(first: Mapping[str, Hashable], second: Mapping[str, Hashable]) -> dict[str, str]:
-    """Return what names of the first begin with, and the second in its place, where ends and shapes are the same.
+    """Return prefixes of the first, each with the second's prefix for the same endings and shapes.
 
-    Each beginning of the second has one of the first, for at least half of the names that it begins; else it has none.
+    Each prefix of the second gets the first's prefix that fits at least half of its names; else it gets none.
     """
     found: dict[str, str] = {}
     by_end: dict[tuple[str, Hashable], list[str]] = {}

@@ -112,7 +112,7 @@ class DeferredBoxes:
             end = self._first + len(self._values)
             if not self._first <= number < end:
                 self._values = []  # before the read: both would be in memory
-                # out of order, what follows may not be asked for next
+                # out of order, the following boxes may not be requested next
                 stop = len(self._boxes) if number == end else number + 1
                 following = (self._boxes[n] for n in range(number, stop))
                 batch = next(batch_by_bytes(following, attrgetter("nbytes"), self._batch_bytes))

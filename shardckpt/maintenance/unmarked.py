@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def hold_unmarked(directory: Path, plugins: PluginManager) -> tuple[Path, Manifest]:
     """Open a checkpoint that may have lost ``metadata.json``, and, if all else is there, ``shardckpt.json``, too.
 
-    The errors are those of :func:`~shardckpt.plugins.hold_checkpoint`. An unfinished save stays an error.
+    The errors are as for :func:`~shardckpt.plugins.hold_checkpoint`. An unfinished save stays an error.
     """
     try:
         return hold_checkpoint(directory, plugins, unmarked=True)

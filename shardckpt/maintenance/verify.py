@@ -69,12 +69,12 @@ class FileResult:
     Attributes:
         name: Its name in the directory.
         nbytes: Its size in bytes, as recorded if it is; 0 for a foreign file, and for a missing one without a record.
-        fault: What is wrong with it, or why it could not be read; ``""`` if nothing is. A foreign file is not read.
+        fault: Its fault, or why it could not be read; ``""`` if there is none. A foreign file is not read.
         foreign: Whether it is not a file of the checkpoint.
         checked: How it was checked: ``digests`` of all bytes; ``crc32`` of all values, which archives have where there
             are no digests; ``structure`` alone, where there is neither; or ``nothing``, if it could not be read, or is
             foreign.
-        note: What is no fault and may surprise: what engines make of a file of a Hugging Face folder.
+        note: A remark that is no fault and may surprise: how engines treat a file of a Hugging Face folder.
     """
 
     name: str
@@ -92,15 +92,15 @@ def verify_checkpoint(directory: str | os.PathLike[str], *, repair: bool = False
 
     Files with a digest in ``shardckpt.json`` or ``integrity.json`` are read completely and compared with it. If none
     differs, the structure of all files is checked, where the strategy can: that each exists, contains the ranges that
-    the index names and nothing after them, and has there what the index says. Where there are no digests, archives of
+    the index names and nothing after them, and has the described content there. Where there are no digests, archives of
     ``torch.save`` (plain DCP's, Megatron's, DeepSpeed's, ``.pt`` files) are read and compared with the CRC-32 that they
     have of each member, unless they were written without. Of other files no value is checked. Files that do not belong
     to the checkpoint are listed as foreign, which is no fault.
 
     A Hugging Face folder of safetensors and a file of it have no digests: their headers, their lengths and the index
     are compared. Of a folder, so are the weights with ``config.json``: vocabulary, quantization, dtype, tied pairs and,
-    where transformers and accelerate are installed, names and shapes with the class that it names. Notes say what
-    transformers, vLLM and SGLang make of files other than the model's.
+    where transformers and accelerate are installed, names and shapes with the class that it names. Notes say how
+    transformers, vLLM and SGLang treat files other than the model's.
 
     With ``repair`` a ``metadata.json`` that is lost, or cannot be parsed, is written back if all other files are as
     written, and its result says so: it has nothing that ``shardckpt.json`` does not say. It is a CannotLoadError if
@@ -194,7 +194,7 @@ def _check_files(directory: Path, path: Path, manifest: Manifest) -> dict[str, F
     # Files that their digests prove damaged are not parsed as well.
     if not any(result.fault for result in found.values()):
         for result in _check_structure(path, manifest, has_digests=digested is not None):
-            # right digests do not make what was written right; a record names every file
+            # right digests do not make the content right; a record names every file
             if result.fault or (result.name not in found and manifest.record is None):
                 found[result.name] = result
     damaged = [name for name, result in found.items() if result.fault]
@@ -212,9 +212,9 @@ def _sort_results(path: Path, manifest: Manifest, found: dict[str, FileResult]) 
 
 
 def _check_marker(path: Path, record: Record) -> CheckpointingException | None:
-    """Return what is wrong with a marker that could be read: it has no digest, and the record says what was written."""
+    """Return the fault of a marker that could be read: it has no digest, and the record has the written content."""
     try:
-        with detect_replacement(path):  # its directory is held, but an overwrite removes what is in it
+        with detect_replacement(path):  # its directory is held, but an overwrite removes its files
             parse_file(partial(Marker.check_written, record=record), path / MARKER_NAME, MARKER_LIMIT)
     except CheckpointReplacedError:
         raise
@@ -229,14 +229,14 @@ def _list_foreign(path: Path, manifest: Manifest, found: Collection[str]) -> lis
     known = {MARKER_NAME, RECORD_NAME, INTEGRITY_NAME, *found, *folders}
     foreign = []
     with wrap_os_errors("list", path):
-        # what another library writes into its own folders is its own, whether it checks that or not
+        # another library's own files in its own folders belong to it, whether it checks them or not
         for folder in ("", *folders) if manifest.record is not None else ("",):
             foreign += [name for name in _list_folder(path, folder) if name not in known]
     return sorted(foreign)
 
 
 def _list_other_files(directory: Path, found: Collection[str]) -> list[str]:
-    """Return which files, by their suffix, may be checkpoints of their own among those of another library's folder."""
+    """Return the files of another library's folder that, by their suffix, may be checkpoints of their own."""
     if directory.is_file():
         return []
     names = [entry.name for entry in open_directory(directory).iterdir()]

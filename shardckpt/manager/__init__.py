@@ -1,4 +1,4 @@
-"""The CheckpointManager of a training loop: when to save, what to load, which checkpoints to keep."""
+"""The CheckpointManager of a training loop: it decides when to save, which checkpoint to load, and which to keep."""
 
 from shardckpt.lazy import attach_stub
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class AnySteps(StepFolder):
-    """A folder of steps that are complete if ``ls`` calls them whole: those of the Hub's format, and DeepSpeed's."""
+    """A folder of steps that are complete if ``ls`` calls them whole: steps in the Hub's format, and DeepSpeed's."""
 
     def inspect_step(
         self, step: int, marks: Collection[str] | None = None, directory: Path | None = None

@@ -24,8 +24,8 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def cast_shards(described: ShardedStateDict, dtype_name: str | None, comm: Comm) -> ShardedStateDict:
     """Collective: return the state dict with floating-point tensors of 16 bits and more cast, as an export casts them.
 
-    Quantized and integer tensors and objects are as they were, and the given dict and its tensors are not changed. A
-    ``dtype_name`` of None casts nothing. The ranks say together what most elements of the model's tensors are.
+    Quantized and integer tensors and objects are not cast, and the given dict and its tensors are not changed. A
+    ``dtype_name`` of None casts nothing. The ranks find together the dtype of most elements of the model's tensors.
     """
     casts = parse_casts(dtype_name)
     if not casts:

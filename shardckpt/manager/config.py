@@ -223,7 +223,7 @@ class CheckpointConfig(BaseModel):
             return super().__new__(cls)
 
         def __init__(self, **settings: Any) -> None:
-            # not in a validator: errors look up what was given by the names that pydantic knows
+            # not in a validator: errors look up the given settings by the names that pydantic knows
             if "model_weights_only" in settings and "last_save_model_only" not in settings:
                 settings["last_save_model_only"] = settings.pop("model_weights_only")
             try:
@@ -245,7 +245,7 @@ class CheckpointConfig(BaseModel):
             )
 
     def __hash__(self) -> int:
-        """Return the hash of all settings; of a mapping, which has none, that of its items."""
+        """Return the hash of all settings; a mapping, which has none, is hashed by its items."""
         return hash(tuple(tuple(sorted(value.items())) if isinstance(value, Mapping) else value for _, value in self))
 
     enable_checkpoint: bool = True
@@ -379,7 +379,7 @@ class CheckpointConfig(BaseModel):
 
     @property
     def retention_policies(self) -> tuple[RetentionPolicy, ...]:
-        """The policies of ``retention``, else those of the ``keep_`` options; empty if all checkpoints are kept."""
+        """The policies of ``retention``, or else of the ``keep_`` options; empty if all checkpoints are kept."""
         if self.retention or not self.keep_latest_k:
             return tuple(self.retention)
         policies: list[RetentionPolicy] = [KeepLatest(self.keep_latest_k)]
@@ -426,7 +426,7 @@ class CheckpointConfig(BaseModel):
             states: The names of the states.
 
         Raises:
-            CheckpointingException: one does not exist, and the error lists those that do.
+            CheckpointingException: A name does not exist; the error lists the names that do.
         """
         unknown = set(self.exclude_from_loading) - set(states)
         if unknown:
@@ -478,7 +478,7 @@ class CheckpointConfig(BaseModel):
         is_async = self.async_mode is not AsyncMode.DISABLED
         excluded = set(self.exclude_from_loading)
         kept = next((policy for policy in self.retention if isinstance(policy, KeepBest)), None)
-        # Each text begins with a setting, and says after its last colon what to do.
+        # Each text begins with a setting, and gives advice after its last colon.
         contradictions: list[tuple[Any, str]] = [
             # The newest complete checkpoint always stays; but if it proves damaged, there must be one before it.
             (
@@ -594,7 +594,7 @@ def _list_all_faults(
         try:
             kind(**{name: value for name, value in given.items() if name not in wrong})
         except ConfigurationError as exc:
-            # leave out what names a wrong setting, or one meant by a wrong name: it may go when that is mended
+            # leave out faults that name a wrong setting, or one meant by a wrong name: they may go when that is mended
             unsure = {*wrong, *(fault.suggestion for fault in faults)}
             others += [fault for fault in exc.faults if unsure.isdisjoint(re.findall(r"\w+", fault.message))]
         others += [_make_contradiction(given, text) for text in _find_superseded(given)]
@@ -607,7 +607,7 @@ def find_wrong_settings(error: ValidationError) -> set[str]:
 
 
 def parse_config(given: Any) -> CheckpointConfig:
-    """Return the configuration that a manager is given, or that of the settings that it is given by name.
+    """Return the configuration that a manager is given, or the one of the settings that it is given by name.
 
     Raises:
         ConfigurationError: It is given something else, or a wrong setting.

@@ -18,17 +18,17 @@ from shardckpt.manager.setting_checks import check_assets, check_folder, check_p
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import list_unknown_accepted
 
-#: The settings that say what a strategy must do.
+#: The settings that decide which abilities a strategy needs.
 _SWITCHES = ("load_only", "steps_in_hf", "async_mode")
 
 
 def find_faults(given: Any) -> list[SettingFault]:
-    """Return what is wrong in settings of a file, each fault with what is expected; empty if nothing is.
+    """Return the faults of settings in a file, each with the expected value; empty if there are none.
 
-    Strategy, key mapping and what serves URLs must be installed here. The job may run elsewhere, so a folder may be
-    absent here. Two faults of folders that are here are found: one of steps that is a file, and one of assets without
-    the ``config.json`` that says where to cut the vocabulary. No code that the settings name is run: a mapping's Python
-    file must be there.
+    Strategy, key mapping and the plugin of a URL's scheme must be installed here. The job may run elsewhere, so a
+    folder may be absent here. Two faults of folders on this machine are found: a folder of steps that is a file, and
+    assets without the ``config.json`` that says where to cut the vocabulary. No code that the settings name is run: a
+    mapping's Python file must exist.
     """
     if not isinstance(given, Mapping):
         return [SettingFault("", None, f"{show_given(given)} is no table of settings by name")]
@@ -56,7 +56,7 @@ def find_faults(given: Any) -> list[SettingFault]:
     lacking = "" if wrong & {"hf_mapping", "hf_assets_path"} else _find_lacking_assets(right)
     if lacking:
         faults.append(make_fault(given, "hf_assets_path", lacking))
-    # a fault shows the value in the file, not what a validator has made of it
+    # a fault shows the value in the file, not a validator's result
     return [
         make_fault(given, fault.setting, fault.message, fault.suggestion) if fault.setting in given else fault
         for fault in faults

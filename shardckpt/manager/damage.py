@@ -29,7 +29,7 @@ _HOUR = 3600.0
 class Damage(NamedTuple):
     """The damage of a step that no load takes, or that ``ls`` does not call whole.
 
-    ``fault`` is what ``ls`` says of it, ``kept`` why it may not be removed; ``""`` if it may.
+    ``fault`` is the text that ``ls`` shows, ``kept`` why it may not be removed; ``""`` if it may.
     """
 
     fault: str
@@ -37,7 +37,7 @@ class Damage(NamedTuple):
 
 
 def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | None = None) -> Damage | None:
-    """Return what is wrong with a step, None if a load takes it and ``ls`` calls it whole. Not collective.
+    """Return the damage of a step; None if a load takes it and ``ls`` calls it whole. Not collective.
 
     It is damaged, was never finished, or is marked as failed. ``older_than`` is the hours since the last write after
     which a save or a copy to it cannot still run; by default :data:`HOURS`, and of a save to a store whose process is
@@ -50,7 +50,7 @@ def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | No
             return None if step.mark is None or step.is_sound else _judge_mark(directory, step.mark, folder.plugins)
         return Damage("", (str(step.error or step.refusal).splitlines() or [""])[0])
     fault = f"{found.state}: {found.reason.removeprefix('is ')}"
-    # a step's name may be that of a log folder
+    # a log folder may be named like a step
     if found.state == "incomplete" and not (is_under_way(directory) or is_marked(list_entries(directory))):
         return Damage(fault, "nothing in it shows that a save wrote it: remove it by hand")
     if mendable := explain_mendable(directory, folder.plugins):

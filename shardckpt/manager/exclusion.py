@@ -25,7 +25,7 @@ def leave_out(
 ) -> tuple[ShardedStateDict, bool]:
     """Return the state dict without the shards with these names, and whether there were any.
 
-    ``names`` are keys, or their ends after a dot; what is under a name in ``stored`` is kept nevertheless. The given
+    ``names`` are keys, or their ends after a dot; shards under a name in ``stored`` are kept nevertheless. The given
     dict does not change.
     """
     if not names:
@@ -35,7 +35,7 @@ def leave_out(
     def is_left_out(leaf: Any) -> bool:
         return isinstance(leaf, ShardedBase) and f".{leaf.key}".endswith(ends) and not _is_stored(leaf, stored)
 
-    # a load asks for what the checkpoint has of them
+    # a load asks for those of their entries that the checkpoint has
     if isinstance(described, OptionalEntries):
         names = [name for name, entry in described.items() if any(map(is_left_out, nested_values(entry)))]
         return described.without(names), bool(names)

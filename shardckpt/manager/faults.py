@@ -1,4 +1,4 @@
-"""Wrong settings and arguments, which pydantic finds, in our words: what was given, and what is expected."""
+"""Wrong settings and arguments, which pydantic finds, in our words: the given value, and the expected one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _C = TypeVar("_C", bound=type[Any])
 
-#: What is expected, by the type of pydantic's fault, or its first word.
+#: The expected value, by the type of pydantic's fault, or its first word.
 _EXPECTED = {
     "int": "a whole number",
     "float": "a number",
@@ -33,7 +33,7 @@ _EXPECTED = {
     "greater_than": "more than {gt:g}",
     "greater_than_equal": "{ge} or more",
 }
-#: What is expected of a setting, where the fault's type does not say it.
+#: The expected value of a setting, where the fault's type does not say it.
 _EXPECTED_OF = {
     **dict.fromkeys(("folder", "initial_load_path", "hf_assets_path"), "a path or URL"),
     "latest_pointer": "the name of a file, as 'latest'",
@@ -48,10 +48,10 @@ _EXPECTED_OF = {
 }
 
 
-#: How a text of :func:`ask_nearest` names what is right: nested errors, of plugins too, have it in no other form.
+#: How a text of :func:`ask_nearest` names the right word: nested errors, of plugins too, have it in no other form.
 _NEAREST = re.compile(r"did you mean (.+?)\?")
 
-#: Returns what is known of a setting that there is not, ``""`` if nothing is, and its right name, if any.
+#: Returns a hint about a setting that does not exist, ``""`` if there is none, and its right name, if any.
 Hint = Callable[[str], tuple[str, str | None]]
 
 
@@ -63,15 +63,15 @@ def list_faults(
 ) -> list[SettingFault]:
     """Return the faults that pydantic found in the settings that were given by name.
 
-    ``names`` are all settings, in the order in which a call may give them without names. ``find_hint`` says, of a
-    setting that does not exist, what to use.
+    ``names`` are all settings, in the order in which a call may give them without names. ``find_hint`` returns, for a
+    setting that does not exist, the one to use.
     """
     found = [fault for each in error.errors() for fault in _describe_fault(each, given, names, find_hint)]
     return [*{fault.message: fault for fault in found}.values()]
 
 
 def make_fault(given: Mapping[str, Any], setting: str, message: str, suggestion: str | None = None) -> SettingFault:
-    """Return a fault with what was given, without a URL's password, and the suggestion that its text has."""
+    """Return a fault with the given value, without a URL's password, and the suggestion in its text."""
     value, nearest = given.get(setting), _NEAREST.search(message)
     shown = mask_password(value) if isinstance(value, str) else value
     return SettingFault(setting, shown, message, suggestion or (nearest and nearest[1]))
@@ -80,7 +80,7 @@ def make_fault(given: Mapping[str, Any], setting: str, message: str, suggestion:
 def describe_unknown(
     name: str, names: Sequence[str], find_hint: Hint, given: Mapping[str, Any] = MappingProxyType({})
 ) -> SettingFault:
-    """Return the fault of a setting that there is not; the arguments are those of :func:`list_faults`."""
+    """Return the fault of a setting that does not exist; the arguments are as for :func:`list_faults`."""
     hint, ours = find_hint(name)
     hint = hint or ask_nearest(name, [each for each in names if each not in given]).rstrip()
     return make_fault(given, name, f"there is no setting {name!r}" + f": {hint}" * bool(hint), ours)
@@ -101,7 +101,7 @@ def _describe_fault(
 
 
 def _describe_value(fault: Mapping[str, Any], names: Sequence[str]) -> str:
-    name, *inner = fault["loc"] or ("",)  # of a union, what follows is one of its types, of a list a place
+    name, *inner = fault["loc"] or ("",)  # for a union, the rest names one of its types; for a list, a position
     kind, given = str(fault["type"]), fault["input"]
     if kind == "unexpected_positional_argument":
         return f"{show_given(given)} is one argument too many: it takes {', '.join(names)}"

@@ -1,7 +1,7 @@
 """Garbage collection: removes checkpoints that no policy keeps, in a thread.
 
 The process may be killed at any moment. So one step makes a checkpoint unloadable before its files are deleted: a
-rename to a tombstone or, on a store, the deletion of its ``metadata.json``. The next collection deletes what is left.
+rename to a tombstone or, on a store, the deletion of its ``metadata.json``. The next collection deletes the remains.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The states of a step by what verifications found, the worst first.
+#: The states of a step that a verification can give it, the worst first.
 _STATES: tuple[StepState, ...] = ("failed", "candidate", "verified")
 
-#: Seconds after which :meth:`GarbageCollector.wait` says in a warning what it waits for, and that
-#: :func:`discard_steps_after` waits for the removals of another process.
+#: Seconds after which :meth:`GarbageCollector.wait` warns and names the reason for the wait, and after which
+#: :func:`discard_steps_after` warns that it waits for the removals of another process.
 _PATIENCE = 5.0
 
 
@@ -57,9 +57,9 @@ def collect_garbage(
 ) -> list[int]:
     """Remove the steps that no policy keeps, and remains of killed saves and removals; return the removed steps.
 
-    Without policies all are kept, and the folder's links are looked at only if ``links`` is True. Steps in
-    ``protected`` are kept whatever the policies return. A policy that returns something other than steps is an error,
-    and nothing is removed.
+    Without policies all are kept, and the folder's links are updated only if ``links`` is True. Steps in ``protected``
+    are kept whatever the policies return. A policy that returns something other than steps is an error, and nothing is
+    removed.
     """
     if not policies and not links:  # no checkpoint need be inspected, and there may be many
         _remove_leftovers(folder)
@@ -73,10 +73,10 @@ class Choice(NamedTuple):
     Attributes:
         found: All steps.
         counted: The metrics of the steps that policies choose from, in ascending order.
-        chosen: Those of ``counted`` that are to be removed.
-        damage: What is wrong with others, and why some of these stay.
-        needed: Those for whose sake the others can go: a load takes one of them then.
-        known: Those that were not looked at again.
+        chosen: The steps of ``counted`` that are to be removed.
+        damage: The damage of other steps, and why some of these stay.
+        needed: The steps for whose sake the others can go: a load takes one of them then.
+        known: The steps that were not inspected again.
     """
 
     found: dict[int, StepCheckpoint]
@@ -108,7 +108,7 @@ class Removals(NamedTuple):
     choice: Choice
 
 
-#: Returns what is wrong with a step, if it is of those that are removed for that.
+#: Returns the damage of a step, if it is of a kind for which steps are removed.
 Judge = Callable[["StepCheckpoint"], "Damage | None"]
 
 
@@ -140,11 +140,11 @@ def remove_steps(
     remove. Only those are removed, and those in which ``judge`` finds damage, if nothing in it says why they stay; the
     damaged are not given to ``choose``. By default ``judge`` looks at none. No save under way is removed, no symbolic
     link, none that a lease or a pin holds; and with ``keeps_linked`` none that a symbolic link in the folder leads to.
-    The remains of a save are left while its process lives. A warning names what cannot be removed; the next call tries
-    it once more. ``begin`` is called with the chosen steps, and returns what is called with each when it is removed, or
-    stays.
+    The remains of a save are left while its process lives. A warning names the checkpoints that cannot be removed; the
+    next call tries again. ``begin`` is called with the chosen steps, and returns a function that is called with each of
+    them when it is removed, or stays.
 
-    Other processes may save and remove meanwhile. So each step is looked at again under the mark of its removal: it
+    Other processes may save and remove meanwhile. So each step is inspected again under the mark of its removal: it
     stays if it is another save by then, or if a checkpoint for whose sake it could go is gone, or going.
     """
     choice = choose_steps(folder, choose, judge)
@@ -152,10 +152,10 @@ def remove_steps(
     needed = [choice.found[each] for each in choice.needed]
     own_links = find_own_links(folder, choice.found.values())
     held = find_held(folder, keeps_linked=keeps_linked, own_links=own_links) if chosen else {}
-    if own_links:  # before they lead to what is gone
+    if own_links:  # before their targets are gone
         update_links(folder, [each for step, each in choice.found.items() if step not in chosen])
     if chosen:
-        # What a killed overwrite has moved aside is known to be old while the step is there, and else kept for ever.
+        # A checkpoint that a killed overwrite moved aside is known to be old while the step is there; else it is kept.
         _remove_local(folder, [leftover for leftover in _find_local(folder) if leftover.is_replaced])
     removed, kept, count_step = [], {}, begin(chosen)
     for step in chosen:
@@ -167,7 +167,7 @@ def remove_steps(
             kept[step] = reason
         elif reason is not None:
             removed.append(step)
-            folder.forget(step)  # on a store its folder is there as long as anybody's object is in it
+            folder.forget(step)  # on a store its folder is there as long as any object is in it
         count_step(step)
     if own_links and len(removed) < len(chosen):
         update_links(folder, [each for step, each in choice.found.items() if step not in removed])
@@ -181,7 +181,7 @@ def remove_steps(
 def find_held(folder: StepFolder, *, keeps_linked: bool = True, own_links: Collection[str] = ()) -> dict[str, str]:
     """Return the holds of steps by the names of their directories: leases, pins, and links to them.
 
-    With ``keeps_linked`` a symbolic link in the folder keeps what it leads to (``best -> step-100``), but not one of
+    With ``keeps_linked`` a symbolic link in the folder keeps its target (``best -> step-100``), but not a link of
     ``own_links``, because they are moved: :func:`~shardckpt.manager.step_links.find_own_links`.
     """
     found = {name: list(map(str, holds)) for name, holds in folder.holds.find().items()}
@@ -223,7 +223,7 @@ def discard_steps_after(folder: StepFolder, step: int) -> list[int]:
             f"{folder}: nothing was removed, since steps after {step} are symbolic links, whose files are elsewhere: "
             f"{listed([*map(str, links)])}; remove these links first"
         )
-    # the newest first: after a kill a restart does not find what was left longest ago
+    # the newest first: after a kill a restart does not find the steps that were left longest ago
     deadline = time.monotonic() + _PATIENCE
     removed: set[int] = set()
     while True:
@@ -255,7 +255,7 @@ class GarbageCollector:
         self._queue: queue.Queue[Collection[int] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._closed = False
-        #: What the last collection has raised; ``""`` if it went well.
+        #: The error of the last collection; ``""`` if it went well.
         self._failure = ""
 
     def submit(self, protected: Iterable[int] = ()) -> None:
@@ -271,7 +271,7 @@ class GarbageCollector:
     def wait(self) -> None:
         """Wait until all submitted collections are done; a warning says so if it takes longer than a few seconds."""
         # Only the main rank has a collector. The others cannot wait by themselves: they stand in their next collective,
-        # and if a file system hangs, its timeout ends the job. The warning is then what names the cause.
+        # and if a file system hangs, its timeout ends the job. The warning then names the cause.
         text = (
             "still waiting for old checkpoints in %s to be removed; all ranks wait, at most until the process group's "
             "timeout: does the file system answer?"
@@ -307,7 +307,7 @@ class GarbageCollector:
         self._queue.task_done()  # of the None that ends the loop, so that a later `wait` returns
 
     def _collect(self, protected: Collection[int]) -> None:
-        """Collect, and log what goes wrong: no error may end the training or this thread. The next collection retries.
+        """Collect, and log failures: no error may end the training or this thread. The next collection retries.
 
         A policy that exits would end the thread alone, without a word, and all ranks would wait for it.
         """
@@ -340,13 +340,13 @@ def _report_kept(path: Path, error: Exception, phase: str, text: str) -> None:
 def _clear_remains(folder: StepFolder, choice: Choice, judge: Judge, removed: Collection[int]) -> set[str]:
     """Remove the leftovers of killed saves and removals, and the holds and marks that have ended.
 
-    Return what :func:`_remove_leftovers` returns.
+    Return the result of :func:`_remove_leftovers`.
     """
     for each in choice.found.values():
         # A removal that was killed on a store without rename leaves a checkpoint without some of its objects.
         if each.error is not None and is_half_deleted(folder.path(each.step)):
             _try_to_remove(folder, each, [], judge)
-    if removed or not choice.known:  # what others leave goes with the next that goes
+    if removed or not choice.known:  # the leftovers of other processes go with the next removal
         folder.holds.drop_ended()
         drop_marks(folder.find(MARKS_NAME), folder.directories)
     return _remove_leftovers(folder, [step for step in choice.found if step not in choice.known])
@@ -356,7 +356,7 @@ def _remove_leftovers(folder: StepFolder, steps: Collection[int] | None = None) 
     """Remove tombstones, staging directories and objects of killed saves; leave those whose process may live.
 
     Return the stems of the names of removed steps whose tombstones could not be deleted. On a store, ``steps`` limits
-    it to their places: what is in the place of a step that was whole before is left to the next manager.
+    it to their places: the objects in the place of a step that was whole before are left to the next manager.
     """
     place = folder.place
     if not takes_requests(place):
@@ -381,7 +381,7 @@ def _find_local(folder: StepFolder) -> list[Leftover]:
 
 
 def _remove_local(folder: StepFolder, leftovers: Iterable[Leftover]) -> set[str]:
-    """Remove those of some leftovers that may go; return as :func:`_remove_leftovers`."""
+    """Remove the leftovers that may go; return as :func:`_remove_leftovers`."""
     is_superseded, left = make_superseded_check(folder.plugins), set[str]()
 
     def report(leftover: Leftover, error: Exception) -> None:
@@ -409,7 +409,7 @@ def _try_to_remove(
     path = folder.find_entry(name)
     try:
         with folder.holds.removing(name, [folder.names.name(each.step) for each in needed]) as against:
-            # The marks were read before the checkpoints are looked at: a removal that ends in between is then seen.
+            # The marks were read before the checkpoints are inspected: a removal that ends in between is then seen.
             if against:
                 what = [f"{'it' if each.directory == name else each.directory} is {each}" for each in against]
                 reason, level = ", ".join(what), logging.INFO

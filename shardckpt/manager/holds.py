@@ -1,6 +1,6 @@
 """Leases and pins of steps: they keep a step from being removed or replaced, by whichever process.
 
-How they are kept, and what a removal or a save does about them, is in :mod:`shardckpt.commit.holds`.
+How they are stored, and how a removal or a save treats them, is in :mod:`shardckpt.commit.holds`.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def pin_step(folder: str | os.PathLike[str], step: int | str, label: str) -> Non
         raise CheckpointingException(f"step {step}: a pin needs a label that says why the step is kept")
     steps, step = find_step(folder, step)
     link = steps.place / steps.names.name(step)
-    # a removal of what it leads to would not look at a pin of another name
+    # a removal of the link's target would not find a pin under another name
     with wrap_os_errors("look at", link):
         is_other = link.is_symlink() and link.resolve().parent == steps.place.resolve()
     if is_other:

@@ -109,11 +109,11 @@ def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False)
 def _list(
     folder: str | os.PathLike[str], place: Path, plugins: PluginManager, *, recursive: bool, above: tuple[str, ...]
 ) -> list[CheckpointSummary]:
-    """Return the summaries of a folder that is there; ``above`` are the real paths of those that led to it."""
+    """Return the summaries of an existing folder; ``above`` are the real paths of the folders that led to it."""
     # of a store, one listing for all: 1,000 folders would take thousands of requests
     listings = list_by_folder(place)
     own = _summarize(attach_listing(place, listings), plugins)
-    # what looks like another library's format may have checkpoints next to the files that it is known by
+    # a folder in another library's format may have checkpoints next to the files that the format is known by
     is_foreign = own.state == "unreadable" and not own.strategy and not is_there(place / MARKER_NAME)
     if own.state != "other" and not is_foreign and not own.inside:
         return [own]
@@ -178,7 +178,7 @@ def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
     read: list[CheckpointSummary] = []
     skipped: list[CheckpointSummary] = []
     for each in listed_ones:
-        # .bin is a suffix of many other things; what torch.save wrote may be one tensor, which is no checkpoint
+        # .bin is a suffix of many other files; torch.save may have written one tensor, which is no checkpoint
         is_broken = not each.strategy and each.path.endswith((".pt", ".pth", ".ckpt", ".safetensors"))
         is_read = each.is_checkpoint or (is_broken and Path(each.path).is_file())
         if is_read:
@@ -191,14 +191,14 @@ def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
 def _summarize_all(
     inside: StepFolder, names: Sequence[str], listings: Mapping[str, dict[str, int]] | None, plugins: PluginManager
 ) -> list[CheckpointSummary]:
-    """Return the summaries of the directories in a folder; on a store, several are looked at at a time."""
+    """Return the summaries of the directories in a folder; on a store, several are inspected at a time."""
     if not takes_requests(inside.place):
         return [replace(_summarize(inside.find(name), plugins), name=name) for name in names]
     marks = attach_listing(inside.find(MARKS_NAME), listings, MARKS_NAME)
 
     def summarize(name: str) -> CheckpointSummary:
         found = _summarize(attach_listing(inside.find(name), listings, name), plugins, marks)
-        # it may have been replaced or removed since the listing: then what was listed is not what was read
+        # it may have been replaced or removed since the listing: then the listing is of another checkpoint
         is_sure = listings is None or found.state not in ("damaged", "unreadable")
         return found if is_sure else _summarize(inside.find(name), plugins, marks)
 
@@ -250,7 +250,7 @@ def _summarize_file(path: Path) -> CheckpointSummary:
         with wrap_os_errors("look at", path):
             info = path.stat()
             summary = replace(summary, nbytes=info.st_size, saved_at=info.st_mtime)
-            real = path.resolve()  # a link is shown as what it leads to, as the Hub's cache has its files
+            real = path.resolve()  # a link is shown as its target, as the Hub's cache has its files
         place = open_directory(real.parent)
         if path.suffix == ".safetensors":
             summary = replace(summary, strategy="safetensors file", library="safetensors")
@@ -293,7 +293,7 @@ def _inspect(
     else:
         mark = find_mark_of(directory, record) if marks is None else find_mark(marks, directory.name, record)
         summary = add_mark(add_record(summary, record, manifest.lineage), mark)
-    # before the files: what no strategy reads may be whole, which is unknown
+    # before the files: a checkpoint that no strategy reads may be whole, which is unknown
     try:
         strategy = choose_reader(directory, manifest, plugins)
     except CannotLoadError as exc:
@@ -307,7 +307,7 @@ def _inspect(
     if any(file.name == RECORD_NAME for file in bad):
         summary = replace(summary, writer="shardckpt", library="")  # its release is in the record that was lost
     if bad:
-        still = summary.mark if summary.has_failed else ""  # what was verified is no longer what is there
+        still = summary.mark if summary.has_failed else ""  # the files have changed since they were verified
         reason = listed([f"{file.name} {file.fault}" for file in bad], "; ", limit=3)
         return replace(summary, state="damaged", reason=reason, mark=still)
     return replace(summary, state="whole")
@@ -414,7 +414,7 @@ def _describe_torch_files(directory: Path, summary: CheckpointSummary, names: li
 
 
 def _add_failure(summary: CheckpointSummary, error: Exception, directory: Path) -> CheckpointSummary:
-    """Return a summary with why a checkpoint cannot be looked at: it is damaged, or only cannot be read."""
+    """Return a summary with why a checkpoint cannot be inspected: it is damaged, or only cannot be read."""
     damaged = isinstance(error, CheckpointingException) and is_damage(error)
     return replace(summary, state="damaged" if damaged else "unreadable", reason=_shorten(error, directory))
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def follow_marks(checkpoints: Iterable[str]) -> None:
-    """Let the links next to checkpoints that were marked lead to what a load takes now, where a manager keeps links.
+    """Update the links next to checkpoints that were marked, where a manager keeps links: they lead to loadable steps.
 
     Of URLs, which have no links, nothing is done.
     """

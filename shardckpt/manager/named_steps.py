@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 def find_named_step(path: str) -> str:
     """Return the path of the step that ``FOLDER/latest`` or ``FOLDER/best`` stands for; any other path as it is.
 
-    What is there by that name goes first: a directory, a link, or a file. A file with the name of a directory next to
-    it, as DeepSpeed and ``latest_pointer`` write it, stands for that. Else ``latest`` is the highest step that is whole
-    and not marked as failed, whoever wrote it, and ``best`` the one of ``CheckpointManager.best_step``.
+    An entry of that name goes first: a directory, a link, or a file. A file with the name of a directory next to it, as
+    DeepSpeed and ``latest_pointer`` write it, stands for that. Else ``latest`` is the highest step that is whole and
+    not marked as failed, whoever wrote it, and ``best`` the one of ``CheckpointManager.best_step``.
 
     Args:
         path: A path or URL.
@@ -55,8 +55,8 @@ def find_named_step(path: str) -> str:
     except StorageError:
         if place is not None:
             raise
-        found = []  # whoever opens the URL says what is missing
-    # not by what they say of themselves: a copy has the step that it was made of, too
+        found = []  # whoever opens the URL reports the missing step
+    # not by the steps in their records: a copy has the step that it was made of, too
     named = [each for each in found if parse_step(_cut_suffix(each.name)) is not None]
     sound = [each for each in named if each.state == "whole" and not each.has_failed and each.step is not None]
     if not sound and (there := [each for each in named if each.is_checkpoint]):
@@ -66,7 +66,7 @@ def find_named_step(path: str) -> str:
             "more"
         )
     if not sound:
-        return path  # who opens it says what is missing
+        return path  # whoever opens it reports the missing step
     chosen = sound[-1] if word == LATEST else _find_best(folder, sound)
     return path.rstrip("/").removesuffix(word) + chosen.name
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
-#: What has the shape of its parameter, in the classes of torch.optim and most others.
+#: State tensors with the shape of their parameter, in the classes of torch.optim and most others.
 _MOMENTS = ("exp_avg", "momentum_buffer")
 
 
@@ -31,10 +31,10 @@ def name_numbers(
     """Return the old beginnings of keys, in a checkpoint that numbers its parameters, each with the new one, by names.
 
     The numbers are taken in the order of the live optimizer's parameters, as its ``load_state_dict`` takes them. The
-    result is empty if the parameters have names there. ``where`` is what its keys of the optimizer begin with, without
-    the last dot; ``shapes`` has the keys of all that it stores, with the shapes of tensors that are to have those of
-    their parameters. It is an error if the groups have other numbers of parameters than the live optimizer's, or if
-    moments have another shape than the parameter in their place.
+    result is empty if the parameters have names there. ``where`` is the prefix of its optimizer's keys, without the
+    last dot; ``shapes`` has all keys that it stores, with the shapes of tensors that must have the shape of their
+    parameter. It is an error if the groups have other numbers of parameters than the live optimizer's, or if moments
+    have another shape than the parameter in their place.
     """
     stored = [group[_PARAMS] for group in _find_groups(common, where)]
     numbers = [*chain.from_iterable(stored)]

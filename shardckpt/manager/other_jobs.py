@@ -1,4 +1,4 @@
-"""Tells two jobs that save to one folder of each other, before the second loads what the first has saved.
+"""Tells two jobs that save to one folder of each other, before the second loads checkpoints of the first.
 
 A manager that has saved there writes a small file next to the leases, which says who it is, and writes it anew about
 once a minute of saving. One whose process is dead counts as none; whether a process of another host lives shows only
@@ -53,7 +53,7 @@ class OtherJobs(ManagerPart):
         self.look()
 
     def look(self) -> None:
-        """Look for files of others; warn of those whose process is alive here, or that were written since the last.
+        """Look for other jobs' files; warn of jobs with a living process, or with a newer file than before.
 
         If this job is to save to no folder of another, that is an OtherJobError instead.
         """
@@ -71,7 +71,7 @@ class OtherJobs(ManagerPart):
     def warn_of_unknown_steps(self, step: int, existing: Collection[int]) -> None:
         """Warn of steps that another job has saved since the last save, though it may have ended, and left no file.
 
-        ``step`` is the step that is saved now, ``existing`` are those that are there.
+        ``step`` is the step that is saved now, ``existing`` are the existing steps.
         """
         unknown = [] if self._known is None else sorted({*existing} - self._known)
         self._known = {*existing, step}
@@ -114,7 +114,7 @@ class OtherJobs(ManagerPart):
         if self._refuses:
             self._looked_at = -math.inf  # the next save looks again
             raise OtherJobError(f"{text}: nothing was saved, as on_other_job='error' says")
-        if name not in self._warned:  # each manager says it: what is at stake is the training of another
+        if name not in self._warned:  # each manager says it: the training of another is at stake
             self._warned.add(name)
             logger.warning("%s", text)
 

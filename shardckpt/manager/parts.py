@@ -61,7 +61,7 @@ def make_parts(
     parts: list[ManagerPart] = []
     with comm.collective_phase("beginning to save checkpoints"):
         if comm.is_main:
-            # first: a removal must not begin while the file still names what may be removed
+            # first: a removal must not begin while the file still names a step that may be removed
             if config.latest_pointer:
                 parts.append(LatestPointer(folder, config.latest_pointer))
             if config.links:
@@ -99,7 +99,7 @@ class Retention(ManagerPart):
         self._protected_count = max((policy.count for policy in policies if isinstance(policy, KeepLatest)), default=1)
         #: The protected steps, oldest first: the one that this run loaded, and those that it saved.
         self._protected: list[int] = []
-        #: The metrics that were warned of, with those that were given.
+        #: Missing metrics that were warned of, each with the metrics that were given.
         self._warned: set[tuple[str, str]] = set()
         self._has_warned_of_later = False
 
@@ -147,7 +147,7 @@ class Retention(ManagerPart):
         return texts
 
     def list_kept(self) -> list[str]:
-        """Return the steps that are there, the newest first, each with the reason that keeps it."""
+        """Return the existing steps, the newest first, each with the reason that keeps it."""
         protected = dict.fromkeys({*self._protected} & {*self._folder.steps()}, "this job has loaded or saved it")
         try:
             found = prune_steps(get_url(self._folder.place), self._policies, protected, names="step-", dry_run=True)
@@ -206,7 +206,7 @@ class Retention(ManagerPart):
         return [*(each for each in self._protected if each != step), step][-self._protected_count :]
 
     def _warn_of_later(self, step: int, later: int) -> None:
-        """Warn of steps after the one that is saved; those of another job that still runs are not to be discarded."""
+        """Warn of steps after the one that is saved; steps of another job that still runs are not to be discarded."""
         jobs = self._folder.holds.find_jobs().values()
         others = [job.holder for job in jobs if job.is_current and Owner.from_text(job.owner) != Owner.current()]
         unless = (

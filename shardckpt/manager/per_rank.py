@@ -25,7 +25,7 @@ class Stateful(Protocol):
         """Set the state to one that :meth:`state_dict` returned."""
 
 
-#: What to write where the number of ranks may change.
+#: Advice where the number of ranks may change.
 ADVICE = "reshard=...: a function (states, rank, world_size) that returns the state of one rank"
 
 
@@ -64,7 +64,7 @@ class PerRank:
         return ShardedObject(name, self.state.state_dict(), (world_size,), (rank,))
 
     def request(self, name: str, rank: int, world_size: int, saved_world_size: int) -> list[ShardedObject]:
-        """Return descriptions of the states that this rank loads: its own state, or those of all ranks for ``reshard``.
+        """Return descriptions of the states that this rank loads: its own state, or all ranks' states for ``reshard``.
 
         Raises:
             CheckpointingException: the number of ranks has changed, and there is no ``reshard``.

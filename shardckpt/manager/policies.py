@@ -16,8 +16,7 @@ from shardckpt.errors import ask_nearest
 class PolicyKind:
     """One kind of policies: to keep steps, or to save them.
 
-    The error about something else says ``what`` is expected, with a built-in policy as the example of how a file has
-    it.
+    ``what`` is the expected value in errors, with a built-in policy as the example of the form in a file.
     """
 
     def __init__(self, *built_in: type[Any], what: str, example: Any) -> None:
@@ -38,7 +37,7 @@ class PolicyKind:
     def parse(self, given: Any) -> Any:
         """Return a policy of a configuration.
 
-        It is a callable of one argument, or what :meth:`describe` returned for a built-in policy; else it is a
+        It is a callable of one argument, or the dict that :meth:`describe` returned for a built-in policy; else it is a
         ValueError.
         """
         if isinstance(given, dict) and isinstance(given.get("policy"), str) and given["policy"] in self._built_in:

@@ -105,7 +105,7 @@ class Preemption(ManagerPart):
         )
 
     def _chain(self, number: int) -> Iterator[Preemption]:
-        """Yield this one, and those that were installed for a signal before it, one after the other."""
+        """Yield this one, and then the earlier ones that were installed for a signal, newest first."""
         each: Any = self
         while isinstance(each, Preemption):
             yield each

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Where the manager is told what it may load, for errors.
+#: The setting that accepts formats, for errors.
 ACCEPT_OF = "CheckpointConfig.accept"
 
 
@@ -103,7 +103,7 @@ class StepReader:
         """Collective: load all states that are not excluded.
 
         With ``model_only``, and from a seed checkpoint (step 0), only the model is read. After a CorruptCheckpointError
-        some tensors may contain what was read.
+        some tensors may contain values of the checkpoint.
         """
         try:
             fetched = self.fetch(path, model_only=model_only)
@@ -186,7 +186,7 @@ class StepReader:
     def _count_saved_ranks(self, names: Sequence[str], stored: Iterable[str]) -> int | None:
         """Return how many ranks saved the chosen states of each rank; None if there are none.
 
-        The record does not say it of what one process has converted or merged.
+        A record does not have it if one process has converted or merged the checkpoint.
         """
         grids = _find_grids([name for name in names if name in self._states.per_rank], stored)
         return next((grid[0] for _, grid in sorted(grids.items()) if len(grid) == 1), None)
@@ -229,7 +229,7 @@ class StepReader:
         return found
 
     def _counts(self, chosen: frozenset[str], key: str, *, of_others: bool) -> bool:
-        """Return whether a stored key is one that the states should have asked for: theirs, or that of no state."""
+        """Return whether the states should have asked for a stored key: it is theirs, or no state's."""
         name = key.partition(".")[0]
         if name in self._states.names:
             return name in chosen and (name in self._states.modules or name == OPTIMIZER)
@@ -295,7 +295,7 @@ class StepReader:
                 )
 
     def list_missing(self, stored: Collection[str]) -> list[str]:
-        """Return the states to load that a manager's checkpoint lacks, by the names of those that it has."""
+        """Return the states to load that a manager's checkpoint lacks, given the names of the stored ones."""
         return [name for name in self._states.names if name not in {*self._excluded, *stored, RNG}]
 
     def _choose_foreign_names(
@@ -315,7 +315,7 @@ class StepReader:
         wanted = [ShardedObject(name, None, (1,), (0,)) for name in single]
         built = checkpoint.find_buildable([shard for shard in wanted if shard.unique_key not in stored])
         absent = {shard.key for shard in wanted if shard.unique_key not in built} - {*_find_grids(single, stored)}
-        # what dist_checkpointing.save, here or in Megatron, was given as a plain dict
+        # a state that dist_checkpointing.save, here or in Megatron, was given as a plain dict
         absent -= {name for name in self._states.plain if isinstance(common.get(name), dict)}
         absent |= {name for name in names if self._is_absent(name, stored)}
         if OPTIMIZER in names and self._states.optimizers:
@@ -329,7 +329,7 @@ class StepReader:
         return [name for name in names if name not in absent]
 
     def _advise_of_names(self, absent: Sequence[str], keys: Collection[str]) -> str:
-        """Return what to do about states that another library's checkpoint does not have by their names."""
+        """Return advice about states that another library's checkpoint does not have under their own names."""
         modules = {
             name: get_model_tensors(self._states.modules[name]) for name in absent if name in self._states.modules
         }

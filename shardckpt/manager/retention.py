@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Metrics(dict[str, Any]):
-    """The metrics of a checkpoint, by name, and what else a retention policy may ask of it.
+    """The metrics of a checkpoint, by name, and further facts that a retention policy may use.
 
     Attributes:
         saved_at: When it was saved, in seconds since 1970; None if that is not known (on a store, of older releases).
@@ -44,8 +44,8 @@ class Metrics(dict[str, Any]):
 
 #: The :class:`Metrics` of each checkpoint by its step, in ascending order of the steps.
 StepMetrics = Mapping[int, Mapping[str, Any]]
-#: A function that returns the steps to keep, of those that it is given. Only the main rank calls it, in the thread that
-#: removes checkpoints, when a save is durable.
+#: A function that takes steps and returns those to keep. Only the main rank calls it, in the thread that removes
+#: checkpoints, when a save is durable.
 RetentionPolicy = Callable[[StepMetrics], Iterable[int]]
 
 _Count = Annotated[int, NUMBER, Field(ge=1)]
@@ -195,7 +195,7 @@ class KeepVerified:
         return [step for step in steps if get_state(steps[step]) == "verified"][-self.count :]
 
 
-#: The kind of policies that choose what is kept.
+#: The kind of policies that choose the steps to keep.
 RETENTION = PolicyKind(
     *(KeepLatest, KeepEvery, KeepNear, KeepRecent, KeepBest, KeepPinned, KeepVerified),
     what="a retention policy: give KeepLatest(3), KeepEvery(1000), KeepNear(1000), KeepRecent(hours=24), "
@@ -231,7 +231,7 @@ def get_state(metrics: Mapping[str, Any]) -> StepState:
 def find_needed_steps(checkpoints: StepMetrics) -> dict[int, str]:
     """Return the steps that no policy may remove, each with the reason.
 
-    They are the newest; the newest that was not marked as failed, also of those that a manager loads; and the newest
+    They are the newest; the newest that was not marked as failed, also among those that a manager loads; and the newest
     verified one.
     """
     states = {step: get_state(metrics) for step, metrics in sorted(checkpoints.items())}
@@ -268,8 +268,8 @@ def steps_to_remove(
 def find_kept(policy: RetentionPolicy, checkpoints: StepMetrics) -> set[int]:
     """Return the steps that a policy keeps; it is an error if it returned something other than steps.
 
-    One that is marked as failed takes no other's place: a policy that counts keeps what it would keep without it, too.
-    A function is told which have failed, and decides.
+    A step that is marked as failed takes no other's place: a counting policy keeps the steps that it would keep without
+    it, too. A function is told which have failed, and decides.
     """
     steps = {step: checkpoints[step] for step in sorted(checkpoints)}
     sound = {step: metrics for step, metrics in steps.items() if get_state(metrics) != "failed"}

@@ -32,7 +32,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the generators to their states; those that are not in ``state`` are not changed."""
+        """Set the generators to their states; generators without an entry in ``state`` are not changed."""
         if not state:  # of a rank that the saving job did not have: see `reshard_random_state`
             return
         random.setstate(state["python"])
@@ -47,7 +47,7 @@ class RandomState:
 
 
 def add_random_state(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states with that of the random generators, as ``rng``, unless the user has a state of that name."""
+    """Return the states with the random generators' state, as ``rng``, unless the user has a state of that name."""
     return dict(states) if RNG in states else {**states, RNG: PerRank(RandomState(), reshard_random_state)}
 
 

@@ -28,7 +28,7 @@ class Moment(NamedTuple):
     Attributes:
         step: How many steps the training has made.
         seconds: Seconds since the manager has saved last, or since it was made.
-        metrics: What ``save`` was given for the step.
+        metrics: The metrics that ``save`` was given for the step.
     """
 
     step: int
@@ -89,7 +89,7 @@ class SaveAfter:
         return moment.seconds >= self.seconds
 
 
-#: The kind of policies that choose what is saved.
+#: The kind of policies that choose the steps to save.
 SAVING = PolicyKind(
     *(SaveEvery, SaveAt, SaveAfter),
     what="a save policy: give SaveEvery(500), SaveAt([1000, 2000]), SaveAfter(seconds=1800), or a function that is "
@@ -99,7 +99,7 @@ SAVING = PolicyKind(
 
 
 class SaveClock:
-    """Says which steps of a training are due: those that any of the policies chooses."""
+    """Says which steps of a training are due: each step that any of the policies chooses."""
 
     def __init__(self, policies: Sequence[SavePolicy]) -> None:
         # every rank gets the same answer from these; a subclass may look at clocks and metrics

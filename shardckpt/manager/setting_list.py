@@ -20,7 +20,7 @@ class Setting(NamedTuple):
     Attributes:
         name: Its name.
         default: Its default, as Python writes it.
-        text: What it does.
+        text: Its description.
     """
 
     name: str

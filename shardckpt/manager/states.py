@@ -62,7 +62,7 @@ class Ranks(NamedTuple):
     saved_world_size: int
 
 
-#: What an error about a state ends with.
+#: The end of an error about a state.
 _TAKEN = (
     "a CheckpointManager takes modules, their optimizers, PerRank(...), and objects with state_dict and "
     f"load_state_dict, by name: {{{MODEL!r}: model, {OPTIMIZER!r}: optimizer}}"
@@ -122,7 +122,7 @@ class TrainingStates:
         self.sharded: dict[str, Any] = {}
         self.per_rank: dict[str, PerRank] = {}
         self.plain: dict[str, Stateful] = {}
-        #: What describes the modules of each name in saves.
+        #: Describes the modules of each name in saves.
         self._saved: dict[str, SavedModules] = {}
         for name, value in states.items():
             self._sort(name, value)
@@ -134,7 +134,7 @@ class TrainingStates:
         self.names = tuple(states)
 
     def find_kept_options(self, comm: Comm) -> None:
-        """Collective: find the options that :meth:`restore` keeps, among those of the optimizers of all ranks.
+        """Collective: find the options that :meth:`restore` keeps, among the options of the optimizers of all ranks.
 
         It is an error, the same on every rank, if no rank has one of them.
         """
@@ -162,8 +162,8 @@ class TrainingStates:
     def describe(self, names: Collection[str], comm: Comm) -> ShardedStateDict:
         """Return a sharded state dict of the named states.
 
-        States stand under their names, since errors show the places of keys; what plain states have but tensors under
-        ``forms``.
+        States stand under their names, since errors show the places of keys; the values of plain states, except
+        tensors, stand under ``forms``.
         """
         return self._describe(names, comm, to_save=False)
 
@@ -231,7 +231,7 @@ class TrainingStates:
     ) -> None:
         """Collective where :func:`load_into` is: set the states to the loaded values.
 
-        Unless ``strict``, what was not loaded of the model keeps its values.
+        Unless ``strict``, parts of the model that were not loaded keep their values.
         """
         for name, parts in self._select(self.modules, names):
             if name != MODEL or not self._with_optimizers(names):
@@ -250,7 +250,7 @@ class TrainingStates:
 
     def restore_model(self, loaded: StateDict) -> None:
         """Set the modules under ``model`` to their loaded values, and nothing else."""
-        # what must be there has been looked for; the folder of an adapter has nothing of the base model
+        # the required tensors have been checked before; the folder of an adapter has nothing of the base model
         load_into(loaded, self.modules[MODEL], strict=False)
 
     def _log_gradients(self) -> None:

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 def choose_best(metrics: Mapping[int, Mapping[str, Any]], rankings: Mapping[int, tuple[str, str] | None]) -> int | None:
     """Return the best step by the rule of ``CheckpointManager.best_step``, in the configuration of the newest save.
 
-    ``metrics`` are those of each step that a load takes. ``rankings`` has the metric and the mode, ``min`` or ``max``,
-    of each configuration that names one. The result is None if none does, or no step has it.
+    ``metrics`` are the metrics of each step that a load takes. ``rankings`` has the metric and the mode, ``min`` or
+    ``max``, of each configuration that names one. The result is None if none does, or no step has it.
     """
     named = [ranking for step in sorted(metrics) if (ranking := rankings[step]) is not None]
     return next(iter(rank_steps(metrics, *named[-1])), None) if named else None
@@ -48,11 +48,11 @@ def find_own_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> tup
 def choose_targets(folder: StepFolder, steps: Collection[StepCheckpoint]) -> dict[str, str]:
     """Return the names of the directories that ``latest`` and ``best`` stand for if these steps are all there are.
 
-    The whole ones count, also where a strategy is not installed here: what others find by these names must not depend
-    on this process.
+    The whole ones count, also where a strategy is not installed here: the targets of these names must not depend on
+    this process.
     """
     sound = [each for each in steps if each.is_whole]
-    # a manager's links lead to what it loads
+    # a manager's links lead to steps that it can load
     whole = {each.step: each for each in [each for each in sound if not each.is_foreign] or sound}
     best = choose_best(
         {step: each.metrics for step, each in whole.items()},
@@ -83,7 +83,7 @@ def find_moves(
 def update_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> None:
     """Let the links lead to the latest and the best of some steps; a warning names a link that cannot be made.
 
-    Another one, once, names a newer step that is damaged, or that could not be looked at.
+    Another one, once, names a newer step that is damaged, or that could not be inspected.
 
     Where none of the steps is of a manager with links, they are removed: the next one would not know them as its own.
     """
@@ -98,7 +98,7 @@ def update_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> None:
 
 
 def begin_links(folder: StepFolder) -> None:
-    """Let the links lead to the latest and the best step that are there: a killed run may not have come to that.
+    """Let the links lead to the latest and the best existing step: a killed run may not have updated them.
 
     In a folder in which no step is of a manager with links, they begin with the first that is saved: a link that is
     there is the user's, unless one of the two leads to a step that is gone or damaged, which may have been of such a

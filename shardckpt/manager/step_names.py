@@ -47,7 +47,7 @@ def split_path(path: str) -> tuple[str, str]:
 def parse_number(given: Any, call: str, what: str) -> int:
     """Return a step that a call is given: a whole number, of numpy's or in a tensor, too.
 
-    Anything else is an error, and so are negative numbers and those that are too large for a record.
+    Anything else is an error, and so are negative numbers and numbers that are too large for a record.
     """
     try:
         step = -1 if isinstance(given, bool) else operator.index(given)
@@ -60,11 +60,11 @@ def parse_number(given: Any, call: str, what: str) -> int:
 
 #: The names that the manager gives.
 STEPS = StepNames("step-")
-#: How trainers name the steps' directories: ours, transformers', Megatron's, VeOmni's; and those of epochs.
+#: How trainers name the steps' directories: ours, transformers', Megatron's, VeOmni's; and the directories of epochs.
 NAMINGS = (STEPS, StepNames("checkpoint-"), StepNames("iter_", 7), StepNames("global_step_"), StepNames("epoch_"))
 
 
-#: A name that ends with a number; and what the text before it ends with, where the number is a step's.
+#: A name that ends with a number; and the ends of the text before it, where the number is a step's.
 _NUMBERED = re.compile(r"(.*\D|)([0-9]+)", re.DOTALL)
 _STEP_WORD = re.compile(
     r"(?:.*[^a-z])?(?:global_?step|step|iteration|iter|epoch|checkpoint|ckpt|chkpt|save|update)s?[-_.=]?", re.IGNORECASE

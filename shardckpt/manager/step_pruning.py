@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.steps import StepCheckpoint, StepFolder
 
 
-#: What is said of a step that its caller has verified, and why it stays where that is not asked for.
+#: The reason for a step that its caller has verified, and why it stays without ``damaged``.
 _FAILED = "damaged, as the verification before this prune has found"
 _UNASKED = f"{_FAILED}: --damaged removes it"
 
@@ -49,8 +49,8 @@ class StepResult:
         nbytes: Bytes on disk that its removal frees.
         kept: Why it is kept; ``""`` if it was removed, or with ``dry_run`` would be.
         error: Why it could not be removed.
-        fault: What is wrong with it, if it is removed for that, or could not be.
-        is_sound: Whether nothing is wrong with it that ``damaged`` looks for.
+        fault: Its damage, if it is removed for that, or could not be.
+        is_sound: Whether it has no damage that ``damaged`` looks for.
         moves: The words and links ``latest`` and ``best`` that stood for it, each with the name of the step that it
             stands for without it, ``""`` for none.
     """
@@ -79,28 +79,28 @@ def prune_steps(
 ) -> list[StepResult]:
     """Remove the checkpoints of steps that no policy keeps, and damaged ones. Not collective: one process calls.
 
-    The rules are those of a CheckpointManager: only complete checkpoints that can be loaded here are counted and
-    removed, no link, no damaged one, none that is leased or pinned, and never the newest, nor the newest verified one.
-    What :func:`list_checkpoints` calls whole counts, too: of the Hub's format, and of DeepSpeed's.
-    Directories of each way to name steps (``step-<n>``, ``iter_<n>``, ``ckpt_<n>``, ...) are counted separately. A
-    killed removal is finished by the next one.
+    The rules are a CheckpointManager's: only complete checkpoints that can be loaded here are counted and removed, no
+    link, no damaged one, none that is leased or pinned, and never the newest, nor the newest verified one. Checkpoints
+    that :func:`list_checkpoints` calls whole count, too: the Hub's format, and DeepSpeed's. Directories of each way to
+    name steps (``step-<n>``, ``iter_<n>``, ``ckpt_<n>``, ...) are counted separately. A killed removal is finished by
+    the next one.
 
-    With ``damaged`` also those go that :func:`list_checkpoints` calls damaged or incomplete, or that are marked as
-    failed, and policies do not count these. What may still be written to stays, what lacks nothing but
-    ``metadata.json`` or ``shardckpt.json`` and can be mended, and all of it where no other step can be loaded.
+    With ``damaged``, steps that :func:`list_checkpoints` calls damaged or incomplete, or that are marked as failed, go,
+    too, and policies do not count these. Steps that may still be written to stay; so do those that lack only
+    ``metadata.json`` or ``shardckpt.json`` and can be mended, and all of them where no other step can be loaded.
 
     Args:
         folder: The directory or URL that has the steps' directories.
         policies: Choose the steps to keep; at least one, or with ``damaged`` none, which keeps all that are not.
-        protected: Steps that are kept whatever the policies say; or what is said of each, by step.
-        names: What the steps' names have before the number, such as ``model-``; by default any text that ends with a
+        protected: Steps that are kept whatever the policies say; or the reason for each, by step.
+        names: The text of the steps' names before the number, such as ``model-``; by default any text that ends with a
             word that trainers use (step, iter, epoch, ckpt, checkpoint, ...).
         damaged: Whether to remove damaged steps, and saves that did not end.
         older_than: Hours since the last write to such a step from which it is removed; by default 1.
         failed: Names of directories that were verified just now, and are damaged, of other libraries: such have no
             mark. No policy counts them, and they go only with ``damaged``.
         unwritten: Marks by the names of directories that were verified just now, and were not to be marked.
-        dry_run: Remove nothing; report what would be removed.
+        dry_run: Remove nothing; report the removals that would be made.
 
     Returns:
         Every step that has a directory, in ascending order, for each way to name them.
@@ -145,7 +145,7 @@ def prune_steps(
 def remove_step(folder: str | os.PathLike[str], step: int | str) -> StepResult:
     """Remove the checkpoint of one step, and return the result. Not collective: one process calls.
 
-    The rules are those of :func:`prune_steps`: a step that a load would take next, or that is held, stays. ``step`` is
+    The rules are as for :func:`prune_steps`: a step that a load would take next, or that is held, stays. ``step`` is
     the step, or the name of its directory, as :func:`pin_step` takes it; it is an error if several directories are of
     this step.
     """

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 NEWEST = -1
 _LISTED = 20  # steps that an error names, the newest; folders in one without a step that are looked into
-_LOOKED_AT = 10  # older steps that are looked at for states that a step lacks, the newest
+_LOOKED_AT = 10  # older steps that are searched for states that a step lacks, the newest
 
 
 def read_step(
@@ -75,7 +75,7 @@ def warn_of_others(folder: StepFolder) -> None:
         return
 
     def is_other(name: str) -> bool:
-        # False where it may not be looked at: it is about something that need not be there
+        # False where it may not be inspected: it is about something that need not be there
         return any(os.path.isfile(folder.place / name / marker) for marker in MARKERS)  # noqa: PTH113
 
     try:
@@ -157,7 +157,7 @@ def check_step(folder: StepFolder, step: int) -> int:
 
 
 def find_best(folder: StepFolder, metric: str, mode: Literal["min", "max"]) -> int | None:
-    """Return the step with the best metric among those that can be loaded, None if there are none; not collective.
+    """Return the loadable step with the best metric, None if there are no loadable steps; not collective.
 
     It is an error if no step has a finite value of the metric, or if none is named (``""``).
     """

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _E = TypeVar("_E", bound=CheckpointingException)
 
-#: The key in what is under CONTENT_KEY of what the keys of the model's tensors begin with; where it is absent,
+#: The key, in the dict under CONTENT_KEY, of the prefix of the model's tensor keys; where it is absent, the prefix is
 #: MODEL_PREFIX.
 PREFIX_KEY = "model_prefix"
 #: Where it has the names of the states that were saved as PerRank.
@@ -158,7 +158,7 @@ class StepFolder:
         self.names = names
         #: The plugin manager.
         self.plugins = plugins
-        #: Whole steps of a store that this object has looked at: to look at one takes several requests.
+        #: Whole steps of a store that this object has inspected: to inspect one takes several requests.
         self._known: dict[int, StepCheckpoint] = {}
         #: Steps that proved damaged when they were read, though their files have the right sizes, each with the error.
         self.damaged: dict[int, str] = {}
@@ -200,9 +200,9 @@ class StepFolder:
         return sorted(step for step in map(self.names.parse, self.directories()) if step is not None)
 
     def inspect_steps(self) -> tuple[dict[int, StepCheckpoint], set[int]]:
-        """Inspect all steps, as :meth:`inspect_step` does; return what was found, and which were not looked at again.
+        """Inspect all steps, as :meth:`inspect_step` does; return the results, and the steps that were known before.
 
-        On a store, several are inspected at a time. There a step that was whole and has no mark is not looked at again,
+        On a store, several are inspected at a time. There a step that was whole and has no mark is not inspected again,
         until :meth:`forget`: before one is removed, it is inspected once more.
         """
         steps = self.steps()
@@ -215,7 +215,7 @@ class StepFolder:
         listings = list_by_folder(self.place) if len(fresh) > max(1, len(known)) else None
 
         def inspect(step: int) -> StepCheckpoint:
-            if listings is not None:  # it may have been replaced or removed since: what is no whole step is listed anew
+            if listings is not None:  # it may have been replaced or removed since: no whole step: list it anew
                 directory = attach_listing(self.path(step), listings, self.names.name(step))
                 try:
                     if (found := self.inspect_step(step, marks, directory)).is_loadable:
@@ -245,7 +245,7 @@ class StepFolder:
         return found.error is None and not found.has_failed and step not in self.damaged
 
     def find_fault(self, step: int) -> str:
-        """Return what is wrong with a step that a save replaces; ``""`` if nothing is, or no save was ever there."""
+        """Return the fault of a step that a save replaces; ``""`` if it has none, or no save was ever there."""
         try:
             found = self.inspect_step(step)
         except (CheckpointReplacedError, StorageError):  # the save itself will say it
@@ -275,7 +275,7 @@ class StepFolder:
 
         def check() -> Manifest:
             nonlocal manifest, has_lost_record
-            manifest = None  # forget that of an earlier attempt: the checkpoint was replaced since
+            manifest = None  # forget the one of an earlier attempt: the checkpoint was replaced since
             place, manifest = hold_checkpoint(directory, self.plugins)
             with detect_replacement(place):
                 _check_files(place, manifest)
@@ -326,7 +326,7 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
 def _check_indexed_files(directory: Path, manifest: Manifest, strategy: LoadStrategy) -> bool:
     """Raise unless every file that the index names exists and is long enough for its items.
 
-    Return whether a record of ours is lost, which is no fault: what the index names can be loaded without it.
+    Return whether a record of ours is lost, which is no fault: the files that the index names can be loaded without it.
     """
     try:
         with CheckpointReader(directory, manifest, verify=False) as reader:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shardckpt.manifest.names import Lineage
     from shardckpt.manifest.plain import PlainRecord
 
-#: What a directory is, see :class:`CheckpointSummary`.
+#: The state of a directory, see :class:`CheckpointSummary`.
 State = Literal["whole", "damaged", "unreadable", "incomplete", "other"]
 #: The names of files that lie next to checkpoints: pointers, texts and TensorBoard's.
 _LATEST = ("latest", "best")
@@ -59,12 +59,12 @@ class CheckpointSummary:
             ``""`` if another library did.
         library: The other library, such as ``Megatron-Core``, or the one whose layout it is; ``""`` if the files do not
             show which.
-        fingerprint: That of all tensors together, 32 hex digits, if the save has stored any; of an exported Hugging
-            Face folder that of the checkpoint that it has. Equal for equal keys and values, whatever the sharding and
-            the format.
+        fingerprint: The fingerprint of all tensors together, 32 hex digits, if the save has stored any; for an exported
+            Hugging Face folder, the fingerprint of its checkpoint. Equal for equal keys and values, whatever the
+            sharding and the format.
         held: The leases and pins that keep it from removal, for people.
         mark: The verdict of ``shardckpt verify --mark`` about this save, for people.
-        has_failed: Whether that verdict is that it is not as it was written.
+        has_failed: Whether that verdict is that it is damaged.
         metrics: Those that ``CheckpointManager.save`` was given for the step; None for NaN and infinity.
         ranking: The metric by which the manager that saved it chooses the best step, and ``min`` or ``max``.
         links: The links ``latest`` and ``best`` of the folder that lead to it.
@@ -104,7 +104,7 @@ class CheckpointSummary:
 def list_plain(
     folder: str | os.PathLike[str], own: Collection[tuple[str, int]], *, recursive: bool = False
 ) -> list[CheckpointSummary] | None:
-    """Do what :func:`shardckpt.manager.list_checkpoints` does, without torch: for sound checkpoints of this library.
+    """List like :func:`shardckpt.manager.list_checkpoints`, without torch: for sound checkpoints of this library.
 
     ``own`` has the formats of this distribution that are read, by backend and version, as its plugins register them. It
     returns None if anything needs a look by a reader: a URL, a checkpoint that is damaged or that another library
@@ -121,7 +121,7 @@ def list_plain(
 
 
 class _NeedsReaderError(Exception):
-    """What a directory is, only the readers of all formats can say."""
+    """Only the readers of all formats can recognise a directory."""
 
 
 def _list_folder(
@@ -224,7 +224,7 @@ def _is_aside(name: str) -> bool:
 
 
 def find_local_holds(place: Path) -> dict[str, list[Hold]]:
-    """Return the leases and pins of a folder; those that read them are only imported where there are any."""
+    """Return the leases and pins of a folder; their readers are imported only if there are any."""
     if not (place / HOLDS_NAME).exists():
         return {}
     from shardckpt.commit.holds import Holds
@@ -268,14 +268,14 @@ def describe_other(summary: CheckpointSummary, names: Collection[str], inside: i
 
 
 def count_inside(list_names: Callable[[str], Names]) -> int:
-    """Return how many checkpoints there may be in a folder, as names say; the argument is that of ``list_inside``."""
+    """Return how many checkpoints there may be in a folder, as names say; the argument is as for ``list_inside``."""
     return sum(1 for _ in list_inside(list_names, lambda name: parse_step(name) is not None))
 
 
 def arrange(found: Iterable[CheckpointSummary], holds: Mapping[str, Collection[Hold]]) -> list[CheckpointSummary]:
     """Return summaries of one folder with its leases and pins, in ascending order of steps.
 
-    The links ``latest`` and ``best`` are said of what they lead to, if that is in the folder.
+    The links ``latest`` and ``best`` are shown with their targets, if these are in the folder.
     """
     found = [*found]
     real = {each.path for each in found if each.path.endswith(f"/{each.name}")}
@@ -304,7 +304,7 @@ def list_once(found: Iterable[CheckpointSummary]) -> list[CheckpointSummary]:
 def expand(
     found: Iterable[CheckpointSummary], above: tuple[str, ...], list_folder: Callable[[str], list[CheckpointSummary]]
 ) -> list[CheckpointSummary]:
-    """Return summaries with those of the checkpoints in each folder in its place, by their paths from the listed one.
+    """Return summaries with the checkpoints in each folder in its place, by their paths from the listed one.
 
     ``above`` has the real paths of the folders that were entered, from the first to the one with these summaries. A
     folder that is reached by another path, around this one or behind a link, is left out. ``list_folder`` lists a

@@ -22,7 +22,7 @@ _TIMES = ("_runtime", "_per_second", "_time")
 class TrainerState(NamedTuple):
     """The step of a training that transformers' Trainer saved, and the metrics that it logged there.
 
-    ``step`` is None if it is not known. The metrics are those of its evaluations, then its loss.
+    ``step`` is None if it is not known. The metrics are its evaluations', then its loss.
     """
 
     step: int | None

@@ -86,8 +86,8 @@ class StepWriter(ManagerPart):
         URL, is replaced in one step; if this fails, also because a lease or a pin holds the step, it is unchanged, and
         the error is the same on every rank. The main rank's ``content`` is stored as ``content_metadata``; others may
         differ (in their metrics). ``lineage`` names the checkpoint from which the training was resumed, and the step.
-        ``before`` is what each rank does first, in phases of the operation that it gets; ``room`` has the limits of the
-        space of the save. ``on_commit`` is called on every rank when the checkpoint is durable.
+        ``before`` is a function that each rank calls first, in phases of the operation that it gets; ``room`` has the
+        limits of the space of the save. ``on_commit`` is called on every rank when the checkpoint is durable.
         """
         comm = Comm(self._group)
         with comm.local_phase("finding the target"):

@@ -1,4 +1,4 @@
-"""Names of files in a folder of the Hub, and of what transformers' Trainer saves with a model: no torch."""
+"""Names of files in a folder of the Hub, and of the files that transformers' Trainer saves with a model: no torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ HUB_CONFIG = "config.json"
 HUB_ADAPTER_CONFIG = "adapter_config.json"
 #: Where the Trainer keeps the step and the log of a training; it writes it last, and a resume reads it first.
 TRAINER_STATE = "trainer_state.json"
-#: What the Trainer saves with each model.
+#: The file that the Trainer saves with each model.
 TRAINER_ARGUMENTS = "training_args.bin"
-#: What accelerate saves with each model: of a rank.
+#: The files that accelerate saves with each model, one a rank.
 _RANDOM_STATES = re.compile(r"random_states_\d+\.pkl")
-#: What transformers and accelerate save of a training with its weights: no weights, whatever the suffix.
+#: Files of a training that transformers and accelerate save with its weights: no weights, whatever the suffix.
 _OF_TRAINING = re.compile(
     r"(optimizer|scheduler|scaler|rng_state|random_states|training_args|sampler|dl_state_dict)[^/]*\.(pt|pth|bin|pkl)"
 )
@@ -55,7 +55,7 @@ def find_trainer_parts(names: Collection[str]) -> list[str]:
 
 
 def explain_lost_model(parts: Sequence[str]) -> str:
-    """Return that a Trainer's step has an optimizer and no model; ``""`` if it has one, its first part."""
+    """Return the fault of a Trainer's step with an optimizer and no model; ``""`` if its first part is a model."""
     if not parts or not parts[0].startswith("optimizer"):
         return ""
     return f"pytorch_model_fsdp_{parts[0].rpartition('_')[2]} is missing, the model of {parts[0]}"
@@ -66,7 +66,7 @@ def explain_unfinished_step(step: str, names: Collection[str]) -> str:
 
     Args:
         step: The name of the directory.
-        names: Those of the files and folders in it.
+        names: The names of the files and folders in it.
     """
     if not _STEP.fullmatch(step) or TRAINER_ARGUMENTS not in names or TRAINER_STATE in names:
         return ""
@@ -74,17 +74,17 @@ def explain_unfinished_step(step: str, names: Collection[str]) -> str:
 
 
 def explain_step_without_optimizer(step: str, names: Collection[str]) -> str:
-    """Return that a Trainer's step has a model and no optimizer, which a resume misses; ``""`` if it has both."""
+    """Describe a Trainer's step with a model and no optimizer, which a resume misses; ``""`` for any other."""
     if not _STEP.fullmatch(step) or TRAINER_STATE not in names or any(map(_OPTIMIZER.fullmatch, names)):
         return ""
     return "the model only, without optimizer.pt: a resume begins with a new optimizer"
 
 
 def lacks_weights(names: Iterable[str]) -> bool:
-    """Return whether a folder has what is saved with a model's weights, and no weights: these were lost.
+    """Return whether a folder has the files that are saved with a model's weights, and no weights: these were lost.
 
     Args:
-        names: Those of its files and folders.
+        names: The names of its files and folders.
     """
     names = frozenset(names)
     described = names & {HUB_CONFIG, TRAINER_STATE} or any(map(_RANDOM_STATES.fullmatch, names))

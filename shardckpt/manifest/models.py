@@ -48,11 +48,11 @@ _STRICT = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=Fal
 class Marker(BaseModel):
     """``metadata.json``: which strategy, by Megatron's names; other fields are ignored.
 
-    After an overwrite at a URL, that of the URL has ``shardckpt_generation``, too: the folder next to it with all files
-    of the newest save, its own ``metadata.json`` among them.
+    After an overwrite at a URL, the marker there has ``shardckpt_generation``, too: the folder next to it with all
+    files of the newest save, its own ``metadata.json`` among them.
 
-    Megatron reads a version that is not there as 1, and so does this. It always writes one, and so do we: a checkpoint
-    with a record is refused without.
+    Megatron reads a missing version as 1, and so does this. It always writes one, and so do we: a checkpoint with a
+    record is refused without.
     """
 
     model_config = _STRICT
@@ -78,14 +78,14 @@ class Marker(BaseModel):
 
     @classmethod
     def check_written(cls, data: bytes, record: Record) -> None:
-        """Compare the bytes of ``metadata.json`` with what the save that wrote the record wrote there.
+        """Compare the bytes of ``metadata.json`` with the fields that the save that wrote the record wrote there.
 
         A load needs the backend and its version; the others are for Megatron, and a load would not see that they are
         damaged. A format's specification may let its writers leave them out or write others: they are compared only
         where shardckpt wrote the record and they are there.
 
         Raises:
-            ValueError: a field differs, or is not there.
+            ValueError: a field differs, or is missing.
         """
         found = parse_json(data)
         written = cls(sharded_backend=record.backend, sharded_backend_version=record.version)
@@ -106,7 +106,7 @@ class FileRecord(BaseModel):
 
     The table of digests stands in ``segments`` as text. Where the tables of all ranks would be too much for one file,
     each stands in a file of its own next to the file, the table file, and ``segments`` is the number of its bytes.
-    ``digest`` is the SHA-256 of the table, and so that of the table file.
+    ``digest`` is the SHA-256 of the table, and so of the table file.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -172,8 +172,8 @@ class SaveTimings(BaseModel):
 class Record(BaseModel):
     """``shardckpt.json``.
 
-    Format 3 is that of a checkpoint with table files, format 2 that of one with files in folders. All others have
-    format 1, which is all that the first releases read: they refuse the formats that they do not know.
+    Checkpoints with table files have format 3, those with files in folders format 2. All others have format 1, which is
+    all that the first releases read: they refuse the formats that they do not know.
     """
 
     model_config = _STRICT
@@ -191,9 +191,9 @@ class Record(BaseModel):
     #: The save id of the checkpoint that the job was resumed from, and the step of the training, if they were given.
     parent: Annotated[str, Field(pattern=SAVE_ID)] | None = None
     step: _Count | None = None
-    #: What was saved as ``content_metadata``, if it is plain JSON; it is in the common state too.
+    #: The save's ``content_metadata``, if it is plain JSON; it is in the common state too.
     content_metadata: Any = None
-    #: When each rank did what; None in a checkpoint of an earlier release, and where it was not measured.
+    #: The times of each rank's work; None in a checkpoint of an earlier release, and where it was not measured.
     timings: SaveTimings | None = None
     #: SHA-256, in hex, of the file's bytes with zeros in the place of this digest.
     self_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = NO_DIGEST

@@ -1,4 +1,4 @@
-"""Names and rules of a checkpoint's JSON files, and what is known of it without their models: no pydantic."""
+"""Names and rules of a checkpoint's JSON files, and the checks that work without their models: no pydantic."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ RECORD_NAME = "shardckpt.json"
 INTEGRITY_NAME = "integrity.json"
 #: The links of a manager to steps, and the words for these steps in paths.
 LATEST, BEST = LINKS = ("latest", "best")
-#: What a directory has that is a checkpoint: of shardckpt and Megatron, of plain DCP.
+#: The files that mark a directory as a checkpoint: of shardckpt and Megatron, of plain DCP.
 MARKERS = (MARKER_NAME, ".metadata")
 #: Fingerprints of the tensors, if the save was asked for them; a file of the checkpoint like any other.
 FINGERPRINTS_NAME = "tensors.fingerprints"
-#: The key in ``content_metadata`` of what a CheckpointManager notes of a step.
+#: The key in ``content_metadata`` of a CheckpointManager's notes on a step.
 CONTENT_KEY = "shardckpt_manager"
-#: The key of the common state under which a save stores what its caller has given with it.
+#: The key of the common state under which a save stores its caller's ``content_metadata``.
 CONTENT = "content_metadata"
 #: The key in ``content_metadata`` of how many keys a rescue (``convert --skip-damaged``) has left out.
 _RESCUED = "shardckpt_rescued"
@@ -35,14 +35,14 @@ INTEGRITY_LIMIT = 1 << 26
 #: The algorithm of the digests in ``integrity.json``.
 INTEGRITY_ALGORITHM = "sha256"
 
-#: The rule for names of files, for errors. Letters are those of ASCII: file systems and stores disagree on others.
+#: The rule for names of files, for errors. Letters are ASCII's: file systems and stores disagree on others.
 NAME_RULE = (
     "a file of a checkpoint has a name of letters, digits, '.', '_' and '-'; or a path of such names, joined by '/', "
     "with at most 32 of them, 255 characters in each and 1024 in all; none is '.' or '..'"
 )
 _PART = r"(?!\.\.?(?:/|\Z))[A-Za-z0-9._-]{1,255}"
 _FILE_NAME = re.compile(rf"{_PART}(?:/{_PART}){{0,31}}")
-_NAME_LENGTH = 1024  # what object stores allow for a key
+_NAME_LENGTH = 1024  # the limit of object stores for a key
 
 #: The pattern of a save's id.
 SAVE_ID = r"^[0-9a-f]{32}$"
@@ -56,7 +56,7 @@ GENERATION = r"^generation-[0-9a-f]{32}$"
 #: End of the name of a table file.
 TABLE_SUFFIX = ".digests"
 
-#: What stands in the place of the digest of ``shardckpt.json`` where that digest is computed.
+#: The placeholder for the digest of ``shardckpt.json`` where that digest is computed.
 NO_DIGEST = "0" * 64
 
 
@@ -137,7 +137,7 @@ class Rescue(NamedTuple):
 
 
 class Lineage(NamedTuple):
-    """A checkpoint's place among those of its training.
+    """A checkpoint's place among the checkpoints of its training.
 
     Attributes:
         parent: The save id of the checkpoint that the job was resumed from, 32 hex digits; None if from none.

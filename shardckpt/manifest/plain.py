@@ -1,6 +1,7 @@
 """``shardckpt.json`` without pydantic, which takes longer to import than a checkpoint takes to be listed.
 
-Only what this library wrote, as it wrote it, is read so; all else is left to the models, which say what is wrong.
+Only records that this library wrote, as it wrote them, are read so; all others are left to the models, which name
+faults.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def parse_plain(marker: bytes, record: bytes) -> PlainRecord | None:
         said: Any = parse_json(marker)
         digest = found["self_digest"]
         head, _, tail = record.rpartition(digest.encode())
-        # its own digest says that the rest is as it was written, and so was checked then
+        # its own digest says that the rest is unchanged, and so was checked then
         if hashlib.sha256(head + NO_DIGEST.encode() + tail).hexdigest() != digest or len(digest) != len(NO_DIGEST):
             return None
         if type(found["format"]) is not int or found["format"] not in range(1, NEWEST_FORMAT + 1):
@@ -101,7 +102,7 @@ def parse_plain(marker: bytes, record: bytes) -> PlainRecord | None:
 
 
 def _has_types(plain: PlainRecord) -> bool:
-    """Return whether what is read has the types of the model: ids, texts, and integers that are exact in JSON."""
+    """Return whether the values have the types of the model: ids, texts, and integers that are exact in JSON."""
     ids = [plain.save_id] if plain.lineage.parent is None else [plain.save_id, plain.lineage.parent]
     texts = [plain.backend, plain.digest_algorithm, *plain.writer.values()]
     numbers = [plain.version, plain.world_size]

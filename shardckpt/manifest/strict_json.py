@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 #: Most arrays and objects of JSON, one in another.
 MOST_LEVELS = 500
 _BLOCK = 1 << 20
-#: Brackets that are looked at one by one.
+#: Brackets that are checked one by one.
 _FEW = 64
 #: A text without brackets and commas, which are not counted.
 _DROPPED = bytes(byte for byte in range(256) if byte not in b"[]{},")
@@ -58,7 +58,7 @@ def _check_brackets(text: memoryview, most_parts: int | None) -> None:
     quoted = False
     while start < len(text):
         block = bytes(text[start : start + _BLOCK])
-        # a backslash and what it escapes stay together
+        # a backslash and the character that it escapes stay together
         if (len(block) - len(block.rstrip(b"\\"))) % 2:
             block = bytes(text[start : start + _BLOCK + 1])
         start += len(block)

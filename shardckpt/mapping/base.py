@@ -28,7 +28,7 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 
 
 def find_name_fault(shard: ShardedBase) -> str:
-    """Return what is wrong with the key and the replica id of a shard; ``""`` if nothing is."""
+    """Return the fault of the key or the replica id of a shard; ``""`` if there is none."""
     key: object = shard.key
     parts: Any = shard.replica_id if isinstance(shard.replica_id, (tuple, list)) else (shard.replica_id,)
     if not isinstance(key, str):

@@ -40,7 +40,7 @@ class ShardedTensorFactory(ShardedBase):
     def build(self) -> Any:
         """Return the shards that ``data`` is stored as, in a nested dict or list; ShardingError if it is neither.
 
-        What is neither, as of a ``build_fn`` without a ``return``, would be stored in the place of the tensor.
+        Any other value, as of a ``build_fn`` without a ``return``, would be stored in the place of the tensor.
         """
         built = self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
         if not isinstance(built, (dict, list, ShardedBase)):

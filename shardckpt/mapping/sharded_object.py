@@ -99,8 +99,8 @@ class PlainObject(ShardedObject):
 
     Args:
         keys: The keys under which readers find the object; by default ``key`` alone. With ``keys``, ``key`` only tells
-            it from other objects, and no reader finds it there. If several objects have one of the keys, that of the
-            lowest rank is found.
+            it from other objects, and no reader finds it there. If several objects have one of the keys, readers find
+            the lowest rank's.
     """
 
     global_shape: tuple[int, ...] = ()
@@ -116,7 +116,7 @@ class PlainObject(ShardedObject):
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
         """Return the object, without data, that is stored under this name: one of a grid, or else a plain one.
 
-        What ends in no place in a grid is plain: ``key/shard_0_2.amax`` is a value inside an object of a grid.
+        A name that ends in no place in a grid is plain: ``key/shard_0_2.amax`` is a value inside an object of a grid.
         """
         if "/shard_" in unique_key:  # there may be a million plain ones: an exception for each takes its time
             with suppress(CheckpointingException):

@@ -30,8 +30,8 @@ class BlockScales(NamedTuple):
 
     Attributes:
         key: The key of the scales' tensor, which has ceil(size / block) elements along each axis.
-        block: A block's size along each axis of the global tensor, in elements. Of ``torch.float4_e2m1fn_x2``, whose
-            shapes count pairs, those of one element along the last axis.
+        block: A block's size along each axis of the global tensor, in elements. The shapes of
+            ``torch.float4_e2m1fn_x2`` count pairs, its block sizes single elements along the last axis.
     """
 
     key: str
@@ -66,8 +66,8 @@ class ShardedTensor(ShardedBase):
             replica; ``replica_id`` is ignored, and a save that validates compares the values. ``"unchecked"``: without
             the comparison. ``"sampled"``: of tensors of two and more axes, a few elements are compared, and most
             must be the same on all ranks.
-        block_scales: What scales the tensor, if another tensor does. Formats that have a place for it store it;
-            no value changes by it.
+        block_scales: The block scales of the tensor, if another tensor has them. Formats that have a place for them
+            store them; no value changes by it.
     """
 
     key: str
@@ -84,7 +84,7 @@ class ShardedTensor(ShardedBase):
     replicated: Replicated = False
     block_scales: BlockScales | None = None
 
-    #: What :meth:`list_fields` returns, if the maker of the description has promised not to change it: a save that
+    #: The result of :meth:`list_fields`, if the maker of the description has promised not to change it: a save that
     #: compares it with an earlier one's need not look at each field. Copies do not have it.
     fixed_fields: ClassVar[tuple[Any, ...] | None] = None
 
@@ -188,7 +188,7 @@ class ShardedTensor(ShardedBase):
         return tuple(size // count for size, count in pairs)
 
     def list_fields(self) -> tuple[Any, ...]:
-        """Return all fields but ``data`` and ``flattened_range``, to be compared with those of other descriptions."""
+        """Return all fields except ``data`` and ``flattened_range``, to be compared with other descriptions."""
         scales = self.block_scales
         return (
             self.key,
@@ -218,8 +218,8 @@ class ShardedTensor(ShardedBase):
             vars(made).update(vars(self))
             vars(made).pop("fixed_fields", None)
             return made
-        # One by one: Python 3.11 reads the fields of an object in a third of the time until somebody asks for its
-        # __dict__, and each save reads those of the caller's descriptions.
+        # One by one: Python 3.11 reads the fields of an object in a third of the time until its __dict__ is asked for,
+        # and each save reads the fields of the caller's descriptions.
         made.key, made.data, made.dtype = self.key, self.data, self.dtype
         made.local_shape, made.global_shape = self.local_shape, self.global_shape
         made.global_offset, made.axis_fragmentations = self.global_offset, self.axis_fragmentations
@@ -365,7 +365,7 @@ class ShardedTensor(ShardedBase):
 
 
 def _arguments_fault(key: Any, data: Any, rank_offsets: Sequence[Any], prepend_axis_num: Any) -> str:
-    """Return which argument of ``from_rank_offsets`` has a wrong type, and what is expected; ``""`` if none has."""
+    """Return the wrong type of an argument of ``from_rank_offsets``, and the expected one; ``""`` if there is none."""
     if not isinstance(key, str):
         return f"key is {show_given(key)}, expected the name of the global tensor"
     if not isinstance(data, torch.Tensor):
@@ -408,7 +408,7 @@ def _grid_geometry(
 
 
 def _axes_fault(shard: ShardedTensor, extents: tuple[int, ...]) -> str:
-    """Return what is wrong with the numbers of axes; ``""`` if nothing is."""
+    """Return the fault of the numbers of axes; ``""`` if there is none."""
     shape, offset, grid = shard.global_shape, shard.global_offset, shard.axis_fragmentations
     if len(shape) != len(offset):
         return f"global_shape {shape} and global_offset {offset} differ in length"
@@ -423,7 +423,7 @@ def _axes_fault(shard: ShardedTensor, extents: tuple[int, ...]) -> str:
 
 
 def _box_fault(shard: ShardedTensor) -> str:
-    """Return what is wrong with a shard's place in the global tensor; ``""`` if nothing is.
+    """Return the fault of a shard's place in the global tensor; ``""`` if there is none.
 
     Every shard of every save and load is checked here, so it is one loop without calls.
     """

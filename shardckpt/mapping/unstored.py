@@ -25,7 +25,7 @@ class CommonNames(Protocol):
     """The values of the common state, by the keys of objects."""
 
     def has(self, key: str) -> bool:
-        """Return whether something is there for a key."""
+        """Return whether the checkpoint has an item for a key."""
 
     def list_below(self, key: str) -> list[str]:
         """Return the keys of values that begin with a key and a dot."""
@@ -56,7 +56,7 @@ class StoredNames(NamedTuple):
         return key in self.tensors or key in self.objects or (self.in_common is not None and self.in_common.has(key))
 
     def list_below(self, key: str, *, in_common: bool = False) -> list[str]:
-        """Return the stored keys that begin with a key and a dot; with ``in_common`` also those of the common state."""
+        """Return the stored keys that begin with a key and a dot; with ``in_common`` also keys of the common state."""
         stored = [each for each in (*self.tensors, *self.objects) if each.startswith(f"{key}.")]
         others = self.in_common.list_below(key) if in_common and self.in_common is not None else []
         return [*stored, *(each for each in others if each not in self.objects)]
@@ -65,13 +65,13 @@ class StoredNames(NamedTuple):
 class OptionalEntries(dict[str, Any]):
     """Entries of a state dict that a load takes as far as they are stored: an optimizer's state, one a parameter.
 
-    A save stores the entries that exist. A load asks for those that ``request`` returns, or for the same, and leaves
-    out each without stored values, whatever ``strict`` says, unless it is required. Entries whose keys were
+    A save stores the entries that exist. A load asks for the entries that ``request`` returns, or for the same, and
+    leaves out each without stored values, whatever ``strict`` says, unless it is required. Entries whose keys were
     changed afterwards are wanted as any other. Copies and pickles are plain dicts.
 
     Args:
         entries: By name, a nested dict or list of shards.
-        prefix: What the keys of all shards begin with; the entry's name and a dot follow.
+        prefix: The prefix of the keys of all shards; the entry's name and a dot follow.
         request: Returns the entries, by name, that a load asks a checkpoint for, whether or not they exist here; it
             gets these entries, too, which the caller may have changed.
         required: Whether an entry that is asked for must be stored, as any other part of a state dict.

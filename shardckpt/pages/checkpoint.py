@@ -32,9 +32,9 @@ def describe_checkpoint(
 ) -> dict[str, Any]:
     """Return the data of a page: the header, tensors, boxes, files and timings.
 
-    ``header`` is what is known of the checkpoint as a whole, None for what is not, and the caller's name of it. Only
-    tensors and objects whose keys begin with ``prefix`` are in it. ``compute`` reads the values of tensors, by their
-    keys, and returns their statistics; None: no value is read.
+    ``header`` has the known facts about the checkpoint as a whole, None for unknown ones, and the caller's name of it.
+    Only tensors and objects whose keys begin with ``prefix`` are in it. ``compute`` reads the values of tensors, by
+    their keys, and returns their statistics; None: no value is read.
     """
     keys = [key for key in sorted(checkpoint) if key.startswith(prefix)]
     tensors = [checkpoint[key] for key in keys]
@@ -172,7 +172,7 @@ def _describe_rest(checkpoint: StoredCheckpoint, prefix: str) -> dict[str, Any]:
 
 
 def _describe_faults(files: Iterable[IncompleteFile], prefix: str) -> list[dict[str, Any]]:
-    """Return the files, with those of the lost keys that begin with a prefix."""
+    """Return the files, with the lost keys that begin with a prefix."""
     found = [(file, [key for key in file.keys if key.startswith(prefix)]) for file in files]
     return [
         {"name": file.name, "fault": file.fault, "keys": keys[:_KEYS_SHOWN], "keyCount": len(keys)}

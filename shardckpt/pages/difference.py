@@ -23,10 +23,10 @@ def describe_difference(
 ) -> dict[str, Any]:
     """Return the data of a page: both checkpoints, and columns of the tensors that differ, the worst first.
 
-    The model comes before the optimizer. In each, what only one of them has, or has with another shape or dtype, comes
-    before values that differ; of these, the one that changed most as a whole is first. A key of the first checkpoint is
-    its number there; kinds and forms are numbers of texts that stand in the page once. ``options`` is how they were
-    compared, as the caller said it.
+    The model comes before the optimizer. In each, tensors that only one of them has, or has with another shape or
+    dtype, come before values that differ; of these, the one that changed most as a whole is first. A key of the first
+    checkpoint is its number there; kinds and forms are numbers of texts that stand in the page once. ``options`` is how
+    they were compared, as the caller said it.
     """
     rows = sorted(report.differences, key=_order)
     numbers = {key: number for number, key in enumerate(first["keys"])}

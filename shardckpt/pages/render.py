@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-#: In JSON these stand in texts only, where an escape says the same: what is left cannot end the element.
+#: In JSON these stand in texts only, where an escape means the same: the rest cannot end the element.
 _ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
-#: What a page begins with.
+#: The beginning of a page.
 _HEAD = b"<!DOCTYPE html>"
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 
@@ -47,7 +47,7 @@ def write_page(path: Path, title: str, data: Mapping[str, Any]) -> int:
 
     A file at the path is replaced if it is a page; any other, such as one of the checkpoint, is a StorageError.
     """
-    # a path may have bytes that are no text, which Python keeps as what UTF-8 cannot hold
+    # a path may have bytes that are no text, which Python keeps as characters that UTF-8 cannot hold
     content = render_page(title, data).encode(errors="replace")
     with wrap_os_errors("write", path):
         if path.is_file() and path.stat().st_size and not _is_page(path):

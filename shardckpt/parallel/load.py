@@ -55,7 +55,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
             (Megatron's ``pg_cache_path``, an assignment from a file that nothing checks, is not supported.)
         exchange_algo: How ranks exchange shards. ``"broadcast"``: point to point, or a broadcast if all ranks of the
             group want a shard. ``"gather_rounds"``: always point to point. ``"gather_object"``: as pickles, to all
-            ranks, for debugging. ``"direct"``: no exchange, every rank reads what it wants.
+            ranks, for debugging. ``"direct"``: no exchange, every rank reads all that it wants.
         per_rank_object_load: Accepted for Megatron's callers: each rank reads its own objects either way.
         parallelization_group: The name of ``group`` in Megatron until 0.16.
         round_bytes: Bytes that a rank sends, and receives, at most in one round; the same on every rank.
@@ -130,7 +130,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
                 plan = self._plan(wanted, group)
         values: list[Any] = [None] * len(wanted)
         with context.comm.collective_phase("reading this rank's part"):
-            # with those that share their memory: the strategy must see that they are tied
+            # with the shards that share their memory: the strategy must see that they are tied
             tied = _find_tied(wanted)
             numbers = sorted({number for first in plan.reads for number in tied.get(first, (first,))})
             mine = [wanted[number] for number in numbers]
@@ -146,7 +146,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
         with group.collective_phase("listing what this rank wants"):
             wants = [_describe_wanted(shard, (group.rank, number)) for number, shard in enumerate(wanted)]
             # Tied shards get one id, so that one rank reads all of them. A rank that read only a key that the
-            # checkpoint lacks would send what its memory held before.
+            # checkpoint lacks would send the earlier values of its memory.
             described = list(wants)
             for numbers in _find_tied(wanted).values():
                 together = tuple(described[number].shard for number in numbers)
@@ -189,10 +189,10 @@ def share_reading(checkpoint: OpenCheckpoint, memory_budget: int | None = None) 
 
 
 def split_budget(memory_budget: int | str | None, *, fully_parallel: bool) -> tuple[int | None, int | None]:
-    """Return the bytes of a load's memory budget, and those of them that its reader may have; None for no budget.
+    """Return the bytes of a load's memory budget, and its reader's share of them; None for no budget.
 
-    With ``fully_parallel`` ranks send each other what they read: that takes the other half, for both directions. If the
-    budget is too small, the error says the smallest that works.
+    With ``fully_parallel`` ranks send each other the shards that they read: that takes the other half, for both
+    directions. If the budget is too small, the error says the smallest that works.
     """
     budget = parse_memory_budget(memory_budget)
     if budget is None:
@@ -225,7 +225,7 @@ def _describe_wanted(shard: ShardedBase, own: tuple[int, int]) -> WantedShard:
         return WantedShard(own, (), torch.uint8, shard_nbytes(shard), "cpu", can_share=False)
     if shard.data is not None and not is_fillable(shard.data):
         return WantedShard(own, shard.data_shape, shard.dtype, shard_nbytes(shard), "cpu", can_share=False)
-    # besides the id, all that decides what a load writes into the shard's memory
+    # besides the id, everything that decides which values a load writes into the shard's memory
     reading = (tuple(shard.global_shape), shard.prepend_axis_num, shard.allow_shape_mismatch, shard.dtype)
     device_type = "cpu" if shard.data is None else shard.data.device.type
     return WantedShard((shard_id(shard), *reading), shard.data_shape, shard.dtype, shard_nbytes(shard), device_type)

@@ -24,8 +24,8 @@ class WantedShard(NamedTuple):
     """A shard that a rank wants, as other ranks need to know it.
 
     Attributes:
-        shard: An id that is the same on all ranks that can share what one of them reads; else unique to this rank. Its
-            ``repr`` describes it completely.
+        shard: An id that is equal on all ranks that can share one read; else unique to this rank. Its ``repr``
+            describes it completely.
         shape: Of the local tensor, as are dtype and bytes.
         device_type: Kind of device of its destination.
         can_share: Whether another rank may want the same.
@@ -42,14 +42,14 @@ class WantedShard(NamedTuple):
 class ReadingPlan(NamedTuple):
     """The assignment of shards to ranks that read them, and the ranks they are sent to.
 
-    A position is the index of a shard among those that this rank wants.
+    A position is the index of a shard among the shards that this rank wants.
 
     Attributes:
         reads: Positions of the shards that this rank reads.
         transfers: The shards that ranks of the group send each other; the same, in the same order, on every rank. The
-            keys are the ids of the shards that this rank sends or receives, and numbers for those of other ranks.
+            keys are the ids of the shards that this rank sends or receives, and numbers for other ranks' shards.
         positions: Positions of the shards that this rank sends or receives, by id.
-        repeats: For each shard that this rank wants a second time: its position, and that of the first.
+        repeats: For each shard that this rank wants a second time: its position, and the position of the first.
     """
 
     reads: list[int]
@@ -79,7 +79,7 @@ class SharedShards(NamedTuple):
 
     Attributes:
         holders: For each shard, the ranks that want it, ascending.
-        numbers: For each shard, and each of those ranks, the index of the shard among those that the rank listed.
+        numbers: For each shard, and each of those ranks, the index of the shard in the rank's list.
         device_types: For each shard, the kind of device of all its destinations; None if they differ.
     """
 
@@ -91,8 +91,8 @@ class SharedShards(NamedTuple):
 class SharedShardInfo(NamedTuple):
     """A rank's message about its shards, once all ranks know which ones they share.
 
-    ``alone`` is the bytes that it reads for itself alone: the others take more of what is shared. ``shards`` has shape,
-    dtype and bytes of the shared shards that it holds first, in their order.
+    ``alone`` is the bytes that it reads for itself alone: the others take more of the shared ones. ``shards`` has
+    shape, dtype and bytes of the shared shards that it holds first, in their order.
     """
 
     alone: int
@@ -100,11 +100,12 @@ class SharedShardInfo(NamedTuple):
 
 
 def plan_reading(wants: Sequence[WantedShard], settings: tuple[str, int], group: Comm) -> ReadingPlan:
-    """Collective: plan which rank of the group reads what.
+    """Collective: assign the shards to the ranks of the group that read them.
 
-    Ranks first exchange digests, then sizes of only what several want: a job of 2,816 ranks that want 1,000 shards each
-    moves 48 MB to each rank, and no object is made for a shard that only one rank wants. Tied shards have one id.
-    ``settings`` are the algorithm of the exchange and the bytes of a round; that they differ is an error on every rank.
+    Ranks first exchange digests, then sizes of the shards that several want: a job of 2,816 ranks that want 1,000
+    shards each moves 48 MB to each rank, and no object is made for a shard that only one rank wants. Tied shards have
+    one id. ``settings`` are the algorithm of the exchange and the bytes of a round; that they differ is an error on
+    every rank.
     """
     # the position at which this rank wants each shard first: reversed, so that the first one is written last
     first = {want.shard: position for position, want in reversed(list(enumerate(wants)))}
@@ -163,7 +164,7 @@ def find_shared(everyone: Sequence[WantedColumns]) -> SharedShards:
     changes[1:] = keys[1:] != keys[:-1]
     begins = changes.nonzero().flatten()
     sizes = begins.diff(append=torch.tensor([len(keys)], device="cpu"))
-    # only of those that several ranks want: rows, in the order in which the shards were listed first
+    # only of shards that several ranks want: rows, in the order in which the shards were listed first
     many = sizes > 1
     begins, sizes = begins[many], sizes[many]
     listing = order[begins].argsort()
@@ -212,10 +213,10 @@ def describe_shared(shareable: Sequence[WantedShard], shared: SharedShards, nbyt
 def _plan_transfers(
     shareable: Sequence[WantedShard], shared: SharedShards, parts: Sequence[SharedShardInfo], group: Comm
 ) -> tuple[dict[Hashable, Transfer], dict[Hashable, int]]:
-    """Return the transfers of all ranks, and the sources of those in which this rank has a part."""
+    """Return the transfers of all ranks, and the sources of the transfers in which this rank has a part."""
     described = [iter(part.shards) for part in parts]
     forms = [next(described[holders[0]]) for holders in shared.holders]
-    # what each rank reads for itself alone is one item: it weighs as much as its shards would
+    # each rank's own reads are one item: it weighs as much as its shards would
     every = [*((rank,) for rank in range(len(parts))), *shared.holders]
     weights = [*(part.alone for part in parts), *(nbytes for _, _, nbytes in forms)]
     chosen = assign_holders(every, weights)[len(parts) :]

@@ -34,8 +34,8 @@ class _ParallelPlan(NamedTuple):
 class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
     """Saves through another strategy; of the ranks that replicate a shard one writes it, balanced by bytes.
 
-    What is written is the same as without this wrapper, in files of about equal size. The caller's replica ids do not
-    change.
+    The written shards are the same as without this wrapper, in files of about equal size. The caller's replica ids do
+    not change.
 
     Example:
         Ranks of a data-parallel group write a part each::
@@ -95,7 +95,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
 
     @property
     def agreed_options(self) -> Mapping[str, object]:
-        """Those of the wrapped strategy."""
+        """The wrapped strategy's options."""
         return self._strategy.agreed_options
 
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
@@ -148,7 +148,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
         return type(self), group, strategy_key
 
     def note_assignment(self, assigned: Mapping[Any, Assignment], shards: Sequence[ShardedBase]) -> None:
-        """Do nothing; a subclass may keep what was assigned.
+        """Do nothing; a subclass may keep the assignment.
 
         Args:
             assigned: The assignment of the group's shards, by their ids; ranks are numbers in the group.

@@ -84,7 +84,7 @@ def exchange_shards(
     algorithm: str,
     round_bytes: int = ROUND_BYTES,
 ) -> dict[_K, torch.Tensor]:
-    """Collective: send the shards that this rank has to the ranks that want them, and receive those that it wants.
+    """Collective: send this rank's shards to the ranks that want them, and receive the shards that it wants.
 
     Return the tensor of every shard that this rank received: the data of a shard in ``unloaded`` is filled if it is a
     plain tensor of the transfer's dtype, else it is new memory. All are by shard id. ``transfers`` is the same, in the
@@ -155,7 +155,7 @@ def exchange(
     algorithm: str,
     round_bytes: int = ROUND_BYTES,
 ) -> None:
-    """Collective: fill the tensors of the targets with those of the sources.
+    """Collective: fill the tensors of the targets with the sources' tensors.
 
     Contiguous tensors on the right kind of device are sent and filled without a copy. Others are copied, and a rank
     holds copies of at most ``round_bytes`` in each direction. With ``"gather_object"`` every rank gets all shards.
@@ -183,7 +183,7 @@ def _split_transfer(
     # a round has room for a part of every rank, unless parts would be so small that the cost of a message dominates
     limit = max(round_bytes // world_size, min(round_bytes, _MESSAGE_BYTES))
     if tensor is None:
-        # without memory: every rank must cut the same parts, and plan the same rounds, also those of others
+        # without memory: every rank must cut the same parts, and plan the same rounds, also other ranks'
         tensor = torch.empty(transfer.shape, dtype=transfer.dtype, device="meta")
     return [_Message(transfer, part) for part in _split_tensor(tensor.detach(), limit) if part.numel()]
 
@@ -220,7 +220,7 @@ def _plan_rounds(transfers: Sequence[list[_Message]], round_bytes: int) -> Itera
 
 
 def _run_round(batch: list[_Message], group: Comm, device_type: str, *, broadcasts: bool) -> None:
-    """Collective: send and receive the messages, which are on such devices; broadcast those that all ranks want."""
+    """Collective: send and receive the messages, which are on such devices; broadcast messages that all ranks want."""
     routes: list[tuple[torch.Tensor, int]] = []
     sends: list[tuple[torch.Tensor, int]] = []
     receives: list[tuple[torch.Tensor, int]] = []

@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 def batch_by_bytes(
     items: Iterable[_T], size: Callable[[_T], int], most: int, most_items: int = sys.maxsize
 ) -> Iterator[list[_T]]:
-    """Batch items in their order: those of a batch have together at most ``most`` bytes, unless one alone has more.
+    """Batch items in their order: a batch has at most ``most`` bytes, unless it has a single larger item.
 
     No batch is empty.
     """

@@ -117,7 +117,8 @@ def _compare_all(
 ) -> Iterator[Overlaps]:
     """Yield the overlaps of some rows of ``wanted`` with all stored boxes of their tensors.
 
-    Those of ``rows[n]`` are the ``counts[n]`` rows of ``stored`` from ``first[n]`` on; all are int64 of the same shape.
+    The overlaps of ``rows[n]`` are the ``counts[n]`` rows of ``stored`` from ``first[n]`` on; all are int64 of the same
+    shape.
     """
     ends = counts.cumsum(0)
     shift = first - ends + counts

@@ -53,7 +53,7 @@ def find_hole(shape: Ints, boxes: Sequence[Box]) -> Box | None:
 
 def find_uncovered(wanted: Box, finder: BoxFinder) -> Box | None:
     """Return a box of elements of the wanted box that no box of the finder has, or None; its boxes may overlap."""
-    left = [wanted]  # what is still to be found; each hit leaves at most two parts per axis of it
+    left = [wanted]  # the rest to search; each hit leaves at most two parts per axis of it
     while left:
         part = left.pop()
         hit = next(finder.touching(part), None)
@@ -72,7 +72,7 @@ def _is_grid(boxes: Sequence[Box]) -> bool:
 
 
 def _find_overlap_by_sweep(boxes: Sequence[Box], filled: Sequence[int]) -> Overlap | None:
-    """Compare each box with those that contain its start along one axis: the axis with the most different starts."""
+    """Compare each box with the boxes that contain its start along one axis: the one with the most different starts."""
     axis = max(range(len(boxes[0].shape)), key=lambda a: len({boxes[number].offset[a] for number in filled}))
     live: list[int] = []
     for number in sorted(filled, key=lambda n: boxes[n].offset[axis]):

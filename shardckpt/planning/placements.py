@@ -45,9 +45,9 @@ class HeldBox(NamedTuple):
 def find_held_runs(shape: Sequence[int], splits: Iterable[Split]) -> tuple[tuple[Run, ...], ...]:
     """Return the global indices that a rank holds along every axis.
 
-    Each step splits what the one before left, as DTensor's placements do from left to right. The ranges of an axis are
-    ascending, in the order of the local tensor; adjacent ranges are merged, and an axis has none if the rank holds
-    nothing of it. A step that splits an axis that the tensor lacks, or names a shard that does not exist, is a
+    Each step splits the part that the one before left, as DTensor's placements do from left to right. The ranges of an
+    axis are ascending, in the order of the local tensor; adjacent ranges are merged, and an axis has none if the rank
+    holds nothing of it. A step that splits an axis that the tensor lacks, or names a shard that does not exist, is a
     ShardingError.
     """
     held: list[list[Run]] = [[(0, size)] if size else [] for size in shape]

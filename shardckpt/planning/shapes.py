@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_shapes(wanted: Iterable[ShardedBase], stored: Mapping[str, Ints], *, advise: bool = True) -> None:
-    """Compare the global shapes of wanted tensors with those that are stored, by key; other keys are not checked.
+    """Compare the global shapes of wanted tensors with the stored ones, by key; other keys are not checked.
 
     Tensors with ``allow_shape_mismatch`` need the same number of axes only. The ShapeMismatchError names all tensors
     that differ, with both shapes and a hint; hints may ``advise`` arguments of ShardedTensor if the caller has made the

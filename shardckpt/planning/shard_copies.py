@@ -72,8 +72,7 @@ def describe_copy(shard: ShardedBase) -> ShardCopy:
 def find_holders(items_by_rank: Iterable[Iterable[_K]]) -> dict[_K, tuple[int, ...]]:
     """Return the ranks that list each item, ascending; items stand in the order in which they are first listed.
 
-    The items, shard ids or others that can be hashed, are those of every rank, in rank order; a rank may list one
-    twice.
+    The items, shard ids or others that can be hashed, are every rank's, in rank order; a rank may list one twice.
     """
     holders: dict[_K, list[int]] = {}
     for rank, items in enumerate(items_by_rank):
@@ -112,8 +111,8 @@ def assign_holders(holders: Sequence[tuple[int, ...]], sizes: Sequence[int], lat
     heap_of = [heaps.get(ranks) or heaps.setdefault(ranks, [(0, rank) for rank in ranks]) for ranks in holders]
     loads = {rank: 0 for ranks in heaps for rank in ranks}
     chosen = [0] * len(holders)
-    # Scarce items first: what only one rank has is a load that the others can balance. The number breaks ties, so that
-    # all ranks make the same choice.
+    # Scarce items first: the items that only one rank has are a load that the others can balance. The number breaks
+    # ties, so that all ranks make the same choice.
     for number in sorted(range(len(holders)), key=lambda n: (n in late, len(holders[n]), -sizes[n], n)):
         heap = heap_of[number]
         while heap[0][0] != loads[heap[0][1]]:  # out of date: an item of another heap went to that rank

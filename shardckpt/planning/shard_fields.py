@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def list_fields(shards: Sequence[object], first: str, second: str, *others: str) -> list[tuple[Any, ...]]:
     """Return a column for each of at least two names of fields, with a value for each object.
 
-    A name may be that of a field's field, such as ``data.dtype``.
+    A name may lead to a field's field, such as ``data.dtype``.
     """
     names = (first, second, *others)
     return list(zip(*map(attrgetter(*names), shards), strict=True)) if shards else [()] * len(names)

@@ -156,7 +156,7 @@ def count_volumes(extents: torch.Tensor) -> torch.Tensor:
     """Return the number of elements of boxes, int64 of shape (n,), by their extents, int64 of shape (n, axes)."""
     if len(extents) <= FEW and extents.shape[1]:
         volumes = list(map(math.prod, extents.tolist()))
-        if all(-_LARGEST <= volume <= _LARGEST for volume in volumes):  # what an index claims may be more: it wraps
+        if all(-_LARGEST <= volume <= _LARGEST for volume in volumes):  # an index may claim more: it wraps
             return make_column(volumes)
     return extents.prod(1)
 
@@ -185,13 +185,13 @@ def compute_weights(specs: list[TensorSpec]) -> torch.Tensor:
 
 
 def fingerprint(table: Table, weights: torch.Tensor) -> list[int]:
-    """Return sums that equal those of :func:`fingerprint_specs` if the boxes fill their tensors exactly: one per lane.
+    """Return sums that equal :func:`fingerprint_specs` if the boxes fill their tensors exactly: one per lane.
 
     If they do not, the sums are equal with odds of 1 in 10^16. A box is the product over its axes of (end - start).
-    With every coordinate replaced by a random element of a prime field, the products of boxes add up to that of the
-    global tensor only where all inner faces cancel: nothing is missing, nothing is there twice (Schwartz-Zippel). The
-    sums of ranks add up as those of rows do, so no rank needs the boxes of another. It finds mistakes, not malice:
-    somebody who knows the elements could construct boxes that pass. The weights are those of the tensors, by
+    With every coordinate replaced by a random element of a prime field, the products of boxes add up to the product of
+    the global tensor only where all inner faces cancel: nothing is missing, nothing is there twice (Schwartz-Zippel).
+    The sums of ranks add up as those of rows do, so no rank needs the boxes of another. It finds mistakes, not malice:
+    an attacker who knows the elements could construct boxes that pass. The weights are the tensors' own, by
     :func:`compute_weights`.
     """
     return ((_products(table) * weights[table.spec] % PRIME).sum(0) % PRIME).tolist()

@@ -45,7 +45,7 @@ class Entry:
     target: Any
     #: Name and version of the distribution that registered it, or :data:`USER`.
     distribution: str
-    #: What it reads or writes, in a few words.
+    #: The formats that it reads or writes, in a few words.
     summary: str
     #: Whether it was registered to replace another entry.
     override: bool
@@ -60,7 +60,7 @@ class Entry:
     def create(self) -> Any:
         """Return a strategy for one operation: a new instance, unless an instance was registered.
 
-        It is a PluginError if it cannot be imported or created, or is not what it was registered as.
+        It is a PluginError if it cannot be imported or created, or differs from its registration.
         """
         if not isinstance(self.target, str | type):
             return self.target
@@ -89,7 +89,7 @@ class MigrationEntry:
     def create(self) -> Migration:
         """Return a migration for one checkpoint.
 
-        It is a PluginError if it cannot be imported or created, or is not what it was registered as.
+        It is a PluginError if it cannot be imported or created, or differs from its registration.
         """
         kind = _import_class(self.target, Migration, self.distribution)
         claim = (self.backend, self.from_version, self.to_version)
@@ -102,7 +102,7 @@ BACKEND = re.compile(r"(?!\d+$)[^\s<>=!~,@]+")
 
 
 def check_key(backend: Any, *versions: Any) -> None:
-    """Check what a strategy or migration is registered under, or a save records.
+    """Check the key that a strategy or migration is registered under, or that a save records.
 
     It is a PluginError if the backend is no text or no name, or a version no integer from 1 on.
     """
@@ -129,7 +129,7 @@ def check_targets(**targets: Any) -> None:
 def get_strategy_key(strategy: Any) -> tuple[str, int]:
     """Return the backend and version that a strategy, a class or an instance, names.
 
-    It is a PluginError if it names none, or what it says of itself in words is no text.
+    It is a PluginError if it names none, or a description of itself is no text.
     """
     kind = strategy if isinstance(strategy, type) else type(strategy)
     backend, version = getattr(strategy, "backend", None), getattr(strategy, "version", None)
@@ -137,7 +137,7 @@ def get_strategy_key(strategy: Any) -> tuple[str, int]:
         raise PluginError(f"{kind.__qualname__} must name its backend (str) and version (int) as class attributes")
     for name in ("reader", "reads", "writes"):
         text = getattr(strategy, name, "")
-        if not isinstance(text, (str, property)):  # a wrapper's properties say what the wrapped strategy says
+        if not isinstance(text, (str, property)):  # a wrapper's properties return the wrapped strategy's texts
             raise PluginError(
                 f"{kind.__qualname__}.{name} is a text, which `shardckpt strategies` and errors show; it is {text!r}: "
                 "give a method or an attribute of your own another name"

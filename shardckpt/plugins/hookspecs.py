@@ -66,12 +66,13 @@ class Event:
         total: Of ``progress``: bytes that are to be done, of saves and migrations a forecast, which ``nbytes`` never
             exceed; else 0.
         blocked: Seconds that the caller waited, at the end of an operation: of a background save without ``writing``.
-            The plugins that are told of its events are waited for, too, but for what they take of this one.
+            The waits for plugins that are told of its events count, too, except for the time that they take for this
+            event.
         number: The operation's number in this process, from 1, by which its events belong together: several operations
-            may be about one directory. 0 of what belongs to no operation.
+            may be about one directory. 0 if it belongs to no operation.
 
     A save or load that fails before it begins, as one that cannot list the folder, has a start and a failure all the
-    same; its ``directory`` is what the caller gave, or the folder of a manager.
+    same; its ``directory`` is the caller's argument, or the folder of a manager.
     """
 
     operation: str
@@ -107,7 +108,7 @@ def shardckpt_register(registry: StrategyRegistry) -> None:
                 registry.add_lazy("npy", 1, save="my_npy.save:Save", load="my_npy.load:Load")  # imported at first use
 
     Args:
-        registry: What ``save`` and ``load`` choose their strategies from.
+        registry: The registry from which ``save`` and ``load`` choose their strategies.
 
     Raises:
         DuplicateStrategyError: another plugin has registered the same backend and version.
@@ -130,7 +131,7 @@ def shardckpt_event(event: Event) -> None:
                     metrics.record("checkpoint_seconds", event.seconds, rank=event.rank)
 
     Args:
-        event: What has happened.
+        event: The event.
     """
 
 
@@ -149,8 +150,8 @@ def shardckpt_filesystem(url: str, options: dict[str, str]) -> RemoteFolder | No
 
     Args:
         url: The URL of a checkpoint, or of the folder that has it, its scheme in lower case, no slash at its end.
-        options: What the file of ``SHARDCKPT_STORES`` says of the URL's bucket: endpoint, keys and others, by the names
-            that the plugin gives them. A hook that has no options leaves the argument out.
+        options: The options in the file of ``SHARDCKPT_STORES`` for the URL's bucket: endpoint, keys and others, by the
+            names that the plugin gives them. A hook that has no options leaves the argument out.
 
     Returns:
         A :class:`shardckpt.storage.RemoteFolder`: the objects directly below the URL; it need not exist yet. None if

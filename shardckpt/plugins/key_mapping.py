@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
 _MATRIX = 2  # axes that can be swapped
-#: What becomes of rows of the embedding that the model's ``vocab_size`` does not count, with which trainers pad it:
+#: The treatment of rows of the embedding that the model's ``vocab_size`` does not count, with which trainers pad it:
 #: they are refused, not written, or kept.
 Padding = Literal["refuse", "cut", "keep"]
 
@@ -103,7 +103,7 @@ class KnowsKeys(Protocol):
 
 @runtime_checkable
 class UsesConfig(Protocol):
-    """A key mapping that needs numbers of the model's ``config.json``, such as those of heads."""
+    """A key mapping that needs numbers of the model's ``config.json``, such as the number of heads."""
 
     def with_config(self, config: Mapping[str, Any], padding: Padding) -> KeyMapping:
         """Return the mapping for a model with this content of ``config.json``."""
@@ -111,7 +111,7 @@ class UsesConfig(Protocol):
 
 @runtime_checkable
 class MapsPart(Protocol):
-    """A key mapping of folders that have a part of a model, as an adapter is: a load leaves what has no entry as it is.
+    """A key mapping of folders with a part of a model, such as an adapter: a load leaves tensors without entries alone.
 
     A model may have several such parts, by names that their folders do not have.
     """
@@ -124,7 +124,7 @@ class MapsPart(Protocol):
 
         Args:
             stored: The names of the folder's tensors.
-            parts: What :meth:`find_parts` returns, of all ranks.
+            parts: The results of :meth:`find_parts` on all ranks.
 
         Raises:
             KeyMismatchError: they do not say which of them the folder has.

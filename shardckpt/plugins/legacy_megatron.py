@@ -17,7 +17,7 @@ _LEGACY_FILE = "model_optim_rng.pt"
 
 
 def describe_legacy_megatron(directory: Path, names: Collection[str]) -> str:
-    """Return that a folder is a legacy checkpoint of Megatron, and what reads it; ``""`` if it is none."""
+    """Describe a legacy checkpoint of Megatron, and name the command that reads it; ``""`` for any other folder."""
     ranks = sorted(filter(_LEGACY_RANK.fullmatch, names))
     if not ranks:
         return ""

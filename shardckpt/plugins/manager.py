@@ -35,9 +35,9 @@ class Plugin:
     distribution: str
     #: Why it does not work: that it is disabled, or the last line of the traceback; ``""`` if it works.
     fault: str = ""
-    #: What its import has raised, if that is why; the cause of errors about it.
+    #: The error of its import, if that is why; the cause of errors about it.
     error: Exception | SystemExit | None = field(default=None, repr=False, compare=False)
-    #: What of it is switched off, since another plugin has claimed it before: a text for each pair.
+    #: The pairs that are switched off, since another plugin has claimed them before: a text for each.
     conflicts: tuple[str, ...] = ()
 
     @property
@@ -80,7 +80,7 @@ class PluginManager:
             return list(self._plugins)
 
     def broken(self) -> list[Plugin]:
-        """Return the plugins that do not work; of those with :attr:`Plugin.conflicts` only a part does not."""
+        """Return the plugins that do not work, or, with :attr:`Plugin.conflicts`, work only in part."""
         return [plugin for plugin in self.plugins() if plugin.fault]
 
     def find_plugins(self, module: str) -> list[Plugin]:
@@ -130,7 +130,7 @@ class PluginManager:
 
     @property
     def registered(self) -> set[Any]:
-        """The objects whose hooks are called: modules of working plugins, and what :meth:`register` was given."""
+        """The objects whose hooks are called: modules of working plugins, and objects passed to :meth:`register`."""
         self.plugins()
         return self._manager.get_plugins()
 
@@ -276,7 +276,7 @@ def _check_call(plugin: object, name: str, hooks: list[pluggy.HookCaller]) -> No
 
 
 def _explain(error: str) -> str:
-    """Return what is wrong with a hook, whose name and arguments pluggy says in its second line."""
+    """Return the fault of a hook, whose name and arguments pluggy says in its second line."""
     called = error.splitlines()[1:2]
     hook = "".join(called).rpartition(": ")[2]
     known = inspect.signature(vars(hookspecs)[hook.partition("(")[0]]).parameters if "(" in hook else ()
@@ -286,8 +286,8 @@ def _explain(error: str) -> str:
 def list_entry_points() -> list[importlib.metadata.EntryPoint]:
     """Return the entry points of all plugins; nothing is imported.
 
-    Those of this distribution come first, and those that ``SHARDCKPT_PLUGINS`` names come last: of two plugins that
-    claim the same, the first gets it, and no installed package can take away what is built in.
+    This distribution's plugins come first, and the plugins in ``SHARDCKPT_PLUGINS`` last: of two plugins that claim the
+    same, the first gets it, and no installed package can take away a built-in strategy.
     """
 
     def order(entry_point: importlib.metadata.EntryPoint) -> tuple[bool, str, str]:
@@ -299,7 +299,7 @@ def list_entry_points() -> list[importlib.metadata.EntryPoint]:
 
 
 def list_unknown_disabled() -> list[str]:
-    """Return a text for each name to disable that no plugin has: the one that is meant goes on working."""
+    """Return a text for each name to disable that no plugin has: the intended plugin stays enabled."""
     if not settings.disabled_plugins():
         return []
     names = {entry_point.name for entry_point in list_entry_points()}

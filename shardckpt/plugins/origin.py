@@ -21,7 +21,7 @@ _CORE = __name__.partition(".")[0]
 def describe_strategy(strategy: Any, plugins: PluginManager) -> str:
     """Return the class, backend and version, plugin, and source file of a strategy or migration, for errors.
 
-    Of a wrapper of the core, what it wraps is described.
+    For a wrapper of the core, the wrapped strategy is described.
     """
     kinds = _unwrap(strategy)
     kind = next((kind for kind in kinds if _package(kind.__module__) != _CORE), kinds[0])
@@ -36,8 +36,8 @@ def describe_origin(error: BaseException, plugins: PluginManager, code: Any = No
     """Return which plugin's code raised an error: class, plugin, file and line; ``""`` if none did.
 
     ``code`` is the strategy, migration or work that was called; without it nothing but plugins is looked for. Errors of
-    the family are left to the core and to this distribution's own strategies: their texts say what failed and where,
-    and a damaged file is no fault of a plugin.
+    the family are left to the core and to this distribution's own strategies: their texts name the failure and its
+    place, and a damaged file is no fault of a plugin.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     is_ours = isinstance(error, CheckpointingException)
@@ -60,7 +60,7 @@ def describe_origin(error: BaseException, plugins: PluginManager, code: Any = No
 
 
 def bracket_origin(error: BaseException, plugins: PluginManager) -> str:
-    """Return which plugin's code raised an error, to append to the text of what a hook's failure fails, or ``""``."""
+    """Return which plugin's code raised an error, to append to the text of the hook's failure, or ``""``."""
     origin = describe_origin(error, plugins)
     return f" ({origin})" if origin else ""
 
@@ -100,7 +100,7 @@ def _describe_plugins(module: str, plugins: PluginManager) -> str:
 
 
 def _unwrap(code: Any) -> list[type[Any]]:
-    """Return the classes of a strategy and of those that it wraps, the innermost last."""
+    """Return the classes of a strategy and of the strategies that it wraps, the innermost last."""
     from shardckpt.strategy import LoadStrategy, SaveStrategy  # here: a listing of plugins must not import them
 
     kinds = []

@@ -82,8 +82,8 @@ def cut_shapes(extents: Sequence[int], axes: Sequence[int], most_elements: int) 
 def open_with_record(directory: Path) -> tuple[Path, PlainRecord] | None:
     """Return the directory of a checkpoint, held open so that all files are read from one save, and its record.
 
-    None if it is not what a save of this library has committed, as it was written. JSON files that cannot be read are
-    an OSError or a CheckpointingException.
+    None if it is not an unchanged checkpoint that a save of this library has committed. JSON files that cannot be read
+    are an OSError or a CheckpointingException.
     """
     # a directory that a save, an overwrite or a removal has not finished has a name with a dot in front
     if directory.name.startswith(".") or not directory.is_dir():
@@ -130,7 +130,7 @@ def find_own_formats(own: Collection[tuple[str, int]]) -> frozenset[tuple[str, i
 
 
 def _is_alone() -> bool:
-    """Return whether no other plugins than those of this distribution can have been loaded, or need be looked for."""
+    """Return whether no plugins of other distributions can have been loaded, or need be looked for."""
     is_looked_for = f"{__package__}.manager" in sys.modules  # then to ask the registry takes no time
     return not is_looked_for and not settings.disabled_plugins() and not has_foreign_plugins()
 

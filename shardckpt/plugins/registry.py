@@ -48,7 +48,7 @@ class StrategyRegistry:
         self._migrations: dict[tuple[str, int, int], MigrationEntry] = {}
         self._default: _Default | None = None
         self._distribution = USER
-        #: The conflicts of the plugin that registers now, by what is claimed; None where they are errors.
+        #: The conflicts of the plugin that registers now, by the claimed key; None where they are errors.
         self._conflicts: dict[Any, str] | None = None
         self._entries_before: dict[tuple[StrategyAction, str, int], Entry] = {}
 
@@ -230,7 +230,7 @@ class StrategyRegistry:
 
     @contextmanager
     def attribute_to(self, distribution: str, conflicts: dict[Any, str] | None = None) -> Iterator[None]:
-        """Attribute what the block registers to a distribution; undo all of it if the block fails.
+        """Attribute the block's registrations to a distribution; undo all of them if the block fails.
 
         If ``conflicts`` is given, a key that others have registered before is no error of the block: it is switched
         off, alone, and a text is put there. A strategy that saves goes with the one that loads the same backend and

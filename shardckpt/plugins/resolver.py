@@ -1,4 +1,4 @@
-"""The resolver, or version gate: which strategy reads a checkpoint, or why none does, and what to do about it."""
+"""The resolver, or version gate: which strategy reads a checkpoint, or why none does, with advice."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: What is said of a folder of the Hub.
+#: The description of a folder of the Hub.
 _OF_HUB = (
     "a Hugging Face folder, which load_from_huggingface of shardckpt.huggingface loads, and "
     "CheckpointConfig(initial_load_path=..., initial_load_in_hf=True); `shardckpt convert` writes it in another format"
 )
-#: What is said of Megatron's backends that it has removed.
+#: Advice for Megatron's backends that it has removed.
 _RETIRED = {
     "tensorstore": "Megatron-Core 0.15, the last that reads it, saves it in its newer format",
 }
@@ -87,9 +87,9 @@ _RENAME_PAUSES = (0.001, 0.01, 0.05, 0.2, 0.4)
 
 _records = ParseCache[Record]()
 
-#: What is read without a registered strategy: folders and files of other libraries.
+#: Backends that are read without a registered strategy: folders and files of other libraries.
 FOREIGN_BACKENDS = frozenset({"deepspeed", "huggingface", "torch_save"})
-#: What a caller accepts: a backend, "backend@version" or (backend, version), or several of these.
+#: The formats that a caller accepts: a backend, "backend@version" or (backend, version), or several of these.
 Accept = str | tuple[str, int] | Collection[str | tuple[str, int]]
 #: Where that is given, for errors, by default.
 CALLER = "the caller's accept="
@@ -111,9 +111,9 @@ def hold_checkpoint(
     """Open a checkpoint's directory, and return it with the manifest: all that is read through it is of one save.
 
     The directory is one by an open file descriptor where the system can. With ``unmarked`` a checkpoint is accepted
-    that has lost its ``metadata.json`` and has ``shardckpt.json``, to look at what is left of it. The other argument
-    and the errors are those of :func:`read_manifest`. If another save replaces it meanwhile, it is a
-    CheckpointReplacedError: :func:`~shardckpt.storage.retry_if_replaced` starts over.
+    that has lost its ``metadata.json`` and has ``shardckpt.json``, to examine the rest of it. The other argument and
+    the errors are as for :func:`read_manifest`. If another save replaces it meanwhile, it is a CheckpointReplacedError:
+    :func:`~shardckpt.storage.retry_if_replaced` starts over.
     """
     place = open_directory(directory)
     for pause in _RENAME_PAUSES:
@@ -169,7 +169,7 @@ def hold_same(directory: Path, manifest: Manifest, plugins: PluginManager) -> Pa
     place = open_directory(directory)
     if manifest.folder:
         place = open_below(place, manifest.folder, plugins)
-    if takes_requests(place):  # its listing was that of the main rank
+    if takes_requests(place):  # the main rank has listed it
         return place
     if _is_moved_aside(place):
         raise replaced_error(directory, "an overwrite has moved it aside, and has not yet put the new one there")
@@ -229,7 +229,7 @@ def _read_manifest(directory: Path, plugins: PluginManager, *, moved: bool, unma
 
 
 def _advise_copy(directory: Path, marker: Marker, plugins: PluginManager) -> str:
-    """Return what to do about a record that is damaged."""
+    """Return advice about a record that is damaged."""
     try:
         find_reader(
             directory, Manifest(backend=marker.sharded_backend, version=marker.sharded_backend_version), plugins
@@ -267,8 +267,8 @@ def choose_reader(
 ) -> LoadStrategy:
     """Return the strategy that reads a checkpoint; this is the version gate.
 
-    ``wanted`` is what the caller asks for: an instance, which is returned, a backend, or (backend, version); None: any.
-    The result is of the newest registered version that can read the checkpoint. If there is none, it is a
+    ``wanted`` is the caller's choice: an instance, which is returned, a backend, or (backend, version); None: any. The
+    result is of the newest registered version that can read the checkpoint. If there is none, it is a
     CannotLoadError: a subclass for each case, with every candidate's reason.
     """
     check_policy(directory, manifest, accept, accept_of)
@@ -334,7 +334,7 @@ def _rename_manifest(directory: Path, wanted: LoadStrategy, manifest: Manifest, 
 
 
 def parse_file(parse: Callable[[bytes], _T], path: Path, limit: int) -> _T:
-    """Read one of a checkpoint's JSON files, of at most ``limit`` bytes, and return what ``parse`` makes of them.
+    """Read one of a checkpoint's JSON files, of at most ``limit`` bytes, and return the result of ``parse``.
 
     If ``parse`` raises ValueError or RecursionError, it is a CorruptCheckpointError.
     """
@@ -418,7 +418,7 @@ def _unrecognised_error(directory: Path, names: Collection[str]) -> CannotLoadEr
 
 
 def _list_checkpoints(directory: Path) -> list[str]:
-    """Return the names of the directories in one of this machine that have a marker; none that may not be looked at."""
+    """Return the names of the directories in a local one that have a marker; none that may not be read."""
     with wrap_os_errors("list", directory), os.scandir(real_path(directory)) as entries:
         folders = [entry for entry in entries if entry.is_symlink() or entry.is_dir(follow_symlinks=False)]
         return [entry.name for entry in folders if os.path.isfile(f"{entry.path}/{MARKER_NAME}")]  # noqa: PTH113
@@ -459,7 +459,7 @@ def _absent_error(directory: Path) -> CannotLoadError:
 
 
 def _has_tensors(path: Path) -> bool:
-    """Return whether a file begins as those of ``torch.save`` and of safetensors do."""
+    """Return whether a file begins like a file of ``torch.save`` or of safetensors."""
     with wrap_os_errors("open", path), real_path(path).open("rb") as file:
         first = file.read(_HEADER_AT + 1)
     return first.startswith((b"PK\x03\x04", b"\x80")) or first[_HEADER_AT:] == b"{"
@@ -484,14 +484,14 @@ def check_policy(directory: Path, manifest: Manifest, accept: Accept | None = No
 
 
 def is_accepted(backend: str, version: int, accept: Accept | None) -> bool:
-    """Return whether a format may be read by what a caller, or ``SHARDCKPT_ACCEPT``, accepts; None: everything."""
+    """Return whether an ``accept`` of a caller, or of ``SHARDCKPT_ACCEPT``, includes a format; None: everything."""
     return accept is None or any(name == backend and each in (None, version) for name, each in parse_keys(accept))
 
 
 def list_unknown_accepted(accept: Accept | None, plugins: PluginManager) -> list[str]:
-    """Return a text for each format to accept that nothing installed reads: what is meant is refused at a load.
+    """Return a text for each format to accept that nothing installed reads: a load would refuse the intended one.
 
-    ``accept`` is what a caller, or ``SHARDCKPT_ACCEPT``, accepts; None: everything.
+    ``accept`` is the caller's, or from ``SHARDCKPT_ACCEPT``; None: everything.
     """
     read = {(entry.backend, entry.version) for entry in plugins.registry.entries(StrategyAction.LOAD_SHARDED)}
     read |= {(backend, 1) for backend in FOREIGN_BACKENDS}

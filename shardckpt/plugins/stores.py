@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 #: A scheme at the start of a URL, or of a part of one that chains several.
 _SCHEME = re.compile(r"(?:^|(?<=::))[A-Za-z][A-Za-z0-9+.-]*(?=::|://)")
 
-#: What is said behind a URL at which nothing is. The command adds what is next to it.
+#: The end of an error about a URL without objects. The command adds the names next to it.
 ABSENT = "does not exist, or has no objects"
 #: The URL of a bucket, without a path and a slash at its end.
 _BUCKET = r"^[a-z][a-z0-9+.-]*://[^/]+$"
-#: What every RemoteFolder has, in addition to its ``url``.
+#: The methods of every RemoteFolder, in addition to its ``url``.
 _METHODS = ("files", "read", "upload", "delete")
 
 
@@ -35,7 +35,7 @@ def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
     """Return the store folder that the first plugin that serves a URL makes for it.
 
     Plugins get its scheme in lower case. It is a StorageError if no plugin serves the URL, or the one that does has
-    failed; what is no store is a PluginError.
+    failed; an object that is no store is a PluginError.
     """
     url = _SCHEME.sub(lambda scheme: scheme[0].lower(), url)  # schemes are equal in any case, and plugins compare them
     hook = plugins.hook.shardckpt_filesystem
@@ -70,7 +70,7 @@ def open_below(place: Path, name: str, plugins: PluginManager) -> Path:
 
 
 def check_served(url: str, plugins: PluginManager) -> None:
-    """Check that a plugin may serve a URL, without opening it: of those that have ``serves(scheme)``, that says so."""
+    """Check that a plugin may serve a URL, without opening it; plugins with ``serves(scheme)`` are asked."""
     scheme = url.partition("://")[0].lower()
     found = [getattr(impl.plugin, "serves", None) for impl in plugins.hook.shardckpt_filesystem.get_hookimpls()]
     if not any(serves is None or serves(scheme) for serves in found):

@@ -2,9 +2,9 @@
 
 A directory of this machine can do everything. Another kind of path has the attributes that are looked for here, each
 for itself, as :class:`~shardckpt.storage.remote.RemotePath` has: one whose files the system opens may take requests
-all the same. What both can do, each in its way, is in
-:mod:`~shardckpt.storage.places`. Above storage and commit few ask which of the two a place is
-(``tests/test_architecture.py`` names them); others ask what a look costs, or whether a name may be a link.
+all the same. Operations that both have, each in its way, are in :mod:`~shardckpt.storage.places`. Above storage and
+commit few ask which of the two a place is (``tests/test_architecture.py`` names them); others ask for the cost of a
+look, or whether a name may be a link.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ BLOCK_BYTES = 1 << 20
 
 
 class Buffer:
-    """Memory at an address that is a multiple of 64; its contents are whatever was there before.
+    """Memory at an address that is a multiple of 64; its contents are undefined.
 
-    Pinned memory is what a CUDA device copies from asynchronously. Other memory begins on a page boundary, and is
-    private: what a forked child writes there, the parent does not see.
+    A CUDA device copies asynchronously from pinned memory. Other memory begins on a page boundary, and is private: the
+    parent does not see the writes of a forked child.
     """
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:

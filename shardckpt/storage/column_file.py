@@ -39,7 +39,7 @@ class ColumnFile(NamedTuple):
     def read(
         cls, directory: Path, record: PlainRecord | Record, name: str, most_parts: int | None = None
     ) -> ColumnFile:
-        """Read a file; the first three arguments and the errors are those of :func:`read_recorded_file`.
+        """Read a file; the first three arguments and the errors are as for :func:`read_recorded_file`.
 
         Args:
             directory: The checkpoint.
@@ -72,7 +72,7 @@ class ColumnFile(NamedTuple):
 
         Args:
             name: The column.
-            below: What all must be less than.
+            below: An exclusive upper bound of all values.
 
         Raises:
             CorruptCheckpointError: One is negative, or too large.

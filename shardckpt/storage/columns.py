@@ -36,7 +36,7 @@ class PackedColumns(NamedTuple):
     """Columns that are packed, without the metadata of the file: a plan keeps them for later saves.
 
     Attributes:
-        entries: What the header has of each column.
+        entries: The header's entry of each column.
         data: The bytes of all columns.
     """
 
@@ -45,7 +45,7 @@ class PackedColumns(NamedTuple):
 
     @classmethod
     def pack(cls, columns: Mapping[str, Column]) -> PackedColumns:
-        """Pack columns; the argument is that of :func:`pack_columns`."""
+        """Pack columns; the argument is as in :func:`pack_columns`."""
         found: list[tuple[HeaderEntry, memoryview | bytes, int]] = []
         for name, column in columns.items():
             if isinstance(column, torch.Tensor):
@@ -60,7 +60,7 @@ class PackedColumns(NamedTuple):
         return cls([entry for entry, _, _ in found], b"".join(data for _, data, _ in found))
 
     def to_bytes(self, metadata: Mapping[str, str] | None = None) -> bytes:
-        """Return the bytes of the file; the argument is that of :func:`pack_columns`."""
+        """Return the bytes of the file; the argument is as in :func:`pack_columns`."""
         return encode_header(self.entries, metadata) + self.data
 
 

@@ -29,13 +29,13 @@ _T = TypeVar("_T")
 
 #: O_PATH, because it needs no permission to list the directory; to open files in it by name needs none either.
 _FLAGS = os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
-#: Seconds before each further attempt to read what is being replaced. The first attempts follow at once: one of them
-#: fits between two saves, even if these follow without a pause. The last pauses are long enough for a network file
+#: Seconds before each further attempt to read a checkpoint that is being replaced. The first follow at once: one of
+#: them fits between two saves, even if these follow without a pause. The last pauses are long enough for a network file
 #: system's client to drop stale entries from its cache.
 _PAUSES = (*(0.0,) * 16, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 #: Errors of a path to nothing or of a loop of links: `exists` is then False, as in pathlib.
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP})
-#: Errors of a directory that was removed; ESTALE is that of a network file system.
+#: Errors of a directory that was removed; network file systems raise ESTALE.
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 #: Whether :func:`retry_if_replaced` is in its second attempt or a later one; by context, since threads may load.
 _again: ContextVar[bool] = ContextVar("_again", default=False)
@@ -80,7 +80,7 @@ class RelativePath(OpenPath):
         return self.stat(follow_symlinks=False)
 
     def was_replaced(self) -> bool:
-        """Return whether the path by which the directory was opened is now that of another directory, or of none."""
+        """Return whether the path by which the directory was opened now leads to another directory, or to none."""
         try:
             return not os.path.samestat(self._directory.path.stat(), os.fstat(self._directory.fd))
         except OSError as exc:
@@ -152,8 +152,7 @@ def open_directory(path: Path) -> Path:
 
     Returns:
         A :class:`RelativePath` of a local directory; a folder on a store with a fresh listing, which in a first attempt
-        is the one that came with the path; any other path unchanged, because the code that reads it reports what is
-        wrong with it.
+        is the one that came with the path; any other path unchanged, because the code that reads it reports its fault.
     """
     if isinstance(path, OpenPath):
         return path.refresh() if is_read_again() else path.hold()
@@ -190,7 +189,7 @@ class detect_replacement:  # noqa: N801 - used as a function; no generator, sinc
     """A context manager that turns an error of the block into CheckpointReplacedError if the checkpoint was replaced.
 
     Files that an overwrite has removed look damaged or missing: this gives the true reason, so that a caller can retry.
-    Whether it was replaced is what ``replaced`` returns, by default :func:`was_replaced` of the path.
+    ``replaced`` returns whether it was replaced, by default :func:`was_replaced` of the path.
     """
 
     __slots__ = ("_path", "_replaced")
@@ -219,11 +218,11 @@ def retry_if_replaced(attempt: Callable[[], _T], path: object) -> _T:
     It is collective if ``attempt`` is: all ranks get the same error from that, and so all retry.
 
     Args:
-        attempt: Opens the checkpoint, and returns what it has read; called once or more.
+        attempt: Opens the checkpoint, and returns its result; called once or more.
         path: The checkpoint, named in errors.
 
     Returns:
-        What ``attempt`` returns.
+        The result of ``attempt``.
 
     Raises:
         CheckpointReplacedError: the checkpoint was replaced during every attempt.

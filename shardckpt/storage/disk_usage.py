@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-#: Errors of what another process has removed meanwhile.
+#: Errors of an entry that another process has removed meanwhile.
 _GONE = (FileNotFoundError, NotADirectoryError)
 
 
@@ -22,7 +22,7 @@ def used_bytes(path: Path) -> int:
 
 
 def freed_bytes(path: Path) -> int:
-    """Return the bytes that a removal would free: those of files without a hard link elsewhere."""
+    """Return the bytes that a removal would free: files without a hard link elsewhere."""
     return sum(info.st_size for info, links in _list_files(path) if links >= info.st_nlink)
 
 
@@ -51,14 +51,14 @@ def read_last_write(path: Path, *, count_renames: bool) -> float:
     """Return when a local file or directory was last written, in seconds since 1970; 0.0 if it is gone.
 
     An OSError if a part of it cannot be read: the newest write may be there. A rename, or a copy that keeps times,
-    leaves the time of the write (mtime) and sets that of the change (ctime), which counts with ``count_renames``.
+    leaves the time of the write (mtime) and sets the time of the change (ctime), which counts with ``count_renames``.
     """
     times = (max(info.st_mtime, info.st_ctime) if count_renames else info.st_mtime for info in _walk(path, _GONE))
     return max(times, default=0.0)
 
 
 def _list_files(path: Path) -> list[tuple[os.stat_result, int]]:
-    """Return the status of each file, once, and how many hard links to it are there."""
+    """Return the status of each file, once, and the number of hard links to it."""
     files: dict[tuple[int, int], list[os.stat_result]] = {}
     for info in _walk(path, OSError):
         if stat.S_ISREG(info.st_mode):

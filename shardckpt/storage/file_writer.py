@@ -81,7 +81,7 @@ class FileWriter:
 
         Args:
             content: Returns a text, or a digest; called where another process may go on with the file. One of another
-                text, which a killed process has left, is not gone on with.
+                text, which a killed process has left, is not continued.
         """
 
     def append(
@@ -102,7 +102,7 @@ class FileWriter:
             produce: Returns the record's parts, ``nbytes`` bytes together, which must not change until ``release`` is
                 called, or :meth:`CheckpointWriter.finish` returns; called once, in any thread.
             keys: How many stored items the record holds, for reports.
-            what: What the record is (a key), named in errors.
+            what: A name for the record in errors: a key.
             release: Called once after ``produce`` has returned, when the parts are written or have failed: their memory
                 may be used again.
 
@@ -110,7 +110,7 @@ class FileWriter:
             The record's offset in the file, in bytes.
 
         Raises:
-            Exception: what this or an earlier record failed with; the file can no longer be completed.
+            Exception: The error of this or an earlier record; the file can no longer be completed.
 
         Example:
             >>> file = writer.create("weights.bin")  # doctest: +SKIP
@@ -184,7 +184,7 @@ class FileWriter:
             The file's record.
 
         Raises:
-            Exception: what a record failed with.
+            Exception: The error of a record.
         """
         try:
             self.end()
@@ -232,7 +232,7 @@ class FileWriter:
         self, offset: int, nbytes: int, produce: Produce, what: str, release: Callable[[], None] | None
     ) -> None:
         """Produce a record once the pool may hold one more, and hand its parts to the pool."""
-        self._pool.records.acquire()  # before produce(): it limits what exists, not only what is queued
+        self._pool.records.acquire()  # before produce(): it limits the records in memory, not only those in the queue
         try:
             parts = [memoryview(part).cast("B") for part in produce()]
             self._check_size(offset, nbytes, sum(part.nbytes for part in parts))
@@ -249,7 +249,7 @@ class FileWriter:
         countdown = Countdown(2, end_record)
         try:
             self._stream.put(parts, countdown.count_down, what)
-            while parts:  # popped and deleted: this thread must not keep alive what the pool has written already
+            while parts:  # popped and deleted: this thread must not keep written parts alive
                 part = parts.pop(0)
                 if self.sha256 is not None:
                     self.sha256.update(part)

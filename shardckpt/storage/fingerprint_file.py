@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 #: Bytes of the two sums of a tensor, and of a fingerprint.
 SUM_BYTES = 16
-#: The column of the fingerprints; its number is that of their algorithm, which those of an earlier one do not equal.
+#: The column of the fingerprints; its number is the version of their algorithm. Two versions are never equal.
 FINGERPRINTS_COLUMN = "fingerprints_2"
 
 
@@ -32,7 +32,7 @@ def parse_fingerprints(data: bytes, source: str) -> dict[str, str]:
 def combine_fingerprints(fingerprints: Mapping[str, str]) -> str:
     """Return one fingerprint, 32 hex digits, of tensors by their keys and fingerprints; ``""`` of none.
 
-    It is equal for equal keys and values, whatever the sharding and the format, as those of the tensors are.
+    It is equal for equal keys and values, whatever the sharding and the format, as the tensors' fingerprints are.
     """
     if not fingerprints:
         return ""

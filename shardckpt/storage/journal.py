@@ -52,8 +52,8 @@ class FileProgress(NamedTuple):
 class Journal:
     """The journal of one write. :meth:`begin` or :meth:`resume` comes first.
 
-    Its identity says what is written from what: a journal of another one is not continued. ``collect`` returns what
-    else a line keeps, as JSON: what the caller has learned since the line before.
+    Its identity names the target and the sources of the write: a journal with another identity is not continued.
+    ``collect`` returns further content of a line, as JSON: the results that the caller has got since the line before.
     """
 
     def __init__(self, identity: str, collect: Callable[[], Any]) -> None:
@@ -62,11 +62,11 @@ class Journal:
         self._lock = threading.Lock()
         self._log: JournalLog | None = None
         self._folder = Path()
-        #: What an earlier process has written of each file.
+        #: The progress of an earlier process, by file.
         self.files: dict[str, FileProgress] = {}
-        #: What ``collect`` has returned for each line of the earlier process.
+        #: The results of ``collect`` in the lines of the earlier process.
         self.collected: list[Any] = []
-        #: Whether what is written now is not what the earlier process was writing.
+        #: Whether the bytes that are written now differ from the earlier process's.
         self.has_diverged = False
 
     @property
@@ -120,7 +120,7 @@ class Journal:
         return [] if self._log is None else self._log.names
 
     def end(self) -> None:
-        """Remove the journal of a directory: all files are complete. On a store it goes with what marks the save."""
+        """Remove the journal of a directory: all files are complete. On a store it goes with the marker of the save."""
         self.close()
         for name in self.names:
             remove_file(self._folder / name)

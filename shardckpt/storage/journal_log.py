@@ -60,7 +60,7 @@ class JournalLog(ABC):
 
 
 class FileLog(JournalLog):
-    """The lines are those of a file, which lives as long as the system that wrote it: nothing is fsynced."""
+    """The lines are in a file, which lives as long as the system that wrote it: nothing is fsynced."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -118,7 +118,7 @@ class FileLog(JournalLog):
         """Close the file."""
         descriptor, self._fd = self._fd, -1
         if descriptor >= 0:
-            with suppress(OSError):  # of a file server: another process goes on by the lines that are there
+            with suppress(OSError):  # on a file server: another process continues from the lines that are there
                 os.close(descriptor)
 
 

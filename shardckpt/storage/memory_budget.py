@@ -1,8 +1,8 @@
 """Split a memory budget into reading and writing: a few buffers, whose number and size follow from it.
 
-The budget is of one rank, and of what a call holds besides the tensors themselves. Nothing is counted while it runs:
-the threads, and the bytes that each may hold, are chosen so that all of them together stay below it. So no thread waits
-for memory of another, and no order of reads or writes can exceed it.
+The budget is of one rank, and counts the memory of a call besides the tensors themselves. Nothing is counted while it
+runs: the threads, and the bytes that each may hold, are chosen so that all of them together stay below it. So no thread
+waits for memory of another, and no order of reads or writes can exceed it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REQUEST_BYTES = 4 * MAX_SEGMENT
 _FILE_THREAD = 8 * _MIB
 #: Bytes that one thread holds that writes files: a block that is being written, one that waits, and pieces.
 _WRITE_THREAD = 4 * _MIB
-#: How often the bytes of a request are in memory: clients join what has arrived, and pieces go through a buffer.
+#: How often the bytes of a request are in memory: clients join the parts of a response, and pieces go through a buffer.
 _COPIES = 3
 #: Bytes of the blocks of a thread that reads from a store.
 _BLOCKS = 2 * _MIB

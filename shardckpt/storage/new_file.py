@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _CLOSED = -1
-#: Most bytes to allocate ahead of what is known to come: other files may need the space.
+#: Most bytes to allocate ahead of the bytes that are sure to come: other files may need the space.
 _AHEAD = 16 << 20
 #: Bytes. Fewer go through the page cache: a direct write of so few takes longer.
 DIRECT_BYTES = 64 << 10
@@ -160,7 +160,7 @@ class NewFile:
     def _allocate(self, size: int, needed: int) -> int:
         """Allocate, and return the size; 0 if that failed. It is no error: a full disk shows when it is written to.
 
-        A file system may keep what it allocated before it failed (ext4 does): the file is cut to what it needs.
+        A file system may keep the blocks of a failed allocation (ext4 does): the file is cut to the size that it needs.
         """
         if allocate(self._fd, size):
             return size

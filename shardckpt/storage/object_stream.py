@@ -152,8 +152,7 @@ class ObjectStream(ContentStream):
 class SentObject(ContentStream):
     """The content of an object that an earlier process has sent: nothing of it is sent again.
 
-    ``refuse`` makes the error for what would be appended to it. It stays for the next process until the save is given
-    up.
+    ``refuse`` makes the error of an append. The object stays for the next process until the save is given up.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 #: Files that a reader keeps open; those above this number are closed, and reopened when they are read.
 OPEN_FILES = 64
-#: Characters of a table of digests that is kept for the next reader: that of 5 GiB.
+#: Characters of a table of digests that is kept for the next reader: the table of a file of 5 GiB.
 _SMALL_TABLE = 256 << 10
 
 
@@ -38,10 +38,10 @@ class OpenFile:
 
     Args:
         name: Its name in the checkpoint.
-        record: The record of the file as it was written, if there is one.
+        record: The record of the file from its save, if there is one.
         algorithm: Name of the digest algorithm, if digests are checked.
-        advise: Returns what to do about a file of another size than was recorded.
-        accepts_cut: Whether one that is shorter is no error: what is before its end is read.
+        advise: Returns advice for a file of another size than was recorded.
+        accepts_cut: Whether a shorter file is no error: the bytes before its end are read.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class OpenFiles:
                 return read_all(file)
 
     def _advise(self) -> str:
-        """Return what to do about files of other sizes than were recorded."""
+        """Return advice for files of other sizes than were recorded."""
         changed = 0
         for name, size in list_files((self._records or {}).values()).items():
             try:

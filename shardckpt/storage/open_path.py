@@ -31,7 +31,7 @@ class OpenPath(_Base):
         return self
 
     def hold(self) -> Path:
-        """Return what :func:`~shardckpt.storage.directory.open_directory` does at a first attempt."""
+        """Return the result of :func:`~shardckpt.storage.directory.open_directory` in a first attempt."""
         return self.refresh()
 
     def __repr__(self) -> str:

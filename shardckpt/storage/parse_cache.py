@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 #: Values that are kept. A process that reads slices reads many of few checkpoints.
 _KEPT = 4
-#: Bytes. Larger files are parsed each time: to keep what they become would take memory from the training.
+#: Bytes. Larger files are parsed each time: their parsed values would take memory from the training.
 _MOST_BYTES = 256 << 10
 
 
@@ -24,7 +24,7 @@ class ParseCache(Generic[_T]):
     callers share a value, and do not change it; it must not refer to a reader, whose directory would stay open.
 
     Args:
-        most_bytes: What has more is parsed each time.
+        most_bytes: Larger inputs are parsed each time.
         kept: Values that are kept.
     """
 
@@ -43,7 +43,7 @@ class ParseCache(Generic[_T]):
         parse: Callable[[], _T],
         may_keep: Callable[[_T], bool] = lambda _: True,
     ) -> _T:
-        """Return ``parse()``, or what it returned for equal arguments.
+        """Return ``parse()``, or its earlier result for equal arguments.
 
         Args:
             data: All bytes that it parses.

@@ -71,7 +71,7 @@ def list_names(place: Path) -> list[str]:
 
 
 def list_entries(place: Path) -> list[str]:
-    """Return the names of the files and folders directly in a place, those of a URL by :func:`read_listing`.
+    """Return the names of the files and folders directly in a place; a URL's by :func:`read_listing`.
 
     A missing directory raises StorageError. A URL without objects has no names: a store does not know empty folders.
     """
@@ -138,7 +138,7 @@ def list_by_folder(place: Path) -> dict[str, dict[str, int]] | None:
 def attach_listing(place: Path, listings: Mapping[str, dict[str, int]] | None, name: str = "") -> Path:
     """Return a folder of a store with a listing attached, so that readers need no request; a directory unchanged.
 
-    ``listings`` are those of :func:`list_by_folder`. A name that they lack counts as an empty folder.
+    ``listings`` are the result of :func:`list_by_folder`. A name that they lack counts as an empty folder.
     """
     if listings is None or (remote := on_store(place)) is None:
         return place

@@ -17,7 +17,7 @@ class RangeRead(NamedTuple):
         file: Name of the file.
         offset: Of the first byte in the file.
         memory: Writable bytes; filled completely.
-        what: Names the range in errors: a key.
+        what: A name for the range in errors: a key.
     """
 
     file: str

@@ -1,4 +1,4 @@
-"""Read a checkpoint's files: only those that its record names, only inside its directory, checked against digests."""
+"""Read a checkpoint's files: only files that its record names, only inside its directory, checked against digests."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Crcs = Literal["none", "entire", "parts"]
 _READ_BYTES = 1 << 20
 #: Bytes that one read call asks for where they go to their place, and nothing checks them.
 _UNCHECKED_BYTES = 4 << 20
-#: Read calls per piece that goes through a buffer: Python's overhead for a piece is that of copying half a piece.
+#: Read calls per piece that goes through a buffer: Python's overhead for a piece equals a copy of half a piece.
 _PIECE_READS = 2
 #: Bytes that a thread takes from the queue at a time.
 _BATCH_BYTES = 8 << 20
@@ -76,9 +76,9 @@ class CheckpointReader:
     :meth:`read_pieces` call; :meth:`close` waits for none: a file in use is closed when its use ends. An iterator of
     :meth:`blocks` belongs to one thread. A reader cannot be pickled: a worker process opens its own.
 
-    **Caching.** No bytes of files are kept, but with ``kept_bytes``: each call reads, and checks digests, again. Kept
-    until :meth:`close` are open files (the most recently used, if they are many), their tables of digests, and what
-    :meth:`parsed` was given. Small tables of digests are kept for later readers of the process, by their text.
+    **Caching.** No bytes of files are kept, but with ``kept_bytes``: each call reads, and checks digests, again. Open
+    files (the most recently used, if they are many), their tables of digests, and the values of :meth:`parsed` are kept
+    until :meth:`close`. Small tables of digests are kept for later readers of the process, by their text.
 
     Args:
         directory: The checkpoint. If :func:`~shardckpt.storage.directory.open_directory` holds it open, everything that
@@ -87,16 +87,16 @@ class CheckpointReader:
         verify: Whether to check digests where there are any; by default as ``SHARDCKPT_VERIFY_READS`` says.
         kept_bytes: Bytes of checked segments, read from their beginning, that are kept for the read that goes
             on there: for one who reads files in many small ranges, in order. On this machine; 0: none.
-        memory_budget: Bytes that may be in memory at a time besides what is filled and returned, the index and the
-            tables of digests; None: as many as are fast.
-        crcs: Which CRC-32 of archives are compared, where there are no digests: those of what is read ``entire``, the
-            default if digests are checked; those of each with ``parts`` that are read, which reads the rest of it, too;
-            or ``none``.
+        memory_budget: Bytes that may be in memory at a time besides the destinations, the returned bytes, the index and
+            the tables of digests; None: as many as are fast.
+        crcs: Which CRC-32 of archives are compared, where there are no digests: ``entire``, the default if digests are
+            checked, for members that are read entirely; ``parts`` for all members of which any part is read, which
+            reads the rest of them, too; or ``none``.
 
     Attributes:
         directory: The checkpoint's real path, for errors.
         crcs: As given; ``none`` if the checkpoint has a record, whose digests are of all bytes.
-        manifest: What was passed: ``manifest.save_id``, ``manifest.version``, ``manifest.record.files``.
+        manifest: As given: ``manifest.save_id``, ``manifest.version``, ``manifest.record.files``.
 
     Raises:
         CheckpointingException: the digests need a package that is not installed.
@@ -121,7 +121,7 @@ class CheckpointReader:
         #: The directory, held open if it is on this machine.
         self.place = directory
         record = manifest.record
-        # None: of another library, which has no record; its files are those that its index names
+        # None: another library's checkpoint, which has no record; its index names its files
         self._records = None if record is None else {file.name: file for file in record.files}
         verify = settings.verify_reads() if verify is None else verify
         self.crcs: Crcs = "none" if record is not None else crcs or ("entire" if verify else "none")
@@ -232,7 +232,7 @@ class CheckpointReader:
         Args:
             name: The file.
             offset: Of the first byte.
-            data: What may be there.
+            data: The expected bytes.
 
         Returns:
             True if a digest says so; False if they are others, or no digest is of these bytes alone.
@@ -277,7 +277,7 @@ class CheckpointReader:
             name: The file.
             offset: Of the first byte in the file.
             buffer: Filled completely, whatever its format.
-            what: A key, named in errors.
+            what: A name for the range in errors: a key.
 
         Raises:
             CorruptCheckpointError: the range is outside the file, or a digest differs.
@@ -288,7 +288,7 @@ class CheckpointReader:
         """Fill memory from many ranges, without a copy, by threads that do nothing but read and check digests.
 
         Args:
-            ranges: The ranges; those of a file should follow each other, in ascending order.
+            ranges: The ranges; ranges of one file should follow each other, in ascending order.
             meanwhile: Called by the calling thread, which then helps the others.
 
         Raises:
@@ -325,7 +325,7 @@ class CheckpointReader:
         return file.segments
 
     def _fill_all(self, ranges: Sequence[RangeRead]) -> None:
-        """Fill memory from many ranges, in this thread; the file of those that follow each other is looked up once."""
+        """Fill memory from many ranges, in this thread; consecutive ranges of one file look it up once."""
         for name, some in groupby(ranges, _name_file):
             file = self._files.acquire(name)
             try:
@@ -388,7 +388,7 @@ class CheckpointReader:
         and the next one calls again. All get the same object: do not change it.
 
         Args:
-            name: Of what is parsed: a file, or any other text.
+            name: The name of the value: its file, or any other text.
             parse: Makes the value; it may read, and ask for other names.
 
         Returns:
@@ -397,7 +397,7 @@ class CheckpointReader:
         if name not in self._parsed:
             with self._parsing.setdefault(name, threading.RLock()):  # one each: parse() may ask for another name
                 if name not in self._parsed:
-                    with self._detect_replacement():  # what contradicts itself may be of two saves
+                    with self._detect_replacement():  # content that contradicts itself may be of two saves
                         self._parsed[name] = parse()
         return self._parsed[name]  # type: ignore[no-any-return]
 
@@ -417,14 +417,14 @@ class CheckpointReader:
 
         Args:
             function: Reads an item.
-            items: What to read.
+            items: The items.
             size: Returns how many bytes of an item are read.
 
         Returns:
             The results, in the order of the items.
 
         Raises:
-            Exception: what the function raised for the first item that failed; no item is begun after a failure.
+            Exception: The function's error for the first item that failed; no item is begun after a failure.
         """
         sizes = [size(item) for item in items]
         least, enough = (0, 0) if self._by_requests else (_WORTH_A_THREAD, _WORTH_THREADS)
@@ -475,7 +475,7 @@ class CheckpointReader:
         if segments is not None and not self._by_requests and self._ends is None:  # neither wants larger spans
             only = segments.find_only(offset, stop)  # most parts of a slice, and heads of archives, lie in one
             touched = list(segments.touching(offset, stop)) if only is None else [only]
-            if len(touched) * _READ_BYTES <= stop - offset + 2 * _READ_BYTES:  # full ones, but for those at both ends
+            if len(touched) * _READ_BYTES <= stop - offset + 2 * _READ_BYTES:  # full ones, except at both ends
                 self._fill_segments(file, touched, offset, buffer, what)
                 return
         most = _UNCHECKED_BYTES if segments is None and not self._by_requests else self._request_bytes
@@ -533,7 +533,7 @@ class CheckpointReader:
     def _deliver(self, file: OpenFile, batch: list[Span], pieces: Pieces, take: Take, last: int | None) -> None:
         """Read spans one by one into a buffer; into two in turn if ``take`` copies asynchronously.
 
-        What follows ``last`` in a span is kept for the next read.
+        The bytes after ``last`` in a span are kept for the next read.
         """
         nbytes = max(span.stop - span.start for span in batch) + _ALIGNED
         acquired = partial(self._buffers.acquired, nbytes, pinned=pieces.pinned)

@@ -24,13 +24,13 @@ def read_recorded_file(
 
     Args:
         directory: The checkpoint, on this machine, held open: all that is read is of one save.
-        record: What its ``shardckpt.json`` says.
+        record: The content of its ``shardckpt.json``.
         name: The file.
         offset: Of the first byte.
         nbytes: How many bytes; None for all.
 
     Raises:
-        CorruptCheckpointError: it is missing, ends before, or has not the bytes that were written.
+        CorruptCheckpointError: it is missing, ends before, or lacks the bytes that were written.
         CheckpointingException: the digests need a package that is not installed.
     """
     algorithm = record.digest_algorithm if settings.verify_reads() else None

@@ -61,7 +61,7 @@ class ReplayedFile(FileWriter):
         what: str = "",
         release: Callable[[], None] | None = None,
     ) -> int:
-        """Append a record unless it is there; see the base."""
+        """Append a record unless it is written already; see the base."""
         offset = self._replay(nbytes, keys, what)
         if offset is None:
             offset = super().append(nbytes, produce, keys, what, release)
@@ -69,7 +69,7 @@ class ReplayedFile(FileWriter):
         return offset
 
     def append_small(self, parts: Iterable[bytes | memoryview], keys: int = 1, what: str = "") -> int:
-        """Append a record unless it is there; see the base."""
+        """Append a record unless it is written already; see the base."""
         data = b"".join(parts)
         self._described.update(data)
         if len(data) > SMALL_RECORD:
@@ -81,7 +81,7 @@ class ReplayedFile(FileWriter):
         return offset
 
     def append_each(self, records: Sequence[bytes | memoryview], whats: Sequence[str]) -> None:
-        """Append small records unless they are there; see the base."""
+        """Append small records unless they are written already; see the base."""
         for record, what in zip(records, whats, strict=True):
             self.append_small((record,), what=what)
 

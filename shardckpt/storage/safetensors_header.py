@@ -35,7 +35,7 @@ _BITS = {
 
 
 class HeaderEntry(NamedTuple):
-    """A tensor of a header to be written; its payload follows that of the entry before it.
+    """A tensor of a header to be written; its payload follows the payload of the entry before it.
 
     Attributes:
         name: Its name.

@@ -61,7 +61,7 @@ def read_box(source: Source, stored: StoredArray, start: Ints, target: torch.Ten
         stored: The tensor in the file.
         start: Index of the box's first element, one number for each axis.
         target: Filled in place; any strides, dtype and device.
-        what: A key, named in errors.
+        what: A name for the box in errors: a key.
     """
     if not target.numel():
         return
@@ -97,7 +97,7 @@ def find_range(stored: StoredArray, start: Ints, target: torch.Tensor) -> int | 
 def _scatter(
     stored: StoredArray, requested: Box, target: torch.Tensor, position: int, memory: memoryview
 ) -> Callable[[], None] | None:
-    """Copy those of the elements at an offset of the file that are in the requested box to their places in the target.
+    """Copy the elements at an offset of the file that are in the requested box to their places in the target.
 
     Returns a function that waits until a CUDA device has copied them; None for other devices.
     """
@@ -143,7 +143,7 @@ def _ranges(stored: StoredArray, requested: Box) -> Iterator[tuple[int, int]]:
     """Yield the (start, stop) offsets of a box in the file, in file order; small gaps are included."""
     step = span = stored.dtype.itemsize
     base, outer = stored.offset, list[range]()
-    # from the last axis to the first: what is contiguous, but for small gaps, becomes one range
+    # from the last axis to the first: elements that are contiguous, but for small gaps, become one range
     for size, first, length in zip(*map(reversed, (stored.shape, *requested)), strict=True):
         if not outer and step - span < _GAP:
             span += (length - 1) * step

@@ -70,10 +70,10 @@ class SharedFile:
                 once, when the threads may hold one more range.
             lengths: The segments of the range, in bytes, each at most ``SEGMENT_BYTES``.
             keys: How many stored items are counted with it, for reports.
-            what: Its name (a key) in errors.
+            what: A name for the range in errors: a key.
 
         Raises:
-            Exception: What an earlier write failed with.
+            Exception: The error of an earlier write.
         """
         if self._error is not None:
             raise self._error
@@ -114,7 +114,7 @@ class SharedFile:
             This rank's part.
 
         Raises:
-            Exception: What a write failed with.
+            Exception: The error of a write.
         """
         try:
             self._wait()

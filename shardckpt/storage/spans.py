@@ -45,7 +45,7 @@ class Pieces(NamedTuple):
         file: Name of the file.
         elements: Where the elements lie in the file: no piece begins or ends inside an element.
         ranges: (start, stop) offsets of the requested bytes, ascending and disjoint; pieces may hold more bytes.
-        what: A key, named in errors.
+        what: A name for the ranges in errors: a key.
         pinned: Whether the buffers are pinned memory, from which a CUDA device copies asynchronously.
     """
 

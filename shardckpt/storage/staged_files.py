@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
     from pathlib import Path
 
-#: What errors call an entry that is no regular file, by the first letter of ``stat.filemode``.
+#: Names for errors of entries that are no regular files, by the first letter of ``stat.filemode``.
 _KIND_NAMES = {
     "d": "a directory",
     "l": "a symbolic link",

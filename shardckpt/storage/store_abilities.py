@@ -1,6 +1,6 @@
 """The optional abilities of a store's folder beyond :class:`~shardckpt.storage.remote.RemoteFolder`.
 
-A plugin's folder has an ability if it has the method. Where it lacks one, a save does the same with what is there.
+A plugin's folder has an ability if it has the method. If it lacks one, a save uses the other methods instead.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class StreamsWrites(Protocol):
             part_bytes: Size of each part but the last, in bytes, at least 5 MiB.
 
         Returns:
-            What takes the parts.
+            The writer that takes the parts.
         """
 
 
 @runtime_checkable
 class CreatesObjects(Protocol):
-    """A folder that creates an object only if it is not there, in one step, whoever else tries at that moment."""
+    """A folder that creates an object only if it does not exist, in one step, whoever else tries at that moment."""
 
     def create(self, name: str, data: bytes) -> None:
         """Write a small object.
@@ -88,7 +88,7 @@ class DeletesMany(Protocol):
     """A folder that deletes many objects by few requests."""
 
     def delete_many(self, names: Collection[str]) -> None:
-        """Delete objects; those that do not exist are no error."""
+        """Delete objects; a missing object is no error."""
 
 
 class PendingUpload(NamedTuple):

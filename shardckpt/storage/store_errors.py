@@ -1,7 +1,7 @@
-"""Explain an object store's error: its cause, what to do, whether another attempt can help; nothing secret in it.
+"""Explain an object store's error: its cause, the remedy, whether another attempt can help; nothing secret in it.
 
-Causes are recognised by what errors carry, whatever the client: S3's code of an error, the HTTP status, the name of the
-class. No client is imported for that.
+Causes are recognised by the attributes of errors, whatever the client: S3's code of an error, the HTTP status, the name
+of the class. No client is imported for that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StoreProblem(NamedTuple):
     """A cause of errors of stores.
 
     Attributes:
-        advice: What it means, and what to do.
+        advice: The meaning, and what to do.
         is_permanent: Whether another attempt would meet it again.
         codes: Codes of stores and names of classes, by which it is recognised.
         texts: Parts of messages, by which it is recognised where there is no code.
@@ -144,7 +144,7 @@ def find_problem(error: BaseException) -> StoreProblem | None:
     """Return the known cause of a store's error; None for any other error.
 
     Args:
-        error: What the client raised. The errors that it came from are looked at, too.
+        error: The client's error. The errors that it came from are examined, too.
     """
     errors = list(list_causes(error, with_context=True))
     codes = {code for exc in errors for code in _list_codes(exc)}

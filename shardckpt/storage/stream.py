@@ -108,14 +108,14 @@ class WriterPool:
 
 
 class _Piece(NamedTuple):
-    """Bytes ``start`` to ``stop`` of a part, to be digested; those of them on full pages of the file are written."""
+    """Bytes ``start`` to ``stop`` of a part, to be digested; the bytes on full pages of the file are written."""
 
     part: memoryview
     offset: int  # of the part in the file, in bytes
     start: int
     stop: int
     segment: int  # index of the piece's first segment in the table
-    what: str  # what the part is (a key)
+    what: str  # the part's name in errors: a key
 
 
 class Countdown:
@@ -164,14 +164,14 @@ class ContentStream(ABC):
     def put(self, parts: list[memoryview], release: Callable[[], None], what: str = "") -> None:
         """Append a record of more than ``SMALL_RECORD`` bytes, which must not change until ``release`` is called.
 
-        That is called once, when all parts are written or have failed. Errors name ``what`` (a key).
+        ``release`` is called once, when all parts are written or have failed. Errors name ``what`` (a key).
         """
 
     def segments(self, first: int) -> tuple[list[int], list[int]]:
         """Return the lengths and digests of the segments from a number on, once all appended bytes are written."""
         return self._lengths[first:].tolist(), self._digests[first:].tolist()
 
-    def end(self) -> None:  # noqa: B027 - what is complete has nothing to write
+    def end(self) -> None:  # noqa: B027 - a complete file has nothing to write
         """Begin to write the last bytes; no record follows."""
 
     def finish(self) -> Segments:
@@ -259,7 +259,7 @@ class FileStream(ContentStream):
         return super().finish()
 
     def stop(self) -> None:
-        """Skip the tasks that have not begun, and wait for those that have; may be called twice."""
+        """Skip the tasks that have not begun, and wait for those in progress; may be called twice."""
         self._stopped = True
         self._wait()
         thread, self._thread = self._thread, None
@@ -275,7 +275,7 @@ class FileStream(ContentStream):
         for start in range(0, nbytes, SEGMENT_BYTES):
             self._lengths.append(min(SEGMENT_BYTES, nbytes - start))
             self._digests.append(0)  # set by the thread that writes its piece
-        # no page has two writers: a direct write of one would overwrite what the other thread has written to it
+        # no page has two writers: a direct write of one would overwrite the other thread's bytes in it
         low, high = full_pages(offset, nbytes)
         self._fill(part[:low])
         self._flush()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardckpt.storage.packed_shards import PackedShards
     from shardckpt.storage.reader import CheckpointReader
 
-#: What a thread sums at a time, at most, unless one tensor has more: bytes, and boxes.
+#: Most bytes and boxes that a thread sums at a time, unless one tensor has more.
 _JOB_BYTES, _JOB_BOXES = 16 << 20, 4096
 
 _Box = tuple[torch.Tensor, "Ints", "Ints"]
@@ -74,7 +74,7 @@ def _sum_job(boxes: Sequence[_Box]) -> list[tuple[int, int]]:
 
 
 def split_sums(parts: Iterable[bytes], find_owner: Callable[[str], int]) -> dict[int, bytes]:
-    """Return a rank's sums by the rank that adds up those of a key."""
+    """Return a rank's sums by the rank that adds up the sums of a key."""
     owned: dict[int, list[_Part]] = defaultdict(list)
     for part in _unpack(parts):
         owned[find_owner(part.key)].append(part)

@@ -65,7 +65,7 @@ class Workers:
         self._changed = threading.Condition(self._lock)
         self._jobs: list[_Job[Any, Any]] = []
         self._helpers: list[threading.Thread] = []
-        #: How many of them have not left.
+        #: The number of helpers that have not left.
         self._active = 0
         #: Increased to make the present helpers end.
         self._generation = 0
@@ -82,7 +82,7 @@ class Workers:
 
         Return the results by number. The iterator is read item by item, in order; the calling thread first does the
         items of ``own``, alone. No item is begun after a failure or an interrupt. This returns when all threads have
-        ended what they began, and raises what the function raised for the failed item with the lowest number.
+        ended their items, and raises the function's error for the failed item with the lowest number.
 
         With ``nests=False`` the function does not call this method for any of ``items``: a thread that finds no item
         left ends at once, while the others do their last ones.
@@ -110,7 +110,7 @@ class Workers:
         with self._changed:
             self._jobs.append(job)
             self._changed.notify_all()
-            with suppress(RuntimeError):  # no more threads can be started: those that run do all the work
+            with suppress(RuntimeError):  # no more threads can be started: the running threads do all the work
                 while self._active < self._threads - 1:
                     helper = threading.Thread(target=self._help, args=(self._generation,), name=self._name, daemon=True)
                     helper.start()
@@ -125,7 +125,7 @@ class Workers:
             job.busy.discard(threading.get_ident())
             try:
                 self._changed.wait_for(lambda: not job.busy)
-            finally:  # also of a second interrupt: the helpers then end with what they have begun
+            finally:  # also of a second interrupt: the helpers then end after their present items
                 if job in self._jobs:
                     self._jobs.remove(job)
                 if not self._jobs:

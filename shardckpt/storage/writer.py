@@ -1,6 +1,6 @@
 """Write a checkpoint's files: each is created once, digested from memory while it is written, and fsynced at its end.
 
-Digests are of the caller's memory, not of what is read back: what the disk or the kernel damages shows when it is read.
+Digests are of the caller's memory, not of bytes read back: a later read shows damage by the disk or the kernel.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class CheckpointWriter:
         author: The strategy that names the files, as errors name it.
         fingerprints: Whether the strategy is to compute :attr:`sums`.
         count: Called by each thread with the number of bytes that it has written since the last call.
-        store: The checkpoint's folder on a store that streams writes: files are then objects of it from the start,
-            and nothing is written to ``directory`` but what others write there, or several ranks share. The marker
-            alone is held back, in :attr:`marker`.
-        streamed: The set to which the names of those objects are added, for :attr:`streamed`.
+        store: The checkpoint's folder on a store that streams writes: files are then objects of it from the start. Only
+            files that others write, or that several ranks share, go to ``directory``. The marker alone is held back, in
+            :attr:`marker`.
+        streamed: The set to which the names of these objects are added, for :attr:`streamed`.
         memory_budget: Bytes that may be in memory at a time besides the tensors, the objects and the index; None: as
             many as are fast.
 
@@ -127,11 +127,11 @@ class CheckpointWriter:
         self.parts: list[FilePart] = []
         #: Their SHA-256 in hex, by name, if it is requested.
         self.sha256: dict[str, str] = {}
-        #: Whether the strategy is to add the sums of what it stores to :attr:`sums`.
+        #: Whether the strategy is to add the sums of its stored boxes to :attr:`sums`.
         self.fingerprints = fingerprints
-        #: What :func:`shardckpt.storage.sum_shards` returned for the boxes of this rank.
+        #: The results of :func:`shardckpt.storage.sum_shards` for the boxes of this rank.
         self.sums: list[bytes] = []
-        #: Fingerprints by key that are stored as they are, on the main rank: those of values that were only copied.
+        #: Fingerprints by key that are stored unchanged, on the main rank: their values were only copied.
         self.known_fingerprints: dict[str, str] = {}
         #: The shards that this rank's files hold, as passed to :meth:`record_shards`.
         self.shards: list[ShardedBase | PackedShards] = []
@@ -169,13 +169,13 @@ class CheckpointWriter:
         """Complete a file: all its bytes are durable when this returns.
 
         Args:
-            writer: What :meth:`create` or :meth:`begin` returned.
+            writer: A file that :meth:`create` or :meth:`begin` returned.
 
         Returns:
             The file's record: name, size and digests.
 
         Raises:
-            Exception: what a record of the file failed with.
+            Exception: The error of a record of the file.
         """
         record = writer.close(self._rank)
         self._end_file(writer)
@@ -190,8 +190,8 @@ class CheckpointWriter:
     def begin(self, name: str, data: bytes | memoryview, keys: int = 1) -> FileWriter:
         """Create a file with all its bytes, and leave it to :meth:`finish` to make it durable.
 
-        Begin several small files before you finish the first: what the file system does for the first fsync (a
-        commit of its journal) then serves all.
+        Begin several small files before you finish the first: the file system's work for the first fsync (a commit of
+        its journal) then serves all.
 
         Args:
             name: As in :meth:`create`.
@@ -240,10 +240,10 @@ class CheckpointWriter:
         """Complete this rank's part of a file: its bytes are durable when this returns.
 
         Args:
-            file: What :meth:`share` returned.
+            file: A file that :meth:`share` returned.
 
         Raises:
-            Exception: what a write failed with.
+            Exception: The error of a write.
         """
         part = file.finish(self._rank)
         self._end_file(file)
@@ -340,8 +340,9 @@ class CheckpointWriter:
     def record_shards(self, shards: Iterable[ShardedBase] | PackedShards) -> None:
         """Record which shards this rank's files hold; each rank calls it, once or more.
 
-        Before the commit the records of all ranks are compared with what the strategy was given: some rank must have
-        recorded each box of a tensor and each object, in whatever parts. One copy of a replicated shard is enough.
+        Before the commit the records of all ranks are compared with the shards that the strategy was given: some rank
+        must have recorded each box of a tensor and each object, in whatever parts. One copy of a replicated shard is
+        enough.
 
         Args:
             shards: ShardedTensors and ShardedObjects; their data is not used.

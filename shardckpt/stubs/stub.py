@@ -1,7 +1,7 @@
 """Inert stubs for values of classes that a checkpoint names and that are not imported.
 
-A load must not import what a checkpoint names: importing runs code. So instances of such classes become stubs that keep
-the stored content, and that are saved again under the name of the real class.
+A load must not import the names in a checkpoint: importing runs code. So instances of such classes become stubs that
+keep the stored content, and that are saved again under the name of the real class.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Stub(metaclass=_StubMeta):
 
     origin = ""
     home = ("", "")
-    #: Of a stub whose pickle has none; an empty one, or 0, is a state, of which the real class may make something.
+    #: The state of a stub whose pickle has none; an empty state, or 0, may mean something to the real class.
     state: Any = MappingProxyType({})
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:

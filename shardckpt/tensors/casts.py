@@ -9,9 +9,9 @@ import torch
 
 from shardckpt.tensors.wrappers import is_quantized
 
-#: Floats of 8 bits; some have no infinity: what is too large for these becomes their largest number.
+#: Floats of 8 bits; some have no infinity: values that are too large for these become their largest number.
 _SMALL = 1
-#: Values that are looked at at a time: torch makes a copy in float32 to sum those of a smaller dtype.
+#: Values that are checked at a time: torch makes a copy in float32 to sum values of a smaller dtype.
 _PIECE = 256 << 10
 
 

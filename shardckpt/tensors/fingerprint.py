@@ -5,10 +5,9 @@ of 1024 bytes, the last of a row with zeros behind it. The words of a block, of 
 integers, are multiplied with a matrix of 4 columns of random integers from -2^28 to 2^28 - 1. The 4 products are
 multiplied with random numbers of 64 bits, added, and multiplied with a random odd number of the block's position. The
 sum of that over all blocks, modulo 2^64, is one sum of the tensor; other random numbers give the second. All of this is
-linear in the words: those that a box does not have count as zeros, a word with one byte in a box as that byte, and
-the sums of boxes that fill a tensor are those of the tensor. All of it is exact, since float64 has every integer up to
-2^53 and 512 products are at most 2^52: so processors, numbers of threads, orders of additions and releases of torch do
-not matter.
+linear in the words: words outside a box count as zeros, a word with one byte in a box as that byte, and the sums of
+boxes that fill a tensor are those of the tensor. All of it is exact, since float64 has every integer up to 2^53 and 512
+products are at most 2^52: so processors, numbers of threads, orders of additions and releases of torch do not matter.
 
 **Odds.** The random numbers are always the same, so whoever wants two tensors with the same sums can make them: this
 is no cryptographic hash. For tensors that were made without regard to these numbers, count over all choices of them.
@@ -16,14 +15,14 @@ Let two tensors of one shape differ in a block, and let 2^v be the largest power
 all its words: v is at most 15, and 0 where the lowest bit of a word differs. The differences of all 4 products are
 multiples of 2^(v + j) for at most one choice of the matrix in 2^4j, j up to 29; after that only where they are 0, for
 one in 2^116. Else let 2^k be the largest power that divides all four, and D the one that is an odd multiple of it, f
-its factor, and m the number of the block's position. What else differs adds a part with f, which is f B, one with m,
-and a constant: for each m, a sum is equal for at most 2^i choices of f in 2^64, where 2^i divides m D + B. Where no
-other block differs, i is k; else it is k + n or more for at most one m in 2^(n - 1), so that on average a sum is equal
-for at most 65 choices in 2^(64 - k). Both sums, whose f and m are their own, are equal for one in 2^(115 - 2k). Over
-all j that is at most one in 2^(114 - 2v). The worst case is v = 15, where nothing but signs of numbers differs: one in
-2^84; for most differences v is 0 or little more, and the odds are one in 2^114 or little more. Elements that change
-places are such a difference. The key is not in the sums: fingerprints are stored and compared by key, so tensors that
-change places show.
+its factor, and m the number of the block's position. Other differences add a part with f, which is f B, one with m, and
+a constant: for each m, a sum is equal for at most 2^i choices of f in 2^64, where 2^i divides m D + B. Where no other
+block differs, i is k; else it is k + n or more for at most one m in 2^(n - 1), so that on average a sum is equal for at
+most 65 choices in 2^(64 - k). Both sums, whose f and m are their own, are equal for one in 2^(115 - 2k). Over all j
+that is at most one in 2^(114 - 2v). The worst case is v = 15, where nothing but signs of numbers differs: one in 2^84;
+for most differences v is 0 or little more, and the odds are one in 2^114 or little more. Elements that change places
+are such a difference. The key is not in the sums: fingerprints are stored and compared by key, so tensors that change
+places show.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def finish_fingerprint(dtype: str, shape: Sequence[int], sums: Sequence[int]) ->
 
 
 class _Form(NamedTuple):
-    """A box's form, and the rows of it and of its tensor: what they share with boxes at other places.
+    """A box's form, and the rows of it and of its tensor: the properties that it shares with boxes at other places.
 
     Attributes:
         itemsize: Bytes of an element.
@@ -171,7 +170,7 @@ class _Form(NamedTuple):
                 yield _Piece(low, high, left, right, 0 if first else start, nbytes, positions)
 
     def _place_rows(self, low: int, high: int) -> torch.Tensor:
-        """Return the positions of the first blocks of some rows, int64, from that of the box's first."""
+        """Return the positions of the first blocks of some rows, int64, relative to the box's first."""
         left, positions = (
             torch.arange(low, high, device="cpu"),
             torch.zeros(high - low, dtype=torch.int64, device="cpu"),
@@ -192,7 +191,7 @@ class _Piece(NamedTuple):
         right: The byte after the last.
         begin: Zeros before these bytes, in the first block.
         nbytes: Bytes of a block.
-        positions: The positions of its blocks, row by row, from that of the box's first.
+        positions: The positions of its blocks, row by row, relative to the box's first.
     """
 
     low: int
@@ -231,7 +230,7 @@ def _widen(data: torch.Tensor, offset: tuple[int, ...], form: _Form) -> Iterator
 
 
 def _join_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the bytes of tensors one after the other, as int8; those of one tensor without a copy."""
+    """Return the bytes of tensors one after the other, as int8; a single tensor's without a copy."""
     if len(tensors) == 1:
         return torch.frombuffer(tensor_bytes(plain_cpu(tensors[0])), dtype=torch.int8)
     found = tensor_bytes_of_each(tensors) or [tensor_bytes(plain_cpu(tensor)) for tensor in tensors]

@@ -23,11 +23,11 @@ _ALIGNED = 64
 _WITHOUT_QUEUE = ("cpu", "meta")
 #: Classes whose tensors hold their values in their own memory; a subclass may wrap others.
 ORDINARY = (torch.Tensor, torch.nn.Parameter)
-#: Classes whose strides are those of their memory, as a wrapper's are not.
+#: Classes whose strides are the strides of their memory, as a wrapper's are not.
 _OF_STRIDES = frozenset((*ORDINARY, torch.nn.Buffer))
 #: torch's own quantized dtypes, whose scales are not in a tensor's memory.
 QUANTIZED_DTYPES = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
-#: Lower addresses may be offsets from a null pointer: that of a tensor whose storage was freed.
+#: Lower addresses may be offsets from a null pointer, as of a tensor whose storage was freed.
 _LOW = 1 << 40
 _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
@@ -128,7 +128,7 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Return whether several elements of a strided tensor are one place in memory, as those of an expanded one."""
+    """Return whether several elements of a strided tensor are one place in memory, as in an expanded one."""
     if type(tensor) not in _OF_STRIDES or tensor.is_contiguous():
         return False
     axes = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
@@ -198,8 +198,8 @@ def are_contiguous(tensors: Sequence[torch.Tensor], dtypes: Iterable[torch.dtype
 def page_offset(tensor: torch.Tensor) -> int:
     """Return the offset of a tensor's memory in its page, in bytes, which its place in a file should have, too.
 
-    It is a multiple of 64, so that what follows in the file is aligned; 0 for tensors that are not written from their
-    own memory, are small, or whose memory is less aligned (that of a slice).
+    It is a multiple of 64, so that the next record in the file is aligned; 0 for tensors that are not written from
+    their own memory, are small, or whose memory is less aligned (a slice).
     """
     # a direct write (O_DIRECT) takes the memory without a copy where both offsets are equal modulo the page size
     place = tensor.data_ptr() % PAGE if tensor.nbytes >= PAGE and is_ordinary(tensor) else 0

@@ -135,7 +135,7 @@ def map_arguments(kind: type[Any], function: Callable[[Any], Any], arguments: An
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source into the target of the same shape, in one call: for a few KiB the calls are what costs."""
+    """Copy each source into the target of the same shape, in one call: for a few KiB the calls dominate the cost."""
     with torch.inference_mode():  # neither gradients nor tangents
         torch._foreach_copy_(targets, sources)
 
@@ -151,7 +151,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 def find_wrapped_child(kind: type[Any]) -> str:
     """Return the name of the child that a class of modules wraps and that torch leaves out of full names; "" if none.
 
-    Wrappers are those of DDP, FSDP1, torch.compile and activation checkpoints.
+    Wrappers are DDP's, FSDP1's, torch.compile's and activation checkpoints'.
     """
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -169,14 +169,14 @@ def find_wrapped_child(kind: type[Any]) -> str:
 
 
 def is_wrapper_save_hook(hook: object) -> bool:
-    """Return whether a state dict hook is that of activation checkpoints, which removes their names from the keys."""
+    """Return whether a state dict hook belongs to activation checkpoints, which removes their names from the keys."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
     return hook is ActivationWrapper._post_state_dict_hook  # noqa: SLF001
 
 
 def is_wrapper_load_hook(hook: object) -> bool:
-    """Return whether a load hook is that of activation checkpoints, which adds their names to the keys."""
+    """Return whether a load hook belongs to activation checkpoints, which adds their names to the keys."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
     return hook == ActivationWrapper._pre_load_state_dict_hook  # noqa: SLF001

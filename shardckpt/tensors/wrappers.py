@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import TypeGuard
 
-#: Dtypes for which torch implements almost no operation, copies included; those that this release has.
+#: Dtypes of this release for which torch implements almost no operation, copies included.
 _BARE = frozenset(
     getattr(torch, name)
     for name in (
@@ -63,9 +63,9 @@ def fill(key: str, destination: torch.Tensor, values: torch.Tensor) -> None:
 
     The values have the destination's shape, and any dtype and device. To quantize, it uses the first of these that the
     destination has: its ``quantize_`` (Transformer Engine 2); a class method that quantizes, called with the
-    destination's configuration (torchao; what a tensor does not store, as the choice of scales, is the method's
-    default); its ``copy_`` (Transformer Engine 1). If it has none that works, it is a ShardingError; the destination is
-    unchanged unless its method failed halfway.
+    destination's configuration (torchao; properties that a tensor does not store, as the choice of scales, are the
+    method's default); its ``copy_`` (Transformer Engine 1). If it has none that works, it is a ShardingError; the
+    destination is unchanged unless its method failed halfway.
     """
     if not is_quantized(destination):
         copy_values(destination.detach(), values)

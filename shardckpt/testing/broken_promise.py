@@ -1,4 +1,4 @@
-"""Print a failed contract in pytest: the promise, what happened instead, where, and where it is documented."""
+"""Print a failed contract in pytest: the promise, the event instead, its place, and the page that documents it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def explain(item: pytest.Item, error: pytest.ExceptionInfo[BaseException]) -> An
 
     Args:
         item: The test: a method of a contract, which has ``contract_page`` and ``describe_subject``.
-        error: What it raised.
+        error: The error that it raised.
     """
     test = item.obj  # type: ignore[attr-defined]
     style = item.config.getoption("tbstyle", "auto")
@@ -33,11 +33,11 @@ def explain(item: pytest.Item, error: pytest.ExceptionInfo[BaseException]) -> An
 
 
 def describe(test: Any, error: BaseException) -> str:
-    """Return lines with the promise, what happened, where it was noticed, and where it is documented.
+    """Return lines with the promise, the event, where it was noticed, and where the promise is documented.
 
     Args:
         test: The bound method of a contract.
-        error: What it raised.
+        error: The error that it raised.
     """
     kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
     lines = [

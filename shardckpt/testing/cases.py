@@ -24,7 +24,7 @@ LONGEST = 8000
 
 @dataclass(frozen=True)
 class TensorCase:
-    """A global tensor, who saves what of it, and who loads what of it.
+    """A global tensor, and the boxes of it that each rank saves, and loads.
 
     Attributes:
         spec: The tensor as it is saved.
@@ -59,7 +59,7 @@ class TensorCase:
 
 @dataclass(frozen=True)
 class ObjectCase:
-    """An object in a grid: the ranks that save it, the first with the main replica, and those that load it."""
+    """An object in a grid: the ranks that save it, the first with the main replica, and the ranks that load it."""
 
     offset: Ints
     savers: Ints

@@ -1,4 +1,4 @@
-"""Checks that say what is wrong: an AssertionError with a sentence, in the test's process and in its ranks."""
+"""Checks that name the fault: an AssertionError with a sentence, in the test's process and in its ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def check(condition: object, message: str) -> None:
 
 
 def check_equal(found: object, expected: object, what: str) -> None:
-    """Raise an AssertionError unless a call returned what it should.
+    """Raise an AssertionError unless a call returned the expected value.
 
     Args:
-        found: What it returned.
-        expected: What it should return.
-        what: The call, and what is expected of it.
+        found: The returned value.
+        expected: The expected value.
+        what: The call, and the expectation, in words.
     """
     __tracebackhide__ = True
     check(found == expected, f"{what}: {expected!r:.200} is expected, and it returned {found!r:.200}")
@@ -55,8 +55,8 @@ def check_same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
     Args:
         found: The tensor to check.
-        expected: What it must be, NaNs and signs of zeros included.
-        what: Names the tensor in the message.
+        expected: The right tensor, NaNs and signs of zeros included.
+        what: A name for the tensor in the message.
     """
     __tracebackhide__ = True
     if not isinstance(found, torch.Tensor):

@@ -38,7 +38,7 @@ class FaultyStore:
     FaultyStore.
 
     Args:
-        place: The directory, which is made if it is not there.
+        place: The directory, which is made if it is missing.
 
     Attributes:
         url: A checkpoint's URL in the store.
@@ -171,7 +171,7 @@ def _name(file: Path) -> str:
 
 
 class _JournaledRequest:
-    """Notes a request, and lets it fail if it is one of those that do."""
+    """Notes a request, and lets it fail if it is to fail."""
 
     def __init__(self, path: Path, kind: str, name: str, nbytes: int = 0) -> None:
         place = _find_place(path)

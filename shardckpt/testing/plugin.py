@@ -20,7 +20,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Say of a contract's failed test which promise is broken."""
     report = yield
-    # setups raise of what an author has left out, as does a Failed without traceback, whose text says all
+    # setups raise for claims that an author has left out, as does a Failed without traceback, whose text says all
     is_promise = call.when == "call" and hasattr(getattr(item, "cls", None), "contract_page")
     if report.failed and call.excinfo is not None and is_promise and getattr(call.excinfo.value, "pytrace", True):
         from shardckpt.testing.broken_promise import explain

@@ -1,7 +1,7 @@
-"""Ranks as threads of this process: groups that are formed in a millisecond, for tests of what ranks agree on.
+"""Ranks as threads of this process: groups that are formed in a millisecond, for tests of agreements between ranks.
 
-torch's threaded process group moves the data of collectives. What it lacks is here: sends and receives, and an end to
-the wait for a rank that never comes. All private names of torch that this needs are in this file.
+torch's threaded process group moves the data of collectives. The rest is here: sends and receives, and an end to the
+wait for a rank that never comes. All private names of torch that this needs are in this file.
 """
 
 # ruff: noqa: SLF001 - torch has no public names for this
@@ -78,7 +78,7 @@ class RankThreads(Ranks):
 
 
 class _Rank(threading.Thread):
-    """A rank: its function, its process groups, and what came of it."""
+    """A rank: its function, its process groups, and its result."""
 
     def __init__(self, job: _Job, number: int, function: Any, args: Any) -> None:
         super().__init__(name=f"rank {number}", daemon=True)
@@ -131,11 +131,11 @@ class _Job:
         self._changed = threading.Condition()
         self._meetings: dict[tuple[str, int], _Meeting] = {}
         self._messages: defaultdict[tuple[str, int, int, int], deque[torch.Tensor]] = defaultdict(deque)
-        #: The rank that runs: no other goes on until it waits.
+        #: The rank that runs: no other continues until it waits.
         self._turn: int | None = 0
         #: Ranks that wait for their turn, or will: they have not begun.
         self._ready = set(range(size))
-        #: What became of ranks that have ended.
+        #: The fates of ranks that have ended.
         self._left: dict[int, str] = {}
         self._waits: dict[threading.Thread, _Wait] = {}
 
@@ -248,7 +248,7 @@ class _Job:
 
 
 class _Meeting:
-    """One collective: what ranks have brought, by their place in the group.
+    """One collective: the data of the ranks, by their place in the group.
 
     Args:
         collective: torch's object that moves the data.
@@ -261,7 +261,7 @@ class _Meeting:
         self.error: Exception | None = None
 
     def move_data(self) -> None:
-        """Give each rank what it gets; an error is everyone's."""
+        """Give each rank its result; an error is everyone's."""
         try:
             self.collective.work([self.data[place] for place in range(len(self.data))])
         except Exception as exc:  # noqa: BLE001 - as of tensors that do not fit
@@ -270,7 +270,7 @@ class _Meeting:
 
 
 class _Barrier:
-    """The data of a barrier: none. torch's is an all-reduce, which would meet those of others."""
+    """The data of a barrier: none. torch's is an all-reduce, which would meet other ranks' all-reduces."""
 
     def work(self, data: list[Any]) -> None:
         """Move nothing."""
@@ -332,7 +332,7 @@ class _Receive:
         group: The group.
         sender: The sender's place in it.
         tag: The sender's.
-        tensor: What it fills.
+        tensor: The tensor to fill.
     """
 
     def __init__(self, group: _Group, sender: int, tag: int, tensor: torch.Tensor) -> None:
@@ -379,7 +379,7 @@ def _find_rank(thread: Any) -> _Rank | None:
 
 
 def _describe(collective: Any) -> str:
-    """Return the name of a collective with what all ranks must give equally: a root, an operation."""
+    """Return the name of a collective with the arguments that must be equal on all ranks: a root, an operation."""
     # a ReduceOp has no text of its own, but its kind has
     values = ", ".join(f"{name}={getattr(value, 'op', value)}" for name, value in vars(collective).items())
     return type(collective).__name__.lstrip("_") + (f"({values})" if values else "")

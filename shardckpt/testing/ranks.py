@@ -60,7 +60,7 @@ class Ranks(ABC):
             timeout: Seconds after which the run has failed.
 
         Returns:
-            What it returned, in rank order.
+            The function's results, in rank order.
 
         Raises:
             RankError: a rank raised, with a line for each error, and the tracebacks of all ranks that did; or died, or
@@ -79,7 +79,7 @@ class Ranks(ABC):
 
 
 def _summarize(failures: Sequence[tuple[int, RankFailure]]) -> str:
-    """Return a line for each error with its ranks; last those of ranks that have only lost the others."""
+    """Return a line for each error with its ranks; last the errors of ranks that have only lost the others."""
     ranks: dict[str, list[str]] = {}
     for rank, failure in failures:
         ranks.setdefault(f"{failure.kind}: {failure.message}", []).append(str(rank))
@@ -98,8 +98,8 @@ class RankPool(Ranks):
         size: Number of processes: the most ranks of a group.
 
     Attributes:
-        preloaded: What the fork server imports before it forks, where no other part of the program has started it. Add
-            modules in a subclass; one that is missing is left out.
+        preloaded: Modules that the fork server imports before it forks, where no other part of the program has started
+            it. Add modules in a subclass; one that is missing is left out.
 
     Example:
         ::
@@ -157,7 +157,7 @@ class RankPool(Ranks):
             self._stores = None
 
     def _start(self, world_size: int, timeout: float) -> Path:
-        """Start the workers, and wait until those of a group have imported torch: the group's timeout begins then."""
+        """Start the workers, and wait until a group's have imported torch: the group's timeout begins then."""
         if self._stores is None:
             self._start_workers()
         for rank in range(self._ready, world_size):

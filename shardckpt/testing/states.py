@@ -108,7 +108,7 @@ class Destinations:
         }
 
     def check(self, loaded: dict[str, Any]) -> None:
-        """Every loaded element is the global tensor's, bit for bit; memory between them is as it was."""
+        """Every loaded element is the global tensor's, bit for bit; memory between them is unchanged."""
         for case in self._batch.cases:
             whole = case.wanted()
             for place, value in zip(self.places[case.key], loaded["tensors"].get(case.key, []), strict=True):

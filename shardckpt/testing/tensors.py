@@ -1,4 +1,4 @@
-"""Global tensors, drawn by hypothesis: what is cut into shards, and what every loaded element is compared with."""
+"""Global tensors, drawn by hypothesis: the sources of shards, and the expected values of every loaded element."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from shardckpt.errors import CheckpointingException, show_given
 
 
 class _Kind(NamedTuple):
-    """A kind of arguments: what an error says is expected, and whether a value is of it."""
+    """A kind of arguments: its name in errors, and whether a value is of it."""
 
     expected: str
     accepts: Callable[[Any], bool]
@@ -44,14 +44,14 @@ def _is_integer(value: Any) -> bool:
 def _are_texts(value: object) -> bool:
     if isinstance(value, str) or not isinstance(value, Iterable):
         return False
-    # what can be iterated over once alone is its user's
+    # an iterator that can be used only once is its user's
     return not isinstance(value, Collection) or all(isinstance(each, str) for each in value)
 
 
 _TEXTS = _Kind("a list of texts", _are_texts)
 _LIST = _Kind("a list", lambda value: isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping))
 _DICT = _Kind("a dict", lambda value: isinstance(value, Mapping))
-#: The kinds by annotation; and by what stands before the brackets of one.
+#: The kinds by annotation; and by the text before the brackets of one.
 _KINDS = {
     "None": _Kind("None", lambda value: value is None),
     "bool": _Kind("True or False", _is_flag),
@@ -71,19 +71,19 @@ _Rule: TypeAlias = "tuple[str, tuple[_Kind, ...]]"
 
 
 def check_annotated(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raise CheckpointingException for an argument that is none of what its parameter is annotated with.
+    """Raise CheckpointingException for an argument that does not match its parameter's annotation.
 
-    A public function calls it with its ``locals()`` before all else, in the phase in which all ranks raise what one of
+    A public function calls it with its ``locals()`` before all else, in a phase: all ranks raise the error that one of
     them raises. A decorator would raise on the rank alone, and the others would wait for it.
 
     Flags, numbers, texts, lists and dicts are checked: "false", as of a variable, would be true, and a text in
     the place of a list would stand for its letters. Integers are numpy's, too, and tensors of one. No dict or iterator
-    is iterated over. What has another annotation, or a reader that says more (``int | str``: a size; a dict of new
-    names), is left to that, as paths are.
+    is iterated over. An argument with another annotation, or with a reader that says more (``int | str``: a size; a
+    dict of new names), is left to that, as paths are.
 
     Args:
         function: The function, or method.
-        given: Its arguments by name, all or those that are to be checked; other names are ignored.
+        given: Its arguments by name, all or only some to be checked; other names are ignored.
     """
     for name, kinds in _read_rules(function):
         if name not in given:
@@ -96,7 +96,7 @@ def check_annotated(function: Callable[..., Any], given: Mapping[str, Any]) -> N
 
 
 def _name_expected(kinds: tuple[_Kind, ...], value: object) -> str:
-    """Return what an error says about a value that is of none of these kinds."""
+    """Return the text of an error for a value that is of none of these kinds."""
     expected = "expected " + " or ".join(kind.expected for kind in kinds if kind.expected != "None")
     return f"{expected}, such as [{value!r:.100}]" if kinds[0] is _TEXTS and isinstance(value, str) else expected
 

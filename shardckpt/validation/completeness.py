@@ -35,7 +35,7 @@ class GivenShards:
 
     Ranks compare fingerprints of their boxes (see :func:`shardckpt.planning.table.fingerprint`). These do not depend on
     which rank stores a box, nor on the smaller boxes that it is stored as. If they differ, all boxes go to the main
-    rank, which names what is missing. A second copy of a shard, or another dtype, is no error.
+    rank, which names the missing ones. A second copy of a shard, or another dtype, is no error.
     """
 
     def __init__(self, columns: ShardColumns, strategy: object) -> None:
@@ -44,17 +44,17 @@ class GivenShards:
         self._strategy = f"{type(strategy).__module__}.{type(strategy).__qualname__}"
         self._numbers: dict[TensorSpec, int] = {}
         self._sums = _count_empty(columns.specs, columns.table, columns.weights, columns.sums)
-        #: What was recorded last time, and its difference: a training loop records the same shards at every step.
+        #: The last recorded shards, and their difference: a training loop records the same shards at every step.
         self._last: tuple[list[PackedShards], list[int]] = ([], [])
 
     def compare(self, recorded: Sequence[ShardedBase | PackedShards], comm: Comm) -> None:
-        """Collective: compare the shards with those that the files of this rank hold, as the strategy recorded them.
+        """Collective: compare the shards with the shards in this rank's files, as the strategy recorded them.
 
         The PluginError, on every rank, names the first shards that were given and not stored, or stored and not given.
         """
         with comm.local_phase("describing what was stored"):
             difference = self._difference(recorded)
-        # summed over all ranks: a rank may store what another was given
+        # summed over all ranks: a rank may store another rank's shards
         if are_equal_in_field(comm.total(*difference), [0] * LANES):
             return
         everyone = comm.gather(((self.columns.specs, self.columns.table), _join_columns(recorded)))

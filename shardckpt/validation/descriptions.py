@@ -1,4 +1,4 @@
-"""Check that descriptions of shards do not contradict themselves: those of equal shards at once."""
+"""Check that descriptions of shards do not contradict themselves: equal shards' at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare the keys of a load with those of the checkpoint, and the common state of ranks: Megatron's strict modes."""
+"""Compare the keys of a load with the checkpoint's, and the common state of ranks: Megatron's strict modes."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: What trainers call the tensors of a model: torch's tutorials, torchtitan's manager, Lightning, many scripts.
+#: Trainers' names for the tensors of a model: torch's tutorials, torchtitan's manager, Lightning, many scripts.
 _MODELS = frozenset(("model", "state_dict", "model_state_dict"))
-#: What the state dict of an optimizer has.
+#: The entries of the state dict of an optimizer.
 _OPTIMIZER_PARTS = frozenset(("state", "param_groups"))
 #: A key of the state of an optimizer whose parameters are numbers: `optimizer.state.0.exp_avg`.
 _NUMBERED = re.compile(r"(\w+\.)?\w+\.state\.\d+\.")
@@ -47,12 +47,12 @@ _SHOWN = 20
 _FEW = 3
 #: The part of a key below which the versions of a model's modules are stored.
 VERSIONS = "_versions"
-#: Their key ends with a digest; that of an object may be followed by its place in it.
+#: Their key ends with a digest; an object's may be followed by its place in it.
 _VERSION_KEY = re.compile(rf"(?:^|\.){VERSIONS}\.[0-9a-f]{{16}}(?:/|$)")
 _DIGITS = re.compile(r"\d+")
 #: The end of the name of an object in a grid of ranks.
 _IN_GRID = re.compile(r"/shard_(\d+(\.\d+)*)?_(\d+(\.\d+)*)?$")
-#: What a load does about stored tensors and objects that nothing asks for.
+#: The treatment of stored tensors and objects that nothing asks for.
 OnUnused: TypeAlias = Literal["warn", "error", "ignore"]
 
 
@@ -137,9 +137,9 @@ class KeyMismatch:
     Attributes:
         missing: Keys in the checkpoint that no rank wants, or objects with a shard that no rank wants; empty if the
             mode does not look for them.
-        unexpected: Keys that this rank wants and the checkpoint has not. Of an object it may be some shards.
-        absent: The shards that this rank wants and the checkpoint has not, by :func:`stored_key`.
-        warning: What to log of unused keys once the load has succeeded, on the main rank; else ``""``.
+        unexpected: Keys that this rank wants and the checkpoint lacks. Of an object it may be some shards.
+        absent: The shards that this rank wants and the checkpoint lacks, by :func:`stored_key`.
+        warning: The warning about unused keys, to log once the load has succeeded, on the main rank; else ``""``.
     """
 
     missing: frozenset[str] = frozenset()
@@ -194,13 +194,13 @@ def compare_keys(
     on_unused: OnUnused = "ignore",
     counts_unused: Callable[[str], bool] = lambda _: True,
 ) -> KeyMismatch:
-    """Collective: return which keys of a load and of the checkpoint do not match, and do what the mode says about them.
+    """Collective: return the keys of a load and of the checkpoint that do not match; log or raise them by the mode.
 
-    ``stored`` is what this rank can load, as :func:`name_keys` returns it, without the common state. ``everywhere`` is
-    what all ranks together can load, the same on every rank; by default ``stored``, which then is the same on every
-    rank. ``on_unused`` says what to do about stored tensors and objects that no rank asks for, if the mode does not
-    look for them; ``IGNORE_ALL`` does not warn. ``counts_unused`` says of a key whether it should have been asked for.
-    ``strict`` and ``on_unused`` are the same on every rank, and so is the KeyMismatchError.
+    ``stored`` are the keys that this rank can load, as :func:`name_keys` returns them, without the common state.
+    ``everywhere`` are the keys that all ranks together can load, the same on every rank; by default ``stored``, which
+    then is the same on every rank. ``on_unused`` is the treatment of stored tensors and objects that no rank asks for,
+    if the mode does not look for them; ``IGNORE_ALL`` does not warn. ``counts_unused`` returns whether a key counts as
+    unused. ``strict`` and ``on_unused`` are the same on every rank, and so is the KeyMismatchError.
     """
     everywhere = stored if everywhere is None else everywhere
     mine = name_keys(wanted)
@@ -238,7 +238,7 @@ def compare_keys(
 
 
 def _advise_of_codes(absent: Iterable[str], stored: Iterable[str]) -> str:
-    """Return what to do about keys under which there are only the tensors inside a quantized one."""
+    """Return advice about keys under which there are only the tensors inside a quantized one."""
     found = sorted({*absent} & {get_outer_key(key) for key in stored})
     if not found:
         return ""
@@ -249,7 +249,7 @@ def _advise_of_codes(absent: Iterable[str], stored: Iterable[str]) -> str:
 
 
 def _advise_of_grids(wanted: Sequence[ShardedBase], absent: Collection[str], stored: Mapping[str, str]) -> str:
-    """Return what to do about objects that another grid of ranks has stored, such as ``rng_state``."""
+    """Return advice about objects that another grid of ranks has stored, such as ``rng_state``."""
     objects = (shard for shard in wanted if isinstance(shard, ShardedObject))
     grids = {shard.key: shard.global_shape for shard in objects if shard.unique_key in absent}
     others = {
@@ -285,7 +285,7 @@ def _describe_unused(
         return sorted(name for name in names if counts(key := stored[name]) and not is_version_key(key))
 
     left = list_counted(stored.keys() - mine)
-    # nearly always all ranks ask for the same; pipeline stages do not, and only together know what is left
+    # nearly always all ranks ask for the same; pipeline stages do not, and only together know the unused keys
     if not comm.all_equal("\n".join(left).encode()):
         names = list_counted(stored)
         used = comm.largest(*(name in mine for name in names))
@@ -308,8 +308,8 @@ def _describe_unused(
 def find_usual_names(keys: Iterable[str]) -> dict[str, str]:
     """Return a checkpoint's names of the model and its optimizer that differ from ours, and ours.
 
-    An optimizer is what has ``state`` or ``param_groups``. All may be inside one entry, as ``app`` of torch's tutorial.
-    ``keys`` are those of a checkpoint, and the dotted paths of its common state, if they are known.
+    A section with ``state`` or ``param_groups`` is an optimizer. All may be inside one entry, as ``app`` of torch's
+    tutorial. ``keys`` are those of a checkpoint, and the dotted paths of its common state, if they are known.
     """
     paths = [key.split(".") for key in keys]
     outer = {path[0] for path in paths}
@@ -327,7 +327,7 @@ def find_usual_names(keys: Iterable[str]) -> dict[str, str]:
 
 
 def _suggest_names(absent: Collection[str], stored: Collection[str]) -> str:
-    """Return what to do about keys that the checkpoint has by other names; ``""`` if it has none such."""
+    """Return advice about keys that the checkpoint has by other names; ``""`` if there are none."""
     usual = {
         old: new for old, new in find_usual_names(stored).items() if any(key.startswith(f"{new}.") for key in absent)
     }
@@ -344,9 +344,9 @@ def _suggest_names(absent: Collection[str], stored: Collection[str]) -> str:
 
 
 def _suggest_prefix(absent: Collection[str], stored: Collection[str]) -> str:
-    """Return what to do about keys that are stored with something before them, or without their first part."""
+    """Return advice about keys that are stored with something before them, or without their first part."""
     bare = {key: tail for key in absent if (tail := key.partition(".")[2]) in stored}
-    if bare:  # as torchtitan stores those of a model
+    if bare:  # as torchtitan stores a model's
         key, tail = min(bare.items())
         prefix = key.removesuffix(tail)
         return (
@@ -367,7 +367,7 @@ def _suggest_prefix(absent: Collection[str], stored: Collection[str]) -> str:
 
 
 def _suggest_nearest(absent: Mapping[str, str], unused: Collection[str]) -> str:
-    """Return which stored key, of those that nothing asks for, the first absent one may be misspelt for."""
+    """Return the unused stored key that the first absent one may be a misspelling of."""
     key = min(absent.values(), default="")
     without_numbers = _DIGITS.sub("", key)  # another layer's is no misspelling
     near = ask_nearest(key, [name for name in unused if _DIGITS.sub("", name) != without_numbers])
@@ -386,7 +386,7 @@ def _find_incomplete(wanted: Sequence[ShardedBase], stored: Mapping[str, str]) -
 
 
 def _join_shards(names: Mapping[str, str], others: Collection[str]) -> set[str]:
-    """Return the keys of shards that do not match; where other shards of a key do, the names of those that do not."""
+    """Return the keys of unmatched shards; if other shards of a key match, the names of the unmatched ones instead."""
     return {name if key in others else key for name, key in names.items()}
 
 
@@ -395,7 +395,7 @@ def compare_common(
 ) -> None:
     """Collective: warn on every rank whose common state is not the main rank's, which is the one that is stored.
 
-    ``preprocess`` gets a copy, and returns the state without what may differ.
+    ``preprocess`` gets a copy, and returns the state without the values that may differ.
     """
     if comm.world_size == 1:
         return
@@ -403,9 +403,9 @@ def compare_common(
         mine = dict_list_map_outplace(lambda leaf: leaf, common)
         mine = mine if preprocess is None else preprocess(mine)
     data = try_pickle(mine)
-    if comm.all_equal(data or os.urandom(8)):  # random bytes differ: what cannot be pickled is compared below
+    if comm.all_equal(data or os.urandom(8)):  # random bytes differ: states that cannot be pickled are compared below
         return
-    stored = comm.broadcast(None if data is None else mine)  # a strategy may store what pickle does not take
+    stored = comm.broadcast(None if data is None else mine)  # a strategy may store values that pickle refuses
     places = ([], [], []) if stored is None else diff(stored, mine)
     if any(places):
         only_main, only_here, different = places
@@ -422,8 +422,8 @@ def compare_common(
 def describe_mismatch(missing: Collection[str], unexpected: Collection[str], advice: str = "") -> str:
     """Return which keys do not match as text, the sense before Megatron's words and torch's; empty if all match.
 
-    ``unexpected`` has keys that are wanted and not in the checkpoint. ``advice`` is what to do about it: a line of its
-    own after how many there are and the first, before the others.
+    ``unexpected`` has keys that are wanted and not in the checkpoint. ``advice`` is a line of its own after the number
+    of keys and the first one, before the others.
     """
     # Megatron's callers look for its two terms, with capitals
     kinds = [

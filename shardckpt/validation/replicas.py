@@ -44,9 +44,9 @@ _WIDTH = struct.Struct("<I")
 _HOLDERS = struct.Struct("<II")
 #: Bytes that are copied from an accelerator at a time.
 _CHUNK = 16 << 20
-#: What a key of a rank's own experts has in it, in the names of all frameworks.
+#: A part of the keys of a rank's own experts, in the names of all frameworks.
 _EXPERT = "expert"
-#: What the key of the state of an optimizer has in it.
+#: A part of the keys of an optimizer's state.
 _OPTIMIZER = "optimizer.state."
 #: Elements of a ``"sampled"`` tensor that are compared: few bytes, and enough to say whether most of them differ.
 _SAMPLE = 32
@@ -69,8 +69,8 @@ class Replicas(NamedTuple):
     """The replicated shards of a rank, and the ranks that have each; found without looking at values.
 
     ``is_main`` says whether this rank is the lowest that has each replicated shard, by the shard's number in the list
-    that was given; None if no rank has any. ``shared`` has those that other ranks have, too, by number, and their short
-    ids; in the order of these.
+    that was given; None if no rank has any. ``shared`` has the shards that other ranks have, too, by number, and their
+    short ids; in the order of these.
     """
 
     is_main: dict[int, bool] | None
@@ -105,7 +105,7 @@ def find_replicas(shards: Sequence[ShardedBase], comm: Comm) -> Replicas:
 def _ask_owners(
     rows: Mapping[_ShortId, bytes], decide: Callable[[dict[int, bytes]], bytes], comm: Comm
 ) -> dict[_ShortId, bytes]:
-    """Collective: send a row for each id to the rank that owns the id, and return what that decides.
+    """Collective: send a row for each id to the rank that owns the id, and return the owners' answers.
 
     No rank receives the ids of all: with 1,000 ids on each of 16,384 ranks that would be 262 MB. The rows of all ranks
     have the same number of bytes. ``decide`` returns the answer for an id, by the rows of the ranks that have it.
@@ -146,8 +146,8 @@ def choose_main_replicas(
     Return the shards in the same order; replicated ones that say otherwise are copies with replica id 0 on that rank,
     and 1 on all others. Factories must be built. With ``compare`` copies must have the same values; of ``"sampled"``
     tensors, at least half of a few elements must be equal; ``"unchecked"`` ones are not compared. The ShardingError, on
-    every rank, names the shards whose copies differ, and the ranks that have them. ``replicas``, what
-    :func:`find_replicas` returned for these shards, must be given on all ranks or none.
+    every rank, names the shards whose copies differ, and the ranks that have them. ``replicas``, the result of
+    :func:`find_replicas` for these shards, must be given on all ranks or none.
     """
     is_main, shared = replicas or find_replicas(shards, comm)
     if is_main is None:  # on all ranks: no rank has any
@@ -263,7 +263,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
     """Return the bits of elements as int64; of 8-byte elements the upper 63, so that they can be negated."""
     if values.is_complex():
         real, imaginary = (_bits(part) for part in torch.view_as_real(values.resolve_conj()).unbind(-1))
-        return (31 * real + imaginary) >> 1  # one number that differs if either part does, but for chance
+        return (31 * real + imaginary) >> 1  # one number that differs if either part does, except by chance
     width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.dtype.itemsize]
     bits = values.resolve_neg().contiguous().view(width).to(torch.int64)
     return bits >> 1 if width == torch.int64 else bits

@@ -48,8 +48,9 @@ if TYPE_CHECKING:
     from shardckpt.distributed.comm import Comm
 
 
-#: What is sent of a tensor: a hash of its kind and key, its weights, and what it adds to the fingerprint. Two keys with
-#: one hash look like one tensor with two shapes: all boxes are gathered then, which is slow and gives the right answer.
+#: The row that is sent for a tensor: a hash of its kind and key, its weights, and its share of the fingerprint. Two
+#: keys with one hash look like one tensor with two shapes: all boxes are gathered then, which is slow and gives the
+#: right answer.
 _ROW = struct.Struct(f"<8s{2 * LANES}I")
 #: How many places of a key an error shows.
 _SHOWN_PLACES = 4
@@ -93,8 +94,8 @@ def validate_shards(
 ) -> None:
     """Collective: check that the shards of all ranks describe every global tensor and object exactly once.
 
-    Shards may be of any size. Each must have passed its own ``validate_metadata_integrity`` before. ``columns`` is what
-    :func:`describe_shards` returns for them, if that is known already; ``state`` is this rank's state dict, for the
+    Shards may be of any size. Each must have passed its own ``validate_metadata_integrity`` before. ``columns`` is the
+    result of :func:`describe_shards` for them, if that is known already; ``state`` is this rank's state dict, for the
     places in errors. Shards that disagree on dtype or global shape, overlap, or leave a hole are a ShardingError, the
     same on every rank.
     """
@@ -137,7 +138,7 @@ def _fill_exactly(columns: ShardColumns, comm: Comm) -> bool:
     # a hash in elements of the field: equal on ranks that have the same specs in the same order
     digest = hashlib.sha256(repr(weights.tolist()).encode()).digest()
     mine = [int.from_bytes(digest[4 * lane : 4 * lane + 4], "little") % PRIME for lane in range(LANES)]
-    # one message answers both questions: are the keys the same on all ranks, and what do the fingerprints add up to?
+    # one message answers both questions: are the keys the same on all ranks, and what is the sum of the fingerprints?
     total = comm.total(*sums, *mine, *(element * element % PRIME for element in mine))
     sums, digests, squares = total[:LANES], total[LANES : 2 * LANES], total[2 * LANES :]
     # the digests are equal if their variance is 0; that of others is 0 once in 2^62
@@ -158,7 +159,7 @@ def _fill_exactly(columns: ShardColumns, comm: Comm) -> bool:
 
 
 def _is_first(digest: bytes, comm: Comm) -> bool:
-    """Collective: return whether this rank is the first of those with the same digest."""
+    """Collective: return whether this rank is the first of all ranks with the same digest."""
     seen = comm.all_to_all({int.from_bytes(digest[:8], "little") % comm.world_size: digest})
     firsts = {theirs: rank for rank, theirs in reversed(seen.items())}
     return bool(comm.all_to_all(dict.fromkeys(firsts.values(), b"first")))
@@ -181,8 +182,8 @@ def _are_unique(specs: list[TensorSpec]) -> bool:
 def describe_shards(shards: Sequence[ShardedBase], *, copies: bool = False) -> ShardColumns:
     """Describe shards in columns; tensors come before objects.
 
-    With ``copies`` the boxes of replicas other than the main ones are included. Their specs always are. What is neither
-    a tensor nor an object is a ShardingError.
+    With ``copies`` the boxes of replicas other than the main ones are included. Their specs always are. Anything other
+    than a tensor or an object is a ShardingError.
     """
     plain = [shard for shard in shards if type(shard) is ShardedTensor and shard.flattened_range is None]
     numbers: dict[tuple[str, str, Any, Ints], int] = {}
@@ -200,9 +201,9 @@ def describe_shards(shards: Sequence[ShardedBase], *, copies: bool = False) -> S
 
 
 def _number_tensors(shards: Sequence[ShardedTensor], numbers: dict[tuple[str, str, Any, Ints], int]) -> list[int]:
-    """Return the number of each shard's tensor, and add those of new ones to ``numbers``."""
+    """Return the number of each shard's tensor, and add the numbers of new ones to ``numbers``."""
     keys, dtypes, shapes = list_fields(shards, "key", "dtype", "global_shape")
-    # what all shards of a tensor must agree on
+    # the properties that all shards of a tensor must agree on
     commons = zip(repeat("tensor"), keys, dtypes, map(tuple, shapes))
     return [numbers.setdefault(common, len(numbers)) for common in commons]
 
@@ -252,7 +253,7 @@ def group_by_name(columns_by_rank: Iterable[Columns]) -> dict[Name, list[RankBox
 
 
 def _find_faults(columns_by_rank: Sequence[Columns], places: Sequence[dict[str, list[str]]] = ()) -> list[str]:
-    """Return what is wrong with the shards of all ranks, sorted by key; ``places`` are each rank's repeated keys'."""
+    """Return the faults of the shards of all ranks, sorted by key; ``places`` are each rank's repeated keys'."""
     specs: dict[Name, list[tuple[int, TensorSpec]]] = defaultdict(list)
     for rank, (described, _) in enumerate(columns_by_rank):
         for spec in described:
@@ -271,7 +272,7 @@ def _faults_of_key(
     specs: list[tuple[int, TensorSpec]], parts: list[RankBox], places: Sequence[list[str]]
 ) -> Iterable[str]:
     first_rank, first = specs[0]
-    # one fault per key is enough, and the first explains those that follow
+    # one fault per key is enough, and the first explains the others
     for what, field in (("global_shape", "shape"), ("dtype", "dtype")):
         for rank, spec in specs:
             if getattr(spec, field) != getattr(first, field):

@@ -1,4 +1,4 @@
-"""Check that the ranks hold every expert exactly once, and name those that they do not."""
+"""Check that the ranks hold every expert exactly once, and name the others."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def make_claim(shard: ShardedTensor | ShardedObject, expert_dim: int) -> Claim:
 
 
 def _faults(key: str, claims: list[tuple[int, Claim]]) -> Iterator[str]:
-    """Yield what is wrong with the claims of one key, each with its rank."""
+    """Yield the faults of the claims of one key, each with its rank."""
     rank, first = claims[0]
     for other, claim in claims:
         if claim[1:4] != first[1:4]:
@@ -102,7 +102,7 @@ def _faults(key: str, claims: list[tuple[int, Claim]]) -> Iterator[str]:
 
 
 def _sort_experts(claim: Claim, boxes: Sequence[Box]) -> tuple[list[int], list[int], list[int]]:
-    """Return the experts that boxes overlap in, those that no box touches, and those that boxes fill in part."""
+    """Return the experts in which boxes overlap, the experts that no box touches, and the partly filled experts."""
     axis = claim.expert_dim
     repeated: list[int] = []
     missing: list[int] = []

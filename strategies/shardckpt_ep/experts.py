@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Experts:
     """The layouts of a rank's expert parameters, and the keys of a state dict that they apply to.
 
-    Arguments are those of :func:`shardckpt_ep.expert_sharded_state_dict`.
+    Arguments are as for :func:`shardckpt_ep.expert_sharded_state_dict`.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Experts:
         return sorted(fqn for fqn, layout in self._layouts.items() if fqn not in found and id(layout) not in tied)
 
     def check_shards(self, shards: Iterable[ShardedBase], comm: Comm) -> None:
-        """Collective: check those of this rank's shards that are expert tensors against their layouts.
+        """Collective: check this rank's shards of expert tensors against their layouts.
 
         A shard that is not described as its layout says is a ShardingError, the same on every rank.
         """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class EPLoadStrategy(TorchDistLoadShardedStrategy):
-    """Reads expert tensors into any layout, also from what (torch_dist, 1) and plain DCP wrote.
+    """Reads expert tensors into any layout, also from checkpoints of (torch_dist, 1) and plain DCP.
 
     Args:
         sections: Keys that may precede a parameter's name, such as ``model``.

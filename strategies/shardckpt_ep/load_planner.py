@@ -68,7 +68,7 @@ class LocalExpertsLoadPlanner(DefaultLoadPlanner):
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """Return this rank's local tensor for an expert tensor; for others, what DCP returns."""
+        """Return this rank's local tensor for an expert tensor; for others, DCP's result."""
         found = self._locals.get(index.fqn)
         return super().lookup_tensor(index) if found is None else found
 

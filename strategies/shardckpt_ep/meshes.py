@@ -59,7 +59,7 @@ def gather_experts_per_rank(experts: int, mesh: DeviceMesh, ep: Names = EP_NAMES
 def get_outer_replica_coordinates(inner: DeviceMesh, mesh: DeviceMesh, ep_dim: int, name: str) -> Ints:
     """Return this rank's coordinates along the dimensions of ``mesh`` that hold copies of a DTensor on an inner mesh.
 
-    These are all but the expert-parallel dimension and those that form the inner mesh. Where ``mesh`` has the
+    These are all but the expert-parallel dimension and the dimensions that form the inner mesh. Where ``mesh`` has the
     expert-parallel dimension alone, the two must have only this rank in common. A ShardingError if they do not match:
     the DTensor was sharded on another mesh.
     """

@@ -52,7 +52,7 @@ def expert_layouts(
         mesh: The mesh with the expert-parallel dimension.
         modules: Names of the modules with experts, or the last parts of them; ``*`` matches one part:
             ``"layers.*.experts"``. MindSpeed's ``{*}`` is ``*``; ``{0-5}`` is each number from 0 to 5, ``{0,2-4}`` each
-            that it lists. Each must match: a pipeline stage passes those of its experts, or ``()``.
+            that it lists. Each must match: a pipeline stage passes its own experts' names, or ``()``.
         ep: Name of that dimension; see :meth:`ExpertLayout.from_local` for this and all arguments that follow.
         fsdp: For plain tensors.
         fsdp_dim: For plain tensors.
@@ -103,7 +103,7 @@ def expert_parameters(
     Args:
         model: The model.
         modules: As for :func:`expert_layouts`.
-        each: Whether each of the names must be that of a module; else one must.
+        each: Whether each of the names must belong to a module; else one must.
 
     Raises:
         ShardingError: one of the names is of no module with a parameter, or braces hold no numbers.

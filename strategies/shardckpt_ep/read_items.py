@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from shardckpt.distributed import Comm  # noqa: F401 - then what DCP imports keeps no process group: see tensors.torch_private
+from shardckpt.distributed import Comm  # noqa: F401 - DCP then keeps no process group: see tensors.torch_private
 from shardckpt.errors import CorruptCheckpointError, ShapeMismatchError
 from shardckpt.planning import Box, find_hole, find_overlap
 
@@ -52,7 +52,7 @@ def expert_read_items(key: str, layout: ExpertLayout, stored: TensorStorageMetad
         filled = [Box(tuple(item.dest_offsets), tuple(item.lengths)) for item in items]
         if find_overlap(filled) is not None:
             raise CorruptCheckpointError(f"{key!r}: its stored chunks overlap in {box}")
-        # DCP reads what there is and raises nothing: a hole would keep its old values
+        # DCP reads the chunks that exist and raises nothing: a hole would keep its old values
         hole = find_hole(box.shape, filled)
         if hole is not None:
             raise CorruptCheckpointError(f"{key!r}: the checkpoint does not hold {hole.moved(box.offset)} of it")

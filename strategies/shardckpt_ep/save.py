@@ -51,7 +51,7 @@ class EPSaveStrategy(TorchDistSaveShardedStrategy):
 
     @property
     def plan_cache_key(self) -> Hashable:
-        """The key of (torch_dist, 1), and what the experts were checked against."""
+        """The key of (torch_dist, 1), and the layouts that the experts were checked against."""
         # A cached plan skips `prepare` and its check, so it must not serve a strategy with other layouts.
         return super().plan_cache_key, self if self._has_layouts else self._sections
 

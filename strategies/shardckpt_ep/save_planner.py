@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertSavePlan(SavePlan):
-    """A rank's plan, with what the coordinator needs to check the experts of all ranks."""
+    """A rank's plan, with the data that the coordinator needs to check the experts of all ranks."""
 
     #: One for each box of this rank's expert tensors, also for copies that are not written.
     claims: tuple[Claim, ...] = field(default=())
@@ -37,7 +37,7 @@ class ExpertSavePlan(SavePlan):
 class EPSavePlanner(DefaultSavePlanner):
     """Plans expert tensors as this rank's boxes of the tensor of all experts; plans everything else as DCP does.
 
-    It writes what DCP writes for a DTensor of all experts. Of several copies DCP writes one, balancing the bytes of
+    It writes the same as DCP for a DTensor of all experts. Of several copies DCP writes one, balancing the bytes of
     ranks. Copies are not compared: only :func:`shardckpt_ep.expert_sharded_state_dict` detects plain tensors that were
     described with the wrong mesh.
 
@@ -119,7 +119,7 @@ class EPSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Check that every expert is there exactly once, and make DCP's global plan; the coordinator calls it.
+        """Check that every expert is stored exactly once, and make DCP's global plan; the coordinator calls it.
 
         ``all_plans`` are in rank order. The ShardingError names the experts that no rank has, or several.
         """

@@ -107,7 +107,7 @@ def read_column(columns: Columns, name: str, shape: Ints, below: int | None = No
 
     Args:
         shape: The expected shape; -1 stands for any size.
-        below: What every value must be less than. No value may be negative.
+        below: An exclusive upper bound of every value. No value may be negative.
     """
     column = read_unchecked(columns, name, shape)
     low, high = find_limits(column)
@@ -129,7 +129,7 @@ def find_limits(column: torch.Tensor) -> tuple[int, int]:
 
 
 def read_unchecked(columns: Columns, name: str, shape: Ints) -> torch.Tensor:
-    """Return a column after a check of its shape alone; the arguments are those of :func:`read_column`."""
+    """Return a column after a check of its shape alone; the arguments are as for :func:`read_column`."""
     column = columns.stored(name)
     actual = column.shape
     if len(actual) != len(shape) or any(size not in (-1, has) for size, has in zip(shape, actual, strict=True)):

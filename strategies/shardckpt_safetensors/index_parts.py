@@ -69,7 +69,7 @@ class EncodedPart(NamedTuple):
     page: int
 
     def cut(self) -> list[bytes]:
-        """Return the head and the pages: each has a digest of its own, so that a reader checks only what it reads."""
+        """Return the head and the pages: each has a digest of its own, so that a reader checks only those it reads."""
         starts = [0, *range(self.head.nbytes, len(self.data), self.page)]
         return [self.data[start:stop] for start, stop in zip(starts, [*starts[1:], len(self.data)], strict=True)]
 
@@ -133,8 +133,8 @@ def _sort_rows(spec: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
 class IndexParts:
     """The parts of an index that are in files of their own: tensors and pages in memory, boxes when they are requested.
 
-    ``files`` has their names, and the bytes of each before its rows. ``unit`` is that of the starts of payloads, in
-    bytes. ``tensors`` are those of all parts.
+    ``files`` has their names, and the bytes of each before its rows. ``unit`` is the unit of the starts of payloads, in
+    bytes. ``tensors`` are the tensors of all parts.
     """
 
     def __init__(self, files: Sequence[tuple[str, int]], reader: CheckpointReader, unit: int) -> None:
@@ -206,7 +206,7 @@ class IndexParts:
             return list_rows(sort_unique(owner), self.tensors.bounds)
         one = number_groups(ends)  # a pair for each box and each page of its tensor
         page = torch.arange(len(one), device="cpu") + (first - ends + count)[one]
-        # boxes of the page lie from low to high, in the order of the rows; those that reach into the wanted one begin
+        # boxes of the page lie from low to high, in the order of the rows; boxes that reach into the wanted one begin
         # from least to most, along each axis
         low = torch.where((page == first[one])[:, None], 0, self._offset[page])
         high = torch.where((page + 1 == (first + count)[one])[:, None], _FAR, self._offset[page + 1])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardckpt.storage import Column
     from shardckpt_safetensors.write_plan import Payload
 
-#: Most items in a file: headers stay well below what readers accept.
+#: Most items in a file: headers stay well below the limits of readers.
 _MOST_ITEMS = 1 << 16
 PADDING = "__padding__"
 _METADATA = "__metadata__"
@@ -38,7 +38,7 @@ class FileItem(NamedTuple):
         kind: The header's name of its dtype.
         shape: Its shape in the header.
         nbytes: Its size.
-        place: What its position in the file is to be modulo the size of a page; None if any multiple of 64 will do.
+        place: The required position in the file modulo the size of a page; None if any multiple of 64 will do.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Load (safetensors, 1): no pickle is read, and nothing of what is read is run."""
+"""Load (safetensors, 1): no pickle is read, and nothing in the files is run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class SafetensorsLoadShardedStrategy(LoadStrategy):
-    """Reads what FORMAT.md specifies, by whichever program it was written."""
+    """Reads checkpoints as FORMAT.md specifies them, whichever program wrote them."""
 
     backend = "safetensors"
     version = 1
@@ -61,7 +61,7 @@ class SafetensorsLoadShardedStrategy(LoadStrategy):
         return read_index(context.reader).columns()
 
     def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
-        """Return the objects whose names are not those of ShardedObjects: other programs may write such."""
+        """Return the objects whose names are no names of ShardedObjects: other programs may write such."""
         found = []
         for name in read_index(context.reader).plain_objects:
             stored, what = read_index(context.reader).find_object(name), f"object {name!r}"

@@ -36,7 +36,7 @@ class Lazy(Sequence[_T]):
         return self._list()[index]
 
     def __iter__(self) -> Iterator[_T]:
-        return iter(self._list())  # that of Sequence asks for one item after the other
+        return iter(self._list())  # Sequence's own asks for one item after the other
 
     def _list(self) -> list[_T]:
         if self._made is None:

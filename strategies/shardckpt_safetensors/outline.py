@@ -1,7 +1,7 @@
-"""The outline of a checkpoint: what is stored, by the bytes of the index alone, without torch.
+"""The outline of a checkpoint: the stored items, by the bytes of the index alone, without torch.
 
-Importing torch takes longer than to list 100,000 tensors. What is not as this library writes it is left to the index
-(:mod:`shardckpt_safetensors.index`), which checks everything and says what is wrong.
+Importing torch takes longer than to list 100,000 tensors. Any deviation from files of this library is left to the index
+(:mod:`shardckpt_safetensors.index`), which checks everything and names the fault.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
     from shardckpt.manifest import PlainRecord
 
-#: Most commas in the header of the common state that is looked at here.
+#: Most commas in the header of the common state that is parsed here.
 _MOST_COMMAS = 1 << 18
 _MOST_ELEMENTS = 2**53
-#: What is compared is of one job as a rule: the columns of two indexes are equal.
+#: Two indexes that are compared are of one job as a rule: their columns are equal.
 _outlines = ParseCache[Outline](most_bytes=64 << 20, kept=1)  # 64 MiB: of a million tensors
 
 
 def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
     """Return the outline of a checkpoint, or None to leave it to the strategy.
 
-    The directory is on this machine, and held open; the record is what its ``shardckpt.json`` says. It is None if the
-    index is in several parts, has block scales or anything unexpected, or a file is damaged.
+    The directory is on this machine, and held open; the record is the content of its ``shardckpt.json``. It is None if
+    the index is in several parts, has block scales or anything unexpected, or a file is damaged.
     """
     if sys.byteorder != "little":
         return None

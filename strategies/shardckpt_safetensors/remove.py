@@ -109,7 +109,7 @@ def _encode_rest(
     starts = []
     for file, start, length in rows:
         name = index.files[file]
-        # what has no bytes, and is not in a rewritten file, is right behind its header
+        # an item without bytes that is not in a rewritten file is right behind its header
         starts.append(offsets.get(Item(name, start, length), start if length else len(heads.get(name, bytes(start)))))
     objects: dict[str, list[int]] = {}
     used = set(chunks.file.tolist())

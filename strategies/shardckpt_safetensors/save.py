@@ -53,11 +53,11 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
             ``tie_word_embeddings``.
         layout: How tensors are stored. ``"boxes"``: each rank's boxes in files of its own. ``"contiguous"``: each
             tensor in one piece, under the names of a Hugging Face folder, with its index, so that inference tools open
-            the checkpoint as it is; ranks exchange what is cut otherwise than along the first axis. ``"auto"``:
-            contiguous where that needs no exchange, else boxes. ``"contiguous"`` and ``"auto"`` are for the keys that
-            begin with ``prefix``. Or a dict of these by pattern of keys (:mod:`fnmatch`), of which the first that
-            matches counts; boxes where none does.
-        prefix: Prefix of the model's keys, which the names in the folder lack. By default that of the model, as
+            the checkpoint as it is; ranks exchange tensors that are cut otherwise than along the first axis.
+            ``"auto"``: contiguous where that needs no exchange, else boxes. ``"contiguous"`` and ``"auto"`` are for the
+            keys that begin with ``prefix``. Or a dict of these by pattern of keys (:mod:`fnmatch`), of which the first
+            that matches counts; boxes where none does.
+        prefix: Prefix of the model's keys, which the names in the folder lack. By default the model's prefix, as
             :func:`shardckpt.huggingface.export_to_huggingface` finds it; its optimizers' tensors are stored in boxes.
         mapping: How names and shapes change, as for :func:`shardckpt.huggingface.export_to_huggingface`: a tensor of
             all experts becomes one for each expert in the files. Tensors that it transposes are stored in boxes only.
@@ -147,8 +147,8 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
         """Collective: plan with all ranks; values of contiguous tensors that other ranks write are sent to them.
 
-        What is returned is this rank's part of the save, to be written without other ranks. It is a ShardingError if
-        ranks disagree on a tensor, its boxes do not fill it, or the format cannot hold a key, a dtype or a value.
+        Returns this rank's part of the save, to be written without other ranks. It is a ShardingError if ranks disagree
+        on a tensor, its boxes do not fill it, or the format cannot hold a key, a dtype or a value.
         """
         if not self._options.patterns:
             prepared = super().prepare(shards, common, context)
@@ -207,7 +207,7 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
         for same, (what, data) in named.items():
             try:
                 payloads[same] = Payload(*encode_object(data, what))
-            except ShardingError as exc:  # noqa: PERF203 - to name what else is refused
+            except ShardingError as exc:  # noqa: PERF203 - to name the other refused ones
                 faults.append(str(exc))
         if faults:
             raise ShardingError(listed(faults, "\n"))

@@ -54,7 +54,7 @@ class FilePlan(NamedTuple):
 class WritePlan(ChunkWork[EncodedIndex, Payload]):
     """Everything that a rank writes.
 
-    ``contiguous`` are the files with contiguous tensors, which come after those of the items; None if there are none.
+    ``contiguous`` are the files with contiguous tensors, which come after the items' files; None if there are none.
     ``parts`` are the parts of the index that this rank writes, by file name.
     """
 

@@ -1,4 +1,4 @@
-"""Check the files of a checkpoint: that they exist, have what is declared, and have the CRCs that archives list."""
+"""Check the files of a checkpoint: that they exist, have the declared content, and have the CRCs that archives list."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def list_files(reader: CheckpointReader) -> list[StoredFile]:
 
 
 def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
-    """Return what is wrong with each of these files; see :class:`shardckpt.strategy.ChecksFiles`.
+    """Return the fault of each of these files, or None; see :class:`shardckpt.strategy.ChecksFiles`.
 
     The storages of archives are read, and compared with the CRC-32 that the archive has of them.
     """

@@ -130,7 +130,7 @@ def join_path(path: Path) -> str:
 
 
 def find_files(reader: CheckpointReader, declared: Mapping[str, DeclaredItem]) -> dict[str, dict[int, Layout]]:
-    """Return the files of all items by item and rank: those that the metadata names, and by their names all others.
+    """Return the files of all items by item and rank: files that the metadata names, and by their names all others.
 
     A file ``<item>_<rank>.<suffix>`` is the item's on that rank, if there are files of all ranks from 0 on. Files of
     several ranks, and not of all, are a CorruptCheckpointError. Any other is a file that one rank has written, and so
@@ -168,7 +168,7 @@ def find_files(reader: CheckpointReader, declared: Mapping[str, DeclaredItem]) -
 
 
 def read_content(reader: CheckpointReader, item: str, layout: Layout, allow_globals: Iterable[Any]) -> Content:
-    """Read the structure of an item's file; return its values; those of tensors are located, not read.
+    """Read the structure of an item's file; return its values; tensors are located, not read.
 
     Its pickle may name ``allow_globals``, in addition to the plain ones. At another global nothing is run.
     """
@@ -272,7 +272,7 @@ class _Flattener:
             yield path, value
 
     def _has_tensor(self, value: Any) -> bool:
-        """Return whether a value is a tensor, or has one in it; each container is looked at once."""
+        """Return whether a value is a tensor, or has one in it; each container is visited once."""
         if not isinstance(value, (dict, list, tuple)):
             return isinstance(value, LazyTensor)
         if id(value) not in self._with_tensors:

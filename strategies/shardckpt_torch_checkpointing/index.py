@@ -88,7 +88,7 @@ class Region:
 
 
 class Listing:
-    """The files of a checkpoint, and what the metadata says of them; no other file is read.
+    """The files of a checkpoint, and their description in the metadata; no other file is read.
 
     ``metadata`` is empty if there is none. ``declared`` are the items that it describes, ``files`` the file of each
     item on each rank.
@@ -115,7 +115,7 @@ class Index:
         per_rank: For each item that is an object of each rank: its content on each rank, by path.
         nbytes: Bytes of all files.
         identity: Identifies the save, to compare it across ranks: the sizes of all files, and :attr:`Content.crc` of
-            those that were read.
+            the files that were read.
     """
 
     def __init__(self, reader: CheckpointReader, allow_globals: tuple[Any, ...]) -> None:
@@ -174,8 +174,9 @@ class Index:
     def check_copies(self, keys: Iterable[str], share: int, shares: int) -> None:
         """Compare the plain tensors that several ranks have saved, of all items with requested ones.
 
-        torch_checkpointing declares every plain tensor as replicated, also the local parts of what is no DTensor. Here
-        are compared the files of rank ``share``, ``share + shares`` and so on. Different values are a ShardingError.
+        torch_checkpointing declares every plain tensor as replicated, also the local parts of objects that are no
+        DTensor. Here are compared the files of rank ``share``, ``share + shares`` and so on. Different values are a
+        ShardingError.
         """
         requested = [self.tensors[key] for key in keys if key in self.tensors]
         items = {tensor.path[0] for tensor in requested if self._is_copied(tensor)}

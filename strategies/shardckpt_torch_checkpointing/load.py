@@ -80,7 +80,7 @@ class TorchCheckpointingLoadStrategy(ChunkLoadStrategy):
         return _read_index(context).identity
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
-        """Collective: compare the plain tensors that several ranks have saved, then do what the base does."""
+        """Collective: compare the plain tensors that several ranks have saved, then load as the base does."""
         with context.comm.local_phase("comparing plain tensors"):
             keys = [shard.key for shard in wanted]
             _read_index(context).check_copies(keys, context.comm.rank, context.comm.world_size)
@@ -102,7 +102,7 @@ class TorchCheckpointingLoadStrategy(ChunkLoadStrategy):
         return super().list_columns(context)._replace(values=[*map(join_path, _read_index(context).values)])
 
     def recognises(self, directory: Path) -> int | None:
-        """Return 1 if the directory has ``metadata.pkl`` or ``<item>_0.pt``, and is not that of an unfinished save."""
+        """Return 1 if the directory has ``metadata.pkl`` or ``<item>_0.pt``, and is no unfinished save's."""
         if directory.name.startswith(_TEMPORARY):
             return None
         if (directory / METADATA_FILE).is_file():

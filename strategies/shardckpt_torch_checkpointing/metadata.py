@@ -129,7 +129,7 @@ def _parse_item(key: str, raw: dict[str, Any], ranks: int) -> DeclaredItem:
 def parse_layout(key: str, rank: int, raw: dict[str, Any] | None) -> Layout:
     """Return the file of an item on a rank; without an entry, the default one.
 
-    The class that a JSON layout names is not imported: the value is what the JSON says.
+    The class that a JSON layout names is not imported: the value is plain JSON.
     """
     if raw is None:
         return Layout(f"{key}_{rank}.pt", "torch")
@@ -215,7 +215,7 @@ def parse_placement(raw: dict[str, Any]) -> tuple[int, int] | None:
 def cut_by_mesh(
     shape: Ints, mesh_shape: Ints, ranks: Ints, placements: tuple[tuple[int, int] | None, ...]
 ) -> tuple[Chunk, ...]:
-    """Return the boxes that the ranks of a mesh hold of a tensor; of replicas that of the first rank.
+    """Return the boxes that the ranks of a mesh hold of a tensor; of replicas only the first rank's.
 
     Cached, because the layers of a model repeat shapes.
     """

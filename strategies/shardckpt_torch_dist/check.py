@@ -1,6 +1,6 @@
 """Check a checkpoint that has no digests: that the files of its index exist, and hold the archives that it lists.
 
-What these archives hold is compared with the CRC-32 that they have of it.
+The members of these archives are compared with the archives' own CRC-32.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def list_files(reader: CheckpointReader) -> list[StoredFile]:
 
 
 def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
-    """Return the error of each of those files, or None; see :class:`shardckpt.strategy.ChecksFiles`."""
+    """Return the error of each of these files, or None; see :class:`shardckpt.strategy.ChecksFiles`."""
     index = read_index(reader)
     errors = {file.name: find_error(_check_file, file, reader, index) for file in list_files(reader)}
     return errors | _find_lost_files(reader, index)
@@ -78,7 +78,7 @@ def _check_file(file: StoredFile, reader: CheckpointReader, index: StoredIndex) 
     size = reader.size(file.name)
     path = reader.directory / file.name
     if file.name == METADATA_FILE:
-        # A reader of pickles stops at the STOP opcode, and never sees what is behind it.
+        # A reader of pickles stops at the STOP opcode, and never sees bytes behind it.
         if reader.read_range(METADATA_FILE, max(size - 1, 0), min(size, 1), METADATA_FILE) != pickle.STOP:
             raise CorruptCheckpointError(f"{path} does not end as a pickle does: something was written behind it")
         _check_coverage(index, str(path))
@@ -94,7 +94,7 @@ def _check_file(file: StoredFile, reader: CheckpointReader, index: StoredIndex) 
 
 
 class _Stored(NamedTuple):
-    """An archive that the index lists; ``dtype`` and ``volume`` are those of its tensor, None and 0 for an object."""
+    """An archive that the index lists; ``dtype`` and ``volume`` are its tensor's, None and 0 for an object."""
 
     key: str
     item: Item
@@ -164,7 +164,7 @@ def _check_tail(reader: CheckpointReader, file: StoredFile, size: int, *, aligne
 
 def _check_coverage(index: StoredIndex, source: str) -> None:
     """Check that the chunks of each tensor have as many elements as its shape."""
-    # In floats: the sum of what a hostile index claims may overflow an int64.
+    # In floats: the sum of a hostile index's claims may overflow an int64.
     volumes = torch.zeros(len(index.keys), dtype=torch.float64, device="cpu")
     volumes.index_add_(0, index.chunks.box.spec, index.chunks.box.volume().double())
     for key, shape, volume in zip(index.keys, index.shapes, volumes.tolist(), strict=True):

@@ -126,8 +126,8 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
     ) -> StateDict | None:
         """Return the state dict that plain DCP flattened; None for other dialects, which store no paths.
 
-        ``tensors`` are values by key, or what stands for them. ``keeps`` says of a path, joined by dots, whether a
-        value that is no tensor is wanted.
+        ``tensors`` are values by key, or their placeholders. ``keeps`` says of a path, joined by dots, whether a value
+        that is no tensor is wanted.
         """
         index = read_index(context.reader)
         return _read_nested_state(index, context).build_all(tensors, keeps) if index.by_megatron is False else None
@@ -168,9 +168,9 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         return read_index(context.reader).columns()
 
     def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
-        """Return the objects that are stored under plain keys, also those of plain DCP directories.
+        """Return the objects that are stored under plain keys, also in plain DCP directories.
 
-        One that is listed under several keys is there once, with all of them.
+        An object under several keys is listed once, with all of them.
         """
         keys: dict[Item, list[str]] = {}  # one archive may be listed under several keys
         for key, item in _list_plain(read_index(context.reader)).items():
@@ -193,7 +193,7 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
 
     def recognises(self, directory: Path) -> int | None:
         """Return 1 if the directory has ``.metadata``, as plain DCP directories do, or None."""
-        # not self.version: what plain DCP writes is a dialect of version 1, also where a subclass is a later version
+        # not self.version: plain DCP writes a dialect of version 1, also where a subclass is a later version
         return 1 if (directory / METADATA_FILE).is_file() else None
 
     def remove(self, prefix: str, reader: CheckpointReader) -> Removal:
@@ -257,5 +257,5 @@ def _read_loose_values(index: StoredIndex, context: LoadContext) -> dict[tuple[A
         data = context.reader.read_range(*index.loose[path], name)
         return decode_object(data, f"object {name!r}", context.allow_globals)
 
-    # values, not functions: what the reader keeps must not refer to the reader, or its directory stays open
+    # values, not functions: a value that the reader keeps must not refer to the reader, or its directory stays open
     return context.reader.parsed("loose values", lambda: {path: read(path) for path in index.loose})

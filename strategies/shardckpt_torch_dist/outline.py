@@ -1,6 +1,6 @@
-"""The outline of a checkpoint that this library saved: what its index and its common state name, without torch.
+"""The outline of a checkpoint that this library saved: the names in its index and its common state, without torch.
 
-What is not as this library writes it is left to the strategy, which checks everything and says what is wrong.
+Any deviation from files of this library is left to the strategy, which checks everything and names the fault.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 #: Bytes of an element of each dtype, by torch's names.
 _ITEMSIZES = {known.torch_name: known.itemsize for known in KNOWN_DTYPES}
 _LARGEST = 2**63
-#: What is compared is of one job as a rule: two indexes are equal.
+#: Two indexes that are compared are of one job as a rule, and so equal.
 _outlines = ParseCache[Outline](most_bytes=64 << 20, kept=1)  # 64 MiB: of a million tensors
 
 
 def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
     """Return the outline of a checkpoint, or None to leave it to the strategy.
 
-    The directory is on this machine, and held open; the record is what its ``shardckpt.json`` says. It is None if there
-    is no index of ours, or anything unexpected, or a file is damaged.
+    The directory is on this machine, and held open; the record is the content of its ``shardckpt.json``. It is None if
+    there is no index of ours, or anything unexpected, or a file is damaged.
     """
     names = {file.name for file in record.files}
     if sys.byteorder != "little" or not names >= {INDEX_FILE, COMMON_FILE}:

@@ -52,7 +52,7 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
             ``can_run_decentralized_global_plan``), ``finish_plan``, and ``resolve_data`` for each item.
 
             A planner may change the values and the dtype of a tensor, cut its boxes into smaller ones, and choose their
-            order and, of copies, the rank that writes. What it plans must be what ``resolve_data`` gives. It must not
+            order and, of copies, the rank that writes. ``resolve_data`` must return the planned values. It must not
             leave a shard out, nor add or rename one: the commit refuses that on all ranks. The names of files, the
             common state, digests and the commit are not its own. Its plans are never reused: each save is planned anew.
 
@@ -102,7 +102,7 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
 
     @property
     def plan_cache_key(self) -> Hashable | None:
-        """What the plan depends on, in addition to the shards: the class and its options; None with a planner."""
+        """The key of the plan, in addition to the shards: the class and its options; None with a planner."""
         return (super().plan_cache_key, self._hint) if self._planner is None else None
 
     def collect(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardckpt.distributed import Comm  # noqa: F401 - then what DCP imports keeps no process group: see tensors.torch_private
+from shardckpt.distributed import Comm  # noqa: F401 - DCP then keeps no process group: see tensors.torch_private
 
 # isort: split
 # Every ``.metadata`` names this class by its path: readers need exactly this one.

@@ -83,7 +83,7 @@ def _walk(directory: Path) -> Iterator[Folder]:
 
 
 def _group(sizes: Mapping[str, int]) -> Iterator[Folder]:
-    """Yield the folders of a store, which lists the objects in all of them; what is below a tensor belongs to it."""
+    """Yield the folders of a store, which lists the objects in all of them; objects below a tensor belong to it."""
     files: dict[str, list[str]] = {}
     for path in sorted(sizes):
         folder, _, file = path.rpartition("/")
@@ -124,7 +124,7 @@ def _name_objects(files: Iterable[str]) -> dict[str, str]:
     """Return each object's file by its unique key.
 
     Megatron-Core 0.4 to 0.7 cut the last extent of the grid off the file's name, where the grid has several axes. All
-    objects of a grid are stored: so the extent is that of the largest index.
+    objects of a grid are stored: so the largest index gives the extent.
     """
     found: dict[str, str] = {}
     cut: list[tuple[ShardedObject, str]] = []

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ZarrLoadShardedStrategy(ChunkLoadStrategy):
-    """Reads what Megatron-Core 0.4 to 0.15 wrote with its ``zarr`` backend."""
+    """Reads checkpoints of Megatron-Core 0.4 to 0.15 with its ``zarr`` backend."""
 
     backend = "zarr"
     version = 1
@@ -128,13 +128,13 @@ class ZarrLoadShardedStrategy(ChunkLoadStrategy):
         for key, array in index.arrays.items():
             nbytes = 0 if array.compressor else array.chunk_nbytes
             found.append(StoredFile(f"{key}/{ARRAY_FILE}", 0, (key,)))
-            # as many as the folder has, and one: if the array claims to have more chunks, one of those is missing
+            # as many as the folder has, and one: if the array claims to have more chunks, one of these is missing
             most = count_files(reader.place, key)
             found += [StoredFile(file, nbytes, (key,)) for file, _ in islice(array.touching(array.box), most)]
         return found + [StoredFile(file, 0, (key,)) for key, file in index.objects.items()]
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
-        """Return the error of each of those files by name, or None; values of tensors are not read."""
+        """Return the error of each of these files by name, or None; values of tensors are not read."""
         index = read_index(reader)
         return {file.name: find_error(_check_file, file, reader, index) for file in self.list_files(reader)}
 
@@ -150,5 +150,5 @@ def _check_file(file: StoredFile, reader: CheckpointReader, index: Index) -> Non
         if name != ARRAY_FILE:  # that one has been read
             index.arrays[folder].check_chunk(file.name, reader)
         return
-    with suppress(UnsafePickleError):  # its pickle is as it was written, and names what a load must be told to allow
+    with suppress(UnsafePickleError):  # an intact pickle with globals that a load must be told to allow
         decode_object(reader.read(file.name), str(reader.directory / file.name), ())

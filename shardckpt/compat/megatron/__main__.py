@@ -73,7 +73,7 @@ def _port_file(path: Path) -> tuple[bool, list[tuple[int, str]]]:
 def port(source: bytes, package: str = "") -> bytes:
     """Return a module's source with Megatron's checkpoint modules replaced by those here.
 
-    Relative imports are resolved by ``package``, which has the module. What is no Python is a SyntaxError.
+    Relative imports are resolved by ``package``, which has the module. A source that is not Python is a SyntaxError.
     """
     if source.startswith(codecs.BOM_UTF8):  # Python counts columns behind it
         return codecs.BOM_UTF8 + port(source.removeprefix(codecs.BOM_UTF8), package)
@@ -134,7 +134,7 @@ def _resolve(node: ast.ImportFrom, package: str) -> str:
 
 
 def _list_files(path: Path) -> list[Path]:
-    """Return the files to port: a file, or the modules of a folder but those that are replaced."""
+    """Return the files to port: a file, or the modules of a folder except those that are replaced."""
     if path.is_file():
         return [path]
     replaced = f"{_THERE}.{_NAME}."
@@ -158,7 +158,7 @@ def _list_unread(path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _walk(path: Path, faults: list[OSError] | None = None) -> list[Path]:
-    """Return the files of a folder, but those of hidden folders and of other people's packages.
+    """Return the files of a folder, without hidden folders and other people's packages.
 
     ``faults`` gets the errors of folders that cannot be listed.
     """

@@ -100,7 +100,7 @@ class LoadShardedStrategy(LoadStrategyBase):
 
     @abstractmethod
     def load_tensors_metadata(self, checkpoint_dir: Any) -> dict[str, Any]:
-        """Return the stored tensors by key, as ShardedTensors without data; called for what Megatron itself saved."""
+        """Return the stored tensors by key, as ShardedTensors without data; called for Megatron's own checkpoints."""
 
     def load_sharded_metadata(self, checkpoint_dir: Any) -> dict[str, Any]:
         """Return all that is stored by key, without data; by default the tensors."""

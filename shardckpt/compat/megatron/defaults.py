@@ -25,7 +25,7 @@ class StrategyAction(Enum):
 def get_default_strategy(action: StrategyAction, backend: str, version: int) -> Any:
     """Return the registered strategy for an action and a format.
 
-    Unlike Megatron's, this never replaces what the user registered.
+    Unlike Megatron's, this never replaces a strategy that the user registered.
 
     Args:
         action: Load or save.

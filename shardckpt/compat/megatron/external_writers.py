@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def make_request(writer: Any, save_state_dict_ret: Sequence[Any]) -> AsyncRequest:
-    """Return the request to write what another library's writer has planned, and to finish it.
+    """Return the request to write the plan of another library's writer, and to finish the save.
 
     The writer's ``get_save_function_and_args`` returns the function that writes, the one that stages, or None, and the
     arguments of the first. ``save_state_dict_ret`` are the arguments of :func:`save_state_dict_async_finalize`.
@@ -29,9 +29,9 @@ def save_state_dict_async_finalize(storage_writer: Any, global_metadata: Metadat
     """Collective: finish a save that another library's writer has written in the background.
 
     Args:
-        storage_writer: A writer of Megatron's or nvidia-resiliency-ext's kind: ``retrieve_write_results`` returns what
-            this rank has written, or its error, and ``finish`` is DCP's.
-        global_metadata: What to store; needed on the main rank only.
+        storage_writer: A writer of Megatron's or nvidia-resiliency-ext's kind: ``retrieve_write_results`` returns this
+            rank's write results, or its error, and ``finish`` is DCP's.
+        global_metadata: The metadata to store; needed on the main rank only.
         dist_wrapper: DCP's wrapper of the ranks, with ``group``.
 
     Raises:

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 _COMMON = "common.pt"
 #: The format of a save strategy whose caller and base class name none: Megatron has no other since 0.19.
 _DEFAULT_FORMAT = ("torch_dist", 1)
-#: Methods of a load strategy that list what is stored.
+#: Methods of a load strategy that list the stored items.
 _LISTINGS = ("load_sharded_metadata", "load_tensors_metadata")
 #: Lists the stored shards, which a strategy of Megatron's kind need not be able to.
 _INDEX = "shardckpt_index.json"
@@ -86,14 +86,14 @@ class _Index(BaseModel):
 class PathSaver(SaveStrategy):
     """Saves by a strategy of Megatron's kind.
 
-    The engine cannot see what such a strategy stores: it is trusted to store all shards that it is given. One with a
-    base of Megatron's that has no backend or version is a PluginError.
+    The engine cannot see the items that such a strategy stores: it is trusted to store all shards that it is given. One
+    with a base of Megatron's that has no backend or version is a PluginError.
 
     Args:
         strategy: Writes to a path. One without a base of Megatron's gets objects, too, unless its
             ``can_handle_sharded_objects`` is false.
         backend: The backend that it is registered for, which a strategy without a base may leave out; ``""`` if it is
-            not registered: then what it leaves out is that of ("torch_dist", 1), and each save warns.
+            not registered: then missing attributes are taken from ("torch_dist", 1), and each save warns.
         version: The version that it is registered for.
     """
 
@@ -234,8 +234,9 @@ class PathLoader(LoadStrategy):
 
     Args:
         strategy: Reads from a path.
-        backend: The backend that it is registered for; ``""``: it says itself what it reads, by its checks, or, without
-            a base of Megatron's, by its ``backend`` and ``version``; by default it reads what it is given.
+        backend: The backend that it is registered for; ``""``: the strategy decides which checkpoints it reads, by its
+            checks, or, without a base of Megatron's, by its ``backend`` and ``version``; by default it reads any that
+            it is given.
         version: The version that it is registered for.
     """
 

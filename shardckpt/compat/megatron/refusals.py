@@ -1,4 +1,4 @@
-"""Megatron's names without a counterpart here: importing one raises an error that says what to use instead."""
+"""Megatron's names without a counterpart here: importing one raises an error that names the replacement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _ROOT = "shardckpt.compat.megatron.dist_checkpointing"
 
-#: What Megatron's modules import from each other, by the module here that has it or refuses it.
+#: Names that Megatron's modules import from each other, by the module here that has or refuses them.
 _NAMES = {
     "core": "CheckpointingConfig CheckpointingException maybe_load_config save_config",
     "dict_utils": "dict_list_map_inplace dict_list_map_outplace diff extract_matching_values merge nested_values",
@@ -52,15 +52,16 @@ QUEUE = "dist_checkpointing.save(..., async_sharded_save=True) plans, and an Asy
 
 
 def make_refusal(module: str, instead: str) -> ImportError:
-    """Return the error for a name or module that is not here, which says what to do ``instead``."""
+    """Return the error for a missing name or module; ``instead`` names the replacement."""
     return ImportError(f"{module} has no counterpart in shardckpt: {instead}", name=module)
 
 
 def make_refusing_getattr(module: str, refused: Mapping[str, str] = MappingProxyType({})) -> Callable[[str], Any]:
-    """Make a module's ``__getattr__`` that refuses names, and finds those that another module here has.
+    """Make a module's ``__getattr__`` that refuses names, and finds names that another module here has.
 
-    ``refused`` says what to do instead, by name. Megatron's modules import names from each other, and callers import
-    these from any of them. The function raises ImportError for refused names, and AttributeError for unknown ones.
+    ``refused`` has the advice for each refused name. Megatron's modules import names from each other, and callers
+    import these from any of them. The function raises ImportError for refused names, and AttributeError for unknown
+    ones.
     """
 
     def __getattr__(name: str) -> Any:  # noqa: N807 - becomes the module's

@@ -96,7 +96,7 @@ class LoadsByPath:
 
     #: Every strategy here handles objects too.
     can_handle_sharded_objects = True
-    #: What this instance has loaded last.
+    #: The URL of the checkpoint that this instance has loaded last.
     _loaded: str | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -109,7 +109,7 @@ class LoadsByPath:
         Args:
             sharded_state_dict: As for :func:`shardckpt.dist_checkpointing.load`; from the core, the shards.
             checkpoint_dir: The path; from the core, its context.
-            async_strategy: Ignored: one reader reads what any library has saved.
+            async_strategy: Ignored: one reader reads the checkpoints of any library.
 
         Returns:
             The state dict with tensors and objects for shards; to the core, the values of the shards.
@@ -187,7 +187,7 @@ class TorchDistSaveShardedStrategy(
     """Takes the arguments of :class:`shardckpt_torch_dist.TorchDistSaveShardedStrategy`, and ``cpu_shm_mode=False``.
 
     Attributes:
-        cached_global_metadata: Megatron's trainer sets it to that of the load strategy. It changes nothing: every save
+        cached_global_metadata: Megatron's trainer sets it to the load strategy's. It changes nothing: every save
             compares its plan with the last one.
         use_cached_ckpt_structure: Megatron's trainer sets it. It changes nothing either.
     """
@@ -211,7 +211,7 @@ class TorchDistSaveShardedStrategy(
             )
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Sequence[Any]) -> AsyncRequest:
-        """Return the request for what another library's writer has planned: :func:`make_request`."""
+        """Return the request for the plan of another library's writer: :func:`make_request`."""
         return make_request(writer, save_state_dict_ret)
 
 
@@ -263,7 +263,7 @@ def callable_with_path(strategy: Any) -> Any:
     kind = type(strategy)
     mixin = LoadsByPath if isinstance(strategy, LoadStrategy) else SavesByPath
     by_path: Any = _MEGATRONS.get(kind) or type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
-    # without __init__: its arguments are not known here, and it may do what must not happen twice
+    # without __init__: its arguments are not known here, and it may have effects that must not happen twice
     copied = object.__new__(by_path)
     vars(copied).update(vars(strategy))
     return copied

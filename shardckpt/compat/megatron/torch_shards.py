@@ -38,14 +38,14 @@ _Path = tuple["str | int", ...]
 
 @dataclass
 class MCoreMetadata(Metadata):
-    """DCP's metadata with what Megatron 0.15 keeps for each key; reading needs no such class here."""
+    """DCP's metadata with Megatron 0.15's additional data for each key; reading needs no such class here."""
 
     mcore_data: dict[str, dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
 class MCoreSavePlan(SavePlan):
-    """DCP's plan with what Megatron until 0.15 keeps for each key; reading needs no such class here."""
+    """DCP's plan with additional data for each key, as Megatron until 0.15 has it; reading needs no such class here."""
 
     mcore_data: dict[str, dict[str, Any]] | None = None
 
@@ -298,7 +298,7 @@ def _replace_sharded_keys_with_state_dict_keys(
 
 
 def _restore_dict_types(x: Any, keys_template: Any) -> None:
-    """Replace keys that flattening made texts by those of a state dict of the same structure, in place."""
+    """Replace keys that flattening made texts by the keys of a state dict of the same structure, in place."""
     if isinstance(keys_template, (dict, list)) and not isinstance(x, type(keys_template)):
         raise CheckpointingException(f"a {type(x).__name__} has not the structure of a {type(keys_template).__name__}")
     if isinstance(keys_template, dict):

@@ -1,1 +1,1 @@
-"""Checkpoints on every store that fsspec supports, and so on those of multi-storage-client (``msc://profile/path``)."""
+"""Checkpoints on every store that fsspec supports, and so on multi-storage-client's (``msc://profile/path``)."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from shardckpt.storage.store_abilities import PendingUpload
 
-#: What filesystems call the time of the last write: s3fs, adlfs, local files, gcsfs, in memory.
+#: Filesystems' names for the time of the last write: s3fs, adlfs, local files, gcsfs, in memory.
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
 
 
@@ -115,7 +115,7 @@ class FsspecFolder:
         self._filesystem.rm_file(self._path(name))
 
     def uploads(self) -> list[PendingUpload] | None:
-        """Return the multipart uploads that have not ended: those of S3; other filesystems show none."""
+        """Return the multipart uploads on S3 that have not ended; other filesystems show none."""
         is_s3 = self.url.partition("://")[0] in SCHEMES
         return multipart.list_uploads(self.url, self._options) if is_s3 else []
 
@@ -125,7 +125,7 @@ class FsspecFolder:
 
     def _put(self, name: str, path: Path) -> None:
         limits = plan_upload(self._room, path.stat().st_size)
-        # what s3fs calls it; by default it holds ten parts of 50 MiB. Others send one part after the other
+        # s3fs's names; by default it holds ten parts of 50 MiB. Others send one part after the other
         known = {"chunksize": limits.part_bytes, "max_concurrency": limits.parts}
         options = {key: value for key, value in known.items() if key in self._upload_options}
         self._filesystem.put_file(str(path), self._path(name), **options)
@@ -184,8 +184,8 @@ def _find_time(entry: dict[str, Any]) -> float | None:
 def open_folder(url: str, options: Mapping[str, str] = {}) -> FsspecFolder | None:
     """Open the folder at a URL; None if fsspec does not know a protocol of it. ``outer::inner://`` chains two.
 
-    ``options`` are of the bucket, in addition to what the environment says. If the package for a protocol is not
-    installed, that is a StorageError.
+    ``options`` are of the bucket, in addition to the environment's. If the package for a protocol is not installed,
+    that is a StorageError.
     """
     protocol = ""
     try:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 #: Variables with an endpoint; a server on loopback or in a cluster may have an http:// one.
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
-#: What the names of the variables begin with that configure a client.
+#: Prefixes of the names of the variables that configure a client.
 _CONFIGURING = ("AWS_", "GOOGLE_", "AZURE_", "HTTP_", "HTTPS_", "NO_PROXY", "SSL_", "http_", "https_", "no_proxy")
 #: Seconds for which a client is used again: files that it has read, such as keys, may have changed since.
 _SECONDS_OF_USE = 900
@@ -46,7 +46,7 @@ _PIECE_BYTES = 1 << 20
 #: Bytes of the largest object that S3 copies by one request.
 _MOST_COPIED = 5 << 30
 _REFUSED = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
-#: What obstore adds to the text of its errors, for its authors.
+#: The beginning of the text that obstore adds to its errors, for its authors.
 _DEBUG = "\n\nDebug source:"
 
 
@@ -150,7 +150,7 @@ class ObstoreFolder:
             obstore.put(self._store, self._path(name), data, mode="create")
 
     def read_tagged(self, name: str) -> tuple[bytes, object]:
-        """Return all bytes of an object, and what :meth:`replace` needs to know that it is still the same."""
+        """Return all bytes of an object, and the tag by which :meth:`replace` knows that it is still the same."""
         with self._calling():
             found = obstore.get(self._store, self._path(name))
             tag = {key: found.meta[key] for key in ("e_tag", "version") if found.meta[key] is not None}
@@ -315,8 +315,8 @@ def _open_store(
             "timeout": timedelta(seconds=timeout),
             "allow_http": any(value.startswith("http://") for value in endpoints),
         },
-        # The client repeats what fails at once; the errors that it gives up at are tried again by shardckpt's own
-        # attempts. A request that took all its time is not repeated by both: the attempts would be squared.
+        # The client repeats requests that fail at once; the errors that it gives up at are tried again by shardckpt's
+        # own attempts. A request that took all its time is not repeated by both: the attempts would be squared.
         retry_config={"max_retries": attempts - 1, "retry_timeout": timedelta(seconds=timeout)},
     )
 
@@ -331,7 +331,7 @@ def _split_url(url: str) -> tuple[str, str]:
 def open_folder(url: str, options: Mapping[str, str] = {}) -> ObstoreFolder:
     """Open the folder at a URL such as ``s3://bucket/path``; no request is sent.
 
-    ``options`` are of the bucket, in addition to what the environment says.
+    ``options`` are of the bucket, in addition to the environment's.
     """
     bucket, prefix = _split_url(url)
     # a client reads its configuration once: with another one, and after a while, there is another client

@@ -38,8 +38,8 @@ _NEWEST_KEPT = 2
 class ReplicaCheckpoints:
     """Saves and loads the :class:`PerRank` states of one replica. Collective means: on all ranks of this replica.
 
-    With an async mode a thread writes them, with another writer than that of the steps' checkpoints: a small save must
-    not wait for a large one.
+    With an async mode a thread writes them, with a writer of their own: a small save must not wait for the large one of
+    a step's checkpoint.
 
     Args:
         folder: The folder of these checkpoints, with a ``step-<n>`` for each.
@@ -84,7 +84,7 @@ class ReplicaCheckpoints:
         if self._writer is None or step == self._last:
             return
         comm = Comm(self._group)
-        if self._last is None:  # what an earlier run saved from here on: this run did not continue from it
+        if self._last is None:  # checkpoints of an earlier run from here on: this run did not continue from it
             comm.main_runs(
                 "removing checkpoints of an abandoned run",
                 lambda: remove_steps(self._folder, lambda own: find_abandoned_steps(own, self._steps, step)),
@@ -97,7 +97,7 @@ class ReplicaCheckpoints:
         names = list(self._states.per_rank)
         with comm.local_phase("describing the replica's own states"):
             state = self._states.describe(names, comm)
-        self._loaded = {}  # the live states are newer than what was loaded
+        self._loaded = {}  # the live states are newer than the loaded ones
         content = {"step": step, "states": names, "model_only": False, "metrics": {}}
         target, lineage = self._folder.location(step), Lineage(step=step)
         self._writer.write(
@@ -136,7 +136,7 @@ class ReplicaCheckpoints:
         They are not changed if there is none, or if this replica has saved since the load.
         """
         found = max((each for each in self._loaded if each <= step), default=None)
-        if found is not None:  # a copy: a loader may keep what it is given and change it, and this may be called twice
+        if found is not None:  # a copy: a loader may keep its state and change it, and this may be called twice
             copy.deepcopy(self._loaded[found]).restore(self._states)
 
     def advance(self, *, blocking: bool = False) -> None:

@@ -30,12 +30,12 @@ class ReplicaManager(Protocol):
     """
 
     def participating_rank(self) -> int | None:
-        """Return the index of this replica among those that take part in the step; None if it does not take part."""
+        """Return this replica's index among the participants of the step; None if it does not take part."""
 
 
 @dataclass(frozen=True)
 class FaultTolerance:
-    """Says that a CheckpointManager is that of one of several replicas, each with its own ranks and process group.
+    """Tells a CheckpointManager that it is one of several replicas, each with its own ranks and process group.
 
     Example::
 
@@ -81,7 +81,7 @@ class FaultTolerance:
         """Register the functions that transfer the states to a replica that joins.
 
         Args:
-            load_state_dict: Sets the states of this rank to those of the same rank of another replica.
+            load_state_dict: Sets the states of this rank to the states of the same rank of another replica.
             state_dict: Returns the states of this rank.
 
         Raises:

@@ -40,7 +40,7 @@ class LocalShard(NamedTuple):
 
 
 class Healing:
-    """Gives the live states to another replica, or takes those of another; :class:`PerRank` states are not transferred.
+    """Gives the live states to another replica, or takes another's; :class:`PerRank` states are not transferred.
 
     No method is collective: torchft calls each rank by itself, and :meth:`give` in a thread while the model computes.
     At that moment FSDP may have unsharded the modules, so :meth:`refresh` collects their tensors between steps. Tensors
@@ -86,7 +86,7 @@ class Healing:
         }
 
     def take(self, given: dict[str, Any]) -> None:
-        """Set the states to those of another replica; other states, or states sharded in another way, are an error."""
+        """Set the states to another replica's; other states, or states sharded in another way, are an error."""
         states = self._states
         for kind in ("modules", "sharded", "plain"):
             own = getattr(states, kind)

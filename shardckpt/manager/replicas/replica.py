@@ -80,7 +80,7 @@ class Replica(ManagerPart):
     def joins_step(self, step: int, *, due: bool) -> bool:
         """Collective: save the replica's own states; return whether this replica saves the checkpoint of the step.
 
-        The first of those that take part does.
+        The first replica that takes part saves it.
         """
         comm = Comm(self._group)
         rank = comm.main_runs("asking which replicas take part", self._tolerance.manager.participating_rank)
@@ -116,7 +116,7 @@ class Replica(ManagerPart):
         return {"step": self.step, "states": self._healing.give()}
 
     def _take(self, given: dict[str, Any]) -> None:
-        """Set the states to those of another replica. Not collective: torchft calls it on each rank by itself."""
+        """Set the states to another replica's. Not collective: torchft calls it on each rank by itself."""
         self._healing.take(given["states"])
         self.step = given["step"]
         if self._checkpoints is not None:

@@ -36,7 +36,7 @@ class BackgroundTests(Claims):
 
     @each(("way", "ranks", "saves"), [("thread", 1, 1), ("thread", 2, 1), ("process", 2, 2)])
     def test_background_save(self, rank_pool: Ranks, path: Path, way: str, ranks: int, saves: int) -> None:
-        """What is saved in the background is the state of the moment when it was scheduled, however it changes then."""
+        """A background save stores the state of the moment when it was scheduled, however it changes then."""
         self._require(way)
         paths = [str(path.with_name(f"step-{n}")) for n in range(saves)]
         rank_pool.run(ranks, jobs.save_in_background, self.subject, paths, way == "process")

@@ -36,7 +36,7 @@ COMMON_DTYPES = (
 
 
 class Claims:
-    """The strategies under test, and what is claimed of them: class attributes that an author sets.
+    """The strategies under test, and the claims about them: class attributes that an author sets.
 
     Attributes:
         strategy: A registered strategy: a backend, ``"backend@version"`` or (backend, version). Or, in its place:
@@ -53,7 +53,7 @@ class Claims:
         supports_async: Whether it is an AsyncSaveStrategy that writes in a thread.
         supports_async_process: Whether its work can be written by another process, too.
         supports_urls: Whether it saves to object stores and loads from them.
-        reads_only_requested: Whether a load reads little more than the shards that hold what is requested.
+        reads_only_requested: Whether a load reads little more than the shards that hold the requested boxes.
         max_stored_ratio: Bytes on disk for each byte of tensors, at most; None: not claimed.
         claims_safety: Whether a hostile checkpoint runs no code, opens nothing outside of its directory, and is an
             error of :mod:`shardckpt.errors`.
@@ -120,7 +120,7 @@ class Claims:
         jobs.save_version(self.subject, str(path), value, **options)
 
     def load_version(self, path: Path) -> dict[str, Any]:
-        """Load what :meth:`save_version` saved."""
+        """Load the state that :meth:`save_version` saved."""
         return jobs.load_version(self.subject, str(path))
 
     def check_version(self, path: Path, value: int) -> None:

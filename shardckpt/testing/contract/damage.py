@@ -33,7 +33,7 @@ CHANGES = 60
 
 
 class DamageTests(Claims):
-    """Files that are not what was written."""
+    """Files that differ from the written ones."""
 
     @pytest.fixture
     def saved(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -1,4 +1,4 @@
-"""The contract's part about what a save leaves: files with digests, durable, and nothing else."""
+"""The contract's part about the results of a save: files with digests, durable, and nothing else."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class FileTests(Claims):
         """After a save and a load no more files of the checkpoint are open, and no more threads run, than before."""
         if not Path("/proc/self/fd").exists():
             pytest.skip("open files are listed by Linux only")
-        for value in (1, 2):  # what is opened once stays
+        for value in (1, 2):  # files that are opened once stay open
             self.save_version(path, value, overwrite=True)
             self.check_version(path, value)
         gc.collect()
@@ -94,7 +94,7 @@ class FileTests(Claims):
         check(not left, f"files stay open after a save and a load: {sorted(left)}")
         begun = [thread for thread in threading.enumerate() if thread not in threads]
         for thread in begun:
-            thread.join(_THREAD_SECONDS)  # that of the core which looks at long phases ends when there is none
+            thread.join(_THREAD_SECONDS)  # the core's thread that looks at long phases ends when there is none
         running = [thread for thread in begun if thread.is_alive()]
         check(not running, f"threads go on after a save and a load: {running}")
 
@@ -130,7 +130,7 @@ class FileTests(Claims):
             self.save_version(path, 1, overwrite=True)
 
     def test_removing_keys(self, path: Path) -> None:
-        """Remove takes out what a prefix names, and leaves every other key bit for bit."""
+        """Remove takes out the keys with a prefix, and leaves every other key bit for bit."""
         self.require("removes_keys")
         check(isinstance(self.subject.make_loader(), RemovesKeys), "removes_keys = True, and there is no method remove")
         tensors = {

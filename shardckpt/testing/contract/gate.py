@@ -1,4 +1,4 @@
-"""The contract's part about the registry and the version gate: who reads what, and what errors say."""
+"""The contract's part about the registry and the version gate: the reader of each format, and the texts of errors."""
 
 from __future__ import annotations
 

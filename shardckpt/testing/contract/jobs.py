@@ -84,7 +84,7 @@ def make_version(value: int, *, with_objects: bool) -> dict[str, Any]:
 
 
 def load_version(subject: Subject, path: str) -> dict[str, Any]:
-    """Load what :func:`make_version` describes into memory with other values."""
+    """Load the state that :func:`make_version` describes into memory with other values."""
     state = make_version(-1, with_objects=False)
     if subject.with_objects:
         rank, world = rank_and_size()
@@ -109,7 +109,7 @@ def save_version(subject: Subject, path: str, value: int, **options: Any) -> Non
 
 
 def load_and_check(subject: Subject, path: str, value: int) -> None:
-    """Load and check what :func:`save_version` saved with as many ranks."""
+    """Load and check the state that :func:`save_version` saved with as many ranks."""
     check_version(load_version(subject, path), value)
 
 
@@ -123,7 +123,7 @@ def spoil(state: dict[str, Any]) -> None:
 
 
 def save_in_background(subject: Subject, paths: Sequence[str], persistent: bool, one_strategy: bool = True) -> None:
-    """Save versions 1, 2, ... in the background, change everything at once, and check what was saved."""
+    """Save versions 1, 2, ... in the background, change everything at once, and check the saved values."""
     saver = subject.make_saver()
     with AsyncCallsQueue(persistent) as queue:
         for value, path in enumerate(paths, 1):
@@ -191,7 +191,7 @@ def error_of(action: Callable[..., Any], *args: Any, **options: Any) -> tuple[st
 
 
 def fail_at_fsync(subject: Subject, path: str, failing_rank: int) -> tuple[tuple[str, str], list[str]]:
-    """Save while a disk of one rank fails; return the error, and what lies next to the target."""
+    """Save while a disk of one rank fails; return the error, and the names next to the target."""
     rank, _ = rank_and_size()
     real = os.fsync
     synchronize()

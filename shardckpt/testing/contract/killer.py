@@ -1,4 +1,4 @@
-"""Program: kill saves at their steps, and print as JSON what a load then finds.
+"""Program: kill saves at their steps, and print the result of the next load as JSON.
 
 ``python -m shardckpt.testing.contract.killer FOLDER COUNT`` reads the subject from ``FOLDER/subject``. torch is
 imported once; each save is a forked child that kills itself at the n-th call that opens, writes, syncs, renames or
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from shardckpt.testing.contract.subject import Subject
 
-#: Functions of ``os`` that are a step each, besides what Python audits.
+#: Functions of ``os`` that are a step each, besides the functions that Python audits.
 _CALLS = ("write", "pwrite", "pwritev", "writev", "fsync", "fdatasync", "posix_fallocate", "ftruncate", "close")
 _AUDITED = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
 
@@ -90,7 +90,7 @@ def _save(subject: Subject, path: str, value: int, overwrite: bool, last: int) -
 
 
 def _state(subject: Subject, path: str) -> str:
-    """Return what a load finds: absent, old, new, or what is wrong."""
+    """Return the result of a load: absent, old, new, or the fault."""
     try:
         loaded = jobs.load_version(subject, path)
     except CheckpointingException as exc:
@@ -104,7 +104,7 @@ def _state(subject: Subject, path: str) -> str:
 
 
 def _kill(subject: Subject, folder: Path, case: str, count: int) -> Iterator[list[Any]]:
-    """Kill a first save or an overwrite at so many steps, and say what is found."""
+    """Kill a first save or an overwrite at so many steps, and yield the results of loads."""
     run, pristine = folder / "run", folder / "pristine"
     pristine.mkdir()
     if case == "overwrite":
@@ -137,7 +137,7 @@ def main() -> None:
     with subject.registered():
         warm = str(folder / "warm" / "checkpoint")
         Path(warm).parent.mkdir()
-        for value in (1, 2):  # what a first save and load do only once
+        for value in (1, 2):  # twice, since a first save and load do more
             jobs.save_version(subject, warm, value, overwrite=True)
             jobs.load_and_check(subject, warm, value)
         for case in ("fresh", "overwrite"):

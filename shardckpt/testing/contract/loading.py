@@ -105,7 +105,7 @@ class LoadingTests(Claims):
 
     @each("shape", [(6, 10), (3, 4), (5, 4), (4, 6)])
     def test_another_shape_where_allowed(self, path: Path, shape: tuple[int, int]) -> None:
-        """With allow_shape_mismatch a load fills what both shapes have, and sets the rest to zero."""
+        """With allow_shape_mismatch a load fills the region that both shapes have, and sets the rest to zero."""
         self.require("supports_shape_mismatch")
         tensor = make_tensor("w", torch.int32, (4, 6))
         self.subject.save({"w": whole_shard("w", tensor)}, path)
@@ -216,7 +216,7 @@ class LoadingTests(Claims):
         run()
 
     def test_two_threads_load(self, path: Path) -> None:
-        """Two threads that load at once, by one strategy if it is an instance, get each what it asked for."""
+        """Two threads that load at once, by one strategy if it is an instance, get each their own tensors."""
         tensors = {f"k{n}": make_tensor(f"k{n}", torch.float32, (64, 33)) for n in range(12)}
         self.subject.save({"t": [whole_shard(key, tensor) for key, tensor in tensors.items()]}, path)
         loader = self.subject.make_loader()

@@ -75,7 +75,7 @@ class ReshardingTests(Claims):
         check(loaded.get("step") == 100, f"the common state is {loaded!r}; the main rank has saved step 100")
 
     def test_the_index_of_all_ranks(self, rank_pool: Ranks, path: Path) -> None:
-        """load_index lists, on every rank, what all ranks have saved."""
+        """load_index lists, on every rank, the tensors that all ranks have saved."""
         layouts = self._layouts()
         rank_pool.run(3, jobs.save_layouts, self.subject, str(path), layouts, self.get_claim("dtypes")[:1])
         found = rank_pool.run(2, jobs.load_index, self.subject, str(path))
@@ -104,7 +104,7 @@ class ReshardingTests(Claims):
 
     @each("slow", [0, 1, 2])
     def test_a_slow_rank(self, rank_pool: Ranks, path: Path, slow: int) -> None:
-        """A rank that takes long to write is waited for: what all ranks have saved is there when save returns."""
+        """A rank that takes long to write is waited for: the shards of all ranks are there when save returns."""
         rank_pool.run(3, jobs.save_with_slow_rank, self.subject, str(path), slow)
 
     def test_a_subgroup(self, rank_pool: Ranks, path: Path) -> None:
@@ -122,7 +122,7 @@ class ReshardingTests(Claims):
         )
 
     def test_bytes_on_disk(self, rank_pool: Ranks, path: Path) -> None:
-        """What three ranks have is stored once, without more bytes than are claimed."""
+        """A tensor that three ranks have is stored once, without more bytes than are claimed."""
         self.require("max_stored_ratio")
         rank_pool.run(3, jobs.save_large_replicas, self.subject, str(path), 2 * MIB)
         stored = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

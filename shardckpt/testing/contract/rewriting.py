@@ -20,7 +20,7 @@ def read_record(path: Path) -> Record:
 
 
 def open_reader(path: Path, *, with_record: bool = True) -> CheckpointReader:
-    """Open a checkpoint's files; without the record, as those of another library, which have no digests."""
+    """Open a checkpoint's files; without the record, as another library's, which have no digests."""
     record = read_record(path)
     manifest = Manifest(backend=record.backend, version=record.version, record=record if with_record else None)
     return CheckpointReader(path, manifest)

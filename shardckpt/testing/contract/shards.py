@@ -1,4 +1,4 @@
-"""Global tensors cut in the ways in which trainers cut them: what each rank saves, and what it must load."""
+"""Global tensors cut in the ways in which trainers cut them: the shards that each rank saves, and must load."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def blank(shards: dict[str, list[ShardedTensor]]) -> dict[str, list[ShardedTenso
 
 
 def check_shards(found: dict[str, Any], expected: dict[str, list[ShardedTensor]]) -> None:
-    """Check what a load returned, shard by shard."""
+    """Check the result of a load, shard by shard."""
     for key, shards in expected.items():
         for value, shard in zip(found.get(key, []), shards, strict=True):
             place = f"{key!r} at {shard.global_offset}"

@@ -44,7 +44,7 @@ class Record:
 
 
 def touch(path: str) -> str:
-    """Make a file: what a hostile pickle does in these tests."""
+    """Make a file, as a hostile pickle does in these tests."""
     Path(path).write_text("a pickle ran this")
     return path
 
@@ -67,7 +67,7 @@ class StateTests(Claims):
         return self.subject.load({"o": ShardedObject("o", None, (1,), (0,))}, path, **options)["o"]
 
     def test_objects_are_stored_or_refused(self, path: Path) -> None:
-        """The class says what the contract claims of objects, and what it does not store is refused by name."""
+        """The class has the contract's claim about objects, and objects that it does not store are refused by name."""
         claimed, saver = self.get_claim("supports_objects"), self.subject.make_saver()
         check(
             saver.supports_objects is bool(claimed),
@@ -188,7 +188,7 @@ class StateTests(Claims):
         else:
             state, wanted = {"common": hostile}, {}
         kind, _ = jobs.error_of(self.subject.save, state, path, allow_globals=[touch])
-        sentinel.unlink(missing_ok=True)  # the save may look whether what it has pickled loads
+        sentinel.unlink(missing_ok=True)  # the save may try to load its own pickles
         if not kind:
             kind, _ = jobs.error_of(self.subject.load, wanted, path)
             check(bool(kind), f"a pickle in the {place} was loaded that calls a function")

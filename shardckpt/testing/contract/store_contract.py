@@ -1,4 +1,4 @@
-"""The contract of an object store that a plugin serves: what saves, loads and managers rely on, method by method."""
+"""The contract of an object store that a plugin serves: its promises to saves, loads and managers, method by method."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class StoreContract:
 
     Attributes:
         plugin: The module, or an object, with the hook; None if it is installed. It is registered for each test.
-        url: Under which each test has a folder of its own. What a test has written it deletes, if it can.
+        url: Under which each test has a folder of its own. A test deletes the objects that it has written, if it can.
         outlives_processes: Whether another process finds the objects. Then the folder is pickled, and uploads are
             killed, of a process that imports ``plugin`` by its module's name.
     """
@@ -285,7 +285,7 @@ class StoreContract:
         check_equal(bytes(folder.read("claim", 0, 9)), b"third", "read after a replace that was refused")
 
     def test_fewer_requests(self, folder: Any, tmp_path: Path) -> None:
-        """``delete_many``, ``read_into``, ``copy`` and ``times`` do what single requests do."""
+        """``delete_many``, ``read_into``, ``copy`` and ``times`` do the same as single requests."""
         self._put(folder, tmp_path, "one", b"0123456789")
         self._put(folder, tmp_path, "two", b"two")
         if _can(folder, ReadsInto):

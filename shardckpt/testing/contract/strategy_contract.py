@@ -26,7 +26,7 @@ class StrategyContract(
     ReshardingTests,
     StoreTests,
 ):
-    """The promises of every strategy, as tests: subclass it, name the strategies, claim what they can.
+    """The promises of every strategy, as tests: subclass it, name the strategies, claim their abilities.
 
     Each test says in a sentence which promise it keeps. A claim that is not made is a test that is skipped, with the
     claim's name. The strategies go to other processes: they are classes or functions at the top level of a module that

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Subject:
     """A save strategy and its load strategy: each a name, a class, an instance, or a function that returns one.
 
-    ``with_objects`` says whether what is saved to test them has ShardedObjects, too.
+    ``with_objects`` says whether the states that are saved to test them have ShardedObjects, too.
     """
 
     save_strategy: Any
@@ -72,7 +72,7 @@ class Subject:
             yield
 
     def check_can_be_sent(self) -> None:
-        """Raise an error that says what to do if other processes cannot have the strategies."""
+        """Raise an error with advice if other processes cannot have the strategies."""
         try:
             pickle.dumps(self)
         except Exception as exc:

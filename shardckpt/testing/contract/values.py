@@ -97,7 +97,7 @@ class ValueTests(Claims):
 
     @each("keys", [pytest.param(keys, id=name) for name, keys in KEYS.items()])
     def test_key(self, path: Path, keys: list[str]) -> None:
-        """A key may be any text: what it says of folders, other files or upper case changes nothing on disk."""
+        """A key may be any text: folders, other files or upper case in it change nothing on disk."""
         self._round_trip(path, {key: torch.full((2, 2), float(number)) for number, key in enumerate(keys)})
         check(
             [entry.name for entry in path.parent.iterdir()] == [path.name], "a key led to a file next to the checkpoint"

@@ -1,6 +1,6 @@
 """Assign the bytes of the files with contiguous tensors to ranks, and exchange the values that others write.
 
-A rank writes what it has of a payload if that is one range of many pages of the file. All other bytes go to the owner
+A rank writes its own part of a payload if that is one range of many pages of the file. All other bytes go to the owner
 of the payload, which writes them: of a tensor that is split by columns, of a small one, and the ends of a range inside
 of pages. So no page has two writers. Each payload of full pages has an owner, and so has the rest of each file.
 """
@@ -94,11 +94,11 @@ class ExchangePlan(NamedTuple):
 
     Attributes:
         views: The parts of payloads that it has.
-        writes: What it writes, from the views and then from the buffers.
-        own: What it copies from views to buffers.
-        sends: What it sends in each round, by receiver.
-        receives: What it receives in each round, by sender.
-        buffers: Where it puts what it copies and receives.
+        writes: The ranges that it writes, from the views and then from the buffers.
+        own: The parts that it copies from views to buffers.
+        sends: The messages that it sends in each round, by receiver.
+        receives: The messages that it receives in each round, by sender.
+        buffers: The memory for the parts that it copies and receives.
         rounds: Number of rounds in which ranks send: the same on all.
     """
 
@@ -152,9 +152,9 @@ def plan_exchange(
 ) -> ExchangePlan:
     """Collective: plan this rank's writes and messages.
 
-    The tensors of ``boxes``, which this rank has, are numbered as in the layout. ``owners`` are those of the payloads.
-    It is a ShardingError if ranks send the same elements, or boxes that do not fill their payload. A gap between ranges
-    is found by the commit: no segment has its bytes.
+    The tensors of ``boxes``, which this rank has, are numbered as in the layout. ``owners`` are the owners of the
+    payloads. It is a ShardingError if ranks send the same elements, or boxes that do not fill their payload. A gap
+    between ranges is found by the commit: no segment has its bytes.
     """
     with comm.local_phase("planning contiguous tensors"):
         views, writes, messages = _plan_local(layout, boxes, in_ranges, owners, comm, shared=shared)
@@ -178,7 +178,7 @@ def plan_exchange(
 def _plan_local(
     layout: FolderLayout, boxes: Boxes, in_ranges: Sequence[bool], owners: Sequence[int], comm: Comm, *, shared: bool
 ) -> tuple[list[View], list[Write], dict[int, list[Message]]]:
-    """Return the views of what this rank has, what it writes from them, and what goes to each owner."""
+    """Return the views of this rank's values, the writes from them, and the messages to each owner."""
     payloads: list[list[int]] = [[] for _ in layout.tensors]
     for number, payload in enumerate(layout.payloads):
         payloads[payload.tensor_number].append(number)
@@ -271,7 +271,7 @@ def exchange_values(
 ) -> list[torch.Tensor]:
     """Collective: send and receive the values of the views; return the filled buffers, uint8 on the CPU.
 
-    Rounds bound what else is in memory.
+    Rounds bound the memory of the messages.
     """
     with comm.local_phase("planning the exchange of contiguous tensors"):
         buffers = [torch.empty(b.stop - b.start, dtype=torch.uint8, device="cpu") for b in plan.buffers]

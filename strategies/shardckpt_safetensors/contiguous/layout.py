@@ -59,7 +59,7 @@ class FolderPayload(NamedTuple):
 
 
 class FolderSplit(NamedTuple):
-    """What a tensor of the checkpoint becomes in the folder.
+    """The folder tensors of a tensor of the checkpoint.
 
     Attributes:
         parts: Each folder tensor, with the box of the checkpoint's tensor that has its elements.
@@ -143,7 +143,7 @@ def split_tensor(info: TensorInfo, prefix: str, mapping: KeyMapping) -> FolderSp
     """Split a tensor of the checkpoint into folder tensors.
 
     Args:
-        prefix: What the key begins with and names in the folder do not.
+        prefix: The prefix of the key that names in the folder lack.
         mapping: Maps the rest of the key to names in the folder.
 
     Raises:

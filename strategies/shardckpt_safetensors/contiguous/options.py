@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 #: How a tensor is stored: in one box a rank, contiguous, or contiguous where that needs no exchange between ranks.
 Layout = Literal["boxes", "contiguous", "auto"]
-#: What ``contiguous`` was called until November 2026.
+#: The name of ``contiguous`` until November 2026.
 _OLD_NAME = "whole"
 
 

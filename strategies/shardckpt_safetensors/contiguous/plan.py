@@ -65,8 +65,8 @@ class ContiguousPlan:
         is_contiguous: For each of the rank's shards, whether it is of a tensor that is stored contiguously.
         sources: Where the values of the rank's boxes come from, among those shards.
         held: These boxes.
-        exchange: What the rank writes, sends and receives.
-        work: What it writes, without the small files.
+        exchange: The rank's writes, sends and receives.
+        work: Its writes, without the small files.
         ties: The keys of the rank's contiguous tensors that share their memory.
     """
 
@@ -86,7 +86,7 @@ class ContiguousPlan:
     def collect(self, shards: Sequence[ShardedBase], comm: Comm) -> list[torch.Tensor]:
         """Collective: return the tensors that the rank writes: views, and buffers with received values.
 
-        ``shards`` are those of contiguous tensors, with the same metadata as when the plan was made.
+        ``shards`` are the shards of contiguous tensors, with the same metadata as when the plan was made.
         """
         with comm.local_phase("looking at contiguous tensors"):
             # the local tensor of a shard may lack axes of extent 1 that the global one begins with
@@ -148,7 +148,7 @@ class ContiguousPlan:
 def plan_contiguous(
     shards: Sequence[ShardedBase], common: CommonStateDict, options: ContiguousOptions, context: PlanContext
 ) -> ContiguousPlan | None:
-    """Collective: plan which tensors are stored contiguously, and what each rank writes; None on all ranks if none is.
+    """Collective: plan which tensors are stored contiguously, and each rank's writes; None on all ranks if none is.
 
     ``options`` are the same on every rank. It is a ShardingError if ranks disagree on a tensor, or one that is to be
     stored contiguously cannot be.
@@ -224,9 +224,9 @@ def _find_tied_head(
 ) -> dict[str, str]:
     """Collective: return the output layer's key, and the key by which it is stored, if the folder need not have both.
 
-    ``save_pretrained`` of transformers leaves ``lm_head.weight`` out then, and what opens the folder makes it of the
+    ``save_pretrained`` of transformers leaves ``lm_head.weight`` out then, and readers of the folder make it of the
     embedding, because ``config.json`` says ``tie_word_embeddings``. Of other tied tensors no file of the folder says
-    that they are tied: each is stored, or a tool would start with random values for the name that is not there.
+    that they are tied: each is stored, or a tool would start with random values for the missing name.
     """
 
     def says_tied() -> bool:
@@ -246,7 +246,7 @@ def _find_tied_head(
 
 def _combine(mine: T, unite: Callable[[Sequence[T]], U], name: str, comm: Comm) -> U:
     """Collective: return the result of a function of all ranks' values."""
-    if comm.all_equal(repr(mine).encode()):  # as with FSDP: no rank needs to receive what the others have
+    if comm.all_equal(repr(mine).encode()):  # as with FSDP: no rank needs to receive the others' values
         return unite([mine])
     everyone = comm.gather(mine)
     return comm.main_runs(name, lambda: unite(everyone))

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
     from shardckpt.storage import CheckpointReader
 
-#: Most commas in the header of a file: those of a million tensors.
+#: Most commas in the header of a file: enough for a million tensors.
 _MOST_COMMAS = 1 << 23
 
 
 class StoredFolder:
     """The content of the files with contiguous tensors, under the names that other tools know.
 
-    ``files`` has for each of the files what begins at each offset.
+    ``files`` has, for each of the files, the entry that begins at each offset.
     """
 
     def __init__(self, reader: CheckpointReader) -> None:
@@ -56,6 +56,6 @@ class StoredFolder:
         return head, list(accumulate((entry.nbytes for entry in entries), initial=len(head)))[:-1]
 
     def renew(self, kept: Mapping[str, Sequence[int]]) -> bytes:
-        """Return the folder's index of what stays; ``kept`` says by file where the payloads that stay begin now."""
+        """Return the folder's index of the kept payloads; ``kept`` has their new starts, by file."""
         found = [(name, self.files[name][start]) for name in self.files for start in kept.get(name, ())]
         return encode_weights_index({entry.name: name for name, entry in found}, sum(e.nbytes for _, e in found))

@@ -1,4 +1,4 @@
-"""Objects as bytes without pickles: by the codecs of FORMAT.md, and by those that users register for their classes."""
+"""Objects as bytes without pickles: by the codecs of FORMAT.md, and by codecs that users register for their classes."""
 
 from shardckpt_safetensors.objects.codecs import register_codec
 from shardckpt_safetensors.objects.payload import decode_object, decode_tree_file, encode_object, encode_tree_file

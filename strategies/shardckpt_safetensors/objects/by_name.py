@@ -15,14 +15,14 @@ BY_NAME = frozenset((_ENUM, _NAMED_TUPLE, _STUB))
 _MODULE, _CLASS = "module", "class"
 #: A module, or a class in one, with dots.
 _DOTTED = re.compile(r"(?=.{1,255}\Z)[^\W\d]\w*(\.[^\W\d]\w*)*")
-#: What a stub has, and its class.
+#: The fields of a stub, and their classes.
 _STUB_FIELDS = {"args": list, "kwargs": dict, "state": object, "items": dict, "values": list, "called": bool}
 #: Most classes of stubs in one payload: each takes a kilobyte, however short its name is.
 _MOST_CLASSES = 1024
 
 
 def encode_by_name(value: Any) -> tuple[str, dict[str, Any]] | None:
-    """Return the codec of a value whose class a file can name, and what represents the value; None for others."""
+    """Return the codec of a value whose class a file can name, and its representation; None for others."""
     if isinstance(value, Stub):
         return _encode_stub(value)
     cls: Any = type(value)
@@ -78,7 +78,7 @@ def decode_by_name(codec: str, fields: Any, made: set[type[Stub]]) -> Any:
 
 
 def _check_fields(codec: str, fields: dict[str, Any]) -> None:
-    """Raise ValueError if a codec's fields are not what they must be."""
+    """Raise ValueError if a codec's fields are wrong."""
     if codec == _ENUM:
         fine = fields.keys() | {"value"} == {"name", "value"} and type(fields["name"]) in (str, type(None))
         fine = fine and (fields["name"] is not None or "value" in fields)
@@ -101,7 +101,7 @@ def _find_value(codec: str, cls: Any, fields: dict[str, Any]) -> Any:
         values = fields["fields"]
         same = _has_fields(cls, len(values)) and cls._fields == tuple(values)
         return tuple.__new__(cls, values.values()) if same else None
-    # what a pickle made it of: the value of a member, or the fields
+    # the arguments of the pickle: the value of a member, or the fields
     args = fields["args"]
     if not fields.keys() <= {"args", "called"}:
         return None
@@ -124,7 +124,7 @@ def _find_member(cls: Any, name: str | None, value: Any) -> Any:
 
 
 def _has_fields(cls: Any, count: int) -> bool:
-    """Return whether a class is that of named tuples with so many fields."""
+    """Return whether a class makes named tuples with so many fields."""
     fields = getattr(cls, "_fields", None) if isinstance(cls, type) and issubclass(cls, tuple) else None
     return type(fields) is tuple and len(fields) == count
 

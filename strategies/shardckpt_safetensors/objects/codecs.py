@@ -59,9 +59,9 @@ def register_codec(
         name: Stored with each value: letters, digits, ``_`` and ``-``, with at least one dot. Begin it with a name
             that is yours, and never change it: stored values need it. ``shardckpt.`` begins the format's own.
         cls: The class. Instances of its subclasses need codecs of their own.
-        encode: Called with an instance; returns what represents it: plain values, tensors, arrays, containers of them,
+        encode: Called with an instance; returns its representation: plain values, tensors, arrays, containers of them,
             and instances of other registered classes.
-        decode: Called with a copy of what ``encode`` returned; returns the instance. A checkpoint may come from a
+        decode: Called with a copy of the result of ``encode``; returns the instance. A checkpoint may come from a
             stranger: do nothing with the value but check it and build the instance.
         override: Whether to replace codecs of the same name or class.
 

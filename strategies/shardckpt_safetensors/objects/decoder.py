@@ -41,9 +41,9 @@ _MOST_OF_ONE_HASH = 8
 
 
 def decode_tree(tree: Any, tensors: Mapping[str, FileTensor], what: str) -> Any:
-    """Decode a tree of at most 500 levels, as of :func:`parse_json`; ``tensors`` are what it may refer to, by name.
+    """Decode a tree of at most 500 levels, as of :func:`parse_json`; ``tensors`` are the tensors of its file, by name.
 
-    Tensors and arrays have memory of their own, on the CPU. What refers to one tensor is one object. It is a
+    Tensors and arrays have memory of their own, on the CPU. All references to one tensor become one object. It is a
     CheckpointingException if a codec is not registered, numpy is missing, or this torch lacks a dtype.
     """
     try:
@@ -57,7 +57,7 @@ def decode_tree(tree: Any, tensors: Mapping[str, FileTensor], what: str) -> Any:
 class _Decoder:
     def __init__(self, tensors: Mapping[str, FileTensor]) -> None:
         self._tensors = tensors
-        #: What has been made of each tensor: how it was referred to, and the value.
+        #: The value that each tensor has become, with the form of the reference to it.
         self._made: dict[str, tuple[Any, Any]] = {}
         self._stub_classes: set[type[Stub]] = set()
 

@@ -1,4 +1,4 @@
-"""Values to trees: what JSON can hold, and the tensors of a file."""
+"""Values to trees: values that JSON can hold, and the tensors of a file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, 
 def encode_tree(value: Any, what: str) -> tuple[Any, dict[str, FileTensor]]:
     """Return the tree of a value, and the tensors that the tree refers to, by name.
 
-    If it cannot be represented, the ShardingError names the place, the class, and what to do.
+    If it cannot be represented, the ShardingError names the place, the class, and the remedy.
     """
     encoder = _Encoder(what)
     tree = encoder.encode(value)
@@ -57,11 +57,11 @@ class _Encoder:
     def __init__(self, what: str) -> None:
         self.tensors: dict[str, FileTensor] = {}
         self._what = what
-        #: How the tree refers to what has been stored, by its memory or identity; with the value, which must live as
-        #: long as its id or address is a key.
+        #: The tree's references to stored values, by their memory or identity; with the value, which must live as long
+        #: as its id or address is a key.
         self._references: dict[Any, tuple[Any, Any]] = {}
         self._count = 0
-        #: What is refused, a sentence each.
+        #: The faults, a sentence each.
         self._faults: list[str] = []
 
     def encode(self, value: Any) -> Any:
@@ -90,7 +90,7 @@ class _Encoder:
                     tree = None
                 else:
                     tree = walk
-                # goes on with the innermost container that has another part
+                # continues with the innermost container that has another part
                 while walks:
                     try:
                         place, value = walks[-1].send(tree)
@@ -193,7 +193,7 @@ def _bytes_as_tensor(value: bytes | bytearray, name: str) -> tuple[FileTensor, A
 
 
 def _advice(value: Any) -> str:
-    """Return what to do with a value of a class that the format does not know."""
+    """Return advice about a value of a class that the format does not know."""
     cls = type(value)
     name, full = cls.__name__, class_name(cls)
     example = f"shardckpt_safetensors.register_codec('{full if '.' in full else f'my.{full}'}', {name}, "

@@ -17,9 +17,9 @@ def encode_object(value: Any, what: str) -> tuple[str, bytes]:
     """Encode a value by the simplest codec that holds it; return the name of the codec, and the payload.
 
     It may have plain values, containers of them, tensors, numpy's arrays and scalars, argparse and simple namespaces,
-    and instances of classes with a codec (:func:`register_codec`). ``what`` it is, ``"object 'rng'"``, is for errors.
-    What cannot be represented, or a load would refuse, is a ShardingError that names the place, the class, and what to
-    do.
+    and instances of classes with a codec (:func:`register_codec`). ``what`` is its name for errors: ``"object 'rng'"``.
+    A value that cannot be represented, or that a load would refuse, is a ShardingError that names the place, the class,
+    and the remedy.
     """
     if type(value) is bytes:
         return _RAW, value
@@ -30,7 +30,7 @@ def encode_object(value: Any, what: str) -> tuple[str, bytes]:
 
 
 def decode_object(codec: str, data: bytes | bytearray | memoryview, what: str) -> Any:
-    """Decode what :func:`encode_object` has encoded. The payload may be a stranger's: nothing in it is run.
+    """Decode a payload of :func:`encode_object`. It may be a stranger's: nothing in it is run.
 
     Tensors and arrays have memory of their own, on the CPU. Damage is a CorruptCheckpointError; an unknown codec, or a
     value that needs a registered codec, numpy, or a dtype that is not here, is a CheckpointingException.
@@ -52,11 +52,11 @@ def decode_object(codec: str, data: bytes | bytearray | memoryview, what: str) -
 
 
 def encode_tree_file(value: Any, what: str) -> bytes:
-    """Encode a value by the codec ``safetensors``, also if it has no tensors; ``what`` it is, is for errors."""
+    """Encode a value by the codec ``safetensors``, also if it has no tensors; ``what`` is its name for errors."""
     return pack_file(*encode_tree(value, what), what)
 
 
 def decode_tree_file(data: bytes | bytearray | memoryview, what: str) -> Any:
-    """Decode what :func:`encode_tree_file` has encoded, from anyone; value and errors as of :func:`decode_object`."""
+    """Decode a file of :func:`encode_tree_file`, from anyone; value and errors as of :func:`decode_object`."""
     tree, tensors = parse_file(memoryview(data).cast("B").toreadonly(), what)
     return decode_tree(tree, tensors, what)

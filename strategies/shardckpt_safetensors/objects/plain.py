@@ -1,4 +1,4 @@
-"""Values that need no walk: those of JSON, and, as objects with ``$``, the numbers and strings that JSON lacks."""
+"""Values that need no walk: JSON's own, and, as objects with ``$``, the numbers and strings that JSON lacks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from shardckpt_safetensors.objects.torch_tensors import dtype_name, find_dtype
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: The key that says what an object of JSON stands for, and the key of its value.
+#: The key that names the kind of an object of JSON, and the key of its value.
 KIND, VALUE = "$", "v"
 _INTEGER = re.compile(r"-?0x[1-9a-f][0-9a-f]*")
 _OTHER_NAN = re.compile(r"[0-9a-f]{16}")
 #: Integers that JSON holds; longer ones are hexadecimal, which takes linear time to read.
 _LEAST, _MOST = -(1 << 63), (1 << 64) - 1
 _NAN = struct.pack(">d", math.nan)
-#: Most axes of a torch.Size, and bits of what it counts.
+#: Most axes of a torch.Size, and bits of its numbers.
 _SIZE_BITS = 63
 
 
@@ -163,13 +163,13 @@ def _decode_device(value: Any) -> torch.device:
 
 
 def list_of(value: Any, length: int) -> list[Any]:
-    """Return a list of JSON that must have so many items; ValueError if it has not."""
+    """Return a list of JSON that must have so many items; ValueError if it has another number."""
     if type(value) is not list or len(value) != length:
         raise ValueError(f"not a list of {length}: {show(value)}")
     return value
 
 
-#: How values without parts are decoded, by what ``$`` says.
+#: How values without parts are decoded, by the kind under ``$``.
 DECODERS: dict[str, Callable[[Any], Any]] = {
     "str": _decode_str,
     "int": _decode_int,

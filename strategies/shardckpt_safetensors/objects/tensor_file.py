@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: Most axes of a tensor.
 MOST_AXES = 64
 _TREE = "tree"
-#: Most commas outside of strings in a header, as a million tensors have: what a hostile header may become is bounded.
+#: Most commas outside of strings in a header, as a million tensors have: a bound for hostile headers.
 _MOST_COMMAS = 1 << 23
 #: Parsed headers of small files: many objects of a checkpoint, and of its next load, have equal ones.
 _heads = ParseCache[tuple[Any, "dict[str, FileEntry]"]]()

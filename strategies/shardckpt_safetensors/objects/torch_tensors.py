@@ -37,7 +37,7 @@ def find_dtype(name: Any) -> torch.dtype:
 def tensor_view(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a key, equal for two tensors that are the same view of the same memory.
 
-    If the tensor cannot be stored, the ValueError says why and what to do.
+    If the tensor cannot be stored, the ValueError says why and how to change it.
     """
     refusal = _refusal(tensor)
     if refusal:
@@ -99,7 +99,7 @@ def referred_type(reference: dict[str, Any], stored: FileTensor) -> tuple[Any, l
 
 
 def _refusal(tensor: torch.Tensor) -> str:
-    """Return why a tensor cannot be stored and what to do, or nothing."""
+    """Return why a tensor cannot be stored, and how to change it, or nothing."""
     if type(tensor) not in ORDINARY:
         return (
             "whose values are not plain: give its values as a plain tensor (full_tensor() of a DTensor, dequantize() "

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 class CheckpointStorageReader(StorageReader):
     """Reads directories of shardckpt, Megatron and stock DCP for ``dcp.load``.
 
-    Digests are checked if the checkpoint has them. DCP's planner loads objects with torch.load, which runs what their
-    pickles name. So it gets an object only if our own reader accepts it.
+    Digests are checked if the checkpoint has them. DCP's planner loads objects with torch.load, which runs the
+    functions that their pickles name. So it gets an object only if our own reader accepts it.
 
     Args:
         path: The checkpoint's directory or URL.
@@ -94,8 +94,8 @@ class CheckpointStorageReader(StorageReader):
 
         Args:
             *args: Ignored.
-            **kwargs: ``rank``: read what this rank alone has saved (``use_collectives=False``), if there is no
-                checkpoint of all ranks.
+            **kwargs: ``rank``: read the checkpoint that this rank alone has saved (``use_collectives=False``), if there
+                is no checkpoint of all ranks.
 
         Returns:
             DCP's metadata with the true global shapes, without storage locations.
@@ -115,7 +115,7 @@ class CheckpointStorageReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans unchanged, after a check that all ranks have opened the same save.
 
-        They have not if the checkpoint is being overwritten: that is a CheckpointReplacedError.
+        They differ if the checkpoint is being overwritten: that is a CheckpointReplacedError.
         """
         saves = {plan.storage_data for plan in plans if isinstance(plan.storage_data, _SaveId)}
         if len(saves) > 1:
@@ -174,8 +174,8 @@ class _SaveId(NamedTuple):
 class _OpenCheckpoint(NamedTuple):
     """An open checkpoint whose metadata is read.
 
-    ``stored`` is what its files store; ``stored.save`` is empty if each rank has a checkpoint of its own. ``metadata``
-    is the same as DCP's metadata.
+    ``stored`` is the index of its files; ``stored.save`` is empty if each rank has a checkpoint of its own.
+    ``metadata`` is the same as DCP's metadata.
     """
 
     reader: CheckpointReader

@@ -58,7 +58,7 @@ class CheckpointStorageWriter(StorageWriter):
         path: The checkpoint's directory, on storage that all ranks share.
         overwrite: Whether to replace a checkpoint at the path; other files there are kept next to the new one.
         allow_globals: Classes and functions that objects may name, in addition to the plain ones; each by itself, or as
-            (class or function, "module.name"). A save refuses what a load would refuse.
+            (class or function, "module.name"). A save refuses objects that a load would refuse.
 
     Example::
 
@@ -86,7 +86,7 @@ class CheckpointStorageWriter(StorageWriter):
         return self._path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new save, to another path if one is given; remove what an unfinished one left."""
+        """Begin a new save, to another path if one is given; remove the files of an unfinished one."""
         self._path = os.fspath(checkpoint_id) if checkpoint_id else self._path
         _check_async_group(self._path)
         self._abort()
@@ -278,7 +278,7 @@ def _write_metadata(
     metadata.storage_data = locations
     metadata.storage_meta = StorageMeta()
     data = pickle.dumps(metadata)
-    load_metadata(data, METADATA_FILE)  # fail now if another planner added what a load would refuse
+    load_metadata(data, METADATA_FILE)  # fail now if another planner added objects that a load would refuse
     writer.write(METADATA_FILE, data, keys=0)
 
 

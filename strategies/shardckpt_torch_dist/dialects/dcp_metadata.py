@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
-from shardckpt.distributed import Comm  # noqa: F401 - then what DCP imports keeps no process group: see tensors.torch_private
+from shardckpt.distributed import Comm  # noqa: F401 - DCP then keeps no process group: see tensors.torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -179,8 +179,8 @@ def _read_integers(columns: Columns, name: str, shape: Ints) -> torch.Tensor:
 def _require_all(fine: torch.Tensor, keys: Sequence[str], fault: str, numbers: torch.Tensor | None = None) -> None:
     """Raise CorruptCheckpointError with the key of the first row that is not fine.
 
-    ``fine`` is bool of shape (rows,). ``keys`` are those of the rows, or of the numbers. ``numbers`` has the position
-    of each row's key in ``keys``; None if row and position are the same.
+    ``fine`` is bool of shape (rows,). ``keys`` are the keys of the rows, or of the numbers. ``numbers`` has the
+    position of each row's key in ``keys``; None if row and position are the same.
     """
     if not bool(fine.all()):
         row = int((~fine).nonzero()[0, 0])

@@ -109,7 +109,7 @@ def _parse_own_index(data: bytes, source: str, record: Record) -> StoredIndex:
 
 
 def read_metadata(reader: CheckpointReader, name: str = METADATA_FILE) -> tuple[Any, StoredIndex]:
-    """Read ``.metadata`` of any dialect; return what :func:`shardckpt.archive.load_metadata` does, and the index.
+    """Read ``.metadata`` of any dialect; return the result of :func:`shardckpt.archive.load_metadata`, and the index.
 
     ``name`` is the file's name, if it is another one.
     """

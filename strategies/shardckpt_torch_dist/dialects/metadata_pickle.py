@@ -153,7 +153,7 @@ class _OpcodeTemplate:
 
 
 class _Wide(NamedTuple):
-    """The numbers that need eight bytes: those of boxes, starts and lengths."""
+    """The numbers that need eight bytes: numbers in boxes, starts and lengths."""
 
     box: bool
     start: bool
@@ -215,7 +215,7 @@ class _Tensors:
         self._kinds = [_TensorTemplates(*kind, wide, memo) for kind in kinds]
 
     def entries(self) -> Iterator[bytes | memoryview]:
-        """Yield those of ``state_dict_metadata``."""
+        """Yield the opcodes of ``state_dict_metadata``."""
         for first, last in self._windows():
             entries = {group.kind: self._entries(group) for group in self._groups(first, last)}
             for number in self._kind_of[first:last].tolist():
@@ -223,7 +223,7 @@ class _Tensors:
             yield pickle.SETITEMS + pickle.MARK
 
     def locations(self) -> Iterator[bytes | memoryview]:
-        """Yield those of ``storage_data``."""
+        """Yield the opcodes of ``storage_data``."""
         chunks = self._index.chunks
         for first, last in self._windows():
             for kind, tensors, rows in self._groups(first, last):
@@ -247,7 +247,7 @@ class _Tensors:
             yield _Group(self._kinds[kind], tensors + first, rows + self._index.bounds[first])
 
     def _entries(self, group: _Group) -> Iterator[tuple[memoryview, memoryview, bytes]]:
-        """Yield the opcodes of each tensor: those before its chunks, those of the chunks, and those after."""
+        """Yield the opcodes of each tensor: before its chunks, of the chunks, and after them."""
         shapes = [self._index.shapes[number] for number in group.tensors.tolist()]
         sizes = make_matrix(shapes, len(shapes[0]), 1).unbind(1)
         heads = group.kind.head.rows(len(shapes), self._keys[group.tensors], *sizes)

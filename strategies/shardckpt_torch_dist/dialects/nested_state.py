@@ -1,7 +1,7 @@
 """Nested state that plain DCP stored value by value, put together again as the objects that a load asks for.
 
 DCP flattens a state dict: ``{"lr_scheduler": {"last_epoch": 3}}`` is stored as the value ``lr_scheduler.last_epoch``,
-and ``planner_data`` has its path. A load asks for objects by key, and gets what was stored below the key:
+and ``planner_data`` has its path. A load asks for objects by key, and gets the values that were stored below the key:
 
 - ``lr_scheduler``: the nested dicts and lists below it, tensors included.
 - ``optimizer.param_groups.<name>``: the options of the parameter's group, in both forms of torch's
@@ -31,7 +31,7 @@ _NAMES = "params"
 class NestedState:
     """The values that a checkpoint stores one by one, by key.
 
-    ``values`` are the paths of those that are not tensors; ``read_value`` returns one of these by its path.
+    ``values`` are the paths of values that are not tensors; ``read_value`` returns one of these by its path.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class NestedState:
     def build(self, key: str, tensors: dict[str, Any]) -> Any:
         """Return the object for a key: nested dicts and lists, or a single value.
 
-        ``tensors`` are the stored tensors by key, at least those of :meth:`tensors`. Paths that contradict each other
-        are a CorruptCheckpointError.
+        ``tensors`` are the stored tensors by key, at least the ones of :meth:`tensors`. Paths that contradict each
+        other are a CorruptCheckpointError.
         """
         group = self._key_of_group(key)
         if group is None:
@@ -99,7 +99,7 @@ class NestedState:
 
     @cached_property
     def _numbered_groups(self) -> dict[tuple[str, str], str]:
-        """The key of each parameter's numbered group, by what stands before ``param_groups`` and by its name."""
+        """The key of each parameter's numbered group, by the text before ``param_groups`` and by its name."""
         found: dict[tuple[str, str], str] = {}
         for key, path in self._paths.items():
             if path[-3:-2] == (_GROUPS,) and type(path[-2]) is int and path[-1] == _NAMES and key not in self._tensors:

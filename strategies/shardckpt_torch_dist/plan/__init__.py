@@ -1,4 +1,4 @@
-"""Plan what a rank writes and reads: which bytes, in which files, in which order."""
+"""Plan the writes and reads of a rank: which bytes, in which files, in which order."""
 
 from shardckpt.lazy import attach_stub
 

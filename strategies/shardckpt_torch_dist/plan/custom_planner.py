@@ -1,4 +1,4 @@
-"""The planner that a caller gives a strategy: what it may be, and how ranks plan with it."""
+"""The planner that a caller gives a strategy: its allowed classes, and how ranks plan with it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from shardckpt.chunks import (
     match_parts,
     needs_staging,
 )
-from shardckpt.distributed import Comm  # noqa: F401 - then what DCP imports keeps no process group: see tensors.torch_private
+from shardckpt.distributed import Comm  # noqa: F401 - DCP then keeps no process group: see tensors.torch_private
 from shardckpt.errors import KeyMismatchError, listed
 from shardckpt.mapping import PlainObject, ShardedTensor
 from shardckpt.planning import Box, FlatPart, check_dtypes, check_shapes, part_view
@@ -71,7 +71,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         self.allow_dtype_cast = allow_dtype_cast
         self._may_differ = frozenset(allow_shape_mismatch)
         self._allow_globals = tuple(allow_globals)
-        #: The caller's, and the same as they are planned: those that may have another shape are copies.
+        #: The caller's tensors, and the same as they are planned: tensors that may have another shape are copies.
         self._given: list[ShardedTensor] = []
         self._tensors: list[ShardedTensor] = []
         #: ShardedObjects by unique key: several may request the same object.
@@ -87,7 +87,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
     def allowing(self, allow_globals: Iterable[Any]) -> Iterator[None]:
         """Allow further classes and functions in objects, and any cast, for one load of a strategy.
 
-        The engine has compared dtypes, and refused what the caller of the load does not allow.
+        The engine has compared dtypes, and refused casts that the caller of the load does not allow.
         """
         before = self._allow_globals, self.allow_dtype_cast
         self._allow_globals, self.allow_dtype_cast = (*self._allow_globals, *allow_globals), True
@@ -206,7 +206,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         """Check that tensors are stored, with the global shapes that are wanted; called before anything is planned.
 
         Args:
-            metadata: What is stored.
+            metadata: The stored metadata.
             tensors: The tensors; the shape of one with ``allow_shape_mismatch`` may differ.
 
         Raises:

@@ -21,8 +21,8 @@ def pickle_objects(
     """Return the archives of ``torch.save`` of a rank's objects, by unique key.
 
     ``objects`` has their positions among the shards. They may name ``allow_globals``, in addition to the plain classes
-    and functions; what a load would refuse is an UnsafePickleError. An object that cannot be pickled, or has the name
-    of the common state, is a ShardingError.
+    and functions; an object that a load would refuse is an UnsafePickleError. An object that cannot be pickled, or has
+    the name of the common state, is a ShardingError.
     """
     check_keys(objects, shards)
     allowed = tuple(allow_globals)

@@ -1,4 +1,4 @@
-"""Plan a save by a planner: what it plans and resolves becomes a rank's items."""
+"""Plan a save by a planner: its planned and resolved items become a rank's items."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from shardckpt.archive import check_loadable
 from shardckpt.chunks import LocalItems
-from shardckpt.distributed import Comm  # noqa: TC001 - then what DCP imports keeps no process group: see tensors.torch_private
+from shardckpt.distributed import Comm  # noqa: TC001 - DCP then keeps no process group: see tensors.torch_private
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedObject
 from shardckpt_torch_dist.plan.custom_planner import list_leaves, scatter_plans
@@ -31,7 +31,7 @@ def plan_by(
 ) -> tuple[LocalItems, dict[str, bytes]]:
     """Collective: plan with a planner, and ask it for the values; its methods are called as ``dcp.save`` calls them.
 
-    What is returned is the items that this rank stores, and the archives of its objects by unique key; these may name
+    Returns the items that this rank stores, and the archives of its objects by unique key; these may name
     ``allow_globals``, in addition to the plain ones. It is an error if a rank cannot plan, or a value is not as
     planned.
     """

@@ -44,7 +44,7 @@ class ArchiveReader(ItemReader):
     def find_payloads(self, chunks: Sequence[tuple[Chunk, torch.dtype, str]]) -> Iterator[int | None]:
         """Yield where the payload of each chunk begins, if its archive begins, byte for byte, as we write it.
 
-        The heads of many archives are read at once, those that no digest tells.
+        The heads of many archives are read at once, except those that a digest confirms.
         """
         for first in range(0, len(chunks), _HEADS):
             batch = chunks[first : first + _HEADS]

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from shardckpt.archive import make_archive
 from shardckpt.chunks import collect_items
-from shardckpt.distributed import Comm  # noqa: F401 - then what DCP imports keeps no process group: see tensors.torch_private
+from shardckpt.distributed import Comm  # noqa: F401 - DCP then keeps no process group: see tensors.torch_private
 from shardckpt_torch_dist.plan.objects import check_keys, find_other_keys, get_stored_value
 from shardckpt_torch_dist.plan.split import split_shards
 
@@ -28,7 +28,7 @@ class ShardedSavePlanner(DefaultSavePlanner):
 
     A flattened shard is planned as the boxes that it consists of, so that every reader finds its true global shape.
 
-    Its arguments are those of DCP's DefaultSavePlanner.
+    Its arguments are DCP's DefaultSavePlanner's.
 
     Example::
 

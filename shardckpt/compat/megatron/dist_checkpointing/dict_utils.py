@@ -26,7 +26,7 @@ def inspect_types(x: Any, prefix: tuple[Any, ...] = (), indent: int = 4) -> None
     """Print the structure of nested dicts and lists, with types and shapes of the leaves."""
     inner = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list) else None
     if inner is None:
-        print(_leaf_text(x))  # noqa: T201 - it is what the function is for
+        print(_leaf_text(x))  # noqa: T201 - the function is for printing
         return
     print()  # noqa: T201
     for key, value in inner:

@@ -72,7 +72,7 @@ def save(
         sharded_state_dict: As for ours.
         checkpoint_dir: As for ours.
         sharded_strategy: As for ours.
-        *args: Positional arguments of the latest releases; or of those until 0.18, with ``common_strategy`` first.
+        *args: Positional arguments of the latest releases; or of releases until 0.18, with ``common_strategy`` first.
         **keywords: Keyword arguments of any release, or of ours.
 
     Returns:
@@ -102,14 +102,14 @@ def load(
         sharded_state_dict: As for ours.
         checkpoint_dir: As for ours.
         sharded_strategy: As for ours.
-        *args: Positional arguments of the latest releases; or of those until 0.18, with ``common_strategy`` first.
+        *args: Positional arguments of the latest releases; or of releases until 0.18, with ``common_strategy`` first.
         **keywords: Keyword arguments of any release, or of ours.
 
     Returns:
         As ours: the state dict with tensors and objects for shards, and the common state.
     """
     given = _bind("load", args, _LOAD_ARGUMENTS, keywords)
-    # the library that saved: one reader reads what any has saved
+    # the library that saved: one reader reads the checkpoints of any
     given.pop("async_strategy", None)
     check_common_strategy(given.pop("common_strategy", None))
     return dist_checkpointing.load(sharded_state_dict, checkpoint_dir, adapt_loader(sharded_strategy), **given)

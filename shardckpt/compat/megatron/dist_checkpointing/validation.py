@@ -105,7 +105,7 @@ def determine_global_metadata(
         process_group: The ranks; by default all.
 
     Returns:
-        This rank's shards, and those of all ranks, by rank.
+        This rank's shards, and the shards of all ranks, by rank.
     """
     comm = Comm(process_group)
     with comm.local_phase("describing shards"):
@@ -144,7 +144,7 @@ def validate_integrity_and_strict_load(
 
     Args:
         sharded_state_dict: Nested dicts and lists with the requested shards.
-        strict: What to do about keys that do not match.
+        strict: The treatment of keys that do not match.
         validate_access_integrity: Whether to check also that the shards of all ranks fit together.
         local_metadata: This rank's shards, if they are listed already.
         global_metadata: The shards of all ranks, by rank; needed for that check.

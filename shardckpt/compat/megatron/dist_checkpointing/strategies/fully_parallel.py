@@ -109,7 +109,7 @@ def distribute_main_replicas_with_precomputed_distribution(
     Args:
         sharded_state_dict: This rank's; in a group of one rank it does not change.
         parallelization_group: The ranks; by default all.
-        precomputed_distribution: What ``determine_main_replica_uniform_distribution`` returned for this group.
+        precomputed_distribution: The result of ``determine_main_replica_uniform_distribution`` for this group.
 
     Raises:
         CheckpointingException: there is no distribution, and the group has several ranks.

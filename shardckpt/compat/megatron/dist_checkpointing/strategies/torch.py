@@ -32,7 +32,7 @@ _metadata_fn = ".metadata"
 
 logger = logging.getLogger(__name__)
 
-#: Libraries that Megatron's callers choose among for background saves. Here one engine does what both are for.
+#: Libraries that Megatron's callers choose among for background saves. Here one engine serves both purposes.
 _ASYNC_STRATEGIES = ("mcore", "nvrx")
 
 
