@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from shardckpt.background.saving import request_save
 from shardckpt.distributed.comm import Comm
-from shardckpt.engine.loading import LoadOptions, lend_checkpoint, load_checkpoint, read_checkpoint
-from shardckpt.engine.loading import open_checkpoint as open_any
+from shardckpt.engine.loading import load_checkpoint
 from shardckpt.engine.locations import locate, locate_local
+from shardckpt.engine.opening import LoadOptions, lend_checkpoint, read_checkpoint
+from shardckpt.engine.opening import open_checkpoint as open_any
 from shardckpt.engine.operation import report_failure
 from shardckpt.engine.saving import SaveOptions, find_saver, save_checkpoint
 from shardckpt.errors import CheckpointingException, StorageError, parse_globals
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardckpt.background.request import AsyncRequest
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine.opening import OpenCheckpoint
     from shardckpt.mapping.base import CommonStateDict, ShardedBase, ShardedStateDict, StateDict
     from shardckpt.plugins.resolver import Accept
     from shardckpt.strategy import LoadStrategy, SaveStrategy

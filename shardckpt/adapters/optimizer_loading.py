@@ -14,8 +14,9 @@ from shardckpt.adapters.optimizer_requests import request_optimizer
 from shardckpt.adapters.stored_values import find_name
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.load_template import LoadTemplate
-from shardckpt.engine.loading import LoadOptions, name_stored, open_checkpoint
+from shardckpt.engine.loading import name_stored
 from shardckpt.engine.locations import locate
+from shardckpt.engine.opening import LoadOptions, open_checkpoint
 from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.state_dict import are_equal
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardckpt.adapters.reader_checkpoint import ReaderCheckpoint
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine.opening import OpenCheckpoint
     from shardckpt.mapping.base import StateDict
     from shardckpt.mapping.unstored import StoredNames
 

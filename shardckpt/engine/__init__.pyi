@@ -5,9 +5,9 @@ from shardckpt.engine.externally_coordinated import locate_checkpoint as locate_
 from shardckpt.engine.externally_coordinated import open_reader as open_reader
 from shardckpt.engine.externally_coordinated import report_read as report_read
 from shardckpt.engine.externally_coordinated import write_part as write_part
-from shardckpt.engine.loading import open_checkpoint as open_checkpoint
 from shardckpt.engine.locations import expand_home as expand_home
 from shardckpt.engine.locations import locate as locate
+from shardckpt.engine.opening import open_checkpoint as open_checkpoint
 from shardckpt.engine.plan_cache import PlanCache as PlanCache
 from shardckpt.engine.renaming import rename_stored as rename_stored
 from shardckpt.engine.saving import save_checkpoint as save_checkpoint

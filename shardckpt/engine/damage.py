@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardckpt.engine.integrity import is_damage
-from shardckpt.engine.loading import COMMON_STATE
+from shardckpt.engine.opening import COMMON_STATE
 from shardckpt.engine.progress import Progress
 from shardckpt.engine.streaming import STREAM_BYTES, cut_stored, read_boxes
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError, format_many
@@ -18,7 +18,7 @@ from shardckpt.validation.keys import stored_key
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine.opening import OpenCheckpoint
     from shardckpt.engine.streaming import TensorBox
 
 #: Most bytes of boxes that are read at a time: as many as the least budget of a conversion has for tensors.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardckpt.engine.integrity import IncompleteFile
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine.opening import OpenCheckpoint
     from shardckpt.manifest.models import Record
     from shardckpt.manifest.names import Lineage, Rescue
     from shardckpt.mapping.base import ShardedBase, StateDict

@@ -25,7 +25,7 @@ from shardckpt.strategy import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine.opening import OpenCheckpoint
     from shardckpt.manifest.models import Manifest
     from shardckpt.mapping.base import ShardedBase, StateDict
     from shardckpt.storage.reader import CheckpointReader

@@ -17,7 +17,7 @@ from shardckpt.tensors.memory import LARGE
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine.opening import OpenCheckpoint
     from shardckpt.mapping.base import ShardedBase
 
 #: Bytes of values that are read at a time: enough for fast reads, and little compared to the process at rest.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine.opening import OpenCheckpoint
     from shardckpt.huggingface.header import FileLayout, TensorSpan
     from shardckpt.mapping.base import ShardedBase
     from shardckpt.mapping.sharded_tensor import ShardedTensor

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from shardckpt.adapters.state import to_sharded_state_dict
 from shardckpt.distributed.comm import Comm
-from shardckpt.engine.loading import LoadOptions, open_checkpoint
 from shardckpt.engine.locations import locate, locate_file, refuse_overlap
+from shardckpt.engine.opening import LoadOptions, open_checkpoint
 from shardckpt.engine.saving import SaveOptions, save_checkpoint
 from shardckpt.errors import CheckpointingException, KeyMismatchError, cut_prefix
 from shardckpt.huggingface.small_file import replace_file, write_pickled

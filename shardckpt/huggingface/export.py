@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.damage import hide_damaged
-from shardckpt.engine.loading import LoadOptions, open_checkpoint
 from shardckpt.engine.locations import locate, refuse_overlap
+from shardckpt.engine.opening import LoadOptions, open_checkpoint
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.renaming import list_names, parse_renames, rename_stored
 from shardckpt.huggingface.export_budget import split_export_budget

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt import __version__
 from shardckpt.commit.commit import check_target, commit_staging, discard_staging
-from shardckpt.engine.loading import OpenCheckpoint
+from shardckpt.engine.opening import OpenCheckpoint
 from shardckpt.engine.pruning import open_staging
 from shardckpt.engine.space import refuse_full
 from shardckpt.errors import CheckpointingException, KeyMismatchError, listed

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine.opening import OpenCheckpoint
     from shardckpt.planning.boxes import Ints
     from shardckpt.plugins.key_mapping import KeyMapEntry
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.distributed.comm import Comm
 from shardckpt.distributed.error_report import replace_text
 from shardckpt.engine.load_template import LoadTemplate
-from shardckpt.engine.loading import OpenCheckpoint, load_checkpoint
+from shardckpt.engine.loading import load_checkpoint
 from shardckpt.engine.locations import locate
+from shardckpt.engine.opening import OpenCheckpoint
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.resizing import allow_resizing
 from shardckpt.errors import (

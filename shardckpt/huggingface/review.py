@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine.opening import OpenCheckpoint
 
 #: Mistral's own layout, which vLLM takes instead of the Hub's where such a file is there.
 _MISTRAL = "consolidated*.safetensors"

@@ -14,7 +14,7 @@ from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.strategy import NestsState
 
 if TYPE_CHECKING:
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine.opening import OpenCheckpoint
     from shardckpt.mapping.base import ShardedBase, StateDict
 
 #: Entries of content_metadata, and so part of the format: the converted state dict with keys in place of tensors.

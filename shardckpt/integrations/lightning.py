@@ -16,8 +16,9 @@ except ModuleNotFoundError:  # pytorch-lightning has the same under another name
 
 from shardckpt.commit.removal import clear_tombstones_of, remove_checkpoint
 from shardckpt.distributed.comm import Comm
-from shardckpt.engine.loading import LoadOptions, load_checkpoint, open_checkpoint
+from shardckpt.engine.loading import load_checkpoint
 from shardckpt.engine.locations import expand_home, locate
+from shardckpt.engine.opening import LoadOptions, open_checkpoint
 from shardckpt.engine.saving import SaveOptions, save_checkpoint
 from shardckpt.errors import CheckpointingException, parse_globals
 from shardckpt.manager.plain_state import describe_form, describe_tensors, merge_tensors, request_tensors
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator
 
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine.opening import OpenCheckpoint
     from shardckpt.mapping.base import ShardedStateDict, StateDict
 
     PathLike = str | os.PathLike[str]

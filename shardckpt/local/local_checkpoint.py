@@ -7,8 +7,9 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed.comm import Comm
-from shardckpt.engine.loading import LoadOptions, load_checkpoint, open_checkpoint
+from shardckpt.engine.loading import load_checkpoint
 from shardckpt.engine.locations import locate_local
+from shardckpt.engine.opening import LoadOptions, open_checkpoint
 from shardckpt.engine.saving import SaveOptions, save_checkpoint
 from shardckpt.errors import CheckpointingException, parse_globals, show_given
 from shardckpt.local.tensor_aware import TensorAwareStateDict

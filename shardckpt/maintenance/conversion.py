@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine.opening import OpenCheckpoint
     from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.huggingface.options import ExportOptions
     from shardckpt.huggingface.rules import RuleMapping

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine.opening import OpenCheckpoint
     from shardckpt.maintenance.conversion import SourceOpener
     from shardckpt.plugins.key_mapping import KeyMapping
     from shardckpt.plugins.manager import PluginManager

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine.opening import OpenCheckpoint
     from shardckpt.planning.boxes import Ints
     from shardckpt.plugins.key_mapping import KeyMapping
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
     from pathlib import Path
 
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine.opening import OpenCheckpoint
     from shardckpt.maintenance.conversion import ConversionReport
     from shardckpt.plugins.key_mapping import KeyMapping
     from shardckpt.plugins.manager import PluginManager

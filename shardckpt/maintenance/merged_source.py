@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from shardckpt.engine.loading import OpenCheckpoint
+from shardckpt.engine.opening import OpenCheckpoint
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.optimizer_keys import is_optimizer_key
 from shardckpt.engine.patterns import is_below

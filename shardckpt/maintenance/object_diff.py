@@ -19,7 +19,7 @@ from shardckpt.stubs.stub import Stub
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine.opening import OpenCheckpoint
 
 #: Characters of a value that are shown.
 _SHOWN = 60

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.engine.loading import OpenCheckpoint
+from shardckpt.engine.opening import OpenCheckpoint
 from shardckpt.engine.tensor_sums import TensorSums
 from shardckpt.errors import CorruptCheckpointError, listed
 from shardckpt.maintenance.sources import Reading, open_staged

@@ -13,8 +13,8 @@ from shardckpt.deepspeed.load import DeepSpeedLoadStrategy
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.damage import hide_damaged
 from shardckpt.engine.lazy import StoredCheckpoint
-from shardckpt.engine.loading import OpenCheckpoint, lend_checkpoint
 from shardckpt.engine.locations import locate
+from shardckpt.engine.opening import OpenCheckpoint, lend_checkpoint
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.progress import Progress
 from shardckpt.engine.renaming import list_keys, list_names, rename_key, rename_stored

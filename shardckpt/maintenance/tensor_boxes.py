@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine.opening import OpenCheckpoint
     from shardckpt.engine.tensor_sums import TensorSums
     from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.mapping.base import ShardedBase

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardckpt.adapters.modules import get_model_tensors
 from shardckpt.distributed.comm import Comm
 from shardckpt.distributed.error_report import replace_text
-from shardckpt.engine.loading import LoadOptions, load_checkpoint, open_checkpoint
+from shardckpt.engine.loading import load_checkpoint
+from shardckpt.engine.opening import LoadOptions, open_checkpoint
 from shardckpt.engine.renaming import list_names, list_top_names, rename_key, rename_stored
 from shardckpt.errors import (
     CheckpointingException,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine.opening import OpenCheckpoint
     from shardckpt.manager.config import CheckpointConfig
     from shardckpt.manager.states import TrainingStates
     from shardckpt.mapping.base import ShardedStateDict, StateDict

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine.opening import OpenCheckpoint
     from shardckpt.manifest.models import Manifest
     from shardckpt.mapping.base import ShardedBase, StateDict
     from shardckpt.mapping.sharded_object import ShardedObject

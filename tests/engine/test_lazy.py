@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.engine.loading import OpenCheckpoint
+from shardckpt.engine.opening import OpenCheckpoint
 from shardckpt.errors import CheckpointingException, KeyMismatchError
 from shardckpt.maintenance.sources import open_any
 from shardckpt.mapping import ShardedObject, ShardedTensor

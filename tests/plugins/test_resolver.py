@@ -15,7 +15,7 @@ from shardckpt.cli import main
 from shardckpt.commit import commit
 from shardckpt.commit.owner import claim_name, release_name
 from shardckpt.distributed.comm import Comm
-from shardckpt.engine.loading import LoadOptions, open_checkpoint
+from shardckpt.engine.opening import LoadOptions, open_checkpoint
 from shardckpt.engine.saving import SaveOptions, save_checkpoint
 from shardckpt.errors import (
     BrokenPluginError,

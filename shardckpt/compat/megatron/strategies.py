@@ -11,7 +11,8 @@ from shardckpt.compat.megatron.base_classes import AsyncSaveShardedStrategy, Loa
 from shardckpt.compat.megatron.external_writers import make_request
 from shardckpt.compat.megatron.path_adapter import PathLoader, PathSaver
 from shardckpt.distributed.comm import Comm
-from shardckpt.engine.loading import LoadOptions, OpenCheckpoint, load_checkpoint, read_checkpoint
+from shardckpt.engine.loading import load_checkpoint
+from shardckpt.engine.opening import LoadOptions, OpenCheckpoint, read_checkpoint
 from shardckpt.errors import CheckpointingException, PluginError, StrategyMismatchError
 from shardckpt.manifest.models import Manifest
 from shardckpt.plugins.manager import get_plugin_manager
