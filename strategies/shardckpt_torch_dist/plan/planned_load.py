@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import math
+from collections import Counter
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -66,7 +68,7 @@ class PlannedLoad:
     def share(self) -> None:
         """Collective: make the plan of all ranks; until it is made, no destination changes.
 
-        A plan that leaves out a shard is a ShardingError.
+        A plan that leaves out elements of a shard is a ShardingError.
         """
         comm = self._context.comm
         plans = comm.gather(self._plan)
@@ -87,24 +89,20 @@ class PlannedLoad:
             read_items(self._plan.items, destinations, self._context.reader, self._index)
 
     def _refuse_gaps(self, plan: LoadPlan) -> None:
-        """Raise if a shard that has elements has no item: its destination would keep what it holds."""
-        planned = {item.dest_index.fqn for item in plan.items}
-        left_out = {
-            shard.unique_key if isinstance(shard, ShardedObject) else shard.key
-            for shard in self._wanted
-            if isinstance(shard, ShardedObject)
-            or (isinstance(shard, ShardedTensor) and not shard.allow_shape_mismatch and _has_elements(shard.data))
-        } - planned
-        if left_out:
+        """Raise if the items of a key have fewer elements than its shards: a destination would keep what it holds."""
+        planned, wanted = Counter[str](), Counter[str]()
+        for item in plan.items:
+            planned[item.dest_index.fqn] += 1 if item.type == LoadItemType.BYTE_IO else math.prod(item.lengths)
+        for shard in self._wanted:
+            if isinstance(shard, ShardedObject):
+                wanted[shard.unique_key] = 1
+            elif isinstance(shard, ShardedTensor) and not shard.allow_shape_mismatch:
+                wanted[shard.key] += math.prod(shard.data_shape)
+        if left_out := [repr(key) for key, count in wanted.items() if planned[key] < count]:
             raise ShardingError(
-                f"{type(self._planner).__qualname__} plans no item for {listed(sorted(map(repr, left_out)))}: they "
-                "would keep the values that they have; leave them out of the state dict instead"
+                f"{type(self._planner).__qualname__} leaves out all or a part of {listed(sorted(left_out))}, which "
+                "would keep the values that it has: leave it out of the state dict instead"
             )
-
-
-def _has_elements(destination: torch.Tensor | None) -> bool:
-    """Return whether there is something to fill; memory that the planner has not given yet is to be filled, too."""
-    return destination is None or destination.numel() > 0
 
 
 def make_dcp_metadata(
