@@ -89,7 +89,10 @@ def check_weights(weights: Sequence[float], count: int) -> None:
             f"weights {list(weights)!r:.300}: weights are finite numbers whose sum a float holds. Only their ratios "
             "count: divide all by the largest"
         )
-    if abs(math.fsum(weights)) < 1e-6 * largest:
+    if not have_sum(weights):
         raise CheckpointingException(f"weights {list(weights)}: weights are divided by their sum, which must not be 0")
-    if not any(weights):
-        raise CheckpointingException(f"weights {list(weights)}: at least one weight is not 0")
+
+
+def have_sum(weights: Sequence[float]) -> bool:
+    """Return whether weights have a sum to divide by: one next to 0, beside them, would magnify what rounding left."""
+    return abs(math.fsum(weights)) > 1e-6 * max(map(abs, weights))

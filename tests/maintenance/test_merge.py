@@ -15,7 +15,7 @@ from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMismatchError
 from shardckpt.maintenance import merge_checkpoints
 from shardckpt.maintenance.combine import list_comparisons
-from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.mapping import BlockScales, ShardedObject, ShardedTensor
 from tests.maintenance.merge import LEAST, average, read, whole
 from tests.tables import table
 
@@ -177,6 +177,26 @@ def test_missing_tensors(tmp_path: Path) -> None:
     assert report.conversion.left_out == ("model.more",)
     merge_checkpoints([one, three, four], tmp_path / "all", missing="available", weights=[1, 3, 9])
     assert read(tmp_path / "all")["model.more"].eq(2.5).all()
+    for weights in ([1, -1, 9], [0, 0, 1], [1, -1.0000001, 9]):
+        with pytest.raises(
+            CheckpointingException, match=r"'model.more' is in .*1, .*3 alone, whose weights .* not be 0"
+        ):
+            merge_checkpoints(
+                [one, three, four], tmp_path / "no", missing="available", weights=weights, optimizer="drop"
+            )
+
+
+def test_scales_stay_with_the_tensor_that_they_scale(tmp_path: Path) -> None:
+    """A merge says what scales a tensor that its base lacks, and nothing of scales that it leaves out."""
+    codes, scales = whole("codes", torch.ones(2, 4).to(torch.float8_e4m3fn)), whole("scales", torch.ones(2, 2))
+    codes.block_scales = BlockScales("scales", (1, 2))
+    dc.save({"codes": codes, "scales": scales}, tmp_path / "1", "safetensors")
+    dc.save({"other": whole("other", torch.ones(2))}, tmp_path / "2", "safetensors")
+    sources = [tmp_path / "1", tmp_path / "2"]
+    merge_checkpoints(sources, tmp_path / "all", "safetensors", missing="available")
+    assert dc.load_tensors_metadata(tmp_path / "all")["codes"].block_scales == BlockScales("scales", (1, 2))
+    merge_checkpoints(sources, tmp_path / "one", "safetensors", missing="available", leave_out=["scales"], base=0)
+    assert dc.load_tensors_metadata(tmp_path / "one")["codes"].block_scales is None
 
 
 def test_what_cannot_be_merged_is_named(tmp_path: Path) -> None:
