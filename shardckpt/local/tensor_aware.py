@@ -115,7 +115,7 @@ class TensorAwareStateDict:
 
     def to_state_dict(
         self,
-        sharded_state_dict: ShardedStateDict,
+        sharded_state_dict: ShardedStateDict | None,
         algo: str = "atomic",
         exchange_algo: str = "broadcast",
         validate_access_integrity: bool = True,
@@ -131,8 +131,8 @@ class TensorAwareStateDict:
 
         Args:
             sharded_state_dict: The load template, as for :func:`shardckpt.dist_checkpointing.load`. Tensors that have
-                data are filled in place; for others the result has this object's own tensors. If it is empty, the
-                result is the common state.
+                data are filled in place; for others the result has this object's own tensors. If it is empty or
+                None, the result is the common state.
             algo: As for :meth:`from_state_dict`; with ``"fully_parallel"`` other ranks send what this one lacks.
             exchange_algo: How ranks exchange shards; see
                 :class:`~shardckpt.parallel.load.FullyParallelLoadStrategyWrapper`.
@@ -148,9 +148,6 @@ class TensorAwareStateDict:
         Raises:
             CheckpointingException: the same on every rank.
         """
-        if not sharded_state_dict:
-            self._check_tensors("to_state_dict")
-            return dict_list_map_outplace(lambda leaf: leaf, self.common)
         comm = Comm()
         with comm.local_phase("restoring a state dict"):
             with comm.collective_phase("preparing the state dict"):
@@ -158,7 +155,8 @@ class TensorAwareStateDict:
                 self._check_tensors("to_state_dict")
                 _check_algo(algo)
                 check_algorithm(exchange_algo)
-                template, mode = LoadTemplate(sharded_state_dict, self._name_kept), parse_strict_flag(strict)
+                wanted = {} if sharded_state_dict is None else sharded_state_dict
+                template, mode = LoadTemplate(wanted, self._name_kept), parse_strict_flag(strict)
                 for shard in template.shards:
                     shard.validate_metadata_integrity()
             template.shards = choose_main_replicas(template.shards, comm, compare=False)
@@ -189,7 +187,8 @@ class TensorAwareStateDict:
                 allow = allow_dtype_cast
                 found = iter([_fill_destination(shard, collected, allow_cast=allow) for shard in available])
                 values = [MISSING if stored_key(shard) in mismatch.absent else next(found) for shard in template.shards]
-                state_dict = template.fill(values, self.common)
+                # containers of its own: a training changes what it has loaded
+                state_dict = template.fill(values, dict_list_map_outplace(lambda leaf: leaf, self.common))
         return (state_dict, set(mismatch.missing), set(mismatch.unexpected)) if return_mismatch_keys else state_dict
 
     @property
