@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter
 from contextlib import suppress
@@ -40,7 +41,7 @@ from shardckpt_safetensors.index_parts import ALIGN, HEADER_LIMIT, IndexParts
 from shardckpt_safetensors.names import Strings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from shardckpt.planning import Ints
     from shardckpt.storage import CheckpointReader
@@ -275,6 +276,13 @@ class StoredIndex(ChunkIndex):
         order, shared = _find_shared(*self._places)
         if bool(shared.any()):
             self._fail(self._key_of(int(order[1:][shared][0])), "has a payload that shares bytes with another")
+
+    def ignoring_sizes(self, files: Collection[str]) -> StoredIndex:
+        """Return the index with room for all its payloads in some files: to check it where these are damaged."""
+        found = copy.copy(self)
+        found.__dict__.pop("_file_sizes", None)
+        found._sizes = {**self._sizes, **dict.fromkeys(files, int(SIZE_LIMIT))}  # noqa: SLF001 - of this class
+        return found
 
     def find_outside(self, name: str, first: int, size: int) -> tuple[str, int] | None:
         """Return the key and the start of a payload of a file that is not in its bytes from ``first`` to ``size``."""
