@@ -211,6 +211,8 @@ class PrometheusListener:
         limit = None if quota is None else parse_size(quota, "quota")
         if limit is not None and folder is None:
             raise CheckpointingException("PrometheusListener: a quota is that of a folder: give folder=config.folder")
+        # before any metric is registered: one call that fails must leave the registry to the next
+        place = None if folder is None else locate(folder, get_plugin_manager())
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         histogram = partial(Histogram, registry=registry, buckets=_BUCKETS)
         operation = ("operation",)
@@ -266,8 +268,8 @@ class PrometheusListener:
         for kind in ("setup", "save", "load", "prune"):
             self._failures.labels(kind)
             self._show_in_flight(kind)
-        if folder is not None:
-            registry.register(_FolderCollector(locate(folder, get_plugin_manager()), limit))
+        if place is not None:
+            registry.register(_FolderCollector(place, limit))
 
     @hookimpl
     def shardckpt_event(self, event: Event) -> None:
