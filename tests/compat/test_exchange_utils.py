@@ -142,9 +142,11 @@ def test_a_shard_that_the_distribution_does_not_have_is_refused() -> None:
     """A requested shard that no rank sends is an error, not a result without it."""
     shard, other = (ShardedTensor.from_rank_offsets(key, torch.ones(3)) for key in ("w", "v"))
     distribution = determine_main_replica_uniform_distribution({"w": shard})
-    loaded = {_sharded_tensor_shard_id(shard): torch.ones(3)}
-    with pytest.raises(CheckpointingException, match=r"shard \('v', .* is in no state dict of the distribution"):
-        exchange_by_distribution(loaded, {_sharded_tensor_shard_id(other): other}, distribution)
+    number = _sharded_tensor_shard_id(shard)
+    of_others = distribution._replace(main_rank_for_shard={number: 1}, all_ranks_for_shard={number: [1]})
+    for given_one, loaded, wanted in ((distribution, {number: torch.ones(3)}, other), (of_others, {}, shard)):
+        with pytest.raises(CheckpointingException, match=r"shard \('[vw]', .* is not in the state dict .* of rank 0"):
+            exchange_by_distribution(loaded, {_sharded_tensor_shard_id(wanted): wanted}, given_one)
 
 
 @given(st.lists(st.tuples(st.sets(st.integers(0, 3), min_size=1), st.integers(0, 99)), max_size=30))

@@ -141,10 +141,10 @@ def exchange_by_distribution(
             targets = tuple(rank for rank in shard_distribution.all_ranks_for_shard[number] if rank != source)
             transfers[number] = Transfer(shard.data_shape, shard.dtype, source, targets)
         for number in unloaded_shards:
-            if number not in transfers:
+            if comm.rank not in shard_distribution.all_ranks_for_shard.get(number, ()):
                 raise CheckpointingException(
-                    f"shard {number} is in no state dict of the distribution, so that no rank sends it: pass the "
-                    "distribution of these state dicts"
+                    f"shard {number} is not in the state dict that the distribution has of rank {comm.rank}, so that "
+                    "no rank sends it: pass the distribution of these state dicts"
                 )
             if unloaded_shards[number].dtype != transfers[number].dtype:
                 raise CheckpointingException(
