@@ -158,8 +158,9 @@ class Angle:
 
     def add(self, first: torch.Tensor, second: torch.Tensor) -> None:
         """Add a block of both."""
-        real = (torch.view_as_real(each) if each.is_complex() else each for each in (first, second))
-        one, other = (each.reshape(-1).double() for each in real)
+        kind = functools.reduce(torch.promote_types, (first.dtype, second.dtype), torch.float64)
+        wide = (each.to(kind) for each in (first, second))  # both complex where one is
+        one, other = ((torch.view_as_real(each) if each.is_complex() else each).reshape(-1) for each in wide)
         for sums, product in zip(self._sums, (one * other, one * one, other * other), strict=True):
             whole = product.numel() // _ROW * _ROW
             sums.extend(product[:whole].view(-1, _ROW).sum(1).tolist())

@@ -115,14 +115,16 @@ def slerp(one: torch.Tensor, other: torch.Tensor, part: float) -> np.ndarray[Any
 
 
 def test_slerp(tmp_path: Path) -> None:
-    """Slerp goes along the sphere of each flattened tensor; parallel tensors and zeros are interpolated linearly."""
+    """Slerp goes along the sphere of each flattened tensor, also from complex to real; parallel ones and zeros do not."""
     torch.manual_seed(3)
     state = [{"w": torch.randn(60, 70), "same": torch.ones(9), "zero": torch.zeros(4)} for _ in range(2)]
+    state[0]["mixed"], state[1]["mixed"] = torch.tensor([1j]), torch.tensor([1.0])
     for number, values in enumerate(state):
         dc.save({key: whole(key, value * (1 + number)) for key, value in values.items()}, tmp_path / f"{number}")
     merge_checkpoints([tmp_path / "0", tmp_path / "1"], tmp_path / "new", slerp=0.25, accumulate="fp64")
     found = read(tmp_path / "new")
     np.testing.assert_allclose(found["w"], slerp(state[0]["w"], 2 * state[1]["w"], 0.25), rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(found["mixed"], [2 * math.sin(math.pi / 8) + 1j * math.cos(math.pi / 8)], rtol=1e-6)
     assert found["same"].eq(1.25).all()
     assert found["zero"].eq(0).all()
 
