@@ -81,7 +81,7 @@ def _names(variable: str) -> list[str]:
 @_listed(
     ACCEPT,
     "Comma-separated backends, or backend@version, whose checkpoints may be loaded, converted or merged; all others "
-    "are refused, whatever accept= says. By default none is",
+    "are refused, whatever accept= says. By default all are accepted",
 )
 def accept() -> tuple[str, ...] | None:
     """Return the backends, each with or without a version, whose checkpoints this job may read; None for all."""

@@ -184,9 +184,12 @@ class TensorAwareStateDict:
                 objects = {shard_id(leaf): leaf.data for leaf in leaves if isinstance(leaf, ShardedObject)}
                 collected: dict[Any, Any] = {**objects, **kept, **fetched}
             with comm.collective_phase("assembling the state dict"):
-                allow = allow_dtype_cast
-                found = iter([_fill_destination(shard, collected, allow_cast=allow) for shard in available])
-                values = [MISSING if stored_key(shard) in mismatch.absent else next(found) for shard in template.shards]
+                values = [
+                    MISSING
+                    if stored_key(shard) in mismatch.absent
+                    else _fill_destination(shard, collected, allow_cast=allow_dtype_cast)
+                    for shard in template.shards
+                ]
                 # containers of its own: a training changes what it has loaded
                 state_dict = template.fill(values, dict_list_map_outplace(lambda leaf: leaf, self.common))
         return (state_dict, set(mismatch.missing), set(mismatch.unexpected)) if return_mismatch_keys else state_dict

@@ -15,9 +15,10 @@ from shardckpt.storage.workers import Workers
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Bytes of terms that are combined at a time: they stay in the processor's cache. Elements of a block, at least, and at
-#: most: fewer cost calls of torch, and more it would share among threads.
-_CACHED, _LEAST, _MOST = 512 << 10, 2048, 1 << 15
+#: Bytes of terms that are combined at a time: they stay in the processor's cache.
+_CACHED = 512 << 10
+#: Elements that are combined at a time: with fewer, calls of torch take most of the time; more it shares among threads.
+_LEAST, _MOST = 2048, 1 << 15
 #: The lesser and the greater of two tensors, element by element.
 _BOUNDS = torch.minimum, torch.maximum
 #: Elements that a thread combines before it takes the next.

@@ -126,7 +126,7 @@ class StoredIndex(ChunkIndex):
             )
         ]
         self._strings = strings
-        #: The tensors that were taken last, their chunks and bounds, checked: the next load may be of the same.
+        #: Of the last selection the tensors, and their checked chunks and bounds: the next may be of the same tensors.
         self._selected: tuple[torch.Tensor, Chunks, torch.Tensor] | None = None
         self._scaled: list[torch.Tensor] = []
         if BLOCK_SCALES in self.header.optional_features:
@@ -272,7 +272,7 @@ class StoredIndex(ChunkIndex):
             self._boxes.check(self._every_chunk.box)
         for name in self.objects:
             self.find_object(name)
-        _ = self.numbers
+        _ = self.numbers  # raises if a name is there twice
         order, shared = _find_shared(*self._places)
         if bool(shared.any()):
             self._fail(self._key_of(int(order[1:][shared][0])), "has a payload that shares bytes with another")
@@ -373,15 +373,10 @@ class StoredIndex(ChunkIndex):
             if wrong:
                 self._fail(self.keys[int(numbers[wrong[0]])], "has boxes that do not have each of its elements once")
         steps = table.offset[1:] - table.offset[:-1]
-        moved = steps != 0
-        first = moved.to(torch.uint8).argmax(1, keepdim=True) if steps.shape[1] else moved.long()
-        back = (
-            steps.gather(1, first).view(-1) < 0
-            if steps.shape[1]
-            else torch.zeros(len(steps), dtype=torch.bool, device="cpu")
-        )
-        back &= spec[1:] == spec[:-1]
-        self._refuse(back, lambda: owners[1:], "has boxes that are not sorted by their offsets")
+        if steps.shape[1]:
+            first = (steps != 0).to(torch.uint8).argmax(1, keepdim=True)  # the axis that decides the order
+            back = (steps.gather(1, first).view(-1) < 0) & (spec[1:] == spec[:-1])
+            self._refuse(back, lambda: owners[1:], "has boxes that are not sorted by their offsets")
         return volume
 
     def _check_payloads(self, chunks: Chunks, numbers: torch.Tensor) -> None:

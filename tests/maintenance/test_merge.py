@@ -115,7 +115,7 @@ def slerp(one: torch.Tensor, other: torch.Tensor, part: float) -> np.ndarray[Any
 
 
 def test_slerp(tmp_path: Path) -> None:
-    """Slerp goes along the sphere of each flattened tensor, also from complex to real; parallel ones and zeros do not."""
+    """Slerp goes along the sphere of each flattened tensor, from complex to real, too; of parallel ones on a line."""
     torch.manual_seed(3)
     state = [{"w": torch.randn(60, 70), "same": torch.ones(9), "zero": torch.zeros(4)} for _ in range(2)]
     state[0]["mixed"], state[1]["mixed"] = torch.tensor([1j]), torch.tensor([1.0])

@@ -1,4 +1,4 @@
-"""Load by a planner: it plans the items, and gives the tensors that they are read into."""
+"""Load by a planner of DCP, which plans the items, and gives the tensors that they are read into."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _keeps_no_part(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
 
 
 class CheckedPlanner:
-    """A planner that gives the destinations; it gets no archive, and allows no cast, that our own reader refuses.
+    """A planner behind our own checks: archives and casts that our reader refuses are refused before it gets them.
 
     With ``allow_cast`` a cast may lose more than precision. ``agreed`` are tensors, by key, and dtypes that they may be
     cast to in any case. ``suspects`` are items whose values a cast may have changed, with the dtypes of their
@@ -253,7 +253,7 @@ class CheckedPlanner:
             failure = f" (which of them cannot be told: lookup_tensor raised {type(exc).__name__}: {exc})"
             found = [get_local_tensor(each) for each in self._list_tensors()]
         quantized = [whole for whole in found if is_quantized(whole)]
-        # without a lookup the shape alone does not say that a plain target is no copy
+        # without a lookup, a plain target may be a copy of a part, though one of the tensors has its shape
         is_whole = any(tuple(whole.shape) == lengths for whole in quantized) and (is_quantized(target) or not failure)
         if not quantized or is_whole:
             return
