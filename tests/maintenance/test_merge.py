@@ -88,6 +88,17 @@ def test_the_average_of_the_largest_numbers_is_not_infinite(tmp_path: Path, dtyp
         assert read(tmp_path / f"{number}")["mask"].equal(mask)
 
 
+@table("scale", [2.0**-148, 1e-46, 2.0**126, 1e300])
+def test_only_the_ratios_of_weights_count(tmp_path: Path, scale: float) -> None:
+    """Weights at the ends of what float32 holds, or beyond, merge as those next to 1 do."""
+    torch.manual_seed(4)
+    values = [torch.randn(64), torch.randn(64)]
+    for number, value in enumerate(values):
+        dc.save({"w": whole("w", value)}, tmp_path / f"{number}")
+    merge_checkpoints([tmp_path / "0", tmp_path / "1"], tmp_path / "new", weights=[scale, 3 * scale])
+    np.testing.assert_allclose(read(tmp_path / "new")["w"], average(values, [1, 3]), rtol=1e-5)
+
+
 @table("count", range(1, 13))
 def test_the_comparisons_sort(count: int) -> None:
     """Whatever is added up is sorted first: all sequences of zeros and ones are, and so any sequence is."""
