@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.load_template import MISSING, LoadTemplate
 from shardckpt.errors import CheckpointingException, KeyMismatchError
-from shardckpt.local.memory_shards import fetch_shards, keep_share
+from shardckpt.local.memory_shards import describe_shards, fetch_shards, keep_share
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.mapping.unstored import StoredNames
@@ -81,8 +81,8 @@ class TensorAwareStateDict:
             algo: ``"fully_parallel"``: of a tensor that ranks of the group replicate one of them keeps its data.
                 ``"atomic"``: each rank keeps all of its own.
             parallelization_group: The ranks that hold copies of each other's shards; by default all.
-            cached_metadata: The second value that this returned last time, a :class:`shardckpt.local.KeptShards`. The
-                assignment is reused if all ranks have the same shards as then.
+            cached_metadata: The second value that this returned last time, a :class:`shardckpt.local.KeptShards`. Where
+                all ranks have the same shards as then, they are not validated again, and the assignment is reused.
 
         Returns:
             The part, and the ``cached_metadata`` for the next call (None for ``"atomic"``).
@@ -98,10 +98,14 @@ class TensorAwareStateDict:
                 for shard in _list_tensors(sharded):
                     if shard.data is None:
                         raise CheckpointingException(f"ShardedTensor {shard.key!r} has no data to keep")
-            shards = iter(choose_main_replicas(list(nested_values(sharded)), comm, compare=False))
-            sharded = dict_list_map_outplace(lambda _: next(shards), sharded)
-            if not comm.all_true(cached_metadata is not None):  # validated when the cache was made
-                validate_shards(list(nested_values(sharded)), comm)
+            shards = choose_main_replicas(list(nested_values(sharded)), comm, compare=False)
+            chosen = iter(shards)
+            sharded = dict_list_map_outplace(lambda _: next(chosen), sharded)
+            described = describe_shards(shards)
+            # those of the cache were validated when it was made
+            if not comm.all_true(cached_metadata is not None and cached_metadata.described == described):
+                cached_metadata = None
+                validate_shards(shards, comm)
             if algo == "atomic":
                 return cls(common, sharded), None
             # before the first collective of another group, whose ranks would wait for one that failed
@@ -110,7 +114,7 @@ class TensorAwareStateDict:
             with comm.collective_phase("assigning the shards"):
                 group = Comm(parallelization_group)
                 with group.collective_phase("assigning the shards"):
-                    kept = keep_share(list(_list_tensors(sharded)), group, cached_metadata)
+                    kept = keep_share(list(_list_tensors(sharded)), group, cached_metadata, described)
             return cls(common, sharded), kept
 
     def to_state_dict(

@@ -9,10 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt.adapters import to_sharded_state_dict
-from shardckpt.errors import (
-    CheckpointingException,
-    DtypeMismatchError,
-)
+from shardckpt.errors import CheckpointingException, DtypeMismatchError, ShardingError
 from shardckpt.local.local_checkpoint import load_local, save_local
 from shardckpt.local.tensor_aware import TensorAwareStateDict
 from shardckpt.mapping import ShardedObject, ShardedTensor
@@ -81,6 +78,18 @@ def _cached() -> list[bool]:
 def test_an_assignment_is_kept_while_no_rank_has_other_shards(ranks: Ranks) -> None:
     """What is passed back as cached_metadata is used again, and made anew on all ranks as soon as one differs."""
     assert ranks.run(4, _cached) == [[True, False]] * 4
+
+
+def test_other_shards_than_the_cached_ones_are_validated() -> None:
+    """What is passed back as cached_metadata lets no hole through, of a tensor that is cut, or has grown."""
+
+    def describe(length: int, whole: int) -> dict[str, Any]:
+        return {"w": ShardedTensor("w", torch.ones(length), torch.float32, (length,), (whole,), (0,), None)}
+
+    _, cache = TensorAwareStateDict.from_state_dict(describe(8, 8))
+    for length, whole in ((4, 8), (8, 16)):
+        with pytest.raises(ShardingError, match="no shard describes"):
+            TensorAwareStateDict.from_state_dict(describe(length, whole), cached_metadata=cache)
 
 
 def _with_an_empty_shard() -> None:
