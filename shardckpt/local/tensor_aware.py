@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.load_template import MISSING, LoadTemplate
+from shardckpt.engine.loading import report_ignored
 from shardckpt.errors import CheckpointingException, KeyMismatchError
 from shardckpt.local.memory_shards import describe_shards, fetch_shards, keep_share
 from shardckpt.mapping.sharded_object import ShardedObject
@@ -177,6 +178,9 @@ class TensorAwareStateDict:
                 described = list(self._described_tensors())
                 check_shapes(available, {shard.key: tuple(shard.global_shape) for shard in described})
                 check_dtypes(available, {shard.key: shard.dtype for shard in described}, allow_cast=allow_dtype_cast)
+                ignored = template.find_ignored_tensors(self.common)
+            if any(comm.largest(len(ignored))):
+                report_ignored(ignored, "warn", comm)
             with comm.collective_phase("collecting shards"):
                 group = Comm(parallelization_group) if algo == "fully_parallel" else Comm(alone=True)
                 with group.collective_phase("collecting shards"):

@@ -80,6 +80,13 @@ def test_an_assignment_is_kept_while_no_rank_has_other_shards(ranks: Ranks) -> N
     assert ranks.run(4, _cached) == [[True, False]] * 4
 
 
+def test_a_plain_tensor_that_nothing_fills_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A tensor of the state dict to restore that no shard describes is named, as a load does."""
+    part, _ = TensorAwareStateDict.from_state_dict({"w": ShardedTensor.from_rank_offsets("w", make_tensor(1))})
+    assert part.to_state_dict({"w": torch.zeros(3)}) == {}
+    assert "no shard describes 1 tensor of the state dict to load" in caplog.text
+
+
 def test_other_shards_than_the_cached_ones_are_validated() -> None:
     """What is passed back as cached_metadata lets no hole through, of a tensor that is cut, or has grown."""
 
