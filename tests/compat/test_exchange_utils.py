@@ -113,6 +113,17 @@ def _exchange_objects() -> dict[int, str]:
     return exchange_utils.exchange_loaded_objects_gather_object({dist.get_rank(): str(dist.get_rank())})
 
 
+def _exchange_none_on_one_rank() -> None:
+    loaded: Any = {"rng": 0} if dist.get_rank() else None
+    exchange_utils.exchange_loaded_objects_gather_object(loaded)
+
+
+def test_objects_that_are_no_dict_are_everyones_error(ranks: Ranks) -> None:
+    """A rank that has loaded nothing, and says so by None, keeps no other waiting."""
+    outcomes = ranks.outcomes(2, _exchange_none_on_one_rank)
+    assert {outcome.kind for outcome in outcomes} == {"RankFailedError"}
+
+
 @pytest.mark.parametrize("spoil", ["loaded", "unloaded"])
 def test_what_a_rank_forgets_is_everyones_error(ranks: Ranks, spoil: str) -> None:
     """A rank that lacks what the distribution expects of it keeps no other waiting."""

@@ -173,8 +173,10 @@ def exchange_loaded_objects_gather_object(loaded_objects: Mapping[Any, Any]) -> 
     Raises:
         CheckpointingException: several ranks have loaded an object of the same key.
     """
-    found: dict[Any, Any] = {}
-    for rank, loaded in enumerate(Comm().all_gather(dict(loaded_objects))):
+    comm, found = Comm(), dict[Any, Any]()
+    with comm.collective_phase("gathering objects"):
+        own = dict(loaded_objects)
+    for rank, loaded in enumerate(comm.all_gather(own)):
         if twice := found.keys() & loaded.keys():
             names = listed(sorted(map(str, twice)), limit=4)
             raise CheckpointingException(
