@@ -31,8 +31,10 @@ VERIFY_READS = "SHARDCKPT_VERIFY_READS"
 
 #: How much of two names is equal: plugins may have variables of their own.
 _ALMOST = 0.9
-#: Of any number: what threads, seconds and hours never need, and what clients cannot count.
-_MOST_DIGITS = 9
+#: Of any number: more hours and MiB nobody needs, and clients cannot count.
+_MOST = 999_999_999
+#: They are started before the first file is written: more would keep a save waiting.
+_MOST_THREADS = 1024
 #: A backend, with or without a version.
 _KEY = re.compile(r"[^\s@]+(@[0-9]{1,9})?")
 
@@ -51,25 +53,24 @@ def _listed(name: str, text: str) -> Callable[[_R], _R]:
     return add
 
 
-def _number(name: str, text: str, *, default: int, least: int = 1) -> Callable[[], int]:
+def _number(name: str, text: str, *, default: int, least: int = 1, most: int = _MOST) -> Callable[[], int]:
     """Add a variable that is a whole number; return the function that reads it."""
-    return _listed(name, text)(functools.partial(_integer, name, default, least))
+    return _listed(name, text)(functools.partial(_integer, name, default, least, most))
 
 
 def _switch(name: str, text: str) -> Callable[[], bool]:
     """Add a variable that is 1, by default, or 0; return the function that reads it."""
-    return _listed(name, text)(lambda: bool(_integer(name, 1, 0)))
+    return _listed(name, text)(lambda: bool(_integer(name, 1, 0, 1)))
 
 
-def _integer(name: str, default: int, least: int) -> int:
+def _integer(name: str, default: int, least: int, most: int) -> int:
     text = os.environ.get(name)
     if text is None:
         return default
     digits = text.lstrip("0") or "0"
-    if not (text.isascii() and text.isdecimal()) or len(digits) > _MOST_DIGITS or int(digits) < least:
-        raise CheckpointingException(
-            f"{name}={text!r:.100}: expected a whole number of at least {least}, of {_MOST_DIGITS} digits at most"
-        )
+    is_number = text.isascii() and text.isdecimal() and len(digits) <= len(str(most))
+    if not is_number or not least <= int(digits) <= most:
+        raise CheckpointingException(f"{name}={text!r:.100}: expected a whole number from {least} to {most}")
     return int(digits)
 
 
@@ -80,7 +81,7 @@ def _names(variable: str) -> list[str]:
 @_listed(
     ACCEPT,
     "Comma-separated backends, or backend@version, whose checkpoints may be loaded, converted or merged; all others "
-    "are refused, whatever accept= says. By default none is",
+    "are refused, whatever accept= says. By default all are accepted",
 )
 def accept() -> tuple[str, ...] | None:
     """Return the backends, each with or without a version, whose checkpoints this job may read; None for all."""
@@ -113,7 +114,7 @@ _count_cores = functools.cache(os.cpu_count)
 @_listed(IO_THREADS, "Threads per rank that read or write files; 1 does all file work in the calling thread")
 def io_threads() -> int:
     """Return the number of file threads per rank; by default one per core, at least 2 and at most 4."""
-    return _integer(IO_THREADS, max(2, min(4, _count_cores() or 1)), 1)
+    return _integer(IO_THREADS, max(2, min(4, _count_cores() or 1)), 1, _MOST_THREADS)
 
 
 leftover_hours = _number(
@@ -151,6 +152,7 @@ remote_threads = _number(
     REMOTE_THREADS,
     "Threads per rank that read from an object store: more than cores, because they wait",
     default=16,
+    most=_MOST_THREADS,
 )
 remote_timeout = _number(
     REMOTE_TIMEOUT,

@@ -263,9 +263,9 @@ class MatchedShards:
             target = _view_unflattened(self._shards[shard_row])
             axes = target.ndim
             chunk, shape = _cut_axes(wide_chunk, axes), tuple(extent[:axes])
-            for axis in range(axes) if shape != target.shape else ():  # other chunks have the rest of it
-                if shape[axis] != target.shape[axis]:
-                    target = target.narrow(axis, offset[axis] - shard_offset[axis], shape[axis])
+            if shape != target.shape:  # other chunks have the rest of it
+                for axis, length in enumerate(shape):
+                    target = target.narrow(axis, offset[axis] - shard_offset[axis], length)
             start = tuple(map(sub, offset[:axes], chunk.box.offset))
             regions.append(Region(number, chunk, start, target, shape == chunk.box.shape))
         return regions

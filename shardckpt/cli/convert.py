@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output, add_verbose
-from shardckpt.cli.renames import add_rename_option, read_renames
+from shardckpt.cli.renames import add_rename_option, read_renames, set_once
 from shardckpt.cli.table import fit_table
 from shardckpt.errors import CheckpointingException, format_many, listed
 
@@ -148,15 +148,13 @@ def read_hub_options(options: Any) -> dict[str, Any]:
 
 
 def _read_dtypes(texts: Sequence[str]) -> dict[str, str] | None:
-    """Return the dtypes by patterns of names, "*" for the others; two for one pattern are an error."""
+    """Return the dtypes by patterns of names, "*" for the others."""
+    from shardckpt.huggingface.dtypes import parse_dtype
+
     found: dict[str, str] = {}
     for text in texts:
         pattern, _, dtype = text.rpartition("=")
-        pattern = pattern or "*"
-        if found.setdefault(pattern, dtype) != dtype:
-            raise CheckpointingException(
-                f"--dtype: tensors of {pattern!r} cannot become both {found[pattern]!r} and {dtype!r}: give one"
-            )
+        set_once(found, pattern or "*", dtype, "--dtype", parse_dtype)
     return found or None
 
 

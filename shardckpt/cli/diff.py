@@ -1,9 +1,9 @@
 """Compare two checkpoints, folders of the Hub, or files: keys, shapes, dtypes, then values, objects and common state.
 
 Tensors with stored fingerprints in both checkpoints are compared by fingerprint. Where fingerprints are missing or
-differ, or with --read, the values are read, in bounded memory. Exit code: 1 if a tensor differs in shape or dtype, or
-by more than the tolerances, an object, the common state or a file that is not read differs, or only one of the two has
-it.
+differ, or with --read, the values are read, in bounded memory. Exit code: 1 if anything differs: the shape, dtype or,
+by more than the tolerances, a value of a tensor; an object, the common state or a file that is not read; or if only one
+of the two has it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_UNPAIRED = 10
 def add_options(parser: Any) -> None:
     """Add the options."""
     parser.add_argument("first", help="directory or URL of a checkpoint or Hugging Face folder, or a file")
-    parser.add_argument("second", help="the other")
+    parser.add_argument("second", help="what it is compared with: the same")
     parser.add_argument("--rtol", type=float, default=0.0, help="tolerance relative to the second's values (0)")
     parser.add_argument("--atol", type=float, default=0.0, help="absolute tolerance (0); without any, by bits")
     parser.add_argument(

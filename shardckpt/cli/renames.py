@@ -7,9 +7,12 @@ the keys that are stored; ``ls`` and ``prune`` look at no key.
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CheckpointingException
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def add_rename_option(parser: Any, what: str) -> None:
@@ -24,27 +27,31 @@ def add_rename_option(parser: Any, what: str) -> None:
     )
 
 
+def set_once(found: dict[str, str], name: str, value: str, option: str, parse: Callable[[str], object] = str) -> None:
+    """Add the value that an option gives for a name; another one, as ``parse`` reads both, is an error."""
+    before = found.setdefault(name, value)
+    if before != value and parse(before) != parse(value):
+        raise CheckpointingException(f"{option}: {name!r} cannot become both {before!r} and {value!r}: give one")
+
+
 def read_renames(options: Any) -> dict[str, str]:
-    """Return the new names by the old ones; an old one that is given twice is an error."""
+    """Return the new names by the old ones."""
     found: dict[str, str] = {}
     for old, new in options.rename:
-        if found.setdefault(old, new) != new:
-            raise CheckpointingException(f"--rename: {old!r} cannot become both {found[old]!r} and {new!r}")
+        set_once(found, old, new, "--rename")
     return found
 
 
 def split_renames(options: Any, count: int) -> list[dict[str, str]]:
     """Return the new names by the old ones for each of several sources: those of ``N:OLD=NEW`` for the N-th alone."""
     found: list[dict[str, str]] = [{} for _ in range(count)]
-    for text, new in read_renames(options).items():
+    for text, new in options.rename:
         number, sign, old = text.partition(":")
-        if not (sign and number.isdecimal()):
-            for names in found:
-                names[text] = new
-        elif 1 <= int(number) <= count:
-            found[int(number) - 1][old] = new
-        else:
+        is_numbered = sign and number.isdecimal()
+        if is_numbered and not 1 <= int(number) <= count:
             raise CheckpointingException(f"--rename {text}={new}: there are {count} SRC, numbered from 1")
+        for names in [found[int(number) - 1]] if is_numbered else found:
+            set_once(names, old if is_numbered else text, new, f"--rename {text}={new}")
     return found
 
 

@@ -128,7 +128,7 @@ def load_checkpoint(
         not allow_dtype_cast and any(can_change_values(*pair) for pair in casts), len(ignored)
     )
     if is_ignored:
-        _report_ignored(ignored, on_unused, comm)
+        report_ignored(ignored, on_unused, comm)
     wanted_values = [_without_data(shard) if n in twins else shard for n, shard in enumerate(available)]
     found = checkpoint.values(wanted_values, is_synced=True)
     with checkpoint.operation.local_phase("comparing what has one destination"):
@@ -260,7 +260,7 @@ def _log_left_out(template: LoadTemplate) -> None:
     logger.log(level, "left out of the result, since it did not exist when the checkpoint was saved: %s", names)
 
 
-def _report_ignored(ignored: list[str], on_unused: OnUnused, comm: Comm) -> None:
+def report_ignored(ignored: list[str], on_unused: OnUnused, comm: Comm) -> None:
     """Collective: say of some rank which tensors of its state dict no load fills; raise if ``on_unused`` says so."""
     paths = next(filter(None, comm.all_gather(ignored[:_FEW])))
     (count,) = comm.largest(len(ignored))

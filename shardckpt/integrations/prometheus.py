@@ -164,9 +164,9 @@ class PrometheusListener:
     - ``shardckpt_bytes_total{operation}``: bytes that this rank has written, or loaded, by operations that have ended.
     - ``shardckpt_last_success_timestamp_seconds{operation}``: when one last ended well; for an alert on its age.
     - ``shardckpt_start_timestamp_seconds``: when this listener was made; for an alert on a job that does not save.
-    - ``shardckpt_failures_total{operation}``: operations that failed, before they began, too, as a manager's save that
-      cannot list its folder, and a manager's load of a damaged step that it did without; of ``prune``, old steps that a
-      manager could not remove; 0 of these three from the start, so that ``increase`` sees the first.
+    - ``shardckpt_failures_total{operation}``: operations that failed, also before they began, as a manager's save that
+      cannot list its folder; loads of damaged steps that a manager did without; with ``prune``, old steps that it could
+      not remove. Each of the three is 0 from the start, so that ``increase`` sees the first failure.
     - ``shardckpt_skipped_saves_total``: steps that ``on_busy="skip"`` left out, since a save was under way.
     - ``shardckpt_last_other_job_timestamp_seconds{folder}``: when a save of this job last found that another job saves
       to its folder, too; absent until one has. Each save looks, on a store at most once a minute.
@@ -211,6 +211,8 @@ class PrometheusListener:
         limit = None if quota is None else parse_size(quota, "quota")
         if limit is not None and folder is None:
             raise CheckpointingException("PrometheusListener: a quota is that of a folder: give folder=config.folder")
+        # before any metric is registered: one call that fails must leave the registry to the next
+        place = None if folder is None else locate(folder, get_plugin_manager())
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         histogram = partial(Histogram, registry=registry, buckets=_BUCKETS)
         operation = ("operation",)
@@ -266,8 +268,8 @@ class PrometheusListener:
         for kind in ("setup", "save", "load", "prune"):
             self._failures.labels(kind)
             self._show_in_flight(kind)
-        if folder is not None:
-            registry.register(_FolderCollector(locate(folder, get_plugin_manager()), limit))
+        if place is not None:
+            registry.register(_FolderCollector(place, limit))
 
     @hookimpl
     def shardckpt_event(self, event: Event) -> None:

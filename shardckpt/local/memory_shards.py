@@ -5,26 +5,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import KeyMismatchError
+from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.parallel.transfers import Transfer, choose_device, exchange_shards
 from shardckpt.planning.shard_copies import assign_shards, describe_copy, find_holders, shard_id
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     import torch
 
     from shardckpt.distributed.comm import Comm
-    from shardckpt.mapping.sharded_tensor import ShardedTensor
-    from shardckpt.planning.shard_copies import ShardCopy, ShardId
+    from shardckpt.mapping.base import ShardedBase
+    from shardckpt.planning.shard_copies import ShardId
 
 
 class KeptShards(NamedTuple):
     """The tensor shards that this rank keeps, of all that the ranks of a group have.
 
-    ``copies`` has the shards that this rank had when they were assigned; ``kept`` the ids of the shards that it keeps.
+    ``described`` is the result of :func:`describe_shards` when they were assigned; ``kept`` has the ids of the shards
+    that this rank keeps.
     """
 
-    copies: list[ShardCopy]
+    described: list[Hashable]
     kept: set[Hashable]
 
 
@@ -43,19 +45,25 @@ class _Inventory(NamedTuple):
     lacking: dict[ShardId, str]
 
 
-def keep_share(shards: Sequence[ShardedTensor], group: Comm, cached: KeptShards | None) -> KeptShards:
+def describe_shards(shards: Iterable[ShardedBase]) -> list[Hashable]:
+    """Return all of this rank's shards that their validation, and their assignment to ranks, depends on."""
+    return [
+        (describe_copy(shard), *((tuple(shard.global_shape), shard.dtype) if isinstance(shard, ShardedTensor) else ()))
+        for shard in shards
+    ]
+
+
+def keep_share(
+    shards: Sequence[ShardedTensor], group: Comm, cached: KeptShards | None, described: list[Hashable]
+) -> KeptShards:
     """Collective: assign each shard to one rank of the group, which keeps it; return the shards that this rank keeps.
 
-    ``data`` of this rank's shards that another rank keeps becomes None. ``cached``, the result of an earlier call, is
-    reused if all ranks have the same shards as then.
+    ``data`` of this rank's shards that another rank keeps becomes None. ``cached`` is the result of an earlier call for
+    the same shards, on all ranks or on none: assignments of different calls may leave a shard without a keeper.
     """
-    with group.local_phase("comparing with the last assignment"):
-        copies = [describe_copy(shard) for shard in shards]
-        is_unchanged = cached is not None and cached.copies == copies
-    # all ranks reuse theirs or none does: assignments of different calls may leave a shard without a keeper
-    if not group.all_true(is_unchanged) or cached is None:
-        assigned = assign_shards(group.all_gather(copies), main_only=False)
-        cached = KeptShards(copies, {shard for shard, found in assigned.items() if found.rank == group.rank})
+    if cached is None:
+        assigned = assign_shards(group.all_gather([describe_copy(shard) for shard in shards]), main_only=False)
+        cached = KeptShards(described, {shard for shard, found in assigned.items() if found.rank == group.rank})
     for shard in shards:
         if shard_id(shard) not in cached.kept:
             shard.data = None

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.load_template import MISSING, LoadTemplate
+from shardckpt.engine.loading import report_ignored
 from shardckpt.errors import CheckpointingException, KeyMismatchError
-from shardckpt.local.memory_shards import fetch_shards, keep_share
+from shardckpt.local.memory_shards import describe_shards, fetch_shards, keep_share
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.mapping.unstored import StoredNames
@@ -81,8 +82,8 @@ class TensorAwareStateDict:
             algo: ``"fully_parallel"``: of a tensor that ranks of the group replicate one of them keeps its data.
                 ``"atomic"``: each rank keeps all of its own.
             parallelization_group: The ranks that hold copies of each other's shards; by default all.
-            cached_metadata: The second value that this returned last time, a :class:`shardckpt.local.KeptShards`. The
-                assignment is reused if all ranks have the same shards as then.
+            cached_metadata: The second value that this returned last time, a :class:`shardckpt.local.KeptShards`. Where
+                all ranks have the same shards as then, they are not validated again, and the assignment is reused.
 
         Returns:
             The part, and the ``cached_metadata`` for the next call (None for ``"atomic"``).
@@ -98,10 +99,14 @@ class TensorAwareStateDict:
                 for shard in _list_tensors(sharded):
                     if shard.data is None:
                         raise CheckpointingException(f"ShardedTensor {shard.key!r} has no data to keep")
-            shards = iter(choose_main_replicas(list(nested_values(sharded)), comm, compare=False))
-            sharded = dict_list_map_outplace(lambda _: next(shards), sharded)
-            if not comm.all_true(cached_metadata is not None):  # validated when the cache was made
-                validate_shards(list(nested_values(sharded)), comm)
+            shards = choose_main_replicas(list(nested_values(sharded)), comm, compare=False)
+            chosen = iter(shards)
+            sharded = dict_list_map_outplace(lambda _: next(chosen), sharded)
+            described = describe_shards(shards)
+            # those of the cache were validated when it was made
+            if not comm.all_true(cached_metadata is not None and cached_metadata.described == described):
+                cached_metadata = None
+                validate_shards(shards, comm)
             if algo == "atomic":
                 return cls(common, sharded), None
             # before the first collective of another group, whose ranks would wait for one that failed
@@ -110,12 +115,12 @@ class TensorAwareStateDict:
             with comm.collective_phase("assigning the shards"):
                 group = Comm(parallelization_group)
                 with group.collective_phase("assigning the shards"):
-                    kept = keep_share(list(_list_tensors(sharded)), group, cached_metadata)
+                    kept = keep_share(list(_list_tensors(sharded)), group, cached_metadata, described)
             return cls(common, sharded), kept
 
     def to_state_dict(
         self,
-        sharded_state_dict: ShardedStateDict,
+        sharded_state_dict: ShardedStateDict | None,
         algo: str = "atomic",
         exchange_algo: str = "broadcast",
         validate_access_integrity: bool = True,
@@ -131,8 +136,8 @@ class TensorAwareStateDict:
 
         Args:
             sharded_state_dict: The load template, as for :func:`shardckpt.dist_checkpointing.load`. Tensors that have
-                data are filled in place; for others the result has this object's own tensors. If it is empty, the
-                result is the common state.
+                data are filled in place; for others the result has this object's own tensors. If it is empty or
+                None, the result is the common state.
             algo: As for :meth:`from_state_dict`; with ``"fully_parallel"`` other ranks send what this one lacks.
             exchange_algo: How ranks exchange shards; see
                 :class:`~shardckpt.parallel.load.FullyParallelLoadStrategyWrapper`.
@@ -148,9 +153,6 @@ class TensorAwareStateDict:
         Raises:
             CheckpointingException: the same on every rank.
         """
-        if not sharded_state_dict:
-            self._check_tensors("to_state_dict")
-            return dict_list_map_outplace(lambda leaf: leaf, self.common)
         comm = Comm()
         with comm.local_phase("restoring a state dict"):
             with comm.collective_phase("preparing the state dict"):
@@ -158,7 +160,8 @@ class TensorAwareStateDict:
                 self._check_tensors("to_state_dict")
                 _check_algo(algo)
                 check_algorithm(exchange_algo)
-                template, mode = LoadTemplate(sharded_state_dict, self._name_kept), parse_strict_flag(strict)
+                wanted = {} if sharded_state_dict is None else sharded_state_dict
+                template, mode = LoadTemplate(wanted, self._name_kept), parse_strict_flag(strict)
                 for shard in template.shards:
                     shard.validate_metadata_integrity()
             template.shards = choose_main_replicas(template.shards, comm, compare=False)
@@ -175,6 +178,9 @@ class TensorAwareStateDict:
                 described = list(self._described_tensors())
                 check_shapes(available, {shard.key: tuple(shard.global_shape) for shard in described})
                 check_dtypes(available, {shard.key: shard.dtype for shard in described}, allow_cast=allow_dtype_cast)
+                ignored = template.find_ignored_tensors(self.common)
+            if any(comm.largest(len(ignored))):
+                report_ignored(ignored, "warn", comm)
             with comm.collective_phase("collecting shards"):
                 group = Comm(parallelization_group) if algo == "fully_parallel" else Comm(alone=True)
                 with group.collective_phase("collecting shards"):
@@ -186,10 +192,14 @@ class TensorAwareStateDict:
                 objects = {shard_id(leaf): leaf.data for leaf in leaves if isinstance(leaf, ShardedObject)}
                 collected: dict[Any, Any] = {**objects, **kept, **fetched}
             with comm.collective_phase("assembling the state dict"):
-                allow = allow_dtype_cast
-                found = iter([_fill_destination(shard, collected, allow_cast=allow) for shard in available])
-                values = [MISSING if stored_key(shard) in mismatch.absent else next(found) for shard in template.shards]
-                state_dict = template.fill(values, self.common)
+                values = [
+                    MISSING
+                    if stored_key(shard) in mismatch.absent
+                    else _fill_destination(shard, collected, allow_cast=allow_dtype_cast)
+                    for shard in template.shards
+                ]
+                # containers of its own: a training changes what it has loaded
+                state_dict = template.fill(values, dict_list_map_outplace(lambda leaf: leaf, self.common))
         return (state_dict, set(mismatch.missing), set(mismatch.unexpected)) if return_mismatch_keys else state_dict
 
     @property

@@ -15,15 +15,18 @@ from shardckpt.storage.workers import Workers
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Bytes of terms that are combined at a time: they stay in the processor's cache. Elements of a block, at least, and at
-#: most: fewer cost calls of torch, and more it would share among threads.
-_CACHED, _LEAST, _MOST = 512 << 10, 2048, 1 << 15
+#: Bytes of terms that are combined at a time: they stay in the processor's cache.
+_CACHED = 512 << 10
+#: Elements that are combined at a time: with fewer, calls of torch take most of the time; more it shares among threads.
+_LEAST, _MOST = 2048, 1 << 15
 #: The lesser and the greater of two tensors, element by element.
 _BOUNDS = torch.minimum, torch.maximum
 #: Elements that a thread combines before it takes the next.
 _SHARE = 1 << 16
 #: Elements whose products are added up by torch: fewer than it shares among threads, so the sum has always one order.
 _ROW = 4096
+#: Weights up to this power of two, or its reciprocal, are used as they are.
+_NEAR = 64
 #: Above this cosine, the sine that slerp divides by is too small: values are interpolated linearly, as by mergekit.
 _PARALLEL = 0.9995
 
@@ -39,21 +42,27 @@ class Combination(NamedTuple):
         """Whether no result is outside of what its values span."""
         return min(self.weights) >= 0 and math.fsum(self.weights) == self.divisor
 
-    def shrink(self) -> Combination:
-        """Return the same combination with weights and divisor so small that no sum is larger than its largest value.
+    @property
+    def exponent(self) -> int:
+        """The power of two above all weights."""
+        return math.frexp(max(map(abs, self.weights)))[1]
 
-        They are divided by a power of two, so that all sums have the same bits, unless they are very small.
+    def shrink(self, exponent: int) -> Combination:
+        """Return the same combination with weights and divisor divided by a power of two.
+
+        All sums have the same bits, unless they are very small.
         """
-        exponent = math.frexp(max(map(abs, self.weights)))[1] + len(self.weights).bit_length()
         return Combination(
             tuple(math.ldexp(weight, -exponent) for weight in self.weights), math.ldexp(self.divisor, -exponent)
         )
 
 
 def make_average(weights: Sequence[float]) -> Combination:
-    """Return the weighted average."""
+    """Return the weighted average; only the ratios of the weights count."""
     # fsum: the sum of weights must not depend on their order either
-    return Combination(tuple(weights), math.fsum(weights))
+    found = Combination(tuple(weights), math.fsum(weights))
+    # far from 1, float32 has no place for the divisor, or few bits for the terms
+    return found.shrink(found.exponent) if abs(found.exponent) > _NEAR else found
 
 
 def combine(values: Sequence[torch.Tensor], how: Combination, target: torch.Tensor, accumulate: torch.dtype) -> None:
@@ -92,7 +101,8 @@ def _combine_flat(
         total = _weigh(parts, how, accumulate)
         if not bool(total.isfinite().all()):
             # a mask of the lowest number, say, whose sum has no place in the dtype, and whose average has
-            wide = _weigh(parts, how.shrink(), torch.float64)
+            # no sum of these is larger than its largest value
+            wide = _weigh(parts, how.shrink(how.exponent + len(parts).bit_length()), torch.float64)
             if how.is_average:  # rounding must not lead out of float64 either
                 bounds = (functools.reduce(bound, [part.double() for part in parts]) for bound in _BOUNDS)
                 wide.clamp_(*bounds)
@@ -158,8 +168,9 @@ class Angle:
 
     def add(self, first: torch.Tensor, second: torch.Tensor) -> None:
         """Add a block of both."""
-        real = (torch.view_as_real(each) if each.is_complex() else each for each in (first, second))
-        one, other = (each.reshape(-1).double() for each in real)
+        kind = functools.reduce(torch.promote_types, (first.dtype, second.dtype), torch.float64)
+        wide = (each.to(kind) for each in (first, second))  # both complex where one is
+        one, other = ((torch.view_as_real(each) if each.is_complex() else each).reshape(-1) for each in wide)
         for sums, product in zip(self._sums, (one * other, one * one, other * other), strict=True):
             whole = product.numel() // _ROW * _ROW
             sums.extend(product[:whole].view(-1, _ROW).sum(1).tolist())

@@ -12,7 +12,8 @@ from shardckpt.validation.arguments import check_annotated
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-#: Decays of the learning rate that a merge can stand for: the rate after a part of the decay, from 1 down to 0.
+#: Decays of the learning rate that a merge can stand for: from the part of the decay that is done, from 0 to 1, to the
+#: rate that is left, from 1 to 0.
 WSM_DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda part: 1 - part,
     "cosine": lambda part: (1 + math.cos(math.pi * part)) / 2,
@@ -23,7 +24,7 @@ WSM_DECAYS: dict[str, Callable[[float], float]] = {
 def compute_ema_weights(count: int, decay: float) -> list[float]:
     """Return the weights of an exponential moving average over checkpoints, the oldest first.
 
-    It is that of ``average = decay * average + (1 - decay) * next``, which begins with the first checkpoint.
+    The average begins as the first checkpoint; each later one makes it ``decay * average + (1 - decay) * checkpoint``.
 
     Args:
         count: Number of checkpoints.
@@ -49,8 +50,8 @@ def compute_wsm_weights(steps: Sequence[float], decay: str = "1-sqrt") -> list[f
 
     Args:
         steps: The step of each checkpoint, ascending; ``range(count)`` where they are equally far apart.
-        decay: The learning rate that the merge stands for, one of :data:`WSM_DECAYS`; with ``linear`` and equally far
-            checkpoints, all weigh the same.
+        decay: The learning rate that the merge stands for, one of :data:`WSM_DECAYS`. With ``linear``, checkpoints
+            that are equally far apart weigh the same.
 
     Returns:
         The weights; their sum is 1.
@@ -89,7 +90,10 @@ def check_weights(weights: Sequence[float], count: int) -> None:
             f"weights {list(weights)!r:.300}: weights are finite numbers whose sum a float holds. Only their ratios "
             "count: divide all by the largest"
         )
-    if abs(math.fsum(weights)) < 1e-6 * largest:
+    if not have_sum(weights):
         raise CheckpointingException(f"weights {list(weights)}: weights are divided by their sum, which must not be 0")
-    if not any(weights):
-        raise CheckpointingException(f"weights {list(weights)}: at least one weight is not 0")
+
+
+def have_sum(weights: Sequence[float]) -> bool:
+    """Return whether weights have a sum to divide by: one next to 0, beside them, would magnify what rounding left."""
+    return abs(math.fsum(weights)) > 1e-6 * max(map(abs, weights))

@@ -17,6 +17,7 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMism
 from shardckpt.huggingface.structure import forget_structure, plain_name
 from shardckpt.maintenance.combine import Angle, Combination, combine, make_average
 from shardckpt.maintenance.content import forget_metrics
+from shardckpt.maintenance.merge_weights import have_sum
 from shardckpt.maintenance.suggested_renames import suggest_renames
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.batches import batch_by_bytes
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from shardckpt.mapping.base import ShardedBase, StateDict
     from shardckpt.mapping.sharded_object import PlainObject
+    from shardckpt.mapping.sharded_tensor import BlockScales
     from shardckpt.strategy import LoadContext
 
 #: What is done with the optimizer's state: merged like the model, not written, or that of the base.
@@ -45,6 +47,7 @@ class MergeRules:
     """The rules by which sources are merged.
 
     Attributes:
+        weights: A weight for each source; averages are divided by the sum of those that have the tensor.
         base: The number of the source that objects and common state are from.
         slerp: How far to go from the first source to the second along the sphere; None for a weighted average.
         accumulate: The dtype in which sums are computed; float64 for float64 tensors.
@@ -149,9 +152,10 @@ class MergedLoadStrategy(LoadStrategy):
                 "leave_out=...), or say what becomes of them (--missing, missing='drop' or 'available')"
             )
         self.left_out += [stored_key(shard) for shard in objects if self._is_left_out(plain_name(shard))]
-        scales = {shard.key: shard.block_scales for shard in base if isinstance(shard, ShardedTensor)}
         merged: list[ShardedBase] = [
-            replace(ShardedTensor.from_global_shape(key, tensor.dtype, tensor.shape), block_scales=scales.get(key))
+            replace(
+                ShardedTensor.from_global_shape(key, tensor.dtype, tensor.shape), block_scales=self._find_scales(tensor)
+            )
             for key, tensor in self._tensors.items()
         ]
         return [*merged, *(shard for shard in objects if not self._is_left_out(plain_name(shard)))]
@@ -214,7 +218,20 @@ class MergedLoadStrategy(LoadStrategy):
         dtype = kinds.pop()
         for kind in kinds:
             dtype = torch.promote_types(dtype, kind)
-        return MergedTensor(shapes.pop(), dtype, tuple(sources))
+        merged = MergedTensor(shapes.pop(), dtype, tuple(sources))
+        weights = [self.rules.weights[number] for number, _ in sources]
+        if merged.is_averaged and not have_sum(weights):
+            raise CheckpointingException(
+                f"{key!r} is in {listed([self.names[number] for number, _ in sources])} alone, whose weights {weights} "
+                "are divided by their sum, which must not be 0: give others, or leave it out (leave_out=..., "
+                "--leave-out)"
+            )
+        return merged
+
+    def _find_scales(self, tensor: MergedTensor) -> BlockScales | None:
+        """Return what the first source that says so has as a tensor's scales, if the merge has them, too."""
+        stated = (described.block_scales for _, described in tensor.sources)
+        return next((scales for scales in stated if scales is not None and scales.key in self._tensors), None)
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """Read from all sources, and merge into the shards' data, or into new tensors; see the base."""

@@ -79,7 +79,7 @@ def _join_crc32(pieces: Sequence[memoryview]) -> int:
 
 #: The algorithms by the name that ``shardckpt.json`` stores, the best first: a save takes the first that all ranks can
 #: load. A rank that can load one must be able to load all that follow, since its vote is one number: the first's place.
-#: One that is added before the others is that of each new save, behind them it is read only.
+#: One that is added in front becomes that of new saves; one that is added at the end is only read.
 ALGORITHMS = {
     XXH3: Algorithm("Q", _load_xxh3, extra="xxhash", load_joined=_load_joined_xxh3),
     CRC32: Algorithm("I", lambda: zlib.crc32, load_joined=lambda: _join_crc32),

@@ -15,6 +15,7 @@ from shardckpt_safetensors.objects import parse_tree_head
 if TYPE_CHECKING:
     from shardckpt.errors import CheckpointingException
     from shardckpt.storage import CheckpointReader
+    from shardckpt_safetensors.index import StoredIndex
 
 
 #: Most commas in the header of a data file: those of a million tensors.
@@ -38,20 +39,23 @@ def list_files(reader: CheckpointReader) -> list[StoredFile]:
 
 def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
     """Return the error of each of those files, or None; see :class:`shardckpt.strategy.ChecksFiles`."""
-    found = {INDEX_FILE: find_error(lambda: read_index(reader).check()), COMMON_FILE: find_error(_check_common, reader)}
+    found = {INDEX_FILE: find_error(read_index, reader), COMMON_FILE: find_error(_check_common, reader)}
     if _has_lost_record(reader):
         found[RECORD_NAME] = CorruptCheckpointError(
             f"{reader.directory / RECORD_NAME}, which has the digests of all files, is missing: every save writes it"
         )
-    if find_error(read_index, reader) is not None:  # then the data files are unknown
+    if found[INDEX_FILE] is not None:  # then the data files are unknown
         parts = find_part_errors(reader) if find_error(find_part_errors, reader) is None else {}
         return {**found, **parts} | ({INDEX_FILE: None} if any(parts.values()) else {})
-    is_sound = found[INDEX_FILE] is None
-    faults = {n: find_error(_check_data_file, reader, n, is_sound) for n in sorted(read_index(reader).files)}
-    if any(fault is not None for fault in faults.values()):
-        found[INDEX_FILE] = None  # without digests, a file that is gone or cut contradicts the index: the file is wrong
+    faults = {name: find_error(_check_head, reader, name) for name in sorted(read_index(reader).files)}
+    sound = [name for name, fault in faults.items() if fault is None]
+    # without digests, a file that is gone or cut contradicts the index: the file is wrong
+    index = read_index(reader).ignoring_sizes(faults.keys() - sound)
+    found[INDEX_FILE] = find_error(index.check)
+    if found[INDEX_FILE] is None:
+        faults |= {name: find_error(_check_payloads, reader, name, index) for name in sound}
     others = {n: find_error(_check_size, reader, n, size) for n, size in _list_others(reader).items()}
-    return {**found, **dict.fromkeys(read_index(reader).parts), **faults, **others}
+    return {**found, **dict.fromkeys(index.parts), **faults, **others}
 
 
 def _has_lost_record(reader: CheckpointReader) -> bool:
@@ -77,20 +81,19 @@ def _check_common(reader: CheckpointReader) -> None:
     parse_tree_head(memoryview(read_header(reader, COMMON_FILE)), size, source)
 
 
-def _check_data_file(reader: CheckpointReader, name: str, index_is_sound: bool) -> None:
-    """Check that a data file opens as safetensors, and that its payloads lie behind its header and before its end.
-
-    The payloads are looked at only if the index is sound.
-    """
-    size, source = reader.size(name), f"{reader.directory / name}"
+def _check_head(reader: CheckpointReader, name: str) -> int:
+    """Check that a data file opens as safetensors; return the bytes of its header, and of the header's length."""
     head = read_header(reader, name)
-    parse_head(head, size, source, _MOST_COMMAS)
-    first = LENGTH_BYTES + len(head)
-    if not index_is_sound:
-        return
-    outside = read_index(reader).find_outside(name, first, size)
+    parse_head(head, reader.size(name), f"{reader.directory / name}", _MOST_COMMAS)
+    return LENGTH_BYTES + len(head)
+
+
+def _check_payloads(reader: CheckpointReader, name: str, index: StoredIndex) -> None:
+    """Check that the payloads of the index lie behind the header of a data file, and before its end."""
+    size, first = reader.size(name), _check_head(reader, name)
+    outside = index.find_outside(name, first, size)
     if outside is not None:
         raise CorruptCheckpointError(
-            f"{source}: the payload of {outside[0]!r} at byte {outside[1]} is not behind the header of {first} bytes, "
-            f"or not before the end of the file at {size}"
+            f"{reader.directory / name}: the payload of {outside[0]!r} at byte {outside[1]} is not behind the header "
+            f"of {first} bytes, or not before the end of the file at {size}"
         )

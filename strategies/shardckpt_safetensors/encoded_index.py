@@ -39,7 +39,8 @@ class EncodedIndex(NamedTuple):
 
     def to_bytes(self, header: IndexHeader) -> bytes:
         """Return the bytes of the index; its required features, scales, dtypes and codecs replace the header's."""
-        optional = set(header.optional_features) - {BLOCK_SCALES} | ({BLOCK_SCALES} if self.has_scales else set())
+        others = {*header.optional_features} - {BLOCK_SCALES}
+        optional = {*others, BLOCK_SCALES} if self.has_scales else others
         used = {
             "required_features": self.features,
             "optional_features": sorted(optional),

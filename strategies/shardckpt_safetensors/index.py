@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter
 from contextlib import suppress
@@ -40,7 +41,7 @@ from shardckpt_safetensors.index_parts import ALIGN, HEADER_LIMIT, IndexParts
 from shardckpt_safetensors.names import Strings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from shardckpt.planning import Ints
     from shardckpt.storage import CheckpointReader
@@ -125,7 +126,7 @@ class StoredIndex(ChunkIndex):
             )
         ]
         self._strings = strings
-        #: The tensors that were taken last, their chunks and bounds, checked: the next load may be of the same.
+        #: Of the last selection the tensors, and their checked chunks and bounds: the next may be of the same tensors.
         self._selected: tuple[torch.Tensor, Chunks, torch.Tensor] | None = None
         self._scaled: list[torch.Tensor] = []
         if BLOCK_SCALES in self.header.optional_features:
@@ -271,10 +272,17 @@ class StoredIndex(ChunkIndex):
             self._boxes.check(self._every_chunk.box)
         for name in self.objects:
             self.find_object(name)
-        _ = self.numbers
+        _ = self.numbers  # raises if a name is there twice
         order, shared = _find_shared(*self._places)
         if bool(shared.any()):
             self._fail(self._key_of(int(order[1:][shared][0])), "has a payload that shares bytes with another")
+
+    def ignoring_sizes(self, files: Collection[str]) -> StoredIndex:
+        """Return the index with room for all its payloads in some files: to check it where these are damaged."""
+        found = copy.copy(self)
+        found.__dict__.pop("_file_sizes", None)
+        found._sizes = {**self._sizes, **dict.fromkeys(files, int(SIZE_LIMIT))}  # noqa: SLF001 - of this class
+        return found
 
     def find_outside(self, name: str, first: int, size: int) -> tuple[str, int] | None:
         """Return the key and the start of a payload of a file that is not in its bytes from ``first`` to ``size``."""
@@ -365,15 +373,10 @@ class StoredIndex(ChunkIndex):
             if wrong:
                 self._fail(self.keys[int(numbers[wrong[0]])], "has boxes that do not have each of its elements once")
         steps = table.offset[1:] - table.offset[:-1]
-        moved = steps != 0
-        first = moved.to(torch.uint8).argmax(1, keepdim=True) if steps.shape[1] else moved.long()
-        back = (
-            steps.gather(1, first).view(-1) < 0
-            if steps.shape[1]
-            else torch.zeros(len(steps), dtype=torch.bool, device="cpu")
-        )
-        back &= spec[1:] == spec[:-1]
-        self._refuse(back, lambda: owners[1:], "has boxes that are not sorted by their offsets")
+        if steps.shape[1]:
+            first = (steps != 0).to(torch.uint8).argmax(1, keepdim=True)  # the axis that decides the order
+            back = (steps.gather(1, first).view(-1) < 0) & (spec[1:] == spec[:-1])
+            self._refuse(back, lambda: owners[1:], "has boxes that are not sorted by their offsets")
         return volume
 
     def _check_payloads(self, chunks: Chunks, numbers: torch.Tensor) -> None:

@@ -58,7 +58,7 @@ def test_merge_of_two_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_names_of_one_source_are_renamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--rename N:OLD=NEW is for the N-th source alone; one that there is not is an error, and so is a wrong list."""
+    """--rename N:OLD=NEW is for the N-th alone; no such source, two new names and a wrong list are errors."""
     torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "a.pt")
     torch.save({"ema": {"w": torch.full((2,), 3.0)}}, tmp_path / "b.pt")
     places = [str(tmp_path / name) for name in ("a.pt", "b.pt", "new.pt")]
@@ -66,6 +66,10 @@ def test_names_of_one_source_are_renamed(tmp_path: Path, capsys: pytest.CaptureF
     assert torch.load(places[-1])["model.w"].tolist() == [2.0, 2.0]
     assert main(["merge", *places, "--to", "torch", "--overwrite", "--rename", "3:ema=model"]) == 2
     assert "--rename 3:ema=model: there are 2 SRC, numbered from 1" in capsys.readouterr().err
+    for names in (["2:ema=model", "ema=net"], ["ema=net", "2:ema=model"], ["2:ema=model", "02:ema=net"]):
+        options = [part for name in names for part in ("--rename", name)]
+        assert main(["merge", *places, "--to", "torch", "--overwrite", *options]) == 2
+        assert "'ema' cannot become both" in capsys.readouterr().err
     with pytest.raises(CheckpointingException, match="rename is a list of 1, for 2 sources"):
         merge_checkpoints(places[:2], places[2], "torch", rename=[{"ema": "model"}])
 

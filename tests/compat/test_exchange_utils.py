@@ -113,6 +113,17 @@ def _exchange_objects() -> dict[int, str]:
     return exchange_utils.exchange_loaded_objects_gather_object({dist.get_rank(): str(dist.get_rank())})
 
 
+def _exchange_none_on_one_rank() -> None:
+    loaded: Any = {"rng": 0} if dist.get_rank() else None
+    exchange_utils.exchange_loaded_objects_gather_object(loaded)
+
+
+def test_objects_that_are_no_dict_are_everyones_error(ranks: Ranks) -> None:
+    """A rank that has loaded nothing, and says so by None, keeps no other waiting."""
+    outcomes = ranks.outcomes(2, _exchange_none_on_one_rank)
+    assert {outcome.kind for outcome in outcomes} == {"RankFailedError"}
+
+
 @pytest.mark.parametrize("spoil", ["loaded", "unloaded"])
 def test_what_a_rank_forgets_is_everyones_error(ranks: Ranks, spoil: str) -> None:
     """A rank that lacks what the distribution expects of it keeps no other waiting."""
@@ -142,9 +153,11 @@ def test_a_shard_that_the_distribution_does_not_have_is_refused() -> None:
     """A requested shard that no rank sends is an error, not a result without it."""
     shard, other = (ShardedTensor.from_rank_offsets(key, torch.ones(3)) for key in ("w", "v"))
     distribution = determine_main_replica_uniform_distribution({"w": shard})
-    loaded = {_sharded_tensor_shard_id(shard): torch.ones(3)}
-    with pytest.raises(CheckpointingException, match=r"shard \('v', .* is in no state dict of the distribution"):
-        exchange_by_distribution(loaded, {_sharded_tensor_shard_id(other): other}, distribution)
+    number = _sharded_tensor_shard_id(shard)
+    of_others = distribution._replace(main_rank_for_shard={number: 1}, all_ranks_for_shard={number: [1]})
+    for given_one, loaded, wanted in ((distribution, {number: torch.ones(3)}, other), (of_others, {}, shard)):
+        with pytest.raises(CheckpointingException, match=r"shard \('[vw]', .* is not in the state dict .* of rank 0"):
+            exchange_by_distribution(loaded, {_sharded_tensor_shard_id(wanted): wanted}, given_one)
 
 
 @given(st.lists(st.tuples(st.sets(st.integers(0, 3), min_size=1), st.integers(0, 99)), max_size=30))

@@ -79,7 +79,9 @@ def test_a_registry_has_one_prometheus_listener() -> None:
     from shardckpt.integrations.prometheus import PrometheusListener
 
     registry = prometheus_client.CollectorRegistry()
-    PrometheusListener(registry)
+    with pytest.raises(StorageError, match="no installed plugin serves"):
+        PrometheusListener(registry, folder="nowhere://runs")
+    PrometheusListener(registry)  # the one that failed has left no metrics
     with pytest.raises(CheckpointingException, match=r"has the metrics of a PrometheusListener.*registry=Collector"):
         PrometheusListener(registry)
     PrometheusListener(prometheus_client.CollectorRegistry())

@@ -9,10 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt.adapters import to_sharded_state_dict
-from shardckpt.errors import (
-    CheckpointingException,
-    DtypeMismatchError,
-)
+from shardckpt.errors import CheckpointingException, DtypeMismatchError, ShardingError
 from shardckpt.local.local_checkpoint import load_local, save_local
 from shardckpt.local.tensor_aware import TensorAwareStateDict
 from shardckpt.mapping import ShardedObject, ShardedTensor
@@ -59,7 +56,9 @@ def test_it_works_without_a_process_group() -> None:
         loaded = part.to_state_dict({"w": state["w"].without_data(), "step": 0}, algo=algo)
         assert torch.equal(loaded["w"], make_tensor(1))
         assert loaded["step"] == 3
-        assert part.to_state_dict({}) == {"step": 3}
+        for empty in ({}, None):
+            assert part.to_state_dict(empty) == {"step": 3}
+            assert part.to_state_dict(empty, return_mismatch_keys=True) == ({"step": 3}, set(), set())
 
 
 def _cached() -> list[bool]:
@@ -79,6 +78,25 @@ def _cached() -> list[bool]:
 def test_an_assignment_is_kept_while_no_rank_has_other_shards(ranks: Ranks) -> None:
     """What is passed back as cached_metadata is used again, and made anew on all ranks as soon as one differs."""
     assert ranks.run(4, _cached) == [[True, False]] * 4
+
+
+def test_a_plain_tensor_that_nothing_fills_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A tensor of the state dict to restore that no shard describes is named, as a load does."""
+    part, _ = TensorAwareStateDict.from_state_dict({"w": ShardedTensor.from_rank_offsets("w", make_tensor(1))})
+    assert part.to_state_dict({"w": torch.zeros(3)}) == {}
+    assert "no shard describes 1 tensor of the state dict to load" in caplog.text
+
+
+def test_other_shards_than_the_cached_ones_are_validated() -> None:
+    """What is passed back as cached_metadata lets no hole through, of a tensor that is cut, or has grown."""
+
+    def describe(length: int, whole: int) -> dict[str, Any]:
+        return {"w": ShardedTensor("w", torch.ones(length), torch.float32, (length,), (whole,), (0,), None)}
+
+    _, cache = TensorAwareStateDict.from_state_dict(describe(8, 8))
+    for length, whole in ((4, 8), (8, 16)):
+        with pytest.raises(ShardingError, match="no shard describes"):
+            TensorAwareStateDict.from_state_dict(describe(length, whole), cached_metadata=cache)
 
 
 def _with_an_empty_shard() -> None:
@@ -131,6 +149,13 @@ def _hollow() -> None:
 def test_tensors_can_be_taken_out_and_put_back(ranks: Ranks) -> None:
     """A hollow state dict is small and travels as a pickle; with its tensors, or copies of them, it is whole again."""
     ranks.run(2, _hollow)
+
+
+def test_a_restored_state_may_change() -> None:
+    """What a training does to the containers that it has restored is not in what is restored next."""
+    part, _ = TensorAwareStateDict.from_state_dict({"args": {"steps": [1]}})
+    part.to_state_dict({"args": None})["args"]["steps"].append(2)
+    assert part.to_state_dict({}) == {"args": {"steps": [1]}}
 
 
 def test_copies_are_not_the_callers_tensors() -> None:
@@ -217,13 +242,16 @@ def test_shards_that_are_cut_otherwise_are_refused(ranks: Ranks) -> None:
 
 
 def test_arguments_are_checked() -> None:
-    """Unknown ways to assign and to exchange are named, and tensors without data cannot be kept."""
+    """Unknown ways to assign and to exchange, and what is no dict, are named; tensors without data cannot be kept."""
     state = {"w": ShardedTensor.from_rank_offsets("w", make_tensor(1))}
     part, _ = TensorAwareStateDict.from_state_dict(state)
     with pytest.raises(CheckpointingException, match="no algo 'half'"):
         TensorAwareStateDict.from_state_dict(state, "half")
     with pytest.raises(CheckpointingException, match="direct"):
         part.to_state_dict(state, exchange_algo="direct")
+    for wrong in (torch.ones(2), []):
+        with pytest.raises(CheckpointingException, match=r"the state dict to load is .*: expected a dict"):
+            part.to_state_dict(wrong)  # type: ignore[arg-type]
     with pytest.raises(CheckpointingException, match="has no data"):
         TensorAwareStateDict.from_state_dict({"w": state["w"].without_data()})
 

@@ -15,7 +15,7 @@ from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMismatchError
 from shardckpt.maintenance import merge_checkpoints
 from shardckpt.maintenance.combine import list_comparisons
-from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.mapping import BlockScales, ShardedObject, ShardedTensor
 from tests.maintenance.merge import LEAST, average, read, whole
 from tests.tables import table
 
@@ -88,6 +88,17 @@ def test_the_average_of_the_largest_numbers_is_not_infinite(tmp_path: Path, dtyp
         assert read(tmp_path / f"{number}")["mask"].equal(mask)
 
 
+@table("scale", [2.0**-148, 1e-46, 2.0**126, 1e300])
+def test_only_the_ratios_of_weights_count(tmp_path: Path, scale: float) -> None:
+    """Weights at the ends of what float32 holds, or beyond, merge as those next to 1 do."""
+    torch.manual_seed(4)
+    values = [torch.randn(64), torch.randn(64)]
+    for number, value in enumerate(values):
+        dc.save({"w": whole("w", value)}, tmp_path / f"{number}")
+    merge_checkpoints([tmp_path / "0", tmp_path / "1"], tmp_path / "new", weights=[scale, 3 * scale])
+    np.testing.assert_allclose(read(tmp_path / "new")["w"], average(values, [1, 3]), rtol=1e-5)
+
+
 @table("count", range(1, 13))
 def test_the_comparisons_sort(count: int) -> None:
     """Whatever is added up is sorted first: all sequences of zeros and ones are, and so any sequence is."""
@@ -115,14 +126,16 @@ def slerp(one: torch.Tensor, other: torch.Tensor, part: float) -> np.ndarray[Any
 
 
 def test_slerp(tmp_path: Path) -> None:
-    """Slerp goes along the sphere of each flattened tensor; parallel tensors and zeros are interpolated linearly."""
+    """Slerp goes along the sphere of each flattened tensor, from complex to real, too; of parallel ones on a line."""
     torch.manual_seed(3)
     state = [{"w": torch.randn(60, 70), "same": torch.ones(9), "zero": torch.zeros(4)} for _ in range(2)]
+    state[0]["mixed"], state[1]["mixed"] = torch.tensor([1j]), torch.tensor([1.0])
     for number, values in enumerate(state):
         dc.save({key: whole(key, value * (1 + number)) for key, value in values.items()}, tmp_path / f"{number}")
     merge_checkpoints([tmp_path / "0", tmp_path / "1"], tmp_path / "new", slerp=0.25, accumulate="fp64")
     found = read(tmp_path / "new")
     np.testing.assert_allclose(found["w"], slerp(state[0]["w"], 2 * state[1]["w"], 0.25), rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(found["mixed"], [2 * math.sin(math.pi / 8) + 1j * math.cos(math.pi / 8)], rtol=1e-6)
     assert found["same"].eq(1.25).all()
     assert found["zero"].eq(0).all()
 
@@ -177,6 +190,26 @@ def test_missing_tensors(tmp_path: Path) -> None:
     assert report.conversion.left_out == ("model.more",)
     merge_checkpoints([one, three, four], tmp_path / "all", missing="available", weights=[1, 3, 9])
     assert read(tmp_path / "all")["model.more"].eq(2.5).all()
+    for weights in ([1, -1, 9], [0, 0, 1], [1, -1.0000001, 9]):
+        with pytest.raises(
+            CheckpointingException, match=r"'model.more' is in .*1, .*3 alone, whose weights .* not be 0"
+        ):
+            merge_checkpoints(
+                [one, three, four], tmp_path / "no", missing="available", weights=weights, optimizer="drop"
+            )
+
+
+def test_scales_stay_with_the_tensor_that_they_scale(tmp_path: Path) -> None:
+    """A merge says what scales a tensor that its base lacks, and nothing of scales that it leaves out."""
+    codes, scales = whole("codes", torch.ones(2, 4).to(torch.float8_e4m3fn)), whole("scales", torch.ones(2, 2))
+    codes.block_scales = BlockScales("scales", (1, 2))
+    dc.save({"codes": codes, "scales": scales}, tmp_path / "1", "safetensors")
+    dc.save({"other": whole("other", torch.ones(2))}, tmp_path / "2", "safetensors")
+    sources = [tmp_path / "1", tmp_path / "2"]
+    merge_checkpoints(sources, tmp_path / "all", "safetensors", missing="available")
+    assert dc.load_tensors_metadata(tmp_path / "all")["codes"].block_scales == BlockScales("scales", (1, 2))
+    merge_checkpoints(sources, tmp_path / "one", "safetensors", missing="available", leave_out=["scales"], base=0)
+    assert dc.load_tensors_metadata(tmp_path / "one")["codes"].block_scales is None
 
 
 def test_what_cannot_be_merged_is_named(tmp_path: Path) -> None:

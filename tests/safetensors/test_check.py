@@ -8,7 +8,7 @@ import pytest
 from shardckpt import dist_checkpointing as dc
 from shardckpt.testing.contract.rewriting import open_reader
 from shardckpt_safetensors import SafetensorsLoadShardedStrategy
-from tests.safetensors.checkpoints import save
+from tests.safetensors.checkpoints import change_index, save
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,6 +45,17 @@ def test_a_data_file_must_open_as_safetensors(path: Path) -> None:
         assert set(_faults(path)) == {"rank_0_0.safetensors"}
     file.unlink()
     assert set(_faults(path)) == {"rank_0_0.safetensors"}  # not the index, which is as it was written
+
+
+def test_a_fault_of_the_index_shows_beside_one_of_a_file(path: Path) -> None:
+    """A data file that is cut or gone hides no fault of the index, which restoring the file would not mend."""
+    change_index(path, columns=lambda table: table["box_start"].__setitem__(1, table["box_start"][0]))
+    file = path / "rank_0_0.safetensors"
+    for damage in (lambda: file.write_bytes(file.read_bytes()[:-1]), file.unlink):
+        damage()
+        faults = _faults(path)
+        assert set(faults) == {"index.safetensors", "rank_0_0.safetensors"}
+        assert "shares bytes with another" in faults["index.safetensors"]
 
 
 def test_payloads_lie_behind_the_header(path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, PluginError, StorageError
+from shardckpt.errors import CorruptCheckpointError, PluginError, StorageError
 from shardckpt.storage.digest import Segments, digest_function, preferred
 from shardckpt.storage.new_file import NewFile
 from shardckpt.storage.writer import CheckpointWriter
@@ -346,13 +346,6 @@ def test_no_sha256_of_a_file_that_failed(tmp_path: Path, nbytes: int) -> None:
         writer.create("left").append(LARGE, lambda: [memoryview(bytes(LARGE))])
         assert writer.sha256 == {}
     assert list_threads() <= before
-
-
-def test_bad_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number of threads that is none is an error that names the variable."""
-    monkeypatch.setenv("SHARDCKPT_IO_THREADS", "0")
-    with pytest.raises(CheckpointingException, match="SHARDCKPT_IO_THREADS='0': expected a whole number of at least 1"):
-        CheckpointWriter(tmp_path, 0)
 
 
 @table("sha256", [False, True])

@@ -1,8 +1,10 @@
-"""Load by a planner: it plans the items, and gives the tensors that they are read into."""
+"""Load by a planner of DCP, which plans the items, and gives the tensors that they are read into."""
 
 from __future__ import annotations
 
 import io
+import math
+from collections import Counter
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -66,7 +68,7 @@ class PlannedLoad:
     def share(self) -> None:
         """Collective: make the plan of all ranks; until it is made, no destination changes.
 
-        A plan that leaves out a shard is a ShardingError.
+        A plan that leaves out elements of a shard is a ShardingError.
         """
         comm = self._context.comm
         plans = comm.gather(self._plan)
@@ -87,24 +89,20 @@ class PlannedLoad:
             read_items(self._plan.items, destinations, self._context.reader, self._index)
 
     def _refuse_gaps(self, plan: LoadPlan) -> None:
-        """Raise if a shard that has elements has no item: its destination would keep what it holds."""
-        planned = {item.dest_index.fqn for item in plan.items}
-        left_out = {
-            shard.unique_key if isinstance(shard, ShardedObject) else shard.key
-            for shard in self._wanted
-            if isinstance(shard, ShardedObject)
-            or (isinstance(shard, ShardedTensor) and not shard.allow_shape_mismatch and _has_elements(shard.data))
-        } - planned
-        if left_out:
+        """Raise if the items of a key have fewer elements than its shards: a destination would keep what it holds."""
+        planned, wanted = Counter[str](), Counter[str]()
+        for item in plan.items:
+            planned[item.dest_index.fqn] += 1 if item.type == LoadItemType.BYTE_IO else math.prod(item.lengths)
+        for shard in self._wanted:
+            if isinstance(shard, ShardedObject):
+                wanted[shard.unique_key] = 1
+            elif isinstance(shard, ShardedTensor) and not shard.allow_shape_mismatch:
+                wanted[shard.key] += math.prod(shard.data_shape)
+        if left_out := [repr(key) for key, count in wanted.items() if planned[key] < count]:
             raise ShardingError(
-                f"{type(self._planner).__qualname__} plans no item for {listed(sorted(map(repr, left_out)))}: they "
-                "would keep the values that they have; leave them out of the state dict instead"
+                f"{type(self._planner).__qualname__} leaves out all or a part of {listed(sorted(left_out))}, which "
+                "would keep the values that it has: leave it out of the state dict instead"
             )
-
-
-def _has_elements(destination: torch.Tensor | None) -> bool:
-    """Return whether there is something to fill; memory that the planner has not given yet is to be filled, too."""
-    return destination is None or destination.numel() > 0
 
 
 def make_dcp_metadata(
@@ -187,7 +185,7 @@ def _keeps_no_part(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
 
 
 class CheckedPlanner:
-    """A planner that gives the destinations; it gets no archive, and allows no cast, that our own reader refuses.
+    """A planner behind our own checks: archives and casts that our reader refuses are refused before it gets them.
 
     With ``allow_cast`` a cast may lose more than precision. ``agreed`` are tensors, by key, and dtypes that they may be
     cast to in any case. ``suspects`` are items whose values a cast may have changed, with the dtypes of their
@@ -255,7 +253,7 @@ class CheckedPlanner:
             failure = f" (which of them cannot be told: lookup_tensor raised {type(exc).__name__}: {exc})"
             found = [get_local_tensor(each) for each in self._list_tensors()]
         quantized = [whole for whole in found if is_quantized(whole)]
-        # without a lookup the shape alone does not say that a plain target is no copy
+        # without a lookup, a plain target may be a copy of a part, though one of the tensors has its shape
         is_whole = any(tuple(whole.shape) == lengths for whole in quantized) and (is_quantized(target) or not failure)
         if not quantized or is_whole:
             return

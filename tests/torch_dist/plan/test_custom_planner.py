@@ -364,6 +364,27 @@ class _Skipping(ShardedLoadPlanner):
         return dataclasses.replace(new_plan, items=[item for item in new_plan.items if item.dest_index.fqn != "norm"])
 
 
+class _SkippingShard(ShardedLoadPlanner):
+    """Plans one of two shards of a key."""
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        second = next(item for item in reversed(plan.items) if item.dest_index.fqn == "halves")
+        return dataclasses.replace(plan, items=[item for item in plan.items if item is not second])
+
+
+class _SkippingRows(ShardedLoadPlanner):
+    """Plans fewer rows of a shard than it has."""
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        items = [
+            dataclasses.replace(item, lengths=torch.Size((1, 8))) if item.dest_index.fqn == "rows" else item
+            for item in plan.items
+        ]
+        return dataclasses.replace(plan, items=items)
+
+
 class _BrokenLoad(ShardedLoadPlanner):
     """Fails on one rank alone."""
 
@@ -383,14 +404,16 @@ class _BrokenForAll(ShardedLoadPlanner):
 @table(
     ("planner", "text"),
     [
-        (_Skipping, "_Skipping plans no item for 'norm'"),
+        (_Skipping, "_Skipping leaves out all or a part of 'norm'"),
+        (_SkippingShard, "_SkippingShard leaves out all or a part of 'halves'"),
+        (_SkippingRows, "_SkippingRows leaves out all or a part of 'rows'"),
         (_BrokenLoad, "ZeroDivisionError: the last rank"),
         (_BrokenForAll, "ZeroDivisionError: 3 plans"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_planner_that_cannot_load_fails_on_all_ranks(ranks: Ranks, tmp_path: Path, planner: Any, text: str) -> None:
-    """A shard without an item and a failure on one rank are one error on all ranks, and no destination has changed."""
+    """A shard that is not all planned, or a failure on one rank, is one error on all, and no destination changes."""
     ranks.run(3, _save, str(tmp_path / "c"))
     found = ranks.run(3, _fail_to_load, str(tmp_path / "c"), dict.fromkeys(range(3), planner))
     for each in found:

@@ -141,10 +141,10 @@ def exchange_by_distribution(
             targets = tuple(rank for rank in shard_distribution.all_ranks_for_shard[number] if rank != source)
             transfers[number] = Transfer(shard.data_shape, shard.dtype, source, targets)
         for number in unloaded_shards:
-            if number not in transfers:
+            if comm.rank not in shard_distribution.all_ranks_for_shard.get(number, ()):
                 raise CheckpointingException(
-                    f"shard {number} is in no state dict of the distribution, so that no rank sends it: pass the "
-                    "distribution of these state dicts"
+                    f"shard {number} is not in the state dict that the distribution has of rank {comm.rank}, so that "
+                    "no rank sends it: pass the distribution of these state dicts"
                 )
             if unloaded_shards[number].dtype != transfers[number].dtype:
                 raise CheckpointingException(
@@ -173,8 +173,10 @@ def exchange_loaded_objects_gather_object(loaded_objects: Mapping[Any, Any]) -> 
     Raises:
         CheckpointingException: several ranks have loaded an object of the same key.
     """
-    found: dict[Any, Any] = {}
-    for rank, loaded in enumerate(Comm().all_gather(dict(loaded_objects))):
+    comm, found = Comm(), dict[Any, Any]()
+    with comm.collective_phase("gathering objects"):
+        own = dict(loaded_objects)
+    for rank, loaded in enumerate(comm.all_gather(own)):
         if twice := found.keys() & loaded.keys():
             names = listed(sorted(map(str, twice)), limit=4)
             raise CheckpointingException(
