@@ -71,6 +71,16 @@ class OpaqueClass:
         return f"<{self._name}, as a name>"
 
 
+class OuterClass(OpaqueClass):
+    """A class of which only classes inside it are allowed: pickles of protocols below 4 name it first, then them."""
+
+    __slots__ = ("home",)
+
+    def __init__(self, module: str, name: str) -> None:
+        super().__init__(f"itself not in allow_globals: {module}.{name}")
+        self.home = module, name
+
+
 class PendingValue:
     """A value that REDUCE created and that still waits for its state: BUILD replaces it by ``build(state)``.
 
