@@ -38,7 +38,7 @@ _IS_KIND = {"torch.save": is_torch_file, "safetensors": _is_safetensors_file}
 
 
 def refuse_other_file(path: Path, kind: Literal["torch.save", "safetensors"]) -> None:
-    """Raise an error if a file that a new one would replace is neither empty nor of its kind, as a mistyped name's is."""
+    """Raise an error if a file that a new one would replace is neither empty nor of its kind: its name is mistyped."""
     if path.is_file() and path.stat().st_size and not _IS_KIND[kind](path):
         raise CheckpointingException(
             f"{path} is no file of {kind}, and it would be replaced: nothing was written; give another path, or "
