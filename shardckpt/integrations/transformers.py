@@ -65,7 +65,8 @@ class ShardedCheckpointCallback(TrainerCallback):
 
     Pass ``TrainingArguments(save_strategy="no")``, or the Trainer saves its own checkpoints as well, and each of these
     steps is also saved here. A step is saved when the next one begins, with the metrics of its evaluation. The last
-    step is saved when the training ends (``last_save_model_only``: the model alone).
+    step is saved when the training ends (``last_save_model_only``: the model alone); with ``load_best_model_at_end``,
+    when the Trainer saves it, since the model has another step's weights at the end.
 
     The Trainer passes a callback neither its GradScaler (fp16) nor other callbacks: their states are not saved. Where
     it shards the model itself, :meth:`resume_path` raises (``fsdp``, ``deepspeed``), and DeepSpeed cannot be used.
@@ -95,6 +96,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._resumed: tuple[int, Path] | None = None
         self._random: Any = None
         self._begun_at = 0
+        #: Whether the last step is saved before the Trainer loads the best model, which it does before `on_train_end`.
+        self._has_saved_last = False
 
     def resume_path(self, step: int = -1) -> str | None:
         """Collective: return what ``Trainer.train`` takes as ``resume_from_checkpoint``; call it before the training.
@@ -186,7 +189,8 @@ class ShardedCheckpointCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Collective: save this step, because the Trainer saves it."""
-        self._save(state, control, force=True)
+        self._has_saved_last = args.load_best_model_at_end and control.should_training_stop
+        self._save(state, control, force=True, last_step=self._has_saved_last)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
         """Store the metrics for the checkpoint of this step; each dataset of several has an evaluation of its own."""
@@ -198,17 +202,27 @@ class ShardedCheckpointCallback(TrainerCallback):
         """Collective: save the last step, unless the job was preempted; wait until all saves are durable."""
         if self.manager is None:
             return
-        if not self.manager.preempted and state.global_step > self._begun_at:
+        has_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        if has_best and not self._has_saved_last:
+            logger.warning(
+                "step %d is not saved as the last one: the Trainer did not save it, and the model has the best weights "
+                "now, of %s (load_best_model_at_end)",
+                state.global_step,
+                state.best_model_checkpoint,
+            )
+        if not has_best and not self.manager.preempted and state.global_step > self._begun_at:
             self.manager.save(state.global_step, last_step=True, metrics=self._metrics.get(state.global_step))
         self.manager.close()
 
-    def _save(self, state: TrainerState, control: TrainerControl, *, force: bool = False) -> None:
+    def _save(
+        self, state: TrainerState, control: TrainerControl, *, force: bool = False, last_step: bool = False
+    ) -> None:
         """Collective: save this step if it is due or forced; stop the training once the job is preempted."""
         manager = self.manager
         if manager is None or 0 < state.global_step <= self._begun_at:
             return
         if not manager.preempted:
-            manager.save(state.global_step, force, metrics=self._metrics.get(state.global_step))
+            manager.save(state.global_step, force, last_step=last_step, metrics=self._metrics.get(state.global_step))
         if manager.preempted:
             control.should_training_stop = True
 

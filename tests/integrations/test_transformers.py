@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters.leaves import describe_object
@@ -19,6 +20,7 @@ from shardckpt.manager import CheckpointManager, mark_checkpoint
 from shardckpt.manager.marks import identify_save
 from tests.integrations import small
 from tests.integrations.transformers import At, Crash, callback_of, config_of, crash, resume, trainer_of, without_ranks
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -151,6 +153,30 @@ def test_what_the_trainer_saves_is_saved_here_too(tmp_path: Path) -> None:
     """With a save_strategy of its own, the Trainer's steps are ours, too."""
     trainer_of(tmp_path, config_of(tmp_path), save_strategy="steps", save_steps=4, max_steps=5).train()
     assert {path.name for path in (tmp_path / "ours").iterdir()} == {"step-3", "step-4", "step-5"}
+
+
+@table("options", [{"save_strategy": "steps", "save_steps": 2}, {"save_strategy": "best"}])
+def test_the_best_model_at_the_end_is_not_saved_as_the_last_step(
+    options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last step has its own weights; where the Trainer did not save it, no other's are, and a warning says so."""
+    of_steps: dict[int, dict[str, torch.Tensor]] = {}
+    best: dict[str, Any] = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,
+    }
+    trainer = trainer_of(
+        tmp_path, config_of(tmp_path), eval_strategy="steps", eval_steps=2, max_steps=10, **best, **options
+    )
+    for step in (9, 10):
+        trainer.add_callback(At(step, lambda step=step: of_steps.update({step: small.weights(trainer.model)})))
+    trainer.train()
+    weights, last = small.weights(trainer.model), 10 if options["save_strategy"] == "steps" else 9
+    assert not torch.equal(weights["model.0.weight"], of_steps[last]["model.0.weight"])
+    stored = dist_checkpointing.load_plain_tensors(tmp_path / "ours" / f"step-{last}")
+    assert torch.equal(stored["model.model.0.weight"], of_steps[last]["model.0.weight"])
+    assert ("step 10 is not saved as the last one" in caplog.text) == (last == 9)
 
 
 def test_metrics_of_a_steps_evaluation_are_with_its_checkpoint(tmp_path: Path) -> None:
