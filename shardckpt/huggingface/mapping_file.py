@@ -110,14 +110,14 @@ def _make_mapping(value: Any, where: str) -> KeyMapping:
 
 
 def _make_rule(stored: object, hub: object, where: str) -> Rule:
-    """Return the rule of an entry of a dict; ``where`` is named in errors."""
-    other: Mapping[str, Any] = hub if isinstance(hub, dict) else {"hub": hub}
-    names = other.get("hub")
+    """Return the rule that an entry of a dict says; errors name ``where`` it stands."""
+    given: Mapping[str, Any] = hub if isinstance(hub, dict) else {"hub": hub}
+    names = given.get("hub")
     names = [] if names is None else [names] if isinstance(names, str) else names
-    flags = {key: value for key, value in other.items() if key not in ("hub", "split")}
-    split = other.get("split")
+    flags = {key: value for key, value in given.items() if key not in ("hub", "split")}
+    split = given.get("split")
     is_sound = (
-        "hub" in other
+        "hub" in given
         and isinstance(stored, str)
         and isinstance(names, (list, tuple))
         and all(isinstance(name, str) for name in names)

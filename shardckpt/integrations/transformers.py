@@ -52,7 +52,7 @@ _PROGRESS = (
     "best_global_step",
     "best_model_checkpoint",
 )
-#: The Trainer reads it of a model when its folder lacks weights; only transformers' own models have it.
+#: An attribute that the Trainer reads where a folder lacks weights: of other models than transformers' own we set it.
 _IGNORED = "_keys_to_ignore_on_save"
 
 
@@ -261,7 +261,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         """Remove the folder of :meth:`resume_path`: the Trainer has read it, and warns again of what it reads."""
         _TRAINER.removeFilter(_is_to_be_logged)
         if self._resumed is not None:
-            shutil.rmtree(self._resumed[1])
+            shutil.rmtree(self._resumed[1], ignore_errors=True)  # a cleaner of temporary folders may have been faster
             self._resumed = None
 
 

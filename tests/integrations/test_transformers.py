@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import logging
 import os
+import shutil
 import signal
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,6 +93,9 @@ def test_the_folder_to_resume_from_is_for_one_training(tmp_path: Path, caplog: p
     with pytest.raises(Crash):
         trainer_of(tmp_path, config_of(tmp_path), At(10, crash)).train()
     trainer = trainer_of(tmp_path, config_of(tmp_path))
+    cleaned = callback_of(trainer).resume_path(3)
+    assert cleaned is not None
+    shutil.rmtree(cleaned)  # as a cleaner of temporary folders does
     path = callback_of(trainer).resume_path(6)
     assert path is not None
     assert "unused keys" not in caplog.text
