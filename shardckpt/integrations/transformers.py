@@ -158,6 +158,8 @@ class ShardedCheckpointCallback(TrainerCallback):
             _STATE: _Progress(state),
         }
         position = state.global_step
+        if self.manager is not None:  # of a training that failed, such as one of auto_find_batch_size: commit its saves
+            self.manager.close()
         self.manager = CheckpointManager(self._config, states, allow_globals=self._allow_globals)
         step = self._resumed[0] if self._resumed else -1
         self._forget()

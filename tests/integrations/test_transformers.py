@@ -52,6 +52,20 @@ def test_a_resumed_training_is_the_uninterrupted_one(crashed: int, options: dict
     assert [log["step"] for log in trainer.state.log_history] == [log["step"] for log in whole.state.log_history]
 
 
+def test_a_training_that_is_begun_again_commits_the_saves_of_the_failed_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the same process, as with auto_find_batch_size, a save that was under way is committed and resumed from."""
+    crashes = [crash]
+    at_step_4 = At(4, lambda: crashes.pop()() if crashes else None)
+    trainer = trainer_of(tmp_path, config_of(tmp_path, async_mode="async"), at_step_4, max_steps=5)
+    with pytest.raises(Crash):
+        trainer.train()
+    trainer.train()
+    assert "resumed at step 3" in caplog.text
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == {"step-3", "step-5"}
+
+
 def test_what_the_callback_draws_the_training_would_not_notice(tmp_path: Path) -> None:
     """A training with the callback has the weights of one without."""
     plain = trainer_of(tmp_path / "plain", None)
