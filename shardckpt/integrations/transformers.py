@@ -121,6 +121,7 @@ class ShardedCheckpointCallback(TrainerCallback):
                 "with fsdp or deepspeed the Trainer reads the model from the folder that it resumes from, and only its "
                 "own checkpoints contain it: call trainer.train() without it, which starts at the beginning of the data"
             )
+        self._close_manager()
         read_only = {"load_only": True, "save_rng": False, "exclude_from_loading": ()}
         with CheckpointManager(self._config.model_copy(update=read_only), {}) as manager:
             step = step if step >= 0 else self._config.load_step
@@ -158,8 +159,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             _STATE: _Progress(state),
         }
         position = state.global_step
-        if self.manager is not None:  # of a training that failed, such as one of auto_find_batch_size: commit its saves
-            self.manager.close()
+        self._close_manager()
         self.manager = CheckpointManager(self._config, states, allow_globals=self._allow_globals)
         step = self._resumed[0] if self._resumed else -1
         self._forget()
@@ -227,6 +227,11 @@ class ShardedCheckpointCallback(TrainerCallback):
             manager.save(state.global_step, force, last_step=last_step, metrics=self._metrics.get(state.global_step))
         if manager.preempted:
             control.should_training_stop = True
+
+    def _close_manager(self) -> None:
+        """Collective: commit what a training that failed, such as one of ``auto_find_batch_size``, was saving."""
+        if self.manager is not None:
+            self.manager.close()
 
     def _resume_newest(self, manager: CheckpointManager) -> tuple[int, Path] | None:
         """Collective: return the newest step whose Trainer state is whole, with a folder to resume from."""

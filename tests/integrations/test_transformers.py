@@ -52,17 +52,16 @@ def test_a_resumed_training_is_the_uninterrupted_one(crashed: int, options: dict
     assert [log["step"] for log in trainer.state.log_history] == [log["step"] for log in whole.state.log_history]
 
 
-def test_a_training_that_is_begun_again_commits_the_saves_of_the_failed_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@table("by_path", [False, True])
+def test_a_training_that_is_begun_again_commits_the_saves_of_the_failed_one(by_path: bool, tmp_path: Path) -> None:
     """In the same process, as with auto_find_batch_size, a save that was under way is committed and resumed from."""
     crashes = [crash]
     at_step_4 = At(4, lambda: crashes.pop()() if crashes else None)
     trainer = trainer_of(tmp_path, config_of(tmp_path, async_mode="async"), at_step_4, max_steps=5)
     with pytest.raises(Crash):
         trainer.train()
-    trainer.train()
-    assert "resumed at step 3" in caplog.text
+    trainer.train(resume_from_checkpoint=callback_of(trainer).resume_path() if by_path else None)
+    assert callback_of(trainer)._begun_at == 3
     assert {path.name for path in (tmp_path / "ours").iterdir()} == {"step-3", "step-5"}
 
 
