@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_S, _T = TypeVar("_S"), TypeVar("_T")
+_S = TypeVar("_S")
+_T = TypeVar("_T")
 
 #: The level at which an attempt that is repeated is logged.
 _level = ContextVar("shardckpt_level_of_attempts", default=logging.WARNING)

@@ -58,8 +58,9 @@ def register_tensor_class(cls: type | str, *, shared: Collection[str] = (), valu
     Raises:
         CheckpointingException: ``cls`` is neither a class nor the full name of one, or ``shared`` is one text.
     """
-    if not isinstance(cls, type) and not (isinstance(cls, str) and "." in cls):
-        raise CheckpointingException(f"register_tensor_class: {show_given(cls)}: expected a class or 'module.Class'")
+    given: object = cls
+    if not isinstance(given, type) and not (isinstance(given, str) and "." in given):
+        raise CheckpointingException(f"register_tensor_class: {show_given(given)}: expected a class or 'module.Class'")
     if isinstance(shared, str):  # each of its letters would be a name
         raise CheckpointingException(f"register_tensor_class: shared={shared!r}: expected a list, such as [{shared!r}]")
     name = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
