@@ -45,8 +45,8 @@ class _Properties(_Record):
 
 
 def _encode_latin1(text: str, encoding: str) -> bytes:
-    if encoding != "latin1":
-        raise UnsafePickleError(f"_codecs.encode with {describe(encoding)}: only latin1, as pickle itself writes bytes")
+    if encoding not in ("latin1", "latin-1"):  # punycode and idna take quadratic time
+        raise UnsafePickleError(f"a text as {describe(encoding)}: only latin1, as pickle itself writes bytes")
     return text.encode("latin1")
 
 
@@ -55,8 +55,8 @@ def _make_empty_bytes() -> bytes:
     return b""
 
 
-def _make_bytearray(content: bytes | str = b"", encoding: str = "latin-1") -> bytearray:
-    return bytearray(content.encode(encoding) if isinstance(content, str) else memoryview(content))
+def _make_bytearray(content: bytes | str = b"", encoding: str = "latin1") -> bytearray:
+    return bytearray(_encode_latin1(content, encoding) if isinstance(content, str) else memoryview(content))
 
 
 def _make_ordered_dict() -> collections.OrderedDict[Any, Any]:
