@@ -156,6 +156,16 @@ def test_prefixes() -> None:
     assert [leaf.key for leaf in sd.nested_values(nest)] == ["1.a", "2.b"]
 
 
+def test_a_prefix_of_a_shard_that_is_there_twice_changes_once() -> None:
+    """A load that asks for one shard under two names asks for its new key."""
+    shard = _tensor("old.a")
+    nest = {"a": shard, "b": [shard]}
+    add_prefix_for_sharding(nest, "m.")
+    assert shard.key == "m.old.a"
+    replace_prefix_for_sharding(nest, "m.old.", "newer.")
+    assert shard.key == "newer.a"
+
+
 def test_split_for_save_leaves_the_caller_alone() -> None:
     """Factories are built, local objects dropped, and neither the nest nor the descriptions are the caller's."""
     tensor = _tensor("t")

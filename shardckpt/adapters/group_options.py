@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 #: Entries of an optimizer's state dict.
 STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
-#: What an optimizer of ours has in addition to them, by its parameters' digest: for a live one of the same parameters.
+#: An entry of ours beside them: the values that belong to no parameter, by a digest of the names of an optimizer's
+#: parameters, so that they are loaded into an optimizer of the same ones alone.
 OTHERS = "others"
 #: Classes of the values that are stored once for all groups that have them.
 _PLAIN = frozenset((int, float, bool, str, type(None)))
@@ -38,7 +39,7 @@ def list_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest_names(names: Iterable[str]) -> str:
-    """Return a short text that equal names in equal order have in common."""
+    """Return a short digest of names in their order."""
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
@@ -58,9 +59,9 @@ def is_group(name: str) -> bool:
 
 
 def make_marker() -> Callable[[Any], str | None]:
-    """Return a function of options: a text that equal plain values, and tuples of them, of equal types have in common.
+    """Return a function that returns one text for equal values of equal types, if they are plain or tuples of such.
 
-    Others have None. All values must live as long as it is used, which looks at each but once.
+    For other values it returns None. It remembers each by its id: all must live as long as it is used.
     """
     marks: dict[int, str | None] = {}
 

@@ -40,9 +40,9 @@ def request_optimizer(
 ) -> dict[str, Any]:
     """Return the request of a load without an optimizer: all that is stored below its key, in new memory.
 
-    It is the state and options by parameter, or the options of each group, and what belongs to no parameter by its
-    path. ``key`` is what the keys begin with, without the last dot. ``groups`` is how many groups are stored by number;
-    0 if options are stored by parameter. ``shard_factored`` is as for :func:`empty_state_tensor`.
+    It has the state by parameter, the options by parameter or by group, and by their paths the values that belong to no
+    parameter. ``key`` is what the keys begin with, without the last dot. ``groups`` is how many groups are stored by
+    number; 0 if options are stored by parameter. ``shard_factored`` is as for :func:`empty_state_tensor`.
     """
     rests = [each[len(key) + 1 :] for each in stored.list_below(key)]
     rests = [rest for rest in rests if rest.partition(".")[0] not in (STATE, GROUPS, OTHERS)]
@@ -227,15 +227,15 @@ def request_others(live: OptimizerState, described: Mapping[str, Any], stored: S
     ``key`` is what the keys begin with, without the last dot.
     """
     found: dict[str, Any] = {}
-    each = {one.digest: one for one in live.each}
-    for digest, slots in find_slots(each, stored, key).items():
+    optimizers = {optimizer.digest: optimizer for optimizer in live.each}
+    for digest, slots in find_slots(optimizers, stored, key).items():
         if not slots:
             continue
-        one = each[digest]
-        tensors = list_slots(flatten_state(one.others, shards=False), one.params)
+        optimizer = optimizers[digest]
+        tensors = list_slots(flatten_state(optimizer.others, shards=False), optimizer.params)
         keys = {slot: f"{key}.{digest}.{slot}" for slot in slots}
         found[digest] = {
-            slot: request_value(stored, own, tensors.get(slot), one.params.get(find_layout(slot)))
+            slot: request_value(stored, own, tensors.get(slot), optimizer.params.get(find_layout(slot)))
             for slot, own in keys.items()
         }
     return {**{name: entry for name, entry in described.items() if name not in found}, **found}

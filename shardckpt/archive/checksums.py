@@ -45,7 +45,7 @@ def check_memory(data: bytes | bytearray | memoryview, crc: int, what: str) -> N
 def write_crcs(path: Path, tensors: Iterable[tuple[int, int, tuple[int, int]]]) -> None:
     """Read the tensors of a file that was written, and write the CRC-32 of each; they are durable at the return.
 
-    Of each tensor there are the offset, the bytes, and the places of its CRC-32.
+    Each tensor is given by its offset, its size in bytes, and the two offsets where the archive has its CRC-32.
     """
     block = memoryview(bytearray(_BLOCK))
     with wrap_os_errors("write checksums into", path), path.open("r+b", buffering=0) as file:
@@ -82,11 +82,11 @@ def clear_crcs(path: Path, crcs: Iterable[tuple[int, int]]) -> None:
 def summed(
     reader: CheckpointReader, file: str, stored: StoredPayload, nbytes: int, key: str, first: int = 0
 ) -> Iterator[Source]:
-    """Give what reads a tensor's storage, and compares it with its CRC-32 at the end of the block.
+    """Yield a source to read a tensor's storage from; at the end of the block compare the storage with its CRC-32.
 
-    A storage that is read as a whole is summed while it is read. One that is read in part is read once more, as a
-    whole, if it is small, or if the reader is to check every part that it reads. A storage that differs is a
-    CorruptCheckpointError. ``nbytes`` says how many of its bytes will be read, ``first`` where the archive begins in
+    A storage that is read as a whole is summed while it is read. One that is read in part is then read once more, as a
+    whole, if it is small, or if the reader checks every part that it reads. A storage that differs is a
+    CorruptCheckpointError. ``nbytes`` is how many of its bytes the block reads, ``first`` where the archive begins in
     the file.
     """
     member = Member(first + stored.offset, stored.nbytes, stored.crc)

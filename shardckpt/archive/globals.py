@@ -45,8 +45,8 @@ class _Properties(_Record):
 
 
 def _encode_latin1(text: str, encoding: str) -> bytes:
-    if encoding != "latin1":
-        raise UnsafePickleError(f"_codecs.encode with {describe(encoding)}: only latin1, as pickle itself writes bytes")
+    if encoding not in ("latin1", "latin-1"):  # punycode and idna take quadratic time
+        raise UnsafePickleError(f"a text as {describe(encoding)}: only latin1, as pickle itself writes bytes")
     return text.encode("latin1")
 
 
@@ -55,8 +55,8 @@ def _make_empty_bytes() -> bytes:
     return b""
 
 
-def _make_bytearray(content: bytes | str = b"", encoding: str = "latin-1") -> bytearray:
-    return bytearray(content.encode(encoding) if isinstance(content, str) else memoryview(content))
+def _make_bytearray(content: bytes | str = b"", encoding: str = "latin1") -> bytearray:
+    return bytearray(_encode_latin1(content, encoding) if isinstance(content, str) else memoryview(content))
 
 
 def _make_ordered_dict() -> collections.OrderedDict[Any, Any]:
@@ -68,12 +68,17 @@ def _layout_name(name: Any) -> str:
     return name if isinstance(name, str) else "unknown"
 
 
-def _safe_getattr(owner: Any, name: str) -> Any:
+def _get_member(owner: Any, name: str) -> Any:
+    """Return a member of an enum; what it asks for of classes that the caller allows, the unpickler finds itself."""
     if isinstance(owner, type) and issubclass(owner, Stub):
         return owner.for_member(name)
     if isinstance(owner, enum.EnumMeta) and name in owner.__members__:  # an enum that the caller allows
         return owner.__members__[name]
     raise UnsafePickleError(f"a pickle asks for attribute {describe(name)} of {describe(owner)}: refused")
+
+
+#: What stands for ``getattr``.
+GET_MEMBER = FunctionProxy(_get_member)
 
 
 def _make_instance(kind: Any, _base: Any, _state: Any) -> Any:
@@ -106,7 +111,7 @@ OBJECT_TABLE: Table = {
     ("builtins", "NotImplemented"): NotImplemented,
     ("builtins", "object"): OpaqueClass("object"),
     ("copyreg", "_reconstructor"): FunctionProxy(_make_instance),
-    ("builtins", "getattr"): FunctionProxy(_safe_getattr),
+    ("builtins", "getattr"): GET_MEMBER,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("collections", "defaultdict"): collections.defaultdict,
     ("collections", "deque"): collections.deque,

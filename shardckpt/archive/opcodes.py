@@ -104,6 +104,10 @@ def _sum_of_weights(items: Iterable[_Value]) -> int:
 _ATOM, _NUMBER = _Value(), _Value(2)
 _TEXTS = [_Value(1, size) for size in range(256)]
 _NO_VALUES = _Tuple(())
+#: The names of the codec by which pickles write bytes, and the value of such a text.
+_LATIN1, _LATIN1_SIZES, _LATIN1_TEXT = (b"latin1", b"latin-1"), (6, 7), _Value(1, 7)
+#: A text of more bytes takes some codecs long: punycode's and idna's time is quadratic; and how much a codec expands.
+_LONG_TEXT, _EXPANDS = 1024, 10
 
 
 class _Walk:
@@ -168,6 +172,11 @@ class _Walk:
         """Push the result of a call onto the stack."""
         items = [*(args.items if isinstance(args, _Tuple) else (args,)), *more]
         copied = sum(item.cost for item in items)
+        # in a plain pickle a value and a text may be for _codecs.encode, which torch's reader allows, with any codec
+        names_codec = self._odd_left is not None and len(items) > 1 and type(items[1]) is _Value and items[1].cost
+        if names_codec and items[1] is not _LATIN1_TEXT:
+            copied *= _EXPANDS
+            self._spend(items[0].cost ** 2 if items[0].cost > _LONG_TEXT else 0)
         self._spend(_CALL + args.cost + copied)
         self._stack.append(self._light(_Growing(_sum_of_weights(items) + 2 if items else 1, copied)))
 
@@ -324,7 +333,8 @@ class _Walk:
         self._stack.append(_NUMBER)
 
     def line_of_text(self) -> None:
-        self._stack.append(_Value(1, len(self._line())))
+        line = self._line()
+        self._stack.append(_LATIN1_TEXT if line in _LATIN1 else _Value(1, len(line)))
 
     def persistent(self) -> None:
         self._stack[-1] = _ATOM
@@ -402,7 +412,10 @@ def _pushes_text(width: int) -> Callable[[_Walk], None]:
     def push(walk: _Walk) -> None:
         size = walk._number(width)  # noqa: SLF001
         walk._skip(size, "a text")  # noqa: SLF001
-        walk._stack.append(_TEXTS[size] if size < 256 else _Value(1, size))  # noqa: SLF001, PLR2004
+        value = _TEXTS[size] if size < 256 else _Value(1, size)  # noqa: PLR2004
+        if size in _LATIN1_SIZES and walk._data[walk.at - size : walk.at] in _LATIN1:  # noqa: SLF001
+            value = _LATIN1_TEXT
+        walk._stack.append(value)  # noqa: SLF001
 
     return push
 

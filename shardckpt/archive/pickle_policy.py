@@ -71,6 +71,16 @@ class OpaqueClass:
         return f"<{self._name}, as a name>"
 
 
+class OuterClass(OpaqueClass):
+    """A class of which only classes inside it are allowed: pickles of protocols below 4 name it first, then them."""
+
+    __slots__ = ("home",)
+
+    def __init__(self, module: str, name: str) -> None:
+        super().__init__(f"itself not in allow_globals: {module}.{name}")
+        self.home = module, name
+
+
 class PendingValue:
     """A value that REDUCE created and that still waits for its state: BUILD replaces it by ``build(state)``.
 
@@ -88,7 +98,8 @@ class PendingValue:
         return f"<{self._what} without its state>"
 
 
-_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_NO_BYTES = (bool, int, float, complex, str, type(None))
+_SCALARS = (*_NO_BYTES, bytes)
 _CONTAINERS = (
     *(list, tuple, set, frozenset, dict, bytearray, torch.Size),
     *(collections.OrderedDict, collections.defaultdict, collections.deque, collections.Counter),
@@ -128,7 +139,8 @@ def check_arguments(function: Any, args: Any) -> int:
     if not isinstance(function, type):
         return _CALL
     if function in _FROM_SCALARS or function is slice:
-        allowed: tuple[type, ...] = _SCALARS
+        # a str of bytes would be decoded by a codec of the pickle's choice, and punycode takes quadratic time
+        allowed: tuple[type, ...] = _NO_BYTES if function is str else _SCALARS
     elif function in _FROM_CONTAINERS:
         allowed = (*_SCALARS, *_CONTAINERS, type, FunctionProxy)
     else:

@@ -7,6 +7,7 @@ much memory, before any object is built. Faults that only the values show are fo
 from __future__ import annotations
 
 import _compat_pickle
+import enum
 import functools
 import io
 import pickle
@@ -15,12 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from shardckpt.archive.globals import METADATA_TABLE, OBJECT_TABLE, STUB_PACKAGES, Table
+from shardckpt.archive.globals import GET_MEMBER, METADATA_TABLE, OBJECT_TABLE, STUB_PACKAGES, Table
 from shardckpt.archive.numpy_globals import count_copied_bytes, list_objects, numpy_global
 from shardckpt.archive.opcodes import check_pickle
 from shardckpt.archive.pickle_policy import (
     Collisions,
     Nesting,
+    OuterClass,
     PendingValue,
     apply_state,
     check_arguments,
@@ -164,7 +166,8 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
         self._collisions = Collisions(len(data))
         self._nesting = Nesting()
         self._storage = storage
-        self._allowed_types: set[type] = set()
+        #: The classes that the caller allows, and stubs, with their names in the pickle.
+        self._allowed_types: dict[type, tuple[str, str]] = {}
         self._stub_classes: set[type] = set()
         self._pending: set[PendingValue] = set()
 
@@ -180,7 +183,7 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
         if isinstance(found, type) and found not in self.table.values():
-            self._allowed_types.add(found)
+            self._allowed_types[found] = module, name
             if issubclass(found, Stub):
                 self._stub_classes.add(found)
         if len(self._stub_classes) > _MOST_STUB_CLASSES:
@@ -198,10 +201,18 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
             raise CorruptCheckpointError(f"{self.source}: the pickle of {self._size} bytes copies itself too often")
 
     def load_reduce(self) -> None:
-        args = self.stack.pop()
-        made = self.stack[-1] = self._call(self.stack[-1], args, self.stack[-1])
+        args, function = self.stack.pop(), self.stack[-1]
+        call = self._get_member if function is GET_MEMBER else function
+        made = self.stack[-1] = self._call(function, args, call)
         if isinstance(made, PendingValue):
             self._pending.add(made)
+
+    def _get_member(self, owner: Any, name: Any) -> Any:
+        """Return a class inside a class by the name that protocol 4 has for it, or a member of an enum."""
+        home = owner.home if isinstance(owner, OuterClass) else None
+        if isinstance(owner, type) and not issubclass(owner, (enum.Enum, Stub)):
+            home = self._allowed_types.get(owner)
+        return GET_MEMBER(owner, name) if home is None else self.find_class(home[0], f"{home[1]}.{name}")
 
     def _call(self, function: Any, args: Any, call: Callable[..., Any], *first: Any) -> Any:
         """Call a function or class after its arguments are checked; ``call(*first, *args)`` does it."""
@@ -356,6 +367,8 @@ def load_object(
             return ours
         if f"{module}.{name}" in allowed():
             return allowed()[f"{module}.{name}"]
+        if any(each.startswith(f"{module}.{name}.") for each in allowed()):
+            return OuterClass(module, name)
         return make_stub_class(module, name) if module.partition(".")[0] in STUB_PACKAGES else None
 
     def inert(module: str, name: str) -> Any:

@@ -55,7 +55,7 @@ _FEWEST_JOINED = 8
 #: bools to 0 and 1, and keeps the scales of quantized dtypes elsewhere.
 _BY_BYTES = re.compile(r"torch\.(bool|bit|u?int[1-7]|qu?int.*)")
 _Move = tuple[int, int, int]  # target address, source address, number of bytes
-_Run = tuple[int, int, int]  # number of the first tensor, its address, number of bytes
+_Run = tuple[int, int, int]  # number of the first tensor, its address, number of bytes; a large tensor is one, too
 
 
 @dataclass(frozen=True)
@@ -91,18 +91,18 @@ class Layout:
 
     @cached_property
     def small_ends(self) -> list[int]:
-        """The offset behind each small tensor."""
+        """The offset where each small tensor ends."""
         return [self.ends[number] for number in self.small]
 
     @cached_property
     def widest(self) -> int:
-        """The bytes that the largest small tensor takes, with those behind it."""
+        """The bytes that the largest small tensor takes, with the padding after it."""
         sizes = (end - start for start, end in zip(self.small_starts, self.small_ends, strict=True))
         return max(ALIGNED, -(-max(sizes, default=0) // ALIGNED) * ALIGNED)
 
     @cached_property
     def small_gaps(self) -> list[bool]:
-        """Whether others lie before each small tensor but the first, and the one before it."""
+        """For each small tensor but the first, whether large ones lie between it and the small one before it."""
         return [start - end >= ALIGNED for start, end in zip(self.small_starts[1:], self.small_ends, strict=False)]
 
     @cached_property
@@ -187,7 +187,7 @@ class Copies:
         self.layout = Layout.of(tensors) if layout is None else layout
         self._keys = keys
         self._tensors = tensors
-        self._facts = _look_at(
+        self._facts = _read_facts(
             tensors, addresses=len(self.layout.small) == len(tensors), contiguous=self.layout.run_finder.has_found
         )
         on_host = self._facts.on_host
@@ -201,16 +201,16 @@ class Copies:
         for.
         """
         self._check()
-        rows: list[_Run] = []
+        large: list[_Run] = []
         try:
             for number in self.layout.large:  # first the devices' copies: they run while threads copy the host's memory
                 tensor = self._tensors[number]
                 if is_ordinary(tensor):
-                    rows.append((number, tensor.data_ptr(), tensor.nbytes))
+                    large.append((number, tensor.data_ptr(), tensor.nbytes))
                 else:
                     _copy(self._keys[number], tensor, views[number])
             # a list: threads that wait for the next job while this one looks at tensors would be slower than one alone
-            jobs = [*self._copy_small(views), *_moves(rows, views)]
+            jobs = [*self._copy_small(views), *_moves(large, views)]
             if self.layout.nbytes < LARGE:
                 for job in jobs:
                     job()
@@ -294,25 +294,26 @@ class _Facts(NamedTuple):
     are_contiguous: bool | None
 
 
-def _look_at(tensors: Sequence[torch.Tensor], *, addresses: bool, contiguous: bool) -> _Facts:
-    """Ask all tensors, a few at a time: the processor's cache has them from the first question to the last."""
-    found = _Facts(array("q"), [], [], [] if addresses else None, None)
-    places: list[int] | None = found.addresses
-    together = contiguous
+def _read_facts(tensors: Sequence[torch.Tensor], *, addresses: bool, contiguous: bool) -> _Facts:
+    """Read all properties of a batch, then of the next: the processor's cache has a batch until its last question."""
+    counts, dtypes, on_host = array("q"), list[torch.dtype](), list[bool]()
+    starts: list[int] | None = [] if addresses else None
+    are_all_contiguous = True
     for start in range(0, len(tensors), _BATCH):
-        some = tensors[start : start + _BATCH]
-        counts, dtypes = _measure(some)
-        found.counts.extend(counts)
-        found.dtypes.extend(dtypes)
-        on_host = list(map(attrgetter("is_cpu"), some))
-        found.on_host.extend(on_host)
-        own = read_addresses(some) if places is not None and all(on_host) else None
-        if places is not None and own is not None:
-            places += own
-            together = together and are_contiguous(some, dtypes)
-        else:
-            places = None
-    return found._replace(addresses=places, are_contiguous=together if contiguous and places is not None else None)
+        batch = tensors[start : start + _BATCH]
+        batch_counts, batch_dtypes = _measure(batch)
+        are_on_host = list(map(attrgetter("is_cpu"), batch))
+        counts.extend(batch_counts)
+        dtypes.extend(batch_dtypes)
+        on_host.extend(are_on_host)
+        batch_starts = read_addresses(batch) if starts is not None and all(are_on_host) else None
+        if starts is None or batch_starts is None:
+            starts = None
+            continue
+        starts += batch_starts
+        if contiguous and are_all_contiguous:
+            are_all_contiguous = are_contiguous(batch, batch_dtypes)
+    return _Facts(counts, dtypes, on_host, starts, are_all_contiguous if contiguous and starts is not None else None)
 
 
 def _measure(tensors: Sequence[torch.Tensor]) -> tuple[array[int], list[torch.dtype]]:

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -37,7 +36,7 @@ from shardckpt.storage.abilities import find_ability, takes_requests
 from shardckpt.storage.disk_usage import freed_bytes
 from shardckpt.storage.filesystem import file_size, is_there, name_siblings, sync_directory, wrap_os_errors
 from shardckpt.storage.places import get_bucket, get_url, list_folders, list_names
-from shardckpt.storage.remote import ListsFolders, attempt
+from shardckpt.storage.remote import ListsFolders, attempt, map_requests
 from shardckpt.storage.store_abilities import AbortsUploads
 from shardckpt.strategy import OwnsFiles
 
@@ -130,8 +129,7 @@ def clear_unfinished(
     """
     names = sorted(names)
     folders = [open_below(place, name, plugins) for name in names]
-    with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-list") as threads:
-        found = list(threads.map(find_unfinished, folders))
+    found = map_requests(find_unfinished, folders, "shardckpt-list")
     results = []
     for name, unfinished in zip(names, found, strict=True):
         if unfinished is not None:

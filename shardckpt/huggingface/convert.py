@@ -9,10 +9,10 @@ from shardckpt.distributed.comm import Comm
 from shardckpt.engine.locations import locate, locate_file, refuse_overlap
 from shardckpt.engine.opening import LoadOptions, open_checkpoint
 from shardckpt.engine.saving import SaveOptions, save_checkpoint
-from shardckpt.errors import CheckpointingException, KeyMismatchError, cut_prefix
-from shardckpt.huggingface.small_file import replace_file, write_pickled
+from shardckpt.errors import KeyMismatchError, cut_prefix
+from shardckpt.huggingface.small_file import refuse_other_file, replace_file, write_pickled
 from shardckpt.huggingface.structure import make_structure, nest_stored, plain_name
-from shardckpt.huggingface.torch_file import is_torch_file, read_torch_file
+from shardckpt.huggingface.torch_file import read_torch_file
 from shardckpt.huggingface.torch_strategy import TorchFileLoadStrategy
 from shardckpt.manifest.models import Manifest
 from shardckpt.mapping.sharded_tensor import ShardedTensor
@@ -79,15 +79,12 @@ def dcp_to_torch_save(checkpoint_dir: PathLike, file: PathLike, *, prefix: str =
         prefix: As for :func:`dcp_to_torch_state_dict`.
 
     Raises:
-        CheckpointingException: as :func:`dcp_to_torch_state_dict`; or the file cannot be written.
+        CheckpointingException: as :func:`dcp_to_torch_state_dict`; or the file cannot be written, or is
+            one of something else.
     """
     target = locate_file(file, "write a file of torch.save to")
     refuse_overlap([locate(checkpoint_dir, get_plugin_manager())], target)
-    if target.is_file() and target.stat().st_size and not is_torch_file(target):
-        raise CheckpointingException(
-            f"{target} is no file of torch.save, and it would be replaced: nothing was written; give another path, or "
-            "remove it first"
-        )
+    refuse_other_file(target, "torch.save")
     state_dict = dcp_to_torch_state_dict(checkpoint_dir, prefix=prefix)
     with replace_file(target) as staged:
         write_pickled(staged, state_dict)

@@ -15,7 +15,7 @@ from shardckpt.huggingface.megatron import split_qkv, split_vocabulary
 from shardckpt.huggingface.rules import Rule, RuleMapping
 from shardckpt.manifest.strict_json import parse_json
 from shardckpt.plugins.key_mapping import KeyMapping
-from shardckpt.storage.filesystem import name_siblings
+from shardckpt.storage.filesystem import name_siblings, wrap_os_errors
 from shardckpt.storage.input_file import read_file
 
 if TYPE_CHECKING:
@@ -49,12 +49,14 @@ def find_code(mapping: str) -> Path | None:
 
 
 def _find_file(text: str) -> tuple[Path | None, str | None]:
-    """Return the file that a text names, which is there, and the name in it; None for either that it does not name."""
+    """Return the existing file and the name in it that a text names; None for what it does not name."""
     found = _FILE.fullmatch(text)
     if found is None:
         return None, None
     path = Path(expand_home(found["path"]))
-    if not path.is_file():
+    with wrap_os_errors("look at", path):
+        is_file = path.is_file()
+    if not is_file:
         siblings = name_siblings(path.absolute())
         raise CheckpointingException(f"mapping {text!r}: there is no file {path} {siblings}".rstrip())
     if path.suffix == ".json" and found["name"]:
@@ -95,7 +97,7 @@ def _run(path: Path, name: str) -> object:
 
 
 def _make_mapping(value: Any, where: str) -> KeyMapping:
-    if isinstance(value, KeyMapping):
+    if isinstance(value, KeyMapping) and not isinstance(value, type):  # a class has the method, and no rules
         return value
     if isinstance(value, dict):
         return RuleMapping([_make_rule(stored, hub, where) for stored, hub in value.items()])
@@ -108,14 +110,14 @@ def _make_mapping(value: Any, where: str) -> KeyMapping:
 
 
 def _make_rule(stored: object, hub: object, where: str) -> Rule:
-    """Return the rule of an entry of a dict; ``where`` is named in errors."""
-    other: Mapping[str, Any] = hub if isinstance(hub, dict) else {"hub": hub}
-    names = other.get("hub")
+    """Return the rule that an entry of a dict says; errors name ``where`` it stands."""
+    given: Mapping[str, Any] = hub if isinstance(hub, dict) else {"hub": hub}
+    names = given.get("hub")
     names = [] if names is None else [names] if isinstance(names, str) else names
-    flags = {key: value for key, value in other.items() if key not in ("hub", "split")}
-    split = other.get("split")
+    flags = {key: value for key, value in given.items() if key not in ("hub", "split")}
+    split = given.get("split")
     is_sound = (
-        "hub" in other
+        "hub" in given
         and isinstance(stored, str)
         and isinstance(names, (list, tuple))
         and all(isinstance(name, str) for name in names)

@@ -14,7 +14,7 @@ from shardckpt.huggingface.dtypes import is_castable, parse_dtype
 from shardckpt.huggingface.header import lay_out, refuse_unknown
 from shardckpt.huggingface.hub_tensor import HubTensor
 from shardckpt.huggingface.names import BIN, SAFETENSORS, file_names
-from shardckpt.huggingface.small_file import replace_file, write_pickled
+from shardckpt.huggingface.small_file import refuse_other_file, replace_file, write_pickled
 from shardckpt.storage.memory_budget import parse_size
 from shardckpt.storage.new_file import NewFile
 from shardckpt.tensors.memory import plain_cpu, tensor_bytes, view_key
@@ -77,7 +77,7 @@ def get_shard_info(
 def save_state_dict(
     state_dict: Mapping[str, torch.Tensor], path_to_save: str | os.PathLike[str], safe_serialization: bool = True
 ) -> None:
-    """Write tensors into one file, which replaces an existing one when all its bytes are durable.
+    """Write tensors into one file, which replaces an existing one of its kind when all its bytes are durable.
 
     Of tied tensors, a safetensors file has the first, and its header's metadata has the other names; a ``.bin`` file
     has all. Of a view, only its own elements are written.
@@ -90,11 +90,14 @@ def save_state_dict(
     Raises:
         ShardingError: a tensor is not plain (a DTensor: pass its ``full_tensor()``, or save a checkpoint and export
             that).
-        CheckpointingException: safetensors has no such dtype or name, or the file cannot be written.
+        CheckpointingException: safetensors has no such dtype or name; or the file cannot be written, or is one of
+            something else.
     """
     check_annotated(save_state_dict, locals())
     _check_tensors(state_dict)
-    with replace_file(locate_file(path_to_save, "write tensors to")) as staged:
+    path = locate_file(path_to_save, "write tensors to")
+    refuse_other_file(path, "safetensors" if safe_serialization else "torch.save")
+    with replace_file(path) as staged:
         (_write_safetensors if safe_serialization else _write_bin)(state_dict, staged)
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import shutil
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from shardckpt.commit.commit import discard_staging
 from shardckpt.engine.locations import check_names
 from shardckpt.engine.pruning import open_staging
-from shardckpt.errors import StorageError
+from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.huggingface.assets import read_asset
+from shardckpt.huggingface.torch_file import is_torch_file
 from shardckpt.storage.abilities import has_local_files
 from shardckpt.storage.filesystem import open_new, sync_directory, sync_file, wrap_os_errors
+from shardckpt.storage.safetensors_header import HEADER_LIMIT, LENGTH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -24,6 +26,24 @@ if TYPE_CHECKING:
 
 #: The name of a file in its staging directory.
 _STAGED = "file"
+
+
+def _is_safetensors_file(path: Path) -> bool:
+    with wrap_os_errors("open", path), path.open("rb") as file:
+        first = file.read(LENGTH_BYTES + 1)
+    return int.from_bytes(first[:LENGTH_BYTES], "little") <= HEADER_LIMIT and first[LENGTH_BYTES:] == b"{"
+
+
+_IS_KIND = {"torch.save": is_torch_file, "safetensors": _is_safetensors_file}
+
+
+def refuse_other_file(path: Path, kind: Literal["torch.save", "safetensors"]) -> None:
+    """Raise an error if a file that a new one would replace is neither empty nor of its kind: its name is mistyped."""
+    if path.is_file() and path.stat().st_size and not _IS_KIND[kind](path):
+        raise CheckpointingException(
+            f"{path} is no file of {kind}, and it would be replaced: nothing was written; give another path, or "
+            "remove it first"
+        )
 
 
 @contextmanager

@@ -52,7 +52,7 @@ _PROGRESS = (
     "best_global_step",
     "best_model_checkpoint",
 )
-#: The Trainer reads it of a model when its folder lacks weights; only transformers' own models have it.
+#: An attribute that the Trainer reads where a folder lacks weights: of other models than transformers' own we set it.
 _IGNORED = "_keys_to_ignore_on_save"
 
 
@@ -65,7 +65,8 @@ class ShardedCheckpointCallback(TrainerCallback):
 
     Pass ``TrainingArguments(save_strategy="no")``, or the Trainer saves its own checkpoints as well, and each of these
     steps is also saved here. A step is saved when the next one begins, with the metrics of its evaluation. The last
-    step is saved when the training ends (``last_save_model_only``: the model alone).
+    step is saved when the training ends (``last_save_model_only``: the model alone); with ``load_best_model_at_end``,
+    when the Trainer saves it, since the model has another step's weights at the end.
 
     The Trainer passes a callback neither its GradScaler (fp16) nor other callbacks: their states are not saved. Where
     it shards the model itself, :meth:`resume_path` raises (``fsdp``, ``deepspeed``), and DeepSpeed cannot be used.
@@ -95,6 +96,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._resumed: tuple[int, Path] | None = None
         self._random: Any = None
         self._begun_at = 0
+        #: Whether the last step is saved before the Trainer loads the best model, which it does before `on_train_end`.
+        self._has_saved_last = False
 
     def resume_path(self, step: int = -1) -> str | None:
         """Collective: return what ``Trainer.train`` takes as ``resume_from_checkpoint``; call it before the training.
@@ -118,6 +121,7 @@ class ShardedCheckpointCallback(TrainerCallback):
                 "with fsdp or deepspeed the Trainer reads the model from the folder that it resumes from, and only its "
                 "own checkpoints contain it: call trainer.train() without it, which starts at the beginning of the data"
             )
+        self._close_manager()
         read_only = {"load_only": True, "save_rng": False, "exclude_from_loading": ()}
         with CheckpointManager(self._config.model_copy(update=read_only), {}) as manager:
             step = step if step >= 0 else self._config.load_step
@@ -155,6 +159,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             _STATE: _Progress(state),
         }
         position = state.global_step
+        self._close_manager()
         self.manager = CheckpointManager(self._config, states, allow_globals=self._allow_globals)
         step = self._resumed[0] if self._resumed else -1
         self._forget()
@@ -186,7 +191,8 @@ class ShardedCheckpointCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Collective: save this step, because the Trainer saves it."""
-        self._save(state, control, force=True)
+        self._has_saved_last = args.load_best_model_at_end and control.should_training_stop
+        self._save(state, control, force=True, last_step=self._has_saved_last)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
         """Store the metrics for the checkpoint of this step; each dataset of several has an evaluation of its own."""
@@ -198,19 +204,34 @@ class ShardedCheckpointCallback(TrainerCallback):
         """Collective: save the last step, unless the job was preempted; wait until all saves are durable."""
         if self.manager is None:
             return
-        if not self.manager.preempted and state.global_step > self._begun_at:
+        has_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        if has_best and not self._has_saved_last:
+            logger.warning(
+                "step %d is not saved as the last one: the Trainer did not save it, and the model has the best weights "
+                "now, of %s (load_best_model_at_end)",
+                state.global_step,
+                state.best_model_checkpoint,
+            )
+        if not has_best and not self.manager.preempted and state.global_step > self._begun_at:
             self.manager.save(state.global_step, last_step=True, metrics=self._metrics.get(state.global_step))
         self.manager.close()
 
-    def _save(self, state: TrainerState, control: TrainerControl, *, force: bool = False) -> None:
+    def _save(
+        self, state: TrainerState, control: TrainerControl, *, force: bool = False, last_step: bool = False
+    ) -> None:
         """Collective: save this step if it is due or forced; stop the training once the job is preempted."""
         manager = self.manager
         if manager is None or 0 < state.global_step <= self._begun_at:
             return
         if not manager.preempted:
-            manager.save(state.global_step, force, metrics=self._metrics.get(state.global_step))
+            manager.save(state.global_step, force, last_step=last_step, metrics=self._metrics.get(state.global_step))
         if manager.preempted:
             control.should_training_stop = True
+
+    def _close_manager(self) -> None:
+        """Collective: commit what a training that failed, such as one of ``auto_find_batch_size``, was saving."""
+        if self.manager is not None:
+            self.manager.close()
 
     def _resume_newest(self, manager: CheckpointManager) -> tuple[int, Path] | None:
         """Collective: return the newest step whose Trainer state is whole, with a folder to resume from."""
@@ -247,7 +268,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         """Remove the folder of :meth:`resume_path`: the Trainer has read it, and warns again of what it reads."""
         _TRAINER.removeFilter(_is_to_be_logged)
         if self._resumed is not None:
-            shutil.rmtree(self._resumed[1])
+            shutil.rmtree(self._resumed[1], ignore_errors=True)  # a cleaner of temporary folders may have been faster
             self._resumed = None
 
 

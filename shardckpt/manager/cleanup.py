@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.locations import locate
-from shardckpt.errors import CheckpointingException, is_first_warning, listed
+from shardckpt.errors import CheckpointingException, is_first_warning, listed, show_given
 from shardckpt.manager.garbage_collection import collect_garbage
 from shardckpt.manager.retention import KeepLatest
 from shardckpt.manager.step_names import NAMINGS
@@ -17,7 +18,7 @@ from shardckpt.manifest.names import MARKERS
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.storage.abilities import takes_requests
 from shardckpt.storage.input_file import read_file
-from shardckpt.validation.arguments import check_annotated
+from shardckpt.validation.arguments import check_annotated, is_integer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,12 +57,13 @@ def cleanup_old_checkpoints(training_args: Any, shared_file_system: bool = True)
         CheckpointingException: the same on every rank. The arguments name no folder, or it cannot be listed.
     """
     comm = Comm()
-    limit = getattr(training_args, "save_total_limit", None) or 0
-    comm.agree(save_total_limit=limit, shared_file_system=shared_file_system)
+    given = getattr(training_args, "save_total_limit", None)
+    comm.agree(save_total_limit=given, shared_file_system=shared_file_system)
     with comm.collective_phase("removing old checkpoints"):
         check_annotated(cleanup_old_checkpoints, locals())
-        if not isinstance(limit, int):
-            raise CheckpointingException(f"save_total_limit is {limit!r}: expected a whole number, or None")
+        if given is not None and not is_integer(given):
+            raise CheckpointingException(f"save_total_limit is {show_given(given)}: expected a whole number, or None")
+        limit = operator.index(given or 0)
         if limit > 0 and _removes(comm, shared_file_system):
             _clean(_find_folders(training_args), limit)
 
@@ -83,8 +85,10 @@ def _find_folders(training_args: Any) -> list[str]:
     """Return the folders that may have the checkpoints; the first that has any is cleaned."""
     for name, below in _FOLDER_ARGUMENTS.items():
         found = getattr(training_args, name, None)
+        if not isinstance(found, str | os.PathLike | None):
+            raise CheckpointingException(f"{name} is {show_given(found)}: expected a directory or URL")
         if found:
-            folder = str(os.fspath(found)).rstrip("/") or "/"
+            folder = os.fspath(found).rstrip("/") or "/"
             return [*(f"{folder}/{each}" for each in below), folder]
     raise CheckpointingException(
         f"save_total_limit is set, and the arguments name no folder: give one as {' or '.join(_FOLDER_ARGUMENTS)}"

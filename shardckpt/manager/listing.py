@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt import settings
 from shardckpt.commit.upload import is_under_way
 from shardckpt.deepspeed.load import DeepSpeedLoadStrategy
 from shardckpt.distributed.comm import Comm
@@ -72,6 +70,7 @@ from shardckpt.storage.places import (
     read_listing,
 )
 from shardckpt.storage.reader import CheckpointReader
+from shardckpt.storage.remote import map_requests
 from shardckpt.strategy import LoadContext, find_error
 from shardckpt.validation.arguments import check_annotated
 
@@ -202,8 +201,7 @@ def _summarize_all(
         is_sure = listings is None or found.state not in ("damaged", "unreadable")
         return found if is_sure else _summarize(inside.find(name), plugins, marks)
 
-    with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-ls") as threads:
-        return list(threads.map(summarize, names))
+    return map_requests(summarize, names, "shardckpt-ls")
 
 
 def _summarize(directory: Path, plugins: PluginManager, marks: Path | None = None) -> CheckpointSummary:

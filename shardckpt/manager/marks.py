@@ -8,12 +8,13 @@ checkpoint under the same name, it says nothing.
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from shardckpt import __version__
 from shardckpt.commit.small_files import SmallFile, SmallFiles, Time
@@ -167,17 +168,20 @@ def mark_checkpoint(
         )
     names = [*map(_make_text, damaged)]
     is_listed = len(names) <= _MOST_DAMAGED and sum(map(len, names)) <= _LONGEST_NAMES
-    mark = Mark(
-        verdict=verdict,
-        save_id=save[0],
-        root=save[1],
-        checked=checked,
-        files=files,
-        faults=tuple(_make_text(fault)[:_LONGEST_FAULT] for fault in [*faults][:_MOST_FAULTS]),
-        damaged=tuple(names) if is_listed else (),
-        time=time.time(),
-        writer=f"shardckpt {__version__}",
-    )
+    try:
+        mark = Mark(
+            verdict=verdict,
+            save_id=save[0],
+            root=save[1],
+            checked=checked,
+            files=operator.index(files),
+            faults=tuple(_make_text(fault)[:_LONGEST_FAULT] for fault in [*faults][:_MOST_FAULTS]),
+            damaged=tuple(names) if is_listed else (),
+            time=time.time(),
+            writer=f"shardckpt {__version__}",
+        )
+    except ValidationError as exc:  # of a verdict that is none, or a negative number
+        raise CheckpointingException(f"{checkpoint} is not marked: {exc}") from exc
     if not dry_run:
         place, name = _find_place(checkpoint)
         SmallFiles(place).put(name_mark(name), mark.model_dump_json().encode())

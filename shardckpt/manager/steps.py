@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardckpt import settings
 from shardckpt.commit.holds import Holds
 from shardckpt.commit.small_files import SmallFiles
 from shardckpt.commit.staging_names import HOLDS_NAME
@@ -35,6 +33,7 @@ from shardckpt.storage.directory import detect_replacement, retry_if_replaced
 from shardckpt.storage.filesystem import file_size, wrap_os_errors
 from shardckpt.storage.places import attach_listing, get_url, list_by_folder, list_folders
 from shardckpt.storage.reader import CheckpointReader
+from shardckpt.storage.remote import map_requests
 
 if TYPE_CHECKING:
     import os
@@ -225,8 +224,7 @@ class StepFolder:
                         raise
             return self.inspect_step(step, marks)
 
-        with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-steps") as threads:
-            looked_at = dict(zip(fresh, threads.map(inspect, fresh), strict=True))
+        looked_at = dict(zip(fresh, map_requests(inspect, fresh, "shardckpt-steps"), strict=True))
         found = {step: self._known[step] if step in known else looked_at[step] for step in steps}
         self._known = {step: each for step, each in found.items() if each.is_loadable}
         return found, known

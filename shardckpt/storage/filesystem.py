@@ -50,7 +50,7 @@ def check_foreign_name(name: str) -> str:
     empty parts, ``.``, ``..`` or a null character, is a CorruptCheckpointError.
     """
     if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
-        raise CorruptCheckpointError(f"file name {name!r} is not allowed in a checkpoint: it may lead out of it")
+        raise CorruptCheckpointError(f"file name {name!r:.300} is not allowed in a checkpoint: it may lead out of it")
     return name
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import logging
 import os
 import random
@@ -11,7 +12,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_S = TypeVar("_S")
 _T = TypeVar("_T")
 
 #: The level at which an attempt that is repeated is logged.
@@ -258,10 +260,7 @@ class RemotePath(OpenPath):
 
     def write(self, data: bytes) -> None:
         """Write a small object in one step, or replace it; no local file is needed where the store streams writes."""
-        if isinstance(self.folder, StreamsWrites):
-            attempt("write", self, lambda: self._send([data], max(_LEAST_PART, len(data))))
-        else:
-            self._send([data], 0)
+        attempt("write", self, lambda: self._send([data], max(_LEAST_PART, len(data))))
 
     def create(self, data: bytes) -> bool:
         """Write a small object unless one of that name exists; only for folders that :class:`CreatesObjects`.
@@ -282,8 +281,8 @@ class RemotePath(OpenPath):
         folder = self.folder
         if isinstance(folder, ReplacesObjects):
             return attempt("read", self, partial(folder.read_tagged, self._name))
-        listed = RemotePath(self.folder, self._name)  # the size now, not that of a listing of before
-        return self.read_range(0, listed.size), None
+        size = RemotePath(self.folder, self._name).size  # now, not that of an earlier listing
+        return self.read_range(0, size), None
 
     def replace_tagged(self, data: bytes, tag: object) -> bool:
         """Write a small object in the place of the one with that tag; None as the tag replaces any.
@@ -329,16 +328,25 @@ class RemotePath(OpenPath):
         ):
             return
         part_bytes = plan_upload(None, nbytes).part_bytes
-        parts = (source.read_range(offset, min(part_bytes, nbytes - offset)) for offset in range(0, nbytes, part_bytes))
-        self._send(parts, part_bytes)
+        starts = range(0, nbytes, part_bytes)
+        attempt(
+            f"copy {source} to",
+            self,
+            lambda: self._send((source.read_range(n, min(part_bytes, nbytes - n)) for n in starts), part_bytes),
+        )
 
     def _send(self, parts: Iterable[bytes], part_bytes: int) -> None:
         """Write the object in parts, or, where the store streams no writes, by way of a local file."""
         if not isinstance(self.folder, StreamsWrites):
-            with tempfile.NamedTemporaryFile(prefix="shardckpt-") as file:
-                file.writelines(parts)
-                file.flush()
-                self.upload(Path(file.name))
+            try:
+                with tempfile.NamedTemporaryFile(prefix="shardckpt-") as file:
+                    file.writelines(parts)
+                    file.flush()
+                    self.upload(Path(file.name))
+            except OSError as exc:
+                raise StorageError(
+                    f"cannot write a temporary file for {self}: {exc}; TMPDIR names the folder for such files"
+                ) from exc
             return
         writer = self.folder.open_write(self._name, part_bytes)
         try:
@@ -371,8 +379,7 @@ class RemotePath(OpenPath):
             for name in names:
                 (self / name).delete()
         else:
-            with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-delete") as threads:
-                list(threads.map(lambda name: (self / name).delete(), names))
+            map_requests(lambda name: (self / name).delete(), names, "shardckpt-delete")
 
     def __truediv__(self, name: str | os.PathLike[str]) -> RemotePath:
         path = RemotePath(self.folder, f"{self._name}/{os.fspath(name)}" if self._name else os.fspath(name))
@@ -458,6 +465,16 @@ def limit_attempts(seconds: float | None = None) -> Iterator[None]:
         yield
     finally:
         _patience.reset(token)
+
+
+def map_requests(call: Callable[[_S], _T], items: Iterable[_S], name: str) -> list[_T]:
+    """Return the results of calls that wait for a store, made by several threads of that name.
+
+    Each is made in the caller's context: :func:`limit_attempts` and :func:`quiet_attempts` hold for it, too.
+    """
+    with ThreadPoolExecutor(settings.remote_threads(), name) as threads:
+        contexts = (copy_context() for _ in itertools.count())  # one can be entered by one thread at a time
+        return list(threads.map(lambda context, item: context.run(call, item), contexts, items))
 
 
 def attempt(action: str, path: Path, call: Callable[[], _T]) -> _T:

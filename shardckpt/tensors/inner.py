@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from shardckpt.errors import CheckpointingException, show_given
 from shardckpt.tensors.memory import ORDINARY
 from shardckpt.tensors.torch_private import is_sharded_tensor
 
@@ -13,16 +14,17 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from typing import TypeGuard
 
-#: The last parts but one of the keys of tensors inside others: those that are parts, and those that all elements share.
-#: No name of a value has parentheses.
+#: What stands in a key before the name of a tensor inside: of one that is a part of the elements, and of one that all
+#: elements share. No name of a value has parentheses.
 INNER, SHARED = "(inner)", "(shared)"
 
 
 class InnerNames(NamedTuple):
-    """Those tensors inside the tensors of a class that are not one part each of their elements, by name.
+    """The names of the tensors inside those of a class that are no parts of the elements.
 
-    ``shared`` are those that all elements share: a table from codes to values. ``values`` is the name of one that has
-    the values as they are; empty if there is none.
+    Attributes:
+        shared: Tensors that all elements share: a table from codes to values.
+        values: The tensor that has the values as they are; empty if there is none.
     """
 
     shared: frozenset[str] = frozenset()
@@ -42,17 +44,25 @@ _KNOWN = {
 
 
 def register_tensor_class(cls: type | str, *, shared: Collection[str] = (), values: str = "") -> None:
-    """Say what the tensors inside those of a class are for, so that they can be stored one by one.
+    """Say which of the tensors inside those of a class are no parts of the elements, so that each is stored rightly.
 
-    A class needs this only for tensors inside that are not one part each of the elements: shards of the others are
-    parts of one whole. A tensor of the class has torch's ``__tensor_flatten__`` and ``__tensor_unflatten__``.
+    A class needs this only if it has such: all others are divided among ranks as the elements are. A tensor of the
+    class has torch's ``__tensor_flatten__`` and ``__tensor_unflatten__``.
 
     Args:
         cls: The class, or its full name, ``module.Class``: then it need not be imported. Derived classes are as it is.
         shared: The names of tensors that all elements share, equal on all ranks: a table from codes to values.
         values: The name of a tensor that has the values as they are, where the class only changes how they are computed
             with: it alone is stored, in the tensor's place, and loads into a model without the class.
+
+    Raises:
+        CheckpointingException: ``cls`` is neither a class nor the full name of one, or ``shared`` is one text.
     """
+    given: object = cls
+    if not isinstance(given, type) and not (isinstance(given, str) and "." in given):
+        raise CheckpointingException(f"register_tensor_class: {show_given(given)}: expected a class or 'module.Class'")
+    if isinstance(shared, str):  # each of its letters would be a name
+        raise CheckpointingException(f"register_tensor_class: shared={shared!r}: expected a list, such as [{shared!r}]")
     name = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
     _KNOWN[name] = InnerNames(frozenset(shared), values)
 
@@ -64,8 +74,9 @@ def find_inner_names(tensor: torch.Tensor) -> InnerNames:
 
 
 def get_outer_key(key: str) -> str:
-    """Return the key of a tensor by that of one inside it; empty if the key is not one's."""
-    return next((key.partition(f".{each}.")[0] for each in (INNER, SHARED) if f".{each}." in key), "")
+    """Return the key of the tensor that has the one of this key inside; empty if none has."""
+    outer = (key.partition(f".{each}.")[0] for each in (INNER, SHARED) if f".{each}." in key)
+    return min(outer, key=len, default="")  # a tensor inside may have others inside, too
 
 
 def has_inner(value: Any) -> TypeGuard[torch.Tensor]:
@@ -89,9 +100,9 @@ def flatten_tensor(tensor: Any) -> tuple[dict[str, Any], Any]:
 
 
 def get_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor inside that has another's values as they are, if its class has one, or the tensor itself.
+    """Return the tensor inside that has the values as they are, if the class has one, else the tensor itself.
 
-    So are the weights of torchao's float8 training, which a job without it can load.
+    Weights of torchao's float8 training have one, which a job without torchao can load.
     """
     name = find_inner_names(tensor).values if has_inner(tensor) else ""
     return get_values(getattr(tensor, name)) if name else tensor

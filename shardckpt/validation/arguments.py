@@ -37,7 +37,8 @@ def _is_flag(value: Any) -> bool:
     return _read_index(value) in (0, 1) or (isinstance(value, Real) and value in (0, 1))
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
+    """Return whether a value is a whole number: numpy's and a tensor of one are, a flag is none."""
     return not _is_bool(value) and _read_index(value) is not None
 
 
@@ -55,7 +56,7 @@ _DICT = _Kind("a dict", lambda value: isinstance(value, Mapping))
 _KINDS = {
     "None": _Kind("None", lambda value: value is None),
     "bool": _Kind("True or False", _is_flag),
-    "int": _Kind("a whole number", _is_integer),
+    "int": _Kind("a whole number", is_integer),
     "float": _Kind("a number", lambda value: isinstance(value, Real) and not _is_bool(value)),
     "str": _Kind("one text", lambda value: isinstance(value, str)),
     "Collection[str]": _TEXTS,

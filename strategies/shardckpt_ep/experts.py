@@ -83,10 +83,10 @@ class Experts:
         """Return the parameters with a layout but without a key, of themselves or of their optimizer state."""
         names = [name for key in keys if (name := self.names.find(key))]
         found = {name.fqn for name in names}
-        # of the names of a tied parameter, which have one layout, an optimizer has one, and a model each
+        # of the names of a tied parameter an optimizer has one, and a model each
         is_optimizer = all(name.slot for name in names)
-        tied = {id(self._layouts[fqn]) for fqn in found} if is_optimizer else set()
-        return sorted(fqn for fqn, layout in self._layouts.items() if fqn not in found and id(layout) not in tied)
+        tied = {self._layouts[fqn].tied for fqn in found} - {""} if is_optimizer else set()
+        return sorted(fqn for fqn, layout in self._layouts.items() if fqn not in found and layout.tied not in tied)
 
     def check_shards(self, shards: Iterable[ShardedBase], comm: Comm) -> None:
         """Collective: check this rank's shards of expert tensors against their layouts.

@@ -39,6 +39,7 @@ class ExpertLayout:
         replica: Coordinates on the mesh dimensions that hold copies: the replica id.
         expert_dim: The axis that counts experts.
         inside: Whether this rank is in the mesh; outside it holds nothing.
+        tied: The first name of a tied parameter, in the layouts of all its names: its optimizer has state under one.
 
     Example::
 
@@ -53,6 +54,7 @@ class ExpertLayout:
     replica: Ints = ()
     expert_dim: int = 0
     inside: bool = True
+    tied: str = ""
 
     @property
     def num_experts(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,7 @@ def expert_layouts(
     first: dict[int, str] = {}
     for name, param in expert_parameters(model, modules):
         if (tied := first.setdefault(id(param), name)) != name:
-            found[name] = found[tied]
+            found[name] = found[tied] = replace(found[tied], tied=tied)
             continue
         if isinstance(param, DTensor) and has_mesh_dim(param.device_mesh, ep):
             found[name] = ExpertLayout.from_dtensor(param, expert_dim=expert_dim, name=name)

@@ -294,6 +294,20 @@ def test_a_class_in_a_class_is_allowed_by_its_name() -> None:
     assert type(load_bytes(data, "it", [(Outer.Inner, name)])) is Outer.Inner
 
 
+@table("allowed", [[Outer.Inner], [Outer, Outer.Inner]])
+def test_a_class_in_a_class_is_allowed_in_pickles_of_torch(allowed: list[type]) -> None:
+    """Protocol 2, torch.save's, has it as an attribute of the outer class, which need not be allowed."""
+    inner = Outer.Inner()
+    inner.x = 7
+    loaded = load_bytes(archive(pickle.dumps(inner, 2)), "it", allowed)
+    assert type(loaded) is Outer.Inner
+    assert vars(loaded) == {"x": 7}
+    with pytest.raises(UnsafePickleError, match=rf"asks for {__name__}\.Outer\.Inner.*allow_globals="):
+        load_bytes(archive(pickle.dumps(inner, 2)), "it", [Outer])
+    with pytest.raises(UnsafePickleError, match=rf"makes an object of <itself not in allow_globals: {__name__}\.Outer"):
+        load_bytes(archive(pickle.dumps(Outer(), 2)), "it", [Outer.Inner])
+
+
 def test_object_names_of_old(tmp_path: Path) -> None:
     """Megatron 0.6 and 0.7 left extents out of the names of objects: they are found by the names of today."""
     dc.save({"o": ShardedObject("key", {"x": 1}, (1,), (0,))}, tmp_path / "c")

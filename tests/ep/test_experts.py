@@ -29,3 +29,10 @@ def test_an_array_of_experts_is_not_one_ranks() -> None:
             experts.layout_of(key, np.zeros((2, 3)))
     assert experts.layout_of("head", np.zeros((2, 3))) is None
     assert experts.layout_of("state.layers.0.w1.step", np.float32(3)) is None
+
+
+def test_one_layout_by_hand_makes_no_tied_parameters() -> None:
+    """Parameters of one shape may be given one layout object: one that an optimizer's state lacks is missing."""
+    layout = ExpertLayout((4, 3), Box((0, 0), (2, 3)))
+    experts = Experts({"experts.w1": layout, "experts.w3": layout})
+    assert experts.find_missing(["state.experts.w1.exp_avg"]) == ["experts.w3"]

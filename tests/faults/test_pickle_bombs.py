@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from shardckpt import dist_checkpointing
 from shardckpt.archive.opcodes import check_pickle
 from shardckpt.archive.reader import load_bytes
-from shardckpt.errors import CorruptCheckpointError
+from shardckpt.errors import CorruptCheckpointError, UnsafePickleError
 from shardckpt.huggingface.torch_file import read_torch_file
 from shardckpt.stubs import Stub
 from tests.faults import samples
@@ -178,6 +178,22 @@ def _nested(depth: int) -> Any:
     for _ in range(depth):
         value = (value,)
     return value
+
+
+@table("function", [b"_codecs\nencode", b"__builtin__\nbytearray", b"__builtin__\nstr"])
+def test_a_pickle_chooses_no_codec(function: bytes) -> None:
+    """Punycode takes quadratic time, and hex doubles what it gets: only the codec by which pickles write bytes runs."""
+    name, text = b"c" + function + b"\n", "".join(map(chr, range(0x4E00, 0x4E00 + 1500))).encode()
+    opcode = pickle.BINBYTES if function.endswith(b"str") else pickle.BINUNICODE
+    coded = b"\x80\x02" + name + opcode + len(text).to_bytes(4, "little") + text + b"X\x08\0\0\0punycode\x86R."
+    hexed = b"\x80\x02" + name * 30 + b"X\x01\0\0\0a" + b"X\x03\0\0\0hex\x86R" * 30 + b"."
+    with pytest.raises((CorruptCheckpointError, UnsafePickleError), match=r"only latin1|a str of a bytes"):
+        load_bytes(archive(coded), "it")
+    for costly in (coded, hexed):  # as torch's own reader, which allows any codec, would get them
+        with pytest.raises(CorruptCheckpointError, match="copies itself too often"):
+            check_pickle(costly, "it", plain=True)
+    honest = coded.replace(b"\x08\0\0\0punycode", b"\x06\0\0\0latin1")
+    assert check_pickle(honest, "it", plain=True) == len(honest)
 
 
 def test_names_of_classes_do_not_pile_up() -> None:

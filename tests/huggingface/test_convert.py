@@ -157,17 +157,22 @@ def test_a_file_is_one_of_this_machine(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_file_of_something_else_stays(tmp_path: Path) -> None:
-    """A file of torch.save is replaced, also an empty one; a program, of a mistyped name, is not."""
+    """A file of the same kind is replaced, also an empty one; a program, of a mistyped name, is not."""
     save(tmp_path / "c")
-    for content in (b"", b"print('train')"):
-        (tmp_path / "train.py").write_bytes(content)
-        if content:
-            with pytest.raises(CheckpointingException, match=r"train\.py is no file of torch\.save, and it would be"):
-                dcp_to_torch_save(tmp_path / "c", tmp_path / "train.py")
-            assert (tmp_path / "train.py").read_bytes() == content
-        else:
-            for _ in range(2):
-                dcp_to_torch_save(tmp_path / "c", tmp_path / "train.py")
+    state, path = {"w": torch.ones(3)}, tmp_path / "train.py"
+    writers: list[tuple[Callable[[], object], str]] = [
+        (lambda: dcp_to_torch_save(tmp_path / "c", path), r"torch\.save"),
+        (lambda: save_state_dict(state, path, safe_serialization=False), r"torch\.save"),
+        (lambda: save_state_dict(state, path), "safetensors"),
+    ]
+    for write, kind in writers:
+        path.write_bytes(b"")
+        write()
+        write()
+        path.write_bytes(b"print('train')")
+        with pytest.raises(CheckpointingException, match=rf"train\.py is no file of {kind}, and it would be replaced"):
+            write()
+        assert path.read_bytes() == b"print('train')"
 
 
 def test_a_directory_is_no_file_and_none_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

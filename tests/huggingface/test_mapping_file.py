@@ -190,10 +190,15 @@ def test_a_path_names_a_file_as_its_text_does(tmp_path: Path) -> None:
 
 
 def test_a_class_of_mappings_is_no_mapping(tmp_path: Path) -> None:
-    """It has the methods, and no rules: the error says to make one."""
+    """It has the methods, and no rules: the error says to make one, of a file's, too; a name too long is an error."""
     save(tmp_path / "c", {"a": torch.ones(2)})
     with pytest.raises(CheckpointingException, match="the mapping is the class RuleMapping: give an object of it"):
         export_to_huggingface(tmp_path / "c", tmp_path / "hf", mapping=RuleMapping)  # type: ignore[arg-type]
+    (tmp_path / "m.py").write_text("from shardckpt.huggingface import RuleMapping as MAPPING")
+    with pytest.raises(CheckpointingException, match=r"mapping .*/m\.py is a .*: expected a KeyMapping"):
+        export_to_huggingface(tmp_path / "c", tmp_path / "hf", mapping=f"{tmp_path}/m.py")
+    with pytest.raises(CheckpointingException, match=r"cannot look at x+\.json: File name too long"):
+        find_mapping(f"{'x' * 300}.json")
     assert not (tmp_path / "hf").exists()
 
 

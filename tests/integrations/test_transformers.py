@@ -4,12 +4,14 @@ import copy
 import dataclasses
 import logging
 import os
+import shutil
 import signal
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters.leaves import describe_object
@@ -19,6 +21,7 @@ from shardckpt.manager import CheckpointManager, mark_checkpoint
 from shardckpt.manager.marks import identify_save
 from tests.integrations import small
 from tests.integrations.transformers import At, Crash, callback_of, config_of, crash, resume, trainer_of, without_ranks
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,6 +50,19 @@ def test_a_resumed_training_is_the_uninterrupted_one(crashed: int, options: dict
     assert small.is_equal(resume(trainer), small.weights(whole.model))
     assert trainer.state.global_step == whole.state.global_step
     assert [log["step"] for log in trainer.state.log_history] == [log["step"] for log in whole.state.log_history]
+
+
+@table("by_path", [False, True])
+def test_a_training_that_is_begun_again_commits_the_saves_of_the_failed_one(by_path: bool, tmp_path: Path) -> None:
+    """In the same process, as with auto_find_batch_size, a save that was under way is committed and resumed from."""
+    crashes = [crash]
+    at_step_4 = At(4, lambda: crashes.pop()() if crashes else None)
+    trainer = trainer_of(tmp_path, config_of(tmp_path, async_mode="async"), at_step_4, max_steps=5)
+    with pytest.raises(Crash):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=callback_of(trainer).resume_path() if by_path else None)
+    assert callback_of(trainer)._begun_at == 3
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == {"step-3", "step-5"}
 
 
 def test_what_the_callback_draws_the_training_would_not_notice(tmp_path: Path) -> None:
@@ -90,6 +106,9 @@ def test_the_folder_to_resume_from_is_for_one_training(tmp_path: Path, caplog: p
     with pytest.raises(Crash):
         trainer_of(tmp_path, config_of(tmp_path), At(10, crash)).train()
     trainer = trainer_of(tmp_path, config_of(tmp_path))
+    cleaned = callback_of(trainer).resume_path(3)
+    assert cleaned is not None
+    shutil.rmtree(cleaned)  # as a cleaner of temporary folders does
     path = callback_of(trainer).resume_path(6)
     assert path is not None
     assert "unused keys" not in caplog.text
@@ -151,6 +170,30 @@ def test_what_the_trainer_saves_is_saved_here_too(tmp_path: Path) -> None:
     """With a save_strategy of its own, the Trainer's steps are ours, too."""
     trainer_of(tmp_path, config_of(tmp_path), save_strategy="steps", save_steps=4, max_steps=5).train()
     assert {path.name for path in (tmp_path / "ours").iterdir()} == {"step-3", "step-4", "step-5"}
+
+
+@table("options", [{"save_strategy": "steps", "save_steps": 2}, {"save_strategy": "best"}])
+def test_the_best_model_at_the_end_is_not_saved_as_the_last_step(
+    options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last step has its own weights; where the Trainer did not save it, no other's are, and a warning says so."""
+    of_steps: dict[int, dict[str, torch.Tensor]] = {}
+    best: dict[str, Any] = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,
+    }
+    trainer = trainer_of(
+        tmp_path, config_of(tmp_path), eval_strategy="steps", eval_steps=2, max_steps=10, **best, **options
+    )
+    for step in (9, 10):
+        trainer.add_callback(At(step, lambda step=step: of_steps.update({step: small.weights(trainer.model)})))
+    trainer.train()
+    weights, last = small.weights(trainer.model), 10 if options["save_strategy"] == "steps" else 9
+    assert not torch.equal(weights["model.0.weight"], of_steps[last]["model.0.weight"])
+    stored = dist_checkpointing.load_plain_tensors(tmp_path / "ours" / f"step-{last}")
+    assert torch.equal(stored["model.model.0.weight"], of_steps[last]["model.0.weight"])
+    assert ("step 10 is not saved as the last one" in caplog.text) == (last == 9)
 
 
 def test_metrics_of_a_steps_evaluation_are_with_its_checkpoint(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import os
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -181,13 +182,22 @@ def test_ranks_with_different_limits_are_told(ranks: Ranks, tmp_path: Path) -> N
     folders.save_all(tmp_path, 1, 2)
     for kind, message in ranks.run(2, _clean_with_limits, str(tmp_path)):
         assert kind == "CheckpointingException"
-        assert "ranks disagree on save_total_limit: 0 on rank 0, 1 on rank 1" in message
+        assert "ranks disagree on save_total_limit: None on rank 0, 1 on rank 1" in message
     assert folders.names_in(tmp_path) == {"step-1", "step-2"}
 
 
 def test_arguments_that_say_too_little(tmp_path: Path) -> None:
-    """A limit without a folder, and one that is no number, say what is wanted."""
+    """A limit without a folder, and arguments of another kind, say what is wanted; numpy's numbers are some."""
     with pytest.raises(CheckpointingException, match="name no folder: give one as output_dir or save"):
         cleanup_old_checkpoints(Namespace(save_total_limit=2, output_dir=None))
     with pytest.raises(CheckpointingException, match="save_total_limit is 'two': expected a whole number"):
         clean(str(tmp_path), "two")
+    for limit in (True, np.ones(2, int)):
+        with pytest.raises(CheckpointingException, match=r"save_total_limit is .*: expected a whole number"):
+            clean(str(tmp_path), limit)
+    for folder in (b"run", 3, np.array(["a", "b"])):
+        with pytest.raises(CheckpointingException, match=r"output_dir is .*: expected a directory or URL"):
+            cleanup_old_checkpoints(Namespace(save_total_limit=2, output_dir=folder))
+    folders.save_all(tmp_path, 1, 2)
+    clean(str(tmp_path), np.int64(1))
+    assert folders.names_in(tmp_path) == {"step-2"}

@@ -104,6 +104,18 @@ def test_a_verdict_comes_too_late_after_an_overwrite(tmp_path: Path) -> None:
     assert not (tmp_path / MARKS_NAME).exists()
 
 
+def test_what_is_no_verdict_is_an_error(tmp_path: Path) -> None:
+    """A verdict that is none, and a negative number of files, are named, and nothing is marked."""
+    folders.save(tmp_path, 1)
+    at = tmp_path / "step-1"
+    marks: list[tuple[Any, str, int]] = [("fine", "digests", 4), ("verified", "bytes", 4), ("verified", "digests", -1)]
+    for verdict, checked, files in marks:
+        given: Any = {"checked": checked, "files": files}
+        with pytest.raises(CheckpointingException, match=r"step-1 is not marked: .*\n(verdict|checked|files)\n"):
+            mark_checkpoint(at, identify_save(at), verdict, **given)
+    assert not (tmp_path / MARKS_NAME).exists()
+
+
 def test_ls_shows_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Verified and failed stand in the row, and a failed one in the exit code; no mark is no word."""
     folders.save_all(tmp_path, 1, 2, 3)

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
 import pickle
+import tempfile
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +20,7 @@ from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import RemotePath
 from shardckpt.storage.abilities import has_links, has_local_files, on_store, takes_requests
 from shardckpt.storage.places import list_folders, list_names
-from shardckpt.storage.remote import attempt, list_objects
+from shardckpt.storage.remote import attempt, limit_attempts, list_objects
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -93,6 +96,54 @@ def test_the_cause_of_a_stores_error_comes_first(folder: RemotePath, monkeypatch
     assert "; the client: EndpointConnectionError: http://127.0.0.1:9 refused" in said
     assert len(said) < len(long) + 100
     assert list_nothing(ValueError(long)) == f"cannot list {folder}: ValueError: {long}"
+
+
+class _Failing:
+    """A plugin's folder whose every call fails, and counts."""
+
+    url = "vault://host/failing"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def files(self) -> dict[str, int]:
+        return {}
+
+    def delete(self, name: str) -> None:
+        self.calls.append(name)
+        raise ConnectionError(name)
+
+    def open_write(self, name: str, part_bytes: int) -> Any:
+        self.calls.append(name)
+        raise ConnectionError(name)
+
+
+def test_threads_that_delete_are_as_patient_as_the_caller() -> None:
+    """What a training waits for repeats nothing when its time is used up, of several objects neither."""
+    folder: Any = _Failing()
+    with limit_attempts(0), pytest.raises(StorageError, match=r"cannot delete .* while the training waits"):
+        RemotePath(folder).delete_all(["a", "b", "c"])
+    assert len(folder.calls) == len(set(folder.calls)) <= 3
+
+
+def test_a_copy_between_stores_is_repeated(folder: RemotePath, no_pauses: None) -> None:
+    """A store that fails while it takes the parts is asked again, and named with the object in the end."""
+    target: Any = _Failing()
+    with pytest.raises(StorageError, match=rf"cannot copy {folder}/a to vault://host/failing/b in \d+ attempts: Conn"):
+        (RemotePath(target) / "b").copy_from(folder / "a")
+    assert len(target.calls) > 1
+
+
+def test_a_full_temporary_folder_is_told(folder: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a store takes files alone, and the temporary folder takes none, the error says so, with the object."""
+
+    def fail(**_: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", fail)
+    store: Any = _OddNames()
+    with pytest.raises(StorageError, match=r"cannot write a temporary file for vault://.*/odd/b: .* No space.*TMPDIR"):
+        (RemotePath(store) / "b").copy_from(folder / "a")
 
 
 class _OddNames:

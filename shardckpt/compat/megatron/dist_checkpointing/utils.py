@@ -172,7 +172,8 @@ def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: Mappi
 
 
 def _sharded_leaves(sharded_state_dict: ShardedStateDict) -> list[ShardedBase]:
-    return [leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedBase)]
+    leaves = (leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedBase))
+    return [*{id(leaf): leaf for leaf in leaves}.values()]  # one that is there twice is renamed once
 
 
 REFUSED = {
