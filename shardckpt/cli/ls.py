@@ -118,11 +118,13 @@ def _describe(
     if len(shown) == 1:
         (metric, mode), each = shown[0], " in each folder" * (len(best) > 1)
         other, name = "max" if mode == "min" else "min", escape_text(metric)
-        lines.append(f"*: {_BEST[mode]} {name} of what is whole{each}; --metric {name}:{other} shows {_BEST[other]}")
+        lines.append(
+            f"*: {_BEST[mode]} {name} of the whole checkpoints{each}; --metric {name}:{other} shows {_BEST[other]}"
+        )
     elif shown:
         names = ", ".join(f"{_BEST[mode]} {escape_text(metric)}" for metric, mode in shown)
         lines.append(
-            f"*: the best of what is whole in each folder, by its settings: {names}; --metric shows one of all"
+            f"*: the best whole checkpoint of each folder, by its settings: {names}; --metric shows one of all"
         )
     return lines
 

@@ -44,7 +44,7 @@ def add_options(parser: Any) -> None:
     parser.add_argument(
         "sources", metavar="SRC", nargs="+", help="directory or URL of a checkpoint or folder, or a file"
     )
-    parser.add_argument("target", metavar="DST", help="what to write: absent or empty, or see --overwrite")
+    parser.add_argument("target", metavar="DST", help="the target, which must be absent or empty, or see --overwrite")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--weights", type=parse_numbers, metavar="W,W,...", help="the weight of each SRC")
     how.add_argument("--decay", type=float, metavar="D", help="an exponential moving average")

@@ -21,7 +21,7 @@ def add_options(parser: Any) -> None:
         "--to",
         type=_parse_target,
         metavar="BACKEND[@VERSION]|VERSION",
-        help="what to write, such as ep or torch_dist@1; a version alone: of the same backend, by its migration "
+        help="the format to write, such as ep or torch_dist@1; a version alone: of the same backend, by its migration "
         "(default: the newest for which there is one)",
     )
     parser.add_argument(

@@ -21,8 +21,8 @@ def add_options(parser: Any) -> None:
         "step",
         nargs="?",
         type=_parse_step,
-        help="the step, the name of its directory, such as ckpt_000010, or latest or best; without it, what is held is "
-        "listed",
+        help="the step, the name of its directory, such as ckpt_000010, or latest or best; without it, pins and leases "
+        "are listed",
     )
     parser.add_argument("text", nargs="?", metavar="LABEL", help="why it is kept, such as 'release 1.2'")
     parser.add_argument("--label", help="the same")

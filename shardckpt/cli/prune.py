@@ -85,7 +85,7 @@ def add_options(parser: Any) -> None:
         "--older-than",
         type=float,
         metavar="HOURS",
-        help="age from which to remove what other hosts have left, whose processes cannot be seen from here "
+        help="age from which to remove leftovers of other hosts, whose processes cannot be seen from here "
         "(default: SHARDCKPT_LEFTOVER_HOURS, or 24); with --damaged, of these steps alone: hours since the last write "
         "to one (default: 1)",
     )
@@ -117,7 +117,7 @@ def add_options(parser: Any) -> None:
     parser.add_argument(
         "--names",
         metavar="PREFIX",
-        help="what the names of the steps have before the number, such as model- (default: any that ends with a word "
+        help="the part of a step's name before the number, such as model- (default: any that ends with a word "
         "such as step, iter, epoch, ckpt or checkpoint)",
     )
     parser.add_argument(
@@ -489,7 +489,7 @@ def _refuse_folder_of_runs(path: str) -> None:
     if numbered:
         raise CheckpointingException(
             f"{path} has no directory of a step by these names, and nothing was removed: {listed(numbered, limit=6)}; "
-            f"--names {numbered[-1].rstrip('0123456789')} says what stands before the number of a step"
+            f"--names {numbered[-1].rstrip('0123456789')} names the part before the number of a step"
         )
     runs = [each.name for each in found if each.inside]
     if runs:

@@ -55,9 +55,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.marks import Mark
     from shardckpt.manager.summaries import CheckpointSummary
 
-_STRUCTURE = (
-    "they exist, contain the ranges that the index names, and are what it says as far as their structure shows that"
-)
+_STRUCTURE = "they exist, contain the ranges that the index names, and have a structure that agrees with it"
 
 
 #: Loggers of readers of indexes, which warn of files whose loss is a row of the answer.
@@ -296,14 +294,14 @@ def _describe_marks(answers: Sequence[Answer]) -> Iterator[str]:
         names = listed([*map(escape_text, paths)], limit=_NAMES_SHOWN)
         yield f"not marked: {len(paths)}: {names}: {escape_text(reason)}"
     if any(answer.unmarked and not answer.is_unwritten and answer.exit_code == FINE for answer in answers):
-        yield "what `shardckpt convert` makes of an intact one can be marked"
+        yield "a copy of an intact one by `shardckpt convert` can be marked"
 
 
 def _describe_skipped(skipped: Sequence[CheckpointSummary]) -> list[str]:
     """List the paths that were not verified, because they are no checkpoints."""
     if not skipped:
         return []
-    deeper = "; -r verifies what is in folders" if any(each.inside for each in skipped) else ""
+    deeper = "; -r verifies the checkpoints in folders" if any(each.inside for each in skipped) else ""
     said = listed([f"{each.name} ({each.reason.removeprefix('is ')})" for each in skipped])
     return [f"skipped: {len(skipped)}: {said}{deeper}"]
 
@@ -430,7 +428,7 @@ def _explain_checks(own: Sequence[FileResult], which: str = "") -> str:
     files = f"{format_many(len(own), 'file')}{which} {'was' if len(own) == 1 else 'were'}"
     compared = [
         f"{counts[how]} of {files} compared with {what}"
-        for how, what in (("digests", "digests"), ("crc32", "the CRC-32 of what their archives hold"))
+        for how, what in (("digests", "digests"), ("crc32", "the CRC-32s in their archives"))
         if counts[how]
     ]
     if counts["digests"] == len(own):

@@ -94,6 +94,6 @@ def _resume(journal: Journal, folder: Path, target: Path) -> bool:
         logger.info("going on with %s, of which %d bytes are written", target, journal.nbytes)
         return True
     logger.warning(
-        "writing %s starts anew: what an interrupted run has left is of another source or of other options", target
+        "writing %s starts anew: an interrupted run has left files from another source or other options", target
     )
     return False
