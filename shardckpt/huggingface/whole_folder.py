@@ -63,8 +63,8 @@ def name_for_trainer(
     scaled = {name for name in folder.tensors if name + SCALE_ENDING in folder.tensors}
     if scaled and dtype is None:
         raise CheckpointingException(
-            f"scales belong to {format_many(len(scaled), 'weight')} of 8 bits, such as {min(scaled)!r}: give the dtype "
-            "in which the trainer has what they stand for (dtype='bfloat16', --dtype bfloat16)"
+            f"scales belong to {format_many(len(scaled), 'weight')} of 8 bits, such as {min(scaled)!r}: give the "
+            "dtype of these weights in the trainer (dtype='bfloat16', --dtype bfloat16)"
         )
     scales = {name + SCALE_ENDING for name in scaled}
     tensors = {name: _describe(name, folder) for name in folder.tensors if name not in scales}

@@ -511,7 +511,7 @@ class CheckpointConfig(BaseModel):
             (self.keep_best_k and not self.best_metric, "keep_best_k needs a best_metric: name one, as 'loss'"),
             (
                 self.exclude_from_last_save and self.last_save_in_hf and not self.last_save_model_only,
-                "exclude_from_last_save: an export has what the last save has: leave last_save_model_only True",
+                "exclude_from_last_save: an export has the tensors of the last save: leave last_save_model_only True",
             ),
             (
                 self.last_save_bare_keys and self.steps_in_hf,

@@ -153,7 +153,7 @@ class Retention(ManagerPart):
             found = prune_steps(get_url(self._folder.place), self._policies, protected, names="step-", dry_run=True)
             held = self._folder.holds.find()
         except Exception:  # as above
-            logger.warning("cannot say what keeps the steps of %s", self._folder, exc_info=True)
+            logger.warning("cannot list the holds and policies that keep the steps of %s", self._folder, exc_info=True)
             return []
         texts = []
         for each in reversed(found):

@@ -138,12 +138,12 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
             read = check_values(self._strategy, mine, self._strategy.load(mine, context), get_plugin_manager(), dict)
             for number, value in zip(numbers, read, strict=True):
                 values[number] = value
-        with context.comm.collective_phase("sharing what was read"), group.collective_phase("sharing what was read"):
+        with context.comm.collective_phase("exchanging shards"), group.collective_phase("exchanging shards"):
             self._share(wanted, values, plan, group)
         return values
 
     def _plan(self, wanted: Sequence[ShardedBase], group: Comm) -> ReadingPlan:
-        with group.collective_phase("listing what this rank wants"):
+        with group.collective_phase("listing this rank's shards"):
             wants = [_describe_wanted(shard, (group.rank, number)) for number, shard in enumerate(wanted)]
             # Tied shards get one id, so that one rank reads all of them. A rank that read only a key that the
             # checkpoint lacks would send the earlier values of its memory.
@@ -159,7 +159,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
     def _share(self, wanted: Sequence[ShardedBase], values: list[Any], plan: ReadingPlan, group: Comm) -> None:
         """Collective: add the values that other ranks of the group have read to ``values``."""
         shards = {shard: cast("ShardedTensor", wanted[position]) for shard, position in plan.positions.items()}
-        with group.local_phase("casting what was read"):
+        with group.local_phase("casting tensors"):
             for shard, position in plan.positions.items():
                 if plan.transfers[shard].source == group.rank:
                     values[position] = values[position].to(shards[shard].dtype)
