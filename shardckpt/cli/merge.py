@@ -1,9 +1,9 @@
 """Merge checkpoints of any formats into one: an average, an EMA, a decay of the learning rate, or an interpolation.
 
-Each SRC is what `shardckpt convert` reads; all need the same keys. The weights of the sources are
+Each SRC is a source that `shardckpt convert` reads; all need the same keys. The weights of the sources are
   --weights W,W,...  one for each SRC, in their order; they are divided by their sum (all equal)
   --decay D          an exponential moving average, the oldest SRC first: average = D * average + (1 - D) * next
-  --wsm DECAY        warmup-stable and merge: what stands for a decay of the learning rate, linear, cosine or 1-sqrt,
+  --wsm DECAY        warmup-stable and merge: replaces a decay of the learning rate, linear, cosine or 1-sqrt,
                      the oldest SRC first; see --steps
   --linear T         two: 1 - T and T
   --slerp T          two: each tensor along the sphere, T of the way from the first to the second
@@ -59,7 +59,7 @@ def add_options(parser: Any) -> None:
         "--optimizer",
         choices=("average", "drop", "base"),
         default="average",
-        help="optimizer state: merge it, do not write it, or take that of --base (average)",
+        help="optimizer state: merge it, do not write it, or take it from --base (average)",
     )
     parser.add_argument(
         "--missing",

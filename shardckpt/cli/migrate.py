@@ -1,6 +1,6 @@
 """Write a checkpoint once more: in another format, or in a newer version of its own.
 
-With --to BACKEND or BACKEND@VERSION, what one format has stored is read, checked, and written in the other, with the
+With --to BACKEND or BACKEND@VERSION, the checkpoint is read, checked, and written in the other format, with the
 same keys, shapes, dtypes and bits; `shardckpt strategies` lists the formats. Without --to, or with --to VERSION, a
 plugin's migration rewrites the files of its own format.
 """

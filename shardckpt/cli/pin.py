@@ -1,4 +1,4 @@
-"""Keep a step under a label, whatever a retention policy says, or list what holds the steps of a folder.
+"""Keep a step under a label, whatever a retention policy says, or list the pins and leases of a folder.
 
 No CheckpointManager and no verb removes or replaces a pinned step, until the pin is taken away with --remove.
 """
@@ -25,8 +25,8 @@ def add_options(parser: Any) -> None:
         "are listed",
     )
     parser.add_argument("text", nargs="?", metavar="LABEL", help="why it is kept, such as 'release 1.2'")
-    parser.add_argument("--label", help="the same")
-    parser.add_argument("--remove", action="store_true", help="take the pin of this label away")
+    parser.add_argument("--label", help="the same as LABEL")
+    parser.add_argument("--remove", action="store_true", help="remove the pin with this label")
 
 
 def run(options: Any) -> Output:

@@ -1,25 +1,25 @@
 """Read every byte of checkpoints, and compare it with the digests in shardckpt.json and integrity.json.
 
 Of files that have no digest (Megatron's, plain DCP's, DeepSpeed's and torch.save's) the archives are read and compared
-with the CRC-32 that torch.save writes of all that is in them, and with the index: that they exist, are complete, and
-have the right dtypes and sizes.
+with the CRC-32s that torch.save writes of their content, and with the index: files must exist, be complete, and have
+the right dtypes and sizes.
 
 Hugging Face folders and files of safetensors have neither: headers, lengths and the index are compared.
 
-Files and bytes are those that are checked; shardckpt.json and metadata.json, by which they are, count in ls alone. Of
-several checkpoints, or a folder of them, only files with a fault are listed; the exit code is the highest of all.
-Other folders in it are counted and named as skipped, also one of checkpoints, but with -r. A file with the suffix of a
-checkpoint (.pt, .safetensors) that nothing reads is an error.
+Files and bytes count only checked files; shardckpt.json and metadata.json, by which these are checked, count in ls
+alone. Of several checkpoints, or a folder of them, only files with a fault are listed; the exit code is the highest of
+all. Other folders in it are counted and named as skipped, also one of checkpoints, but with -r. A file with the suffix
+of a checkpoint (.pt, .safetensors) that nothing reads is an error.
 
 With --mark the verdict is kept next to the checkpoint: ls shows it, a CheckpointManager does not load a failed step,
 and no retention policy removes the newest verified one. It is about this save: it ends when another replaces it.
 
-With --repair a metadata.json that is lost or cut is written back, if shardckpt.json is there, which says what it had,
-and all other files match their digests. Nothing else can be repaired: what is damaged is in no other file.
+With --repair a metadata.json that is lost or cut is written back, if shardckpt.json exists, which has its content, and
+all other files match their digests. Nothing else can be repaired: no other file has the damaged bytes.
 
 exit codes:
   0  intact: all bytes match their digests; or, unless --require-digests, by CRC-32 and structure where there are none
-  1  damaged: a file is missing, or not what was written; or incomplete: the save did not end
+  1  damaged: a file is missing, or has changed since it was written; or incomplete: the save did not end
   2  not a checkpoint, or it cannot be checked: no installed strategy reads it, or a file cannot be read
 """
 
@@ -81,7 +81,7 @@ def add_options(parser: Any) -> None:
     parser.add_argument(
         "--require-digests",
         action="store_true",
-        help="exit with 1 where a file has no digest: its values are not known",
+        help="exit with 1 if a file has no digest: its values cannot be checked",
     )
     kept = parser.add_mutually_exclusive_group()
     kept.add_argument(
