@@ -99,7 +99,7 @@ def load_into(
         if not one.has_groups and not rest:
             raise KeyMismatchError(
                 f"optimizer {number} has a state dict of its own structure, and nothing of it was loaded: the "
-                "checkpoint has none of an optimizer of the same parameters in the same order"
+                "checkpoint has no optimizer with the same parameters in the same order"
             )
     filled = [
         [

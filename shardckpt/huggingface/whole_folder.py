@@ -76,7 +76,7 @@ def name_for_trainer(
         names = [link.name for link in get_key_map_entries(mapping, key, shape)]
         missing = [name for name in names if name not in tensors]
         if missing:
-            raise KeyMismatchError(f"the folder lacks {listed(missing)}, of which {key!r} is made, too")
+            raise KeyMismatchError(f"the folder lacks {listed(missing)}, which {key!r} also needs")
         if len({tensors[name].dtype for name in names}) > 1:
             raise ShardingError(f"{key!r} is made of tensors of several dtypes: {listed(names)}")
         wanted.append(ShardedTensor.from_global_shape(key, tensors[names[0]].dtype, shape))

@@ -209,9 +209,7 @@ class Retention(ManagerPart):
         """Warn of steps after the one that is saved; steps of another job that still runs are not to be discarded."""
         jobs = self._folder.holds.find_jobs().values()
         others = [job.holder for job in jobs if job.is_current and Owner.from_text(job.owner) != Owner.current()]
-        unless = (
-            f"unless they are those of another job that saves there, too ({escape_text(others[0])}), " if others else ""
-        )
+        unless = f"unless they belong to another job that saves there ({escape_text(others[0])}), " if others else ""
         advice = f"{unless}manager.discard_after({step}) removes them"
         logger.warning(
             "%s has steps after %d, the newest is %d: a later load takes that one; %s",

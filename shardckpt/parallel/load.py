@@ -124,9 +124,9 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
             PluginError: on every rank: the wrapped strategy did not return a fitting value for each shard.
         """
         # two phases: the ranks of the group share an error first, then all ranks that load
-        with context.comm.collective_phase("assigning the reading"):
+        with context.comm.collective_phase("assigning reads"):
             group = context.comm if self._group is None else Comm(self._group)
-            with group.collective_phase("assigning the reading"):
+            with group.collective_phase("assigning reads"):
                 plan = self._plan(wanted, group)
         values: list[Any] = [None] * len(wanted)
         with context.comm.collective_phase("reading this rank's part"):
@@ -168,7 +168,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
         for shard, value in received.items():
             values[plan.positions[shard]] = value
         # last: the first of the two may have come from another rank
-        with group.collective_phase("copying shards that are wanted twice"):
+        with group.collective_phase("copying shards that were requested twice"):
             for position, first in plan.repeats:  # tensors: no object is wanted twice, since each has an id of its own
                 values[position] = cast("ShardedTensor", wanted[position]).data
                 if values[position] is None:

@@ -271,7 +271,7 @@ class PathLoader(LoadStrategy):
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """Collective: check all files, and return the strategy's value of each shard: a tensor or an object."""
         comm, reader, name = context.comm, context.reader, _name(self.strategy)
-        with comm.local_phase("looking at the checkpoint"):
+        with comm.local_phase("checking the files"):
             directory = _local_directory(reader, name)
             index = _read_index(reader)
         if reader.manifest.record is not None and settings.verify_reads():
