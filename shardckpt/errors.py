@@ -442,8 +442,7 @@ def refuse_copy(value: object, holds: str, instead: str) -> NoReturn:
     """
     raise CheckpointingException(
         f"a {type(value).__name__} cannot be copied or pickled: it has {holds} of this process. Make another one "
-        f"{instead}, in the process that uses it; and leave it out of what is copied, as of a trainer whose callback "
-        "has it"
+        f"{instead}, in the process that uses it; and leave it out of the copy, as of a trainer whose callback has it"
     )
 
 

@@ -424,8 +424,8 @@ def refuse_parts(leaf: Any, path: tuple[Any, ...], container: str = "", visited:
         return
     if isinstance(leaf, _DESCRIBED):
         raise ShardingError(
-            f"{format_path(path)} is a {type(leaf).__name__}, whose tensors nothing describes: give what "
-            "shardckpt.adapters.to_sharded_state_dict(model, optimizer) returns, and after a load hand it to load_into"
+            f"{format_path(path)} is a {type(leaf).__name__}, whose tensors nothing describes: give the result "
+            "of shardckpt.adapters.to_sharded_state_dict(model, optimizer), and after a load hand it to load_into"
         )
     if _is_part(leaf):
         raise ShardingError(

@@ -278,8 +278,8 @@ def _report_unused(names: list[str], has_place: list[bool], params: Mapping[str,
     with comm.collective_phase("choosing the optimizer's state"):
         if state and set(state) <= set(unused):
             raise KeyMismatchError(
-                f"the state of no parameter of the model is stored: there are {listed(state)}; the model has "
-                f"{listed(sorted(params))}: pass the state dict of get_model_state_dict, whose names are those of "
+                f"no parameter of the model has stored state: the checkpoint has {listed(state)}; the model has "
+                f"{listed(sorted(params))}: pass the state dict of get_model_state_dict, which has the names of "
                 "get_optimizer_state_dict (an optimizer's own state_dict() has numbers)"
             )
     if comm.is_main:

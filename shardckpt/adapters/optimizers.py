@@ -257,7 +257,7 @@ def find_owner(parts: Sequence[NamedPart], optimizer: Optimizer, number: int) ->
     if not hasattr(optimizer, GROUPS):
         raise ShardingError(
             f"optimizer {number}, a {type(optimizer).__name__}, has no param_groups that say which parameters it "
-            "trains: pass the optimizer that it has inside, and save its own state_dict() in addition"
+            "trains: pass the optimizer that it wraps, and save its own state_dict(), too"
         )
     params = {id(param) for group in optimizer.param_groups for param in group[PARAMS]}
     for part in parts:

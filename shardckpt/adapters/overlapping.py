@@ -42,7 +42,7 @@ def _put(key: str, tensor: torch.Tensor, loaded: Any) -> torch.Tensor:
         place.copy_(source)
         if not have_equal_bits(target, values):
             raise ShardingError(
-                f"{key!r}: its destination is expanded, or overlaps itself: several elements are one place in memory, "
-                "and the checkpoint has different values for them. Give it memory of its own, as its clone() has"
+                f"{key!r}: its destination is expanded, or overlaps itself: several elements share their memory, "
+                "and the checkpoint has different values for them. Load into its clone(), which has memory for each"
             )
     return tensor

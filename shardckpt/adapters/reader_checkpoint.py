@@ -81,7 +81,7 @@ class ReaderCheckpoint:
         with self._comm.local_phase("planning the load"):
             for shard in wanted:
                 if not isinstance(shard, ShardedTensor):
-                    raise CheckpointingException(f"{shard.key!r} is no tensor, which the reader has listed")
+                    raise CheckpointingException(f"{shard.key!r} is not among the tensors that the reader has listed")
                 data = (
                     torch.empty(shard.local_shape, dtype=shard.dtype, device="cpu")
                     if shard.data is None

@@ -99,7 +99,7 @@ def load_into(
         if not one.has_groups and not rest:
             raise KeyMismatchError(
                 f"optimizer {number} has a state dict of its own structure, and nothing of it was loaded: the "
-                "checkpoint has none of an optimizer of the same parameters in the same order"
+                "checkpoint has no optimizer with the same parameters in the same order"
             )
     filled = [
         [
@@ -153,7 +153,7 @@ def _hand_over_tensors(part: Module, values: Mapping[str, Any]) -> None:
     # parts that were not loaded are kept: load_into(strict=False)
     unused = part.load_state_dict(add_versions(part, own, versions), strict=False).unexpected_keys
     if unused:
-        logger.warning("%s does not take what was loaded for it: %s", type(part).__name__, listed(sorted(unused)))
+        logger.warning("%s has no place for some of the loaded values: %s", type(part).__name__, listed(sorted(unused)))
 
 
 def _check_casts(values: Mapping[str, Any], live: Mapping[str, Any], parts: Sequence[Module]) -> None:

@@ -81,8 +81,8 @@ def resize_like(key: str, shape: Ints, old: Ints, new: Ints) -> Ints:
     elsewhere = [size for size, narrow in zip(shape, old, strict=True) if size != narrow] if is_aligned else shape
     if grown.intersection(elsewhere):
         raise ShapeMismatchError(
-            f"resize: {key!r} has the shape {shape} for a parameter of {old}, and which axis of it grows is not known: "
-            "leave the optimizer out of what is loaded"
+            f"resize: {key!r} has the shape {shape} for a parameter of {old}, which does not show the axis that grows: "
+            "load without the optimizer"
         )
     if not is_aligned:
         return shape

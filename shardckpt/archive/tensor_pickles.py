@@ -149,7 +149,7 @@ def call_rebuild(function: Any, args: Any, *kinds: type[Any]) -> Any:
         )
     made = function(*args)
     if not isinstance(made, kinds):
-        raise CorruptCheckpointError(f"what is rebuilt as a tensor is a {type(made).__name__}")
+        raise CorruptCheckpointError(f"the pickle rebuilds a {type(made).__name__} where a tensor should be")
     return made
 
 

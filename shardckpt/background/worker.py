@@ -74,7 +74,7 @@ def _unpickle(call: list[bytes]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         return unpickle_parts(call)  # type: ignore[no-any-return]
     except Exception as exc:
         raise CheckpointingException(
-            f"a request cannot be unpickled here ({type(exc).__name__}: {exc}): what it names must be in modules that "
-            "can be imported, not in __main__; or use a thread: AsyncCallsQueue(persistent=False) or "
+            f"a request cannot be unpickled here ({type(exc).__name__}: {exc}): define its classes and functions in "
+            "modules that can be imported, not in __main__; or use a thread: AsyncCallsQueue(persistent=False) or "
             "CheckpointConfig(async_mode='async')"
         ) from exc

@@ -1,8 +1,8 @@
 """List the settings of a CheckpointManager with their defaults, and the variables of the environment with their values.
 
-With names, all that is said of these. A variable that is almost one of shardckpt's is listed, too: nothing reads it.
-With --json, --check has its faults and notes as objects of setting, value, message, suggestion and file.
-Exit code 1 if a variable is such, or has a wrong value; 2 if a file that --check names has a wrong setting.
+With names, these are explained in full. A variable whose name is nearly one of shardckpt's is listed, too: nothing
+reads it. With --json, --check has its faults and notes as objects of setting, value, message, suggestion and file. Exit
+code 1 if there is such a variable, or one with a wrong value; 2 if a file of --check has a wrong setting.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 def add_options(parser: Any) -> None:
     """Add the options."""
     parser.add_argument(
-        "setting", nargs="*", help="show all that is said of this one, or of a variable; another library's name will do"
+        "setting", nargs="*", help="explain this setting or variable in full; another library's name of it works, too"
     )
     parser.add_argument(
         "--check",
         nargs="+",
         metavar="FILE",
-        help="check the settings in files instead: JSON, TOML, or YAML where PyYAML is there",
+        help="check the settings in files instead: JSON, TOML, or YAML if PyYAML is installed",
     )
     parser.add_argument(
         "--section", metavar="NAME", help="the table of each FILE that has them, as 'checkpoint' or 'a.b'"

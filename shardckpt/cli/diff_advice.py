@@ -38,7 +38,7 @@ def _advise_prefix(first: set[str], second: set[str], options: Any) -> str:
     for longer, shorter, (one, other) in ((first, second, places), (second, first, places[::-1])):
         if prefix := _find_prefix(longer, shorter):
             return (
-                f"no name is in both, but those of {other} are in {one} behind {prefix!r}: "
+                f"no name is in both, but {one} has the names of {other} behind the prefix {prefix!r}: "
                 f"{_show_call(options, one, other, '--prefix', prefix)}"
             )
     return ""

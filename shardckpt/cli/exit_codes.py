@@ -19,6 +19,6 @@ FAILED = 2
 #: The meanings, for the help of the command.
 MEANINGS = (
     "Exit code: 0 if all is well or was done; 1 if something was found that is damaged, incomplete or different; "
-    "2 after an error, which is printed to standard error, and for a wrong command line; 130 after Ctrl-C, unless what "
-    "was to be written was complete by then."
+    "2 after an error, which is printed to standard error, and for a wrong command line; 130 after Ctrl-C, unless the "
+    "output was complete by then."
 )

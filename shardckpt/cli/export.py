@@ -1,7 +1,7 @@
 """Write the tensors of a checkpoint as a folder that Hugging Face tools load.
 
 The checkpoint is not changed. For a model of transformers, give --mapping and --assets. A file of torch.save or
-safetensors is exported, and the answer given, as by `shardckpt convert --to hf`.
+safetensors is exported, and the result printed, as by `shardckpt convert --to hf`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def add_options(parser: Any) -> None:
     parser.add_argument(
         "--memory",
         metavar="SIZE",
-        help="most bytes in memory, at least 32MiB, 64MiB with URLs (default: as many as are fast)",
+        help="most bytes in memory, at least 32MiB, 64MiB with URLs (default: enough to be fast)",
     )
     parser.add_argument(
         "--overwrite",

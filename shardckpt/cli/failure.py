@@ -115,8 +115,8 @@ def _advise_of_globals(error: CheckpointingException, options: argparse.Namespac
     without = ""
     if options.verb in ("convert", "merge"):
         without = (
-            " --leave-out NAME of each entry that has some, such as args, needs none of them, nor does what writes "
-            "tensors alone: --prefix and --to hf."
+            " None is needed with --leave-out NAME of each entry that has some, such as args, nor where tensors alone "
+            "are written: --prefix and --to hf."
         )
     begin = f"\nThe command imports no classes.{without} In Python, with its other options as arguments:"
     return "\n".join([begin, *lines])
@@ -136,7 +136,7 @@ def _advise_of_damage(error: CheckpointingException, options: argparse.Namespace
         is_sure = isinstance(path, str) and len(options.reads) == 1
         call = name_call("convert", path if is_sure else "PATH", "NEW", "--skip-damaged")
         return f"\nIf bytes are damaged, {call} writes the rest of it"
-    return "\nIf what is read is at fault, --skip-damaged writes the rest, and names what is missing"
+    return "\nIf the source is at fault, --skip-damaged writes the rest, and names the missing items"
 
 
 def _is_of_target(error: CheckpointingException, options: argparse.Namespace) -> bool:

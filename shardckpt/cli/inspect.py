@@ -5,7 +5,7 @@ With common, or the name of a part of the common state (args.lr): its value.
 Files that are missing or too short are named with the keys that have lost bytes, and the exit code is 1; convert
 --skip-damaged writes the rest. Where nothing can be listed, as without the index, it is an error: 2. Bytes of files are
 not checked: verify does that.
-What convert reads can be inspected, too: Hugging Face folders, and files of safetensors and of torch.save.
+Other sources of convert can be inspected, too: Hugging Face folders, and files of safetensors and of torch.save.
 """
 
 from __future__ import annotations

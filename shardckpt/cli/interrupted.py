@@ -58,7 +58,7 @@ def describe_left(options: argparse.Namespace) -> str:
     place = staged[0].parent
     is_resumable = any((path / JOURNAL_NAME).exists() for path in staged)
     advice = "the same call goes on with it, and " * is_resumable + f"{name_call('prune', place)} removes it"
-    return f"{target} is as it was; what was written for it stays in {listed([each.name for each in staged])}: {advice}"
+    return f"{target} is unchanged; the unfinished output stays in {listed([each.name for each in staged])}: {advice}"
 
 
 def find_target(options: argparse.Namespace) -> str:

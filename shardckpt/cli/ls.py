@@ -2,15 +2,15 @@
 
 The fingerprint is of all tensors together, where the save has stored fingerprints: equal for equal keys and values.
 
-Those of other libraries are recognised by content, files of torch.save and safetensors in the folder among them. JSON
-files, indexes and sizes are looked at, of DeepSpeed's files and torch.save's their directories and pickles; tensors
-are not compared: verify does that, and what verify --mark has found is said, as are the leases and pins that keep a
+Checkpoints of other libraries are recognised by content, and so are files of torch.save and safetensors in the folder.
+JSON files, indexes and sizes are checked, and the directories and pickles of DeepSpeed's files and torch.save's.
+Tensors are not compared: verify does that. The verdict of verify --mark is shown, and the leases and pins that keep a
 checkpoint from removal.
 
-Of the metrics that CheckpointManager.save was given, that of its best_metric is shown, or else the first that most in
-the folder have, with a star at the best of the whole ones; with -r for each folder by itself. The links latest and best
-are said of the steps that they lead to. What all rows have in common is said below them, and columns that no row has
-anything in are left out; on a terminal, names that are too long stand above their rows. Exit code: 1 if a checkpoint is
+Of the metrics that CheckpointManager.save was given, the best_metric is shown, or else the first that most checkpoints
+in the folder have, with a star at the best whole one; with -r for each folder by itself. The links latest and best are
+shown with the steps that they lead to. A value that all rows share is printed once below them, and empty columns are
+left out; on a terminal, names that are too long stand above their rows. Exit code: 1 if a checkpoint is
 damaged or incomplete, is marked as failed, or cannot be read here.
 """
 
@@ -118,11 +118,13 @@ def _describe(
     if len(shown) == 1:
         (metric, mode), each = shown[0], " in each folder" * (len(best) > 1)
         other, name = "max" if mode == "min" else "min", escape_text(metric)
-        lines.append(f"*: {_BEST[mode]} {name} of what is whole{each}; --metric {name}:{other} shows {_BEST[other]}")
+        lines.append(
+            f"*: {_BEST[mode]} {name} of the whole checkpoints{each}; --metric {name}:{other} shows {_BEST[other]}"
+        )
     elif shown:
         names = ", ".join(f"{_BEST[mode]} {escape_text(metric)}" for metric, mode in shown)
         lines.append(
-            f"*: the best of what is whole in each folder, by its settings: {names}; --metric shows one of all"
+            f"*: the best whole checkpoint of each folder, by its settings: {names}; --metric shows one of all"
         )
     return lines
 

@@ -1,9 +1,9 @@
 """Merge checkpoints of any formats into one: an average, an EMA, a decay of the learning rate, or an interpolation.
 
-Each SRC is what `shardckpt convert` reads; all need the same keys. The weights of the sources are
+Each SRC is a source that `shardckpt convert` reads; all need the same keys. The weights of the sources are
   --weights W,W,...  one for each SRC, in their order; they are divided by their sum (all equal)
   --decay D          an exponential moving average, the oldest SRC first: average = D * average + (1 - D) * next
-  --wsm DECAY        warmup-stable and merge: what stands for a decay of the learning rate, linear, cosine or 1-sqrt,
+  --wsm DECAY        warmup-stable and merge: replaces a decay of the learning rate, linear, cosine or 1-sqrt,
                      the oldest SRC first; see --steps
   --linear T         two: 1 - T and T
   --slerp T          two: each tensor along the sphere, T of the way from the first to the second
@@ -44,7 +44,7 @@ def add_options(parser: Any) -> None:
     parser.add_argument(
         "sources", metavar="SRC", nargs="+", help="directory or URL of a checkpoint or folder, or a file"
     )
-    parser.add_argument("target", metavar="DST", help="what to write: absent or empty, or see --overwrite")
+    parser.add_argument("target", metavar="DST", help="the target, which must be absent or empty, or see --overwrite")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--weights", type=parse_numbers, metavar="W,W,...", help="the weight of each SRC")
     how.add_argument("--decay", type=float, metavar="D", help="an exponential moving average")
@@ -59,7 +59,7 @@ def add_options(parser: Any) -> None:
         "--optimizer",
         choices=("average", "drop", "base"),
         default="average",
-        help="optimizer state: merge it, do not write it, or take that of --base (average)",
+        help="optimizer state: merge it, do not write it, or take it from --base (average)",
     )
     parser.add_argument(
         "--missing",

@@ -1,6 +1,6 @@
 """Write a checkpoint once more: in another format, or in a newer version of its own.
 
-With --to BACKEND or BACKEND@VERSION, what one format has stored is read, checked, and written in the other, with the
+With --to BACKEND or BACKEND@VERSION, the checkpoint is read, checked, and written in the other format, with the
 same keys, shapes, dtypes and bits; `shardckpt strategies` lists the formats. Without --to, or with --to VERSION, a
 plugin's migration rewrites the files of its own format.
 """
@@ -21,7 +21,7 @@ def add_options(parser: Any) -> None:
         "--to",
         type=_parse_target,
         metavar="BACKEND[@VERSION]|VERSION",
-        help="what to write, such as ep or torch_dist@1; a version alone: of the same backend, by its migration "
+        help="the format to write, such as ep or torch_dist@1; a version alone: of the same backend, by its migration "
         "(default: the newest for which there is one)",
     )
     parser.add_argument(

@@ -173,7 +173,7 @@ def add_json(parser: Any) -> None:
         parser: The verb's parser.
     """
     parser.add_argument(
-        "--json", action="store_true", dest="as_json", help="print all of the answer as JSON, an error, too"
+        "--json", action="store_true", dest="as_json", help="print the whole answer, or the error, as JSON"
     )
 
 

@@ -1,4 +1,4 @@
-"""Keep a step under a label, whatever a retention policy says, or list what holds the steps of a folder.
+"""Keep a step under a label, whatever a retention policy says, or list the pins and leases of a folder.
 
 No CheckpointManager and no verb removes or replaces a pinned step, until the pin is taken away with --remove.
 """
@@ -21,12 +21,12 @@ def add_options(parser: Any) -> None:
         "step",
         nargs="?",
         type=_parse_step,
-        help="the step, the name of its directory, such as ckpt_000010, or latest or best; without it, what is held is "
-        "listed",
+        help="the step, the name of its directory, such as ckpt_000010, or latest or best; without it, pins and leases "
+        "are listed",
     )
     parser.add_argument("text", nargs="?", metavar="LABEL", help="why it is kept, such as 'release 1.2'")
-    parser.add_argument("--label", help="the same")
-    parser.add_argument("--remove", action="store_true", help="take the pin of this label away")
+    parser.add_argument("--label", help="the same as LABEL")
+    parser.add_argument("--remove", action="store_true", help="remove the pin with this label")
 
 
 def run(options: Any) -> Output:

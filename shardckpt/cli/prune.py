@@ -6,17 +6,17 @@ of objects that it had not sent to the end (S3, with s3fs).
 With --keep-latest, --keep-every, --keep-near, --keep-hours, --keep-best or --keep-verified also the checkpoints of
 steps that none of these keeps, as a CheckpointManager does: only complete ones, never the newest or the newest verified
 one. Any directory counts that ls calls whole, whoever wrote it: DCP, Megatron, transformers' Trainer, DeepSpeed. Files
-such as step_100.pt, and directories such as model-final, do not: these are named, and left. What a living process may
-use is kept, and so is what may be the only copy of a checkpoint; its row says why.
+such as step_100.pt, and directories such as model-final, do not: these are named, and left. Files that a living process
+may use are kept, and so is any that may be the only copy of a checkpoint; its row says why.
 
 With --damaged the steps that ls calls damaged or incomplete, or that are marked as failed: alone, or with options
 that keep steps, which then do not count these. One that was written to within the last hour (--older-than) is kept,
 since a save or a copy may go on; so is one that lacks nothing but metadata.json or shardckpt.json, which can be written
 again, and all of them where no other step can be loaded.
 
-A step counts as complete if its files are there and have their sizes: what is left may be damaged. With --verify the
-newest step that shardckpt wrote is read before anything is removed, and if it is not as it was written the next older
-one, until one is intact, which is kept; with --damaged, too, all of them are read, and those that fail are removed.
+A step counts as complete if all its files exist and have their sizes: their bytes may be damaged. With --verify the
+newest step that shardckpt wrote is read before anything is removed, and if it is damaged the next older one, until one
+is intact, which is kept; with --damaged, too, all of them are read, and those that fail are removed.
 A metric that no step has, and a --keep-step that is not there, are errors, and nothing is removed.
 A checkpoint that is alone in its folder is one, too: its folder was meant.
 
@@ -66,7 +66,7 @@ def add_options(parser: Any) -> None:
         "-r",
         "--recursive",
         action="store_true",
-        help="prune each folder of steps in PATH, and in its folders, no links",
+        help="prune each folder of steps in PATH and in its folders; links are not followed",
     )
     parser.add_argument(
         "--skip-errors",
@@ -85,7 +85,7 @@ def add_options(parser: Any) -> None:
         "--older-than",
         type=float,
         metavar="HOURS",
-        help="age from which to remove what other hosts have left, whose processes cannot be seen from here "
+        help="age from which to remove leftovers of other hosts, whose processes cannot be seen from here "
         "(default: SHARDCKPT_LEFTOVER_HOURS, or 24); with --damaged, of these steps alone: hours since the last write "
         "to one (default: 1)",
     )
@@ -117,7 +117,7 @@ def add_options(parser: Any) -> None:
     parser.add_argument(
         "--names",
         metavar="PREFIX",
-        help="what the names of the steps have before the number, such as model- (default: any that ends with a word "
+        help="the part of a step's name before the number, such as model- (default: any that ends with a word "
         "such as step, iter, epoch, ckpt or checkpoint)",
     )
     parser.add_argument(
@@ -489,7 +489,7 @@ def _refuse_folder_of_runs(path: str) -> None:
     if numbered:
         raise CheckpointingException(
             f"{path} has no directory of a step by these names, and nothing was removed: {listed(numbered, limit=6)}; "
-            f"--names {numbered[-1].rstrip('0123456789')} says what stands before the number of a step"
+            f"--names {numbered[-1].rstrip('0123456789')} names the part before the number of a step"
         )
     runs = [each.name for each in found if each.inside]
     if runs:

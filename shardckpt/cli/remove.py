@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def add_options(parser: Any) -> None:
     """Add the options."""
     parser.add_argument("directory", help="the checkpoint's directory; not a URL")
-    parser.add_argument("prefix", help="what the keys to be removed begin with")
+    parser.add_argument("prefix", help="the beginning of the keys to remove")
     parser.add_argument("--dry-run", action="store_true", help="change nothing; print what would be removed and freed")
     parser.set_defaults(writes="directory")
 

@@ -1,25 +1,25 @@
 """Read every byte of checkpoints, and compare it with the digests in shardckpt.json and integrity.json.
 
 Of files that have no digest (Megatron's, plain DCP's, DeepSpeed's and torch.save's) the archives are read and compared
-with the CRC-32 that torch.save writes of all that is in them, and with the index: that they exist, are complete, and
-have the right dtypes and sizes.
+with the CRC-32s that torch.save writes of their content, and with the index: files must exist, be complete, and have
+the right dtypes and sizes.
 
 Hugging Face folders and files of safetensors have neither: headers, lengths and the index are compared.
 
-Files and bytes are those that are checked; shardckpt.json and metadata.json, by which they are, count in ls alone. Of
-several checkpoints, or a folder of them, only files with a fault are listed; the exit code is the highest of all.
-Other folders in it are counted and named as skipped, also one of checkpoints, but with -r. A file with the suffix of a
-checkpoint (.pt, .safetensors) that nothing reads is an error.
+Files and bytes count only checked files; shardckpt.json and metadata.json, by which these are checked, count in ls
+alone. Of several checkpoints, or a folder of them, only files with a fault are listed; the exit code is the highest of
+all. Other folders in it are counted and named as skipped, also one of checkpoints, but with -r. A file with the suffix
+of a checkpoint (.pt, .safetensors) that nothing reads is an error.
 
 With --mark the verdict is kept next to the checkpoint: ls shows it, a CheckpointManager does not load a failed step,
 and no retention policy removes the newest verified one. It is about this save: it ends when another replaces it.
 
-With --repair a metadata.json that is lost or cut is written back, if shardckpt.json is there, which says what it had,
-and all other files match their digests. Nothing else can be repaired: what is damaged is in no other file.
+With --repair a metadata.json that is lost or cut is written back, if shardckpt.json exists, which has its content, and
+all other files match their digests. Nothing else can be repaired: no other file has the damaged bytes.
 
 exit codes:
   0  intact: all bytes match their digests; or, unless --require-digests, by CRC-32 and structure where there are none
-  1  damaged: a file is missing, or not what was written; or incomplete: the save did not end
+  1  damaged: a file is missing, or has changed since it was written; or incomplete: the save did not end
   2  not a checkpoint, or it cannot be checked: no installed strategy reads it, or a file cannot be read
 """
 
@@ -55,9 +55,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.marks import Mark
     from shardckpt.manager.summaries import CheckpointSummary
 
-_STRUCTURE = (
-    "they exist, contain the ranges that the index names, and are what it says as far as their structure shows that"
-)
+_STRUCTURE = "they exist, contain the ranges that the index names, and have a structure that agrees with it"
 
 
 #: Loggers of readers of indexes, which warn of files whose loss is a row of the answer.
@@ -83,7 +81,7 @@ def add_options(parser: Any) -> None:
     parser.add_argument(
         "--require-digests",
         action="store_true",
-        help="exit with 1 where a file has no digest: its values are not known",
+        help="exit with 1 if a file has no digest: its values cannot be checked",
     )
     kept = parser.add_mutually_exclusive_group()
     kept.add_argument(
@@ -296,14 +294,14 @@ def _describe_marks(answers: Sequence[Answer]) -> Iterator[str]:
         names = listed([*map(escape_text, paths)], limit=_NAMES_SHOWN)
         yield f"not marked: {len(paths)}: {names}: {escape_text(reason)}"
     if any(answer.unmarked and not answer.is_unwritten and answer.exit_code == FINE for answer in answers):
-        yield "what `shardckpt convert` makes of an intact one can be marked"
+        yield "a copy of an intact one by `shardckpt convert` can be marked"
 
 
 def _describe_skipped(skipped: Sequence[CheckpointSummary]) -> list[str]:
     """List the paths that were not verified, because they are no checkpoints."""
     if not skipped:
         return []
-    deeper = "; -r verifies what is in folders" if any(each.inside for each in skipped) else ""
+    deeper = "; -r verifies the checkpoints in folders" if any(each.inside for each in skipped) else ""
     said = listed([f"{each.name} ({each.reason.removeprefix('is ')})" for each in skipped])
     return [f"skipped: {len(skipped)}: {said}{deeper}"]
 
@@ -430,7 +428,7 @@ def _explain_checks(own: Sequence[FileResult], which: str = "") -> str:
     files = f"{format_many(len(own), 'file')}{which} {'was' if len(own) == 1 else 'were'}"
     compared = [
         f"{counts[how]} of {files} compared with {what}"
-        for how, what in (("digests", "digests"), ("crc32", "the CRC-32 of what their archives hold"))
+        for how, what in (("digests", "digests"), ("crc32", "the CRC-32s in their archives"))
         if counts[how]
     ]
     if counts["digests"] == len(own):

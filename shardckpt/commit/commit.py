@@ -143,8 +143,8 @@ def check_target(target: Path, *, overwrite: bool) -> None:
         with wrap_os_errors("look at", target):
             names = sorted(path.name for path in target.iterdir())
         of_export = (
-            ", but an export removes what a loader would take with its weights: adapters, other weights and, with "
-            "assets (--assets), the old configuration and tokenizer"
+            ", but an export removes the files that a loader would load with its weights: adapters, other weights and, "
+            "with assets (--assets), the old configuration and tokenizer"
         )
         # not the names of a checkpoint's files, which depend on how many ranks saved it
         what = "a checkpoint" if MARKER_NAME in names else listed(names, limit=4)
@@ -219,7 +219,7 @@ def replace_target(staging: Path, target: Path, owned: Collection[str], old: os.
     try:
         with hold_place(target):
             if old is not None and not _is_directory(target, old):
-                raise replaced_error(target, "what would take its place was made from another save than what is there")
+                raise replaced_error(target, "the new checkpoint was made from another save than it would replace")
             with wrap_os_errors("replace", target):
                 was_there = target.exists()  # else a removal that was under way has ended meanwhile
                 if was_there:

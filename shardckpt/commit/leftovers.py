@@ -143,7 +143,7 @@ def _explain_by_time(leftover: Leftover, limit: float) -> str:
 def explain_recent(whose: str, written: float, limit: float) -> str:
     """Explain that a recent write may still go on; ``""`` once it is ``limit`` hours ago."""
     age = (time.time() - written) / _HOUR
-    return "" if age >= limit else f"of {whose}, written to {max(age, 0):.1f} hours ago: it goes after {limit:g}"
+    return "" if age >= limit else f"of {whose}, written to {max(age, 0):.1f} hours ago: it is removed after {limit:g}"
 
 
 def remove_leftover(leftover: Leftover) -> None:

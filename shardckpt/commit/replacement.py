@@ -113,7 +113,7 @@ class Replacement:
             raise self._claim.make_error(found)
         bad = [name for name, size in expected.items() if found.get(f"{generation}/{name}") != size]
         if bad:
-            raise StorageError(f"{self._target / generation / bad[0]}: it is gone, or is not what was written")
+            raise StorageError(f"{self._target / generation / bad[0]}: it is gone, or its size has changed")
         self.may_be_switched = True
         # if it is the new one, an attempt of ours had replaced it, and its answer was lost
         if not self._marker.replace_tagged(new, self._tag) and self._marker.read_tagged()[0] != new:

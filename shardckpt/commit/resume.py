@@ -91,9 +91,9 @@ def adopt_upload(
 def _resume(journal: Journal, folder: Path, target: Path) -> bool:
     """Return whether the journal continues with a folder; log which."""
     if journal.resume(folder):
-        logger.info("going on with %s, of which %d bytes are written", target, journal.nbytes)
+        logger.info("resuming the write of %s: %d bytes are written already", target, journal.nbytes)
         return True
     logger.warning(
-        "writing %s starts anew: what an interrupted run has left is of another source or of other options", target
+        "writing %s starts anew: an interrupted run has left files from another source or other options", target
     )
     return False

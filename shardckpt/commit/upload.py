@@ -138,19 +138,19 @@ class Upload:
         left = set(filter(is_mark, found))
         if overwrite and found and not left:
             raise StorageError(
-                f"{self.target} is not empty, and what it has is no checkpoint, such as {min(found)}: give another "
-                "URL, or delete the objects there first"
+                f"{self.target} is not empty, and has no checkpoint, but objects such as {min(found)}: give "
+                "another URL, or delete the objects there first"
             )
         if MARKER_NAME in found or (found and not left):
             raise StorageError(
                 f"{self.target} is not empty: give another URL, or pass overwrite=True (the command: --overwrite) to "
-                "replace a checkpoint that is there; what is none, delete first"
+                "replace a checkpoint that is there; delete other objects first"
             )
         if found and not overwrite:
             many, other = format_many(len(found), "object"), claim.describe_other(found)
             raise StorageError(
-                f"{self.target} has {many} of a save that has not ended{other}: if it is not still going on, "
-                "overwrite=True deletes what it left; or give another URL"
+                f"{self.target} has {many} of a save that has not ended{other}: if it is not running any more, "
+                "overwrite=True deletes its objects; or give another URL"
             )
         others = found - without_others(found)
         if others:
@@ -238,7 +238,7 @@ class Upload:
         try:
             if self._replacement is not None and self._replacement.may_be_switched and not self._committed:
                 logger.warning(
-                    "%s may be the new checkpoint or the old one: what a prune finds there, it removes", self.target
+                    "%s may be the new checkpoint or the old one: a prune removes any leftovers", self.target
                 )
             elif self.save_id and not self._committed and (main or not self._handed_over):
                 self._undo(main=main)

@@ -374,5 +374,5 @@ def _check_shapes(group: Any, place: str) -> dict[str, Ints]:
     found = check_dict(group, f"{place}: param_shapes")
     for name, shape in found.items():
         if not isinstance(shape, (tuple, list)) or not all(type(size) is int and size >= 0 for size in shape):
-            raise CorruptCheckpointError(f"{place}: its param_shapes has what is no shape for {name!r:.200}")
+            raise CorruptCheckpointError(f"{place}: its param_shapes has a value for {name!r:.200} that is no shape")
     return {str(name): tuple(shape) for name, shape in found.items()}

@@ -132,7 +132,7 @@ def check(runs: Sequence[Run]) -> None:
     """
     first, *others = runs
     faults = [
-        f"model and optimizer as {run.layout} loaded them are not bit for bit what {first.layout} saved"
+        f"{run.layout} loaded a model and an optimizer that differ from those that {first.layout} saved"
         for run in others
         if run.state != first.state
     ]

@@ -131,7 +131,7 @@ def load_checkpoint(
         report_ignored(ignored, on_unused, comm)
     wanted_values = [_without_data(shard) if n in twins else shard for n, shard in enumerate(available)]
     found = checkpoint.values(wanted_values, is_synced=True)
-    with checkpoint.operation.local_phase("comparing what has one destination"):
+    with checkpoint.operation.local_phase("comparing tied tensors"):
         check_twins(available, found, twins)
         resizing.restore(found)
     loaded = iter(found)
@@ -218,16 +218,16 @@ def _refuse_changed_values(
 ) -> None:
     """Collective: raise DtypeMismatchError, on every rank, if a cast has changed a value of any rank."""
     comm, faults = checkpoint.context.comm, list[str]()
-    with checkpoint.operation.local_phase("looking at what was cast"):
+    with checkpoint.operation.local_phase("checking casts"):
         suspects = find_suspects(wanted, values, dtypes)
     (rounds,) = comm.largest(len(suspects))
     for number in range(rounds):
         mine = suspects[number : number + 1]
         sources = checkpoint.values(request_stored_values(mine, dtypes))
-        with checkpoint.operation.local_phase("looking at what was cast"):
+        with checkpoint.operation.local_phase("checking casts"):
             faults += describe_faults(mine, sources)
     if rounds:
-        with comm.collective_phase("looking at what was cast"):
+        with comm.collective_phase("checking casts"):
             if faults:
                 raise make_changed_error(faults, advise=advise)
 

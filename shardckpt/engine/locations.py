@@ -59,7 +59,7 @@ def locate_local(path: str | os.PathLike[str], action: str) -> Path:
     if (local := find_local(text)) is None:
         raise CheckpointingException(
             f"cannot {action} {mask_password(text)}: it takes a directory of this machine, because a store cannot "
-            "change several objects in one step; give a path, or load what is to be kept and save it to another URL"
+            "change several objects in one step; give a path, or load the keys to keep and save them to another URL"
         )
     return local
 
@@ -98,8 +98,8 @@ def refuse_overlap(sources: Iterable[Path], target: Path, *, in_place: bool = Fa
             continue
         if found:
             raise CheckpointingException(
-                f"{target} {found.format(source=source)}: it would replace what it is made of. Nothing was written; "
-                "give another place for what is written"
+                f"{target} {found.format(source=source)}: it would replace its own source. Nothing was written; "
+                "give another target"
             )
 
 

@@ -186,8 +186,8 @@ def _warn_of_lost_cache(strategy: type[SaveStrategy]) -> None:
     """Warn once if a class has lost its base's plan cache without saying so: each of its saves plans anew."""
     if "caches_plan" not in vars(strategy) and getattr(strategy, "caches_plan", False):
         logger.warning(
-            "%s.%s does not inherit caches_plan, so each save plans anew. If what it overrides plans by shapes and "
-            "keys alone, set caches_plan = True in it; if it must see every save, caches_plan = False ends this "
+            "%s.%s does not inherit caches_plan, so each save plans anew. If its own methods plan by shapes "
+            "and keys alone, set caches_plan = True in it; if they must see every save, caches_plan = False ends this "
             "warning",
             strategy.__module__,
             strategy.__qualname__,

@@ -162,7 +162,10 @@ def clear_uploads(
         hours = max(time.time() - upload.begun, 0.0) / _HOUR
         kept = living[""] or living[upload.name.rpartition("/")[0].partition("/")[0]]
         if not kept and hours < limit:
-            kept = f"an upload that began {hours:.1f} hours ago: it goes after {limit:g}, or with what shows its save"
+            kept = (
+                f"an upload that began {hours:.1f} hours ago: it is removed after {limit:g}, or with the other files "
+                "of its save"
+            )
         if kept:
             results.append(PruneResult(place / upload.name, 0, kept))
         else:

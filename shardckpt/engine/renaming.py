@@ -53,7 +53,7 @@ def rename_stored(checkpoint: OpenCheckpoint, names: Mapping[str, str], keys: Se
     and ``""`` begins every key. It is a KeyMismatchError if the checkpoint has nothing of one of these names, or two
     things would have one name.
     """
-    with checkpoint.operation.local_phase("renaming what is stored"):
+    with checkpoint.operation.local_phase("renaming the stored keys"):
         _check(names, keys)
     if not names:
         return checkpoint

@@ -199,7 +199,7 @@ def _make_space_error(target: Path, needed: int, free: int, action: str, room: R
         f"{format_bytes(free)} free, {format_bytes(needed + rest - free)} too little. No file was written."
     )
     if action != REMOVE and _is_overwrite(target):
-        text += " What is at the target stays until the new checkpoint is complete, so that both need room."
+        text += " The old checkpoint stays until the new one is complete, so both need space."
     if not room.is_quota_less(target, free):
         text += f" {settings.SPACE_CHECK}=0 skips this check."
     error = NotEnoughSpaceError(text)
@@ -237,7 +237,7 @@ def explain_full(error: NotEnoughSpaceError, target: Path) -> NotEnoughSpaceErro
     if not is_of_write(error, target):
         return error
     leftover, advice = _advise_of_space(target)
-    quota = " A quota permits less than what is free: `quota -s` says how much." if "(EDQUOT)" in str(error) else ""
+    quota = " A quota permits less than the free space: `quota -s` says how much." if "(EDQUOT)" in str(error) else ""
     text = f"{error}. To make space: {advice}.{quota}{_describe_free(target.parent)}"
     explained = NotEnoughSpaceError(text).with_traceback(error.__traceback__)
     explained.advice, explained.leftover = advice, leftover
@@ -252,7 +252,7 @@ def _advise_of_space(target: Path) -> tuple[int, str]:
     call = ("prune", *["-r"] * (runs is not None), _show_folder(target))
     if leftover:
         return leftover, f"{name_call(*call)} frees {format_bytes(leftover)} that interrupted saves have left"
-    return 0, f"{name_call(*call, '--keep-latest', 'N', '--dry-run')} says what old steps would free"
+    return 0, f"{name_call(*call, '--keep-latest', 'N', '--dry-run')} says how much space old steps would free"
 
 
 def _find_used_runs(folder: Path) -> Sequence[Path] | None:

@@ -44,7 +44,7 @@ def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -
             wanted = [path for path in found if is_wanted(path.name)]
             files = [path for path in wanted if path.is_file()]
             if lost := [path.name for path in wanted if path.is_symlink() and not path.exists()]:
-                raise StorageError(f"assets={assets}: {listed(lost)} is a link to nothing: restore what it was of")
+                raise StorageError(f"assets={assets}: {listed(lost)} is a link to a missing file: restore the file")
     else:
         paths = list_given(assets)
         if wrong := [path for path in paths if not isinstance(path, (str, os.PathLike))]:

@@ -70,14 +70,14 @@ def parse_casts(dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | Non
     """
     kept = tuple(keep)
     if kept and not dtype:
-        raise CheckpointingException("keep (--keep) says what is not cast: give a dtype (--dtype), too")
+        raise CheckpointingException("keep (--keep) names tensors that are not cast: give a dtype (--dtype), too")
     if dtype is None or not hasattr(dtype, "items"):
         return Casts(parse_dtype(dtype), keep=kept)
     if wrong := [pair for pair in dtype.items() if not isinstance(pair[0], str) or pair[1] is None]:
         shown = ": ".join(map(show_given, wrong[0]))
         raise CheckpointingException(
             f"dtype={{{shown}}}: give dtypes by patterns of names, as "
-            "{'*': 'bfloat16'}; keep (--keep) has those of what is not cast"
+            "{'*': 'bfloat16'}; keep (--keep) has the patterns of tensors that are not cast"
         )
     parsed = {
         pattern: parse_dtype(found, "dtype" if pattern == "*" else f"dtype of {pattern!r}")

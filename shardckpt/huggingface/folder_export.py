@@ -228,7 +228,7 @@ class FolderExport:
         renewed = {path.name for path in self.options.assets}
         foreign = sorted(name for name in gone - renewed if not is_weights(name))
         if foreign:
-            logger.warning("the export over %s removes what no export has written: %s", self.target, listed(foreign))
+            logger.warning("the export over %s removes files that no export wrote: %s", self.target, listed(foreign))
         return gone
 
     def _commit(self, staging: Path, config: bytes | None) -> None:

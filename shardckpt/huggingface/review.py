@@ -62,7 +62,7 @@ def review_others(place: Path, weights: Collection[str]) -> dict[str, str]:
         elif name in tensors and not name.startswith("adapter_model"):
             notes[name] = f"no engine loads it: {index} does not name it"
     if only in names and indexed and only not in indexed:
-        notes[index] = "transformers loads model.safetensors, vLLM and SGLang what this index names"
+        notes[index] = "transformers loads model.safetensors, vLLM and SGLang the files that this index names"
     return notes
 
 

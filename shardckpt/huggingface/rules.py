@@ -247,7 +247,7 @@ class RuleMapping:
                 continue
             key, place, number, names = located
             if missing := [each for each in names if each not in folder]:
-                raise KeyMismatchError(f"the folder lacks {listed(missing)}, of which {key!r} is made, too")
+                raise KeyMismatchError(f"the folder lacks {listed(missing)}, which {key!r} also needs")
             parts.setdefault(key, {})[number] = (*shape[:-2], *shape[:-3:-1]) if rule.transposed else shape
             ends = tuple(index + 1 for index in place)
             extents[key] = tuple(map(max, extents.get(key, ends), ends))

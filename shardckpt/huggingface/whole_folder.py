@@ -63,8 +63,8 @@ def name_for_trainer(
     scaled = {name for name in folder.tensors if name + SCALE_ENDING in folder.tensors}
     if scaled and dtype is None:
         raise CheckpointingException(
-            f"scales belong to {format_many(len(scaled), 'weight')} of 8 bits, such as {min(scaled)!r}: give the dtype "
-            "in which the trainer has what they stand for (dtype='bfloat16', --dtype bfloat16)"
+            f"scales belong to {format_many(len(scaled), 'weight')} of 8 bits, such as {min(scaled)!r}: give the "
+            "dtype of these weights in the trainer (dtype='bfloat16', --dtype bfloat16)"
         )
     scales = {name + SCALE_ENDING for name in scaled}
     tensors = {name: _describe(name, folder) for name in folder.tensors if name not in scales}
@@ -76,7 +76,7 @@ def name_for_trainer(
         names = [link.name for link in get_key_map_entries(mapping, key, shape)]
         missing = [name for name in names if name not in tensors]
         if missing:
-            raise KeyMismatchError(f"the folder lacks {listed(missing)}, of which {key!r} is made, too")
+            raise KeyMismatchError(f"the folder lacks {listed(missing)}, which {key!r} also needs")
         if len({tensors[name].dtype for name in names}) > 1:
             raise ShardingError(f"{key!r} is made of tensors of several dtypes: {listed(names)}")
         wanted.append(ShardedTensor.from_global_shape(key, tensors[names[0]].dtype, shape))

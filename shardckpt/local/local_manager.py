@@ -160,7 +160,7 @@ class LocalCheckpointManager:
             self._remove(listing, later)
             self._has_warned_of_later = False
             _, inventory = self._list_all_parts(comm)
-            with comm.collective_phase("looking for what stays"):
+            with comm.collective_phase("looking for later steps"):
                 if left := inventory.list_later(step):
                     steps = ", ".join(sorted({str(save.step) for save in left}))
                     raise StorageError(

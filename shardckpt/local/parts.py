@@ -112,7 +112,7 @@ class PartFolder:
             if self.root.exists():
                 clear_tombstones(self.root, _is_part)
         except (OSError, StorageError) as exc:
-            logger.warning("cannot remove what is no longer needed in %s: %s", self.root, exc)
+            logger.warning("cannot remove unused files in %s: %s", self.root, exc)
 
 
 def _is_part(name: str) -> bool:

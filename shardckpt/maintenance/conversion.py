@@ -272,13 +272,13 @@ class Conversion:
             return
         if bad := find_incomplete_files(None, reader):  # readable items are written anew; a copy would be damaged, too
             faults = listed([f"{file.name} {file.fault}" for file in bad])
-            logger.warning("%s is damaged: %s: what is not in these is written anew", self.source, faults)
+            logger.warning("%s is damaged: %s: the items of other files are written anew", self.source, faults)
             return
         stock = ", which stock dcp.load reads" if self.kind == DCP else ""
         raise CheckpointingException(
             f"{self.source} is a {own[0]!r} checkpoint of version {own[1]} already{stock}: copy its directory, or name "
             "another backend or version; to and from URLs convert copies. All its files are there; if `shardckpt "
-            f"verify {self.source}` finds it damaged, --skip-damaged writes what can be read"
+            f"verify {self.source}` finds it damaged, --skip-damaged writes the readable items"
         )
 
     def _write(self, operation: Operation, proof: StagedProof) -> _Written:
@@ -352,7 +352,7 @@ class Conversion:
                 if not (self.skip_damaged and is_damage(exc)):
                     raise
                 logger.warning(
-                    "of objects for other libraries alone, only what the common state has is written: %s", exc
+                    "of objects for readers of other libraries, only those in the common state are written: %s", exc
                 )
                 return None
 

@@ -321,4 +321,4 @@ def _find_dcp_saver(plugins: PluginManager) -> SaveStrategy:
         saver: SaveStrategy = entry.create()
         if saver.stores_plain_objects:
             return saver
-    raise UnknownBackendError("no installed strategy saves what stock torch.distributed.checkpoint loads")
+    raise UnknownBackendError("no installed strategy saves a format that stock torch.distributed.checkpoint loads")

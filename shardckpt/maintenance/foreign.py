@@ -27,11 +27,11 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"GGUF", "a GGUF file (llama.cpp), whose weights are packed for inference: start from the weights it was made of"),
     (b"ggml", "a GGML file (llama.cpp), whose weights are packed for inference: start from the weights it was made of"),
     (b"\x93NUMPY", "a numpy array (.npy): torch.save it in a dict, and convert that file"),
-    (b"\x1f\x8b", "compressed with gzip: decompress it, and convert what is in it"),
-    (b"\x28\xb5\x2f\xfd", "compressed with zstd: decompress it, and convert what is in it"),
-    (b"BZh", "compressed with bzip2: decompress it, and convert what is in it"),
-    (b"\xfd7zXZ\x00", "compressed with xz: decompress it, and convert what is in it"),
-    (b"7z\xbc\xaf\x27\x1c", "a 7z archive: unpack it, and convert what is in it"),
+    (b"\x1f\x8b", "compressed with gzip: decompress it, and convert its content"),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd: decompress it, and convert its content"),
+    (b"BZh", "compressed with bzip2: decompress it, and convert its content"),
+    (b"\xfd7zXZ\x00", "compressed with xz: decompress it, and convert its content"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive: unpack it, and convert its content"),
     (b"version https://git-lfs", "a pointer of git-lfs, without the file that it stands for: run git lfs pull"),
     (b"<!DOCTYPE", "a web page: the download has failed"),
     (b"<html", "a web page: the download has failed"),
@@ -55,7 +55,7 @@ def describe_file(path: Path) -> str:
         return _describe_zip(path)
     known = [what for magic, what in _MAGIC if first.startswith(magic)]
     if first[_TAR_AT : _TAR_AT + len(_TAR)] == _TAR:
-        known = ["a tar archive: unpack it, and convert what is in it"]
+        known = ["a tar archive: unpack it, and convert its content"]
     if not any(first):
         zeros = f"a file that begins with {len(first)} zeros: it is damaged, or was never written"
         known = [zeros if first else "an empty file"]

@@ -57,10 +57,10 @@ def explain_mendable(directory: Path, plugins: PluginManager, damaged: Collectio
         RefusedByPolicyError,
         UnsafePickleError,
     ) as exc:
-        return f"nothing installed can say what is left of it: {str(exc).splitlines()[0]}"
+        return f"no installed plugin can read the rest of it: {str(exc).splitlines()[0]}"
     except CheckpointingException as exc:  # the index may be lost or damaged, too, or the store may not answer
         is_answer = not isinstance(exc, StorageError) or is_damage(exc)
-        return "" if is_answer else f"what is left of it cannot be read now: {str(exc).splitlines()[0]}"
+        return "" if is_answer else f"the rest of it cannot be read now: {str(exc).splitlines()[0]}"
     if way is None:
         return ""
     known = "as it was written" if damaged else "by the sizes of its files"

@@ -155,12 +155,12 @@ def _refuse_loss(what: str, before: dict[str, str], staging: Path, files: Path, 
             after = _describe(opened.index())
     except CannotLoadError as exc:
         raise PluginError(
-            f"{what} wrote what nothing installed reads; nothing was committed. Install the LoadStrategy of that "
-            "version, too, or name another version (--to)"
+            f"{what} wrote a format that no installed plugin reads; nothing was committed. Install the LoadStrategy "
+            "of that version, too, or name another version (--to)"
         ) from exc
     except CheckpointingException as exc:
-        raise PluginError(f"{what} wrote what cannot be read; nothing was committed: {exc}") from exc
+        raise PluginError(f"{what} wrote an unreadable checkpoint; nothing was committed: {exc}") from exc
     other = sorted(key for key, entry in before.items() if after.get(key) != entry)
     if other:
         lost = [f"{key}: {before[key]}, now {after.get(key, 'absent')}" for key in other]
-        raise PluginError(f"{what} does not keep what is stored; nothing was committed: {listed(lost)}")
+        raise PluginError(f"{what} does not keep all stored items; nothing was committed: {listed(lost)}")

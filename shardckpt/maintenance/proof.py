@@ -108,8 +108,8 @@ class StagedProof:
         if wrong:
             names = listed(sorted(f"{name!r} of {dtype} {shape}" for name, shape, dtype in wrong))
             raise CorruptCheckpointError(
-                f"what was written for {self.target} has other tensors than it should, and was removed: {names}. The "
-                "strategy that wrote it is at fault"
+                f"the checkpoint written for {self.target} has other tensors than it should, and was removed: {names}. "
+                "The strategy that wrote it is at fault"
             )
 
 
@@ -135,8 +135,9 @@ def _compare(
     wrong = [repr(proof.key) for proof in proofs if proof.before != proof.after]
     if wrong:
         raise CorruptCheckpointError(
-            f"what was written for {target} has other values than were read: {listed(wrong)}; it was removed. The "
-            "strategy that wrote it is at fault, or the disk or memory: convert again, on another machine if it recurs"
+            f"the checkpoint written for {target} has other values than were read: {listed(wrong)}; it was removed. "
+            "The strategy that wrote it is at fault, or the disk or memory: convert again, on another machine if it "
+            "recurs"
         )
     return tuple(proofs)
 

@@ -92,7 +92,7 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
     if not isinstance(strategy, RemovesKeys):
         raise CheckpointingException(
             f"{directory} is a {manifest.backend!r} checkpoint, and its {type(strategy).__name__} cannot remove "
-            "keys: load what is to be kept, and save that"
+            "keys: load the keys to keep, and save them"
         )
     with wrap_os_errors("look at", directory):
         before = allocated_bytes(directory)

@@ -93,70 +93,74 @@ class CheckpointConfig(BaseModel):
         interval: Steps between two saves.
         save_when: Policies instead of ``interval``: :class:`SaveEvery`, :class:`SaveAt`, :class:`SaveAfter`, and
             functions that are given a :class:`Moment` (step, seconds since the last save, metrics) and return whether
-            to save. A step that any of them chooses is saved. Where there are others than the first two, each step
-            costs one message between ranks, and the main rank decides.
-        keep_latest_k: How many of the newest checkpoints to keep; 0 keeps all. 1 is an error with an async mode: there
-            must be one to fall back on if the newest proves damaged.
+            to save. A step that any of them chooses is saved. With policies other than the first two classes, the main
+            rank decides, and each step costs one message between ranks.
+        keep_latest_k: How many of the newest checkpoints to keep; 0 keeps all. 1 is an error with an async mode: a load
+            must be able to fall back on an older one if the newest is damaged.
         keep_every_n_steps: Also keep the steps that are multiples of this; 0 for none.
         keep_best_k: Also keep this many checkpoints with the best ``best_metric``; 0 for none.
         best_metric: A name among the ``metrics`` that ``save`` is given, for ``keep_best_k``, ``load("best")`` and
-            ``best_step``. A checkpoint without it is never the best one. Where ``retention`` has a :class:`KeepBest`,
-            leave it out: it is the metric of the first.
+            ``best_step``. A checkpoint without it is never the best one. Leave it out where ``retention`` has a
+            :class:`KeepBest`: the metric of the first one is used.
         best_mode: Whether the smallest (``min``) or the largest (``max``) value is the best.
         retention: Policies instead of the three ``keep_`` options above: :class:`KeepLatest`, :class:`KeepEvery`,
             :class:`KeepNear`, :class:`KeepRecent`, :class:`KeepBest`, :class:`KeepPinned`, or a function that takes the
             metrics by step and returns the steps to keep. A checkpoint is kept if any policy keeps it, if it is leased
             or pinned, or if it is the newest. Only the main rank calls the policies, in a background thread.
         latest_pointer: Name of a file in ``folder``, such as ``latest``, that always has the name of the newest step's
-            directory, for tools that want one; None for no such file. A load does not read it.
-        links: Whether ``folder`` has the symbolic links ``latest`` and, where a metric is named as for ``best_step``,
-            ``best``. After each save and removal they lead to these steps; they do not keep a step from being removed.
-            On a store there are no links, and a warning says so. The commands of ``shardckpt`` that read a checkpoint
-            take ``FOLDER/latest`` and ``FOLDER/best`` everywhere, also without links.
+            directory, for other tools; None for no file. A load does not read it.
+        links: Whether ``folder`` has the symbolic links ``latest`` and, with a best metric, ``best``. Each save and
+            removal updates them; they do not keep a step from being removed. On a store there are no links, and a
+            warning says so. The commands of ``shardckpt`` that read a checkpoint take ``FOLDER/latest`` and
+            ``FOLDER/best`` everywhere, also without links.
         async_mode: Who writes a checkpoint. ``disabled``: the training process, in ``save``. ``async``: a thread of
-            it. ``async_with_pinned_mem``: another process, which reads from pinned, shared memory. Upper and lower
-            case are the same.
+            that process. ``async_with_pinned_mem``: another process, which reads from pinned, shared memory. Case does
+            not matter.
         on_busy: What ``save`` does while the previous checkpoint is still being written: ``wait`` for it, or ``skip``
             the step.
-        on_full: What ``save`` does where the file system has no space for the step: ``error``, or ``prune``: it first
-            removes the steps that the policies will not keep once it is complete, but never the newest that is there.
-            If a write finds no space after all, steps are removed, too, and the step is written once more; one that
-            was written in the background is not, and the next save has the space.
-        on_other_job: What happens where another job that is alive saves to ``folder``, too: ``save`` warns once
-            (``warn``); or ``save``, and making a manager, raise an error (``error``).
-        max_failed_saves: How many saves in a row may fail for the file system or the store (:class:`StorageError`)
-            before one is an error. Up to so many, each is a warning, ``save`` returns False, and the next step that is
-            due is tried. 0: the first is an error. Always errors, since no later save makes up for them: failures of
-            other kinds, of the last step, of a step that is saved because of a signal, and those that ``close`` finds.
-        quota: Bytes, or text such as ``"500GB"``, that ``folder`` may hold, a directory or on a store. A step that
-            would go beyond is refused before a byte is written, or makes room, as ``on_full`` says. Before each save,
-            what is there is counted; the step is forecast by its tensors, and by what an earlier step has in addition.
+        on_full: What ``save`` does if the file system has no space for the step. ``error``: raise. ``prune``: first
+            remove the steps that the policies will not keep once the new one is complete, but never the newest existing
+            one. If a write still finds no space, steps are removed then, and the step is written once more; a
+            background save is not written again, but the next save has the space.
+        on_other_job: What happens if another live job saves to ``folder``. ``warn``: ``save`` warns once. ``error``:
+            ``save`` raises, and so does making a manager.
+        max_failed_saves: How many saves in a row may fail because of the file system or the store
+            (:class:`StorageError`). Each of these failures is a warning, ``save`` returns False, and the next due step
+            is tried; one more is an error. 0: the first is an error. Always errors, since no later save makes up for
+            them: failures of other kinds, of the last step, of a step that is saved because of a signal, and those that
+            ``close`` finds.
+        quota: The most bytes that ``folder`` may hold, in a directory or on a store, or text such as ``"500GB"``. A
+            step that would exceed it is refused before a byte is written, or makes room, as ``on_full`` says. Each save
+            first counts the bytes in ``folder``; the size of the step is forecast from its tensors, and from an earlier
+            step's bytes besides tensors.
         last_save_model_only: Whether the last step saves the model alone. torchtitan's older name
             ``model_weights_only`` is accepted.
-        last_save_bare_keys: Whether the keys of the model's tensors lack ``model.`` where the last step saves the model
-            alone: as torchtitan's have it, and as stock ``dcp.load`` asks for them by a model's state dict.
-        steps_in_hf: Whether the directory of every step is a Hugging Face folder as it is, which transformers and vLLM
+        last_save_bare_keys: Whether the keys of the model's tensors lack the prefix ``model.`` where the last step
+            saves the model alone, as in torchtitan's checkpoints; stock ``dcp.load`` then loads them into a model's
+            state dict.
+        steps_in_hf: Whether the directory of every step is also a Hugging Face folder, which transformers and vLLM
             load: the model's tensors are stored contiguous, under their names of the Hub, with copies of the files of
-            ``hf_assets_path``. For strategies that can, such as ``"safetensors"``.
-        last_save_in_hf: Whether to export the last step, too, to ``step-<n>-hf``, for Hugging Face tools. Nothing is
-            exported where ``steps_in_hf`` makes the step such a folder, unless ``export_dtype`` asks for a cast.
+            ``hf_assets_path``. Needs a strategy that supports it, such as ``"safetensors"``.
+        last_save_in_hf: Whether the last step is also exported to ``step-<n>-hf``, for Hugging Face tools. With
+            ``steps_in_hf`` the step is such a folder already, and nothing is exported unless ``export_dtype`` asks for
+            a cast.
         hf_mapping: The key mapping to Hugging Face's names; see :func:`shardckpt.huggingface.export_to_huggingface`.
-        hf_cut_vocabulary: Whether an export leaves out rows that pad the vocabulary, as Megatron has them, beyond the
-            ``vocab_size`` of the ``config.json`` in ``hf_assets_path``; else it refuses them.
+        hf_cut_vocabulary: Whether an export leaves out the rows with which Megatron pads the vocabulary beyond the
+            ``vocab_size`` of the ``config.json`` in ``hf_assets_path``; if False, it refuses them.
         hf_assets_path: A folder with the model's other files (config, tokenizer), which an export copies.
-        export_dtype: The dtype to which floating-point tensors are cast when the model is saved alone or exported, but
-            for those that :func:`shardckpt.huggingface.export_to_huggingface` does not cast; None keeps theirs. Other
-            saves, and ``steps_in_hf``, cast nothing.
+        export_dtype: The dtype to which floating-point tensors are cast when the model is saved alone or exported,
+            except those that :func:`shardckpt.huggingface.export_to_huggingface` does not cast; None keeps their
+            dtypes. Other saves, and ``steps_in_hf``, cast nothing.
         exclude_from_last_save: Names of tensors of the model that are left out where the model is saved alone, and of
             its export: ``("freqs_cis",)``. A name is a tensor's full name or its end after a dot. A load into the model
             leaves these tensors as they are where the checkpoint lacks them.
         exclude_from_loading: Names of states that ``load`` does not change.
-        rename: The names of states, by the names that they have in checkpoints which no manager has saved:
-            ``{"net": "model", "opt": "optimizer"}``; parts of a state have dotted names. These need no entry: any name
-            of the one optimizer, ``state_dict`` and ``model_state_dict``, all of these inside one entry (``app``), and
-            a model at the top level (``{"": "model"}``).
-        keep_options: Names of options in the optimizers' ``param_groups`` whose live values stay while all else is
-            loaded, such as ``("lr", "weight_decay")``; ``"all"`` for all that the groups have. A scheduler whose state
+        rename: The names of states, by their names in checkpoints that no manager has saved: ``{"net": "model", "opt":
+            "optimizer"}``; parts of a state have dotted names. These need no entry: any name of the one optimizer,
+            ``state_dict`` and ``model_state_dict``, all of these inside one entry (``app``), and a model at the top
+            level (``{"": "model"}``).
+        keep_options: Names of options in the optimizers' ``param_groups`` whose live values stay while the rest is
+            loaded, such as ``("lr", "weight_decay")``; ``"all"`` for all options of the groups. A scheduler whose state
             is loaded sets ``lr`` again at its next step: exclude it from loading, too. See
             :func:`shardckpt.adapters.load_into`.
         initial_load_path: A checkpoint to start from if ``folder`` has none.
@@ -166,47 +170,48 @@ class CheckpointConfig(BaseModel):
             loads the newest of them, unless ``discard_after`` removes them.
         load_only: If True, ``save`` does nothing.
         create_seed_checkpoint: Whether ``save(0)`` saves the model alone, as a start for other runs.
-        step_0_model_only: Whether the model alone is loaded from step 0, whatever else that has, as torchtitan's
-            manager does. A seed checkpoint has no more.
+        step_0_model_only: Whether the model alone is loaded from step 0, even if that has other states, as torchtitan's
+            manager does. A seed checkpoint has only the model.
         enable_first_step_checkpoint: Whether step 1 is saved, to see early that saving works.
         strategy: A registered backend, ``"backend@version"`` or (backend, version); None for the default.
         fingerprints: Whether each step stores the fingerprints of its tensors; see
-            :func:`shardckpt.dist_checkpointing.save`. The strategy must compute them, as those of shardckpt do.
+            :func:`shardckpt.dist_checkpointing.save`. The strategy must compute them; shardckpt's own do.
         enable_ft_dataloader_checkpoints: With fault tolerance, whether each replica saves its own :class:`PerRank`
             states (data loaders, random generators) after every step, to ``ft-replicat-<id>``. If False, the steps'
             checkpoints contain those of one replica, and after a load all replicas read the same data.
         check_replicas: Whether to compare values that several ranks hold without a device mesh; see
             :func:`shardckpt.adapters.to_sharded_state_dict`.
         dequantize: Whether the values of quantized parameters are saved, not their codes and scales; see
-            :func:`shardckpt.adapters.to_sharded_state_dict`. What is written for the Hub, or cast to ``export_dtype``,
-            has values; the base of an adapter that is exported keeps its codes.
+            :func:`shardckpt.adapters.to_sharded_state_dict`. Checkpoints for the Hub, and those that are cast to
+            ``export_dtype``, always have values; the base model of an exported adapter keeps its codes.
         save_rng: Whether to save and load the states of each rank's random generators, as the state ``rng``. With more
-            ranks than were saved, the new ranks keep theirs.
-        fully_parallel_load: Whether what several ranks want is read by one of them, which sends it to the others: from
-            steps, and from ``initial_load_path``; see ``fully_parallel`` of :func:`shardckpt.dist_checkpointing.load`.
-        memory_budget: Bytes, or text such as ``"256MiB"``, that each rank may hold at a time besides its tensors in a
-            save, the copies of async modes included, in a load, and in the export of ``last_save_in_hf``; see
-            :func:`shardckpt.dist_checkpointing.save` and ``load``.
+            ranks than were saved, the additional ranks keep their live states.
+        fully_parallel_load: Whether a tensor that several ranks need is read by one of them, which sends it to the
+            others. Applies to steps and to ``initial_load_path``; see ``fully_parallel`` of
+            :func:`shardckpt.dist_checkpointing.load`.
+        memory_budget: The most bytes that each rank may hold at a time besides its tensors, or text such as
+            ``"256MiB"``: in a save (with the copies of async modes), in a load, and in the export of
+            ``last_save_in_hf``; see :func:`shardckpt.dist_checkpointing.save` and ``load``.
         allow_dtype_cast: Whether a load casts values to dtypes that cannot hold them, as torch does; see
             :func:`shardckpt.dist_checkpointing.load`.
-        resize: Patterns of the keys of tensors that may have another shape than is stored, such as
+        resize: Patterns of the keys of tensors whose stored shape may differ from the live one, such as
             ``("*embed_tokens.weight*",)`` for a vocabulary that has grown; see
             :func:`shardckpt.dist_checkpointing.load`.
         accept: The strategies whose checkpoints may be loaded, ``initial_load_path`` included: ``"safetensors"``,
-            ``("safetensors", "ep@1")``, ``"huggingface"``; None for all. A checkpoint of another is an error,
-            and so is one that ``SHARDCKPT_ACCEPT`` leaves out. See ``shardckpt/plugins/README.md``.
-        on_unused: What a load does about stored tensors and objects that nothing asks for, of the states that it sets
-            or of states that the manager does not have: ``"warn"`` once, ``"error"``, or ``"ignore"``. Excluded states
-            do not count; where the model alone is loaded, no other state does.
-        show_progress: Whether the main rank shows on standard error how far each of its saves is: a bar on a terminal,
-            with the extra ``cli``, else a line every ten seconds.
-        save_on_sigterm: Whether a SIGTERM makes the next call of ``save`` save its step. A further SIGTERM, as torchrun
-            sends one, does nothing until that step is committed, the manager is closed, or 30 s have passed since the
-            first; then it ends the process as ever. Costs one message between ranks a step. See
+            ``("safetensors", "ep@1")``, ``"huggingface"``; None for all. A checkpoint of another strategy, or of one
+            that ``SHARDCKPT_ACCEPT`` leaves out, is an error. See ``shardckpt/plugins/README.md``.
+        on_unused: What a load does about unused tensors and objects of the checkpoint: those of a loaded state that
+            nothing requests, and those of states that the manager does not have. ``"warn"`` once, ``"error"``, or
+            ``"ignore"``. Excluded states do not count; where the model alone is loaded, only the model does.
+        show_progress: Whether the main rank shows the progress of each of its saves on standard error: a bar on a
+            terminal, with the extra ``cli``, else a line every ten seconds.
+        save_on_sigterm: Whether a SIGTERM makes the next call of ``save`` save its step. Another SIGTERM, such as
+            torchrun's, does nothing until that step is committed, the manager is closed, or 30 s have passed since the
+            first; then it ends the process as usual. Costs one message between ranks a step. See
             ``CheckpointManager.preempted``.
         save_on_signals: Signals that are handled as ``save_on_sigterm`` handles SIGTERM, by name or number:
-            ``("SIGTERM", "SIGUSR1")``. With an empty tuple no signal is handled, and
-            ``CheckpointManager.request_save`` works as with some.
+            ``("SIGTERM", "SIGUSR1")``. With an empty tuple no signal is handled, but ``CheckpointManager.request_save``
+            works.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -511,7 +516,7 @@ class CheckpointConfig(BaseModel):
             (self.keep_best_k and not self.best_metric, "keep_best_k needs a best_metric: name one, as 'loss'"),
             (
                 self.exclude_from_last_save and self.last_save_in_hf and not self.last_save_model_only,
-                "exclude_from_last_save: an export has what the last save has: leave last_save_model_only True",
+                "exclude_from_last_save: an export has the tensors of the last save: leave last_save_model_only True",
             ),
             (
                 self.last_save_bare_keys and self.steps_in_hf,

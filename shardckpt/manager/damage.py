@@ -81,6 +81,6 @@ def _find_writer(directory: Path, older_than: float | None) -> str:
     if age >= limit * _HOUR:
         return ""
     return (
-        f"it was written to {format_seconds(age)} ago, and a save or a copy may go on: it goes after "
+        f"it was written to {format_seconds(age)} ago, and a save or a copy may go on: it is removed after "
         f"{format_seconds(limit * _HOUR)}, or at once by --older-than 0"
     )

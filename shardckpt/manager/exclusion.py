@@ -52,7 +52,7 @@ def warn_of_absent(described: ShardedStateDict, names: Collection[str], comm: Co
         keys = [leaf.key for leaf in nested_values(described) if isinstance(leaf, ShardedBase)]
         ends = {*keys, *(key.rpartition(".")[2] for key in keys)}
         logger.warning(
-            "exclude_from_last_save: the model has no tensor of this name, or whose name ends so after a dot: %s",
+            "exclude_from_last_save: no tensor of the model has this name, or a name that ends with it after a dot: %s",
             listed([f"{name!r} {ask_nearest(name, ends)}".rstrip() for name in absent]),
         )
 

@@ -131,7 +131,7 @@ def lease_step(
     if not _SHORTEST_LEASE <= seconds <= _LONGEST_LEASE:  # NaN, too
         raise CheckpointingException(
             f"seconds={seconds}: give {_SHORTEST_LEASE} or more, so that a lease is renewed in time, and at most "
-            f"{_LONGEST_LEASE:.0f}, ten years; what stays for longer has a pin (pin_step)"
+            f"{_LONGEST_LEASE:.0f}, ten years; to keep a step for longer, pin it (pin_step)"
         )
     steps = StepFolder(folder, get_plugin_manager())
     chosen = find_newest(steps) if step < 0 else int(step)

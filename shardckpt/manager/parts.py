@@ -153,7 +153,7 @@ class Retention(ManagerPart):
             found = prune_steps(get_url(self._folder.place), self._policies, protected, names="step-", dry_run=True)
             held = self._folder.holds.find()
         except Exception:  # as above
-            logger.warning("cannot say what keeps the steps of %s", self._folder, exc_info=True)
+            logger.warning("cannot list the holds and policies that keep the steps of %s", self._folder, exc_info=True)
             return []
         texts = []
         for each in reversed(found):
@@ -209,9 +209,7 @@ class Retention(ManagerPart):
         """Warn of steps after the one that is saved; steps of another job that still runs are not to be discarded."""
         jobs = self._folder.holds.find_jobs().values()
         others = [job.holder for job in jobs if job.is_current and Owner.from_text(job.owner) != Owner.current()]
-        unless = (
-            f"unless they are those of another job that saves there, too ({escape_text(others[0])}), " if others else ""
-        )
+        unless = f"unless they belong to another job that saves there ({escape_text(others[0])}), " if others else ""
         advice = f"{unless}manager.discard_after({step}) removes them"
         logger.warning(
             "%s has steps after %d, the newest is %d: a later load takes that one; %s",

@@ -241,8 +241,8 @@ class StepReader:
         unused = sorted({*map(str, common)} - {*self._states.names, "content_metadata"})
         if unused and self._on_unused != "ignore":
             logger.warning(
-                "%s has values that no state takes: %s. Those of an object with state_dict() load where it is given to "
-                "the manager by that name; others are read with dist_checkpointing.load_common_state_dict "
+                "%s has values of no state of this manager: %s. To load those of an object with state_dict(), give it "
+                "to the manager by that name; read others with dist_checkpointing.load_common_state_dict "
                 "(on_unused='ignore' is silent)",
                 path,
                 listed(unused, limit=5),

@@ -84,7 +84,7 @@ def check_named(states: Any) -> None:
 
 def _advise_of_state(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "give the object whose state_dict() it is, which a load sets; "
+        return "give the object that has this state_dict(), so that a load can set it; "
     if isinstance(value, int | float):
         return "a load could not set it; the step is stored (manager.loaded_step); "
     if isinstance(value, type | torch.Tensor):
@@ -128,8 +128,8 @@ class TrainingStates:
             self._sort(name, value)
         if self.optimizers and MODEL not in self.modules:
             raise CheckpointingException(
-                f"the state {OPTIMIZER!r} is an optimizer: it goes with modules under the name {MODEL!r}, by whose "
-                "parameters its state is named"
+                f"the state {OPTIMIZER!r} is an optimizer: also give its modules under the name {MODEL!r}, since "
+                "its state is named by their parameters"
             )
         self.names = tuple(states)
 
@@ -139,7 +139,7 @@ class TrainingStates:
         It is an error, the same on every rank, if no rank has one of them.
         """
         if self._keep_options:
-            with comm.collective_phase("looking at the options of the optimizers"):
+            with comm.collective_phase("checking the options of the optimizers"):
                 names = {name for each in comm.all_gather(list_option_names(self.optimizers)) for name in each}
                 self._kept_options = choose_options(self._keep_options, sorted(names))
 

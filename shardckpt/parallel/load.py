@@ -124,9 +124,9 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
             PluginError: on every rank: the wrapped strategy did not return a fitting value for each shard.
         """
         # two phases: the ranks of the group share an error first, then all ranks that load
-        with context.comm.collective_phase("assigning the reading"):
+        with context.comm.collective_phase("assigning reads"):
             group = context.comm if self._group is None else Comm(self._group)
-            with group.collective_phase("assigning the reading"):
+            with group.collective_phase("assigning reads"):
                 plan = self._plan(wanted, group)
         values: list[Any] = [None] * len(wanted)
         with context.comm.collective_phase("reading this rank's part"):
@@ -138,12 +138,12 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
             read = check_values(self._strategy, mine, self._strategy.load(mine, context), get_plugin_manager(), dict)
             for number, value in zip(numbers, read, strict=True):
                 values[number] = value
-        with context.comm.collective_phase("sharing what was read"), group.collective_phase("sharing what was read"):
+        with context.comm.collective_phase("exchanging shards"), group.collective_phase("exchanging shards"):
             self._share(wanted, values, plan, group)
         return values
 
     def _plan(self, wanted: Sequence[ShardedBase], group: Comm) -> ReadingPlan:
-        with group.collective_phase("listing what this rank wants"):
+        with group.collective_phase("listing this rank's shards"):
             wants = [_describe_wanted(shard, (group.rank, number)) for number, shard in enumerate(wanted)]
             # Tied shards get one id, so that one rank reads all of them. A rank that read only a key that the
             # checkpoint lacks would send the earlier values of its memory.
@@ -159,7 +159,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
     def _share(self, wanted: Sequence[ShardedBase], values: list[Any], plan: ReadingPlan, group: Comm) -> None:
         """Collective: add the values that other ranks of the group have read to ``values``."""
         shards = {shard: cast("ShardedTensor", wanted[position]) for shard, position in plan.positions.items()}
-        with group.local_phase("casting what was read"):
+        with group.local_phase("casting tensors"):
             for shard, position in plan.positions.items():
                 if plan.transfers[shard].source == group.rank:
                     values[position] = values[position].to(shards[shard].dtype)
@@ -168,7 +168,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
         for shard, value in received.items():
             values[plan.positions[shard]] = value
         # last: the first of the two may have come from another rank
-        with group.collective_phase("copying shards that are wanted twice"):
+        with group.collective_phase("copying shards that were requested twice"):
             for position, first in plan.repeats:  # tensors: no object is wanted twice, since each has an id of its own
                 values[position] = cast("ShardedTensor", wanted[position]).data
                 if values[position] is None:

@@ -109,18 +109,18 @@ def plan_reading(wants: Sequence[WantedShard], settings: tuple[str, int], group:
     """
     # the position at which this rank wants each shard first: reversed, so that the first one is written last
     first = {want.shard: position for position, want in reversed(list(enumerate(wants)))}
-    with group.collective_phase("assigning the reading"):
+    with group.collective_phase("assigning reads"):
         # with "direct" nothing is shared: only the settings travel, to be compared
         shareable = [] if settings[0] == "direct" else list_shareable(wants)
         listed = list_wanted(shareable, settings)
     everyone = group.all_gather(listed)
-    with group.collective_phase("assigning the reading"):
+    with group.collective_phase("assigning reads"):
         _check_settings(everyone)
         shared = find_shared(everyone)
         alone = sum(wants[position].nbytes for position in first.values())
         described = describe_shared(shareable, shared, alone, group.rank)
     parts = group.all_gather(described) if shared.holders else []
-    with group.collective_phase("assigning the reading"):
+    with group.collective_phase("assigning reads"):
         transfers, sources = _plan_transfers(shareable, shared, parts, group)
         plan = ReadingPlan(
             reads=sorted(position for shard, position in first.items() if sources.get(shard, group.rank) == group.rank),

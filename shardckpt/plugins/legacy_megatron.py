@@ -26,6 +26,6 @@ def describe_legacy_megatron(directory: Path, names: Collection[str]) -> str:
     if len(ranks) > 1:
         advice = (
             "nothing here joins the shards of ranks: load it with Megatron, and save it in a distributed format; "
-            f"{call} writes what one rank has"
+            f"{call} writes one rank's shards"
         )
     return f"a legacy checkpoint of Megatron (--ckpt-format torch) of {format_many(len(ranks), 'rank')}: {advice}"

@@ -361,14 +361,14 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
             next(directory.iterdir(), None)  # before a strategy looks into one that may not be read
     if is_half_deleted(directory):
         raise IncompleteCheckpointError(
-            f"{directory}: its removal is in progress, or was interrupted, and what is left is no checkpoint: "
+            f"{directory}: its removal is in progress, or was interrupted, and the rest of it is no checkpoint: "
             f"{name_call('prune', directory)} finishes it"
         )
     if is_under_way(directory):
         raise IncompleteCheckpointError(
             f"{directory}: a save to it is in progress or was interrupted: it has no {MARKER_NAME} yet. Wait for its "
             "end, or save again, by dist_checkpointing.save(..., overwrite=True) or by a CheckpointManager, which "
-            "delete what an interrupted save has left"
+            "delete the files of an interrupted save"
         )
     if (directory / RECORD_NAME).exists():
         raise CorruptCheckpointError(
@@ -405,8 +405,8 @@ def _unrecognised_error(directory: Path, names: Collection[str]) -> CannotLoadEr
     hidden = [name for name in names if is_temporary(name)]
     if hidden and all(name.startswith(".") for name in names):
         return IncompleteCheckpointError(
-            f"{text}: it has nothing but what saves or removals that did not end have left ({listed(hidden, limit=3)}):"
-            f" {name_call('prune', directory, '--dry-run')} says what may go; without --dry-run, it goes"
+            f"{text}: it has only leftovers of saves or removals that did not end ({listed(hidden, limit=3)}): "
+            f"{name_call('prune', directory, '--dry-run')} lists those that may be removed; without --dry-run, they are"
         )
     if other := describe_legacy_megatron(directory, names) or _OF_HUB * bool(HUB_FILES.intersection(names)):
         return IncompleteCheckpointError(f"{text}: it is {other}")
@@ -442,13 +442,12 @@ def _absent_error(directory: Path) -> CannotLoadError:
         )
     if staging:
         return IncompleteCheckpointError(
-            f"{directory}: the save to it did not end; what it wrote is in {', '.join(map(str, staging))} and is "
+            f"{directory}: the save to it did not end; its files are in {', '.join(map(str, staging))}, which is "
             "not a checkpoint: save again"
         )
     if os.path.isfile(real_path(directory)):  # noqa: PTH113 - of a text
         what = (
-            f"a file: {name_call('convert', directory, 'NEW')} writes a checkpoint of what torch.save or safetensors "
-            "wrote, which loads"
+            f"a file: {name_call('convert', directory, 'NEW')} writes a loadable checkpoint of its tensors"
             if _has_tensors(directory)
             else "a file that neither torch.save nor safetensors wrote; give the directory of a checkpoint"
         )
@@ -543,7 +542,7 @@ def _refusal_error(
         unknown = f" {owner}, which is too old; the checkpoint does not say which release reads it"
         advice = f": {first_reader} or newer reads it" if first_reader else unknown
         return VersionTooNewError(
-            f"{what}, newer than what is installed (version {max(versions)}). Upgrade{advice}{tail}"
+            f"{what}, newer than the installed readers (version {max(versions)}). Upgrade{advice}{tail}"
         )
     migrations = plugins.registry.migrations(manifest.backend, manifest.version)
     if migrations:
@@ -551,7 +550,7 @@ def _refusal_error(
     else:
         first = f" ({first_reader} was the first to read it)" if first_reader else ""
         advice = f"There is no migration: read it with an older release than {readers[0].distribution}{first}"
-    return VersionTooOldError(f"{what}, older than what is installed reads. {advice}{tail}")
+    return VersionTooOldError(f"{what}, older than the installed readers read. {advice}{tail}")
 
 
 def _describe(directory: Path, manifest: Manifest) -> str:

@@ -81,7 +81,7 @@ def _unserved_error(url: str, plugins: PluginManager) -> StorageError:
     return StorageError(
         f"cannot open {mask_password(url)}: no installed plugin serves {url.partition('://')[0]}:// (plugins that "
         f"serve URLs: {_name_servers(plugins)}). `pip install 'shardckpt[obstore]'` for s3://, gs:// and az://, or "
-        "`pip install 'shardckpt[fsspec]'` and what fsspec needs for the protocol (gcsfs for gs://), or "
+        "`pip install 'shardckpt[fsspec]'` and fsspec's package for the protocol (gcsfs for gs://), or "
         f"`pip install 'shardckpt[msc]'` for msc://{plugins.faults_text()}"
     )
 

@@ -180,7 +180,7 @@ def was_replaced(path: Path) -> bool:
 def replaced_error(path: Path, why: object) -> CheckpointReplacedError:
     """Return the error for an open checkpoint that was replaced; ``why`` is the failure that showed it."""
     return CheckpointReplacedError(
-        f"{path}: another save has replaced it, or it was removed, since it was opened, and what was opened is gone: "
+        f"{path}: since it was opened, another save has replaced it, or it was removed, and its old files are gone: "
         f"open it again ({why})"
     )
 

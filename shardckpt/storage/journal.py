@@ -111,7 +111,7 @@ class Journal:
         """Return the error for a file whose earlier process has written something else."""
         self.has_diverged = True
         return StorageError(
-            f"{path}: what an interrupted run has left is damaged, or does not belong to what is written now"
+            f"{path}: the file that an interrupted run has left is damaged, or has another content than is written now"
         )
 
     @property

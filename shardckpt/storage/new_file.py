@@ -124,7 +124,7 @@ class NewFile:
         """
         if self._cut(size) < size:
             raise StorageError(
-                f"{self.path}: {size} bytes were written, and fewer are there: something else wrote to it"
+                f"{self.path}: it has fewer bytes than the {size} that were written: another process changed it"
             )
         with wrap_os_errors("fsync", self.path):
             os.fsync(self._fd)

@@ -124,7 +124,8 @@ class ObjectStream(ContentStream):
         self._part, self._filled = self._take_part(), 0
         if writer is None:
             raise StorageError(f"{self._path}: the object was given up before it was complete")
-        self._call(lambda: writer.write(part), f"write {self._what} and what precedes it to" if self._what else "write")
+        what = f"write {self._what} and the bytes before it to" if self._what else "write"
+        self._call(lambda: writer.write(part), what)
 
     def _take_part(self) -> bytearray:
         """Return the memory of a part that has arrived; new memory if there is none.

@@ -169,9 +169,9 @@ class CheckpointReader:
         if found and self._records is not None and name in find_folders(self._records):
             return False  # a folder of the checkpoint, not a file
         if found and self._records is not None:
-            raise CorruptCheckpointError(f"{path} is there and {RECORD_NAME} does not name it: one of them is damaged")
+            raise CorruptCheckpointError(f"{path} exists, but {RECORD_NAME} does not name it: one of them is damaged")
         if not found and self._records is None and was_replaced(self.place):
-            raise replaced_error(self.directory, f"it is not known whether {name} was there")
+            raise replaced_error(self.directory, f"it is not known whether it had {name}")
         return found
 
     def was_replaced(self) -> bool:

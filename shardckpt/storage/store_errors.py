@@ -57,9 +57,9 @@ _PROBLEMS = (
         codes=frozenset({"RequestTimeTooSkewed"}),
     ),
     StoreProblem(
-        "the store does not know the access key, or its secret is another: check where the client looks for them "
-        "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the profile or role), and AWS_ENDPOINT_URL, whose keys they "
-        "must be",
+        "the store does not know the access key, or the secret does not match it: check where the client looks for "
+        "them (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the profile or role), and that they belong to "
+        "AWS_ENDPOINT_URL",
         is_permanent=True,
         codes=frozenset({"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecurity", "AuthenticationFailed"}),
     ),

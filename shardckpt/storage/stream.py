@@ -324,7 +324,7 @@ class FileStream(ContentStream):
             self._start, self._filled = self._start + self._filled, 0
 
     def _describe_block(self) -> str:
-        return self._what and f"{self._what} and what precedes it"
+        return self._what and f"{self._what} and the bytes before it"
 
     def _free(self, block: Buffer) -> None:
         block_pool.release(block)

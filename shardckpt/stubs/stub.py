@@ -156,9 +156,9 @@ def find_imported(module: str, name: str) -> Any:
 
 def _unsaveable(kind: Any) -> pickle.PicklingError:
     return pickle.PicklingError(
-        f"{kind.origin} was loaded as an inert stub, because shardckpt does not import what a checkpoint names, "
-        f"and this stub cannot be saved: import {kind.home[0]} before saving, load with allow_globals=[...] to get "
-        "the real object, put a plain value in its place, or leave it out (convert --leave-out)"
+        f"{kind.origin} was loaded as an inert stub, because shardckpt imports no class that a checkpoint names, and "
+        f"this stub cannot be saved: import {kind.home[0]} before saving, load with allow_globals=[...] to get the "
+        "real object, put a plain value in its place, or leave it out (convert --leave-out)"
     )
 
 

@@ -110,7 +110,7 @@ def check_destination(key: str, destination: torch.Tensor) -> None:
     blocks = getattr(destination, "n_blocks", 0) if hasattr(destination, _GETTER) else 0
     # a shard has the number of blocks of the whole; its scales are relative to a mean that must be equal on all ranks
     if blocks and blocks * getattr(destination, "block_size", 0) != destination.numel():
-        why = "it is a shard, whose scales have one mean with those of other ranks: load before the model is quantized"
+        why = "it is a shard, whose scales share one mean with other ranks' shards: load before the model is quantized"
         raise ShardingError(_refusal(key, destination, why))
 
 

@@ -52,13 +52,13 @@ class GivenShards:
 
         The PluginError, on every rank, names the first shards that were given and not stored, or stored and not given.
         """
-        with comm.local_phase("describing what was stored"):
+        with comm.local_phase("describing the stored shards"):
             difference = self._difference(recorded)
         # summed over all ranks: a rank may store another rank's shards
         if are_equal_in_field(comm.total(*difference), [0] * LANES):
             return
         everyone = comm.gather(((self.columns.specs, self.columns.table), _join_columns(recorded)))
-        with comm.collective_phase("comparing what was stored with what was given"):
+        with comm.collective_phase("comparing the stored shards with the given ones"):
             if comm.is_main:
                 _refuse([given for given, _ in everyone], [stored for _, stored in everyone], self._strategy)
 
@@ -120,7 +120,7 @@ def _refuse(given: list[Columns], stored: list[Columns], strategy: str) -> None:
     was_given, was_stored = group_by_name(given), group_by_name(stored)
     if was_given and not was_stored:
         raise PluginError(
-            f"{strategy} has not said what it stored of {len(was_given)} tensors and objects: call "
+            f"{strategy} has not recorded which of {len(was_given)} tensors and objects it stored: call "
             "context.writer.record_shards(shards) on every rank, with the shards that the rank's files hold"
         )
     faults = [
@@ -130,7 +130,7 @@ def _refuse(given: list[Columns], stored: list[Columns], strategy: str) -> None:
     ]
     if faults:
         raise PluginError(
-            f"{strategy} has not stored what it was given, by its calls of context.writer.record_shards:\n  "
+            f"{strategy} has not stored the given shards, by its calls of context.writer.record_shards:\n  "
             + listed(faults, "\n  ")
         )
 

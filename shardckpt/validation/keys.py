@@ -350,8 +350,8 @@ def _suggest_prefix(absent: Collection[str], stored: Collection[str]) -> str:
         key, tail = min(bare.items())
         prefix = key.removesuffix(tail)
         return (
-            f"\nThe checkpoint has {tail!r} and not {key!r} ({format_many(len(bare), 'key')} so): describe what begins "
-            f"with {prefix!r} without that; to_sharded_state_dict(model) puts nothing before the names of the model"
+            f"\nThe checkpoint has {tail!r} and not {key!r} ({format_many(len(bare), 'key')} so): describe the "
+            f"keys without {prefix!r}; to_sharded_state_dict(model) puts nothing before the names of the model"
         )
     key = min(absent, default="")
     prefixes = sorted(name.removesuffix(key) for name in stored if key and name.endswith(f".{key}"))

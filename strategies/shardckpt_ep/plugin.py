@@ -19,5 +19,5 @@ def shardckpt_register(registry: StrategyRegistry) -> None:
         save="shardckpt_ep.save:EPSaveStrategy",
         load="shardckpt_ep.load:EPLoadStrategy",
         writes="expert parallelism: each tensor with all experts, ordered by number, in files that plain DCP reads",
-        reads="what (ep, 1) and (torch_dist, 1) wrote, at any size of expert parallelism",
+        reads="files of (ep, 1) and (torch_dist, 1), at any size of expert parallelism",
     )

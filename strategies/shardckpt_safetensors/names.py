@@ -120,7 +120,7 @@ class Strings:
         try:
             return [text[start:end].decode() for start, end in zip(starts, ends, strict=False)]
         except UnicodeDecodeError as exc:
-            raise CorruptCheckpointError(f"its column 'text' has what is not UTF-8: {exc}") from exc
+            raise CorruptCheckpointError(f"its column 'text' is not UTF-8: {exc}") from exc
 
 
 def check_names(names: Collection[str]) -> None:

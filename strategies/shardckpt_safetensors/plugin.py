@@ -19,6 +19,6 @@ def shardckpt_register(registry: StrategyRegistry) -> None:
         save="shardckpt_safetensors.save:SafetensorsSaveShardedStrategy",
         load="shardckpt_safetensors.load:SafetensorsLoadShardedStrategy",
         writes="safetensors files and an index of columns, without pickles",
-        reads="what it writes, and what others write by FORMAT.md",
+        reads="its own files, and files of others by FORMAT.md",
         outline="shardckpt_safetensors.outline:read_outline",
     )

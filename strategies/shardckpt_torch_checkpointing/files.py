@@ -154,7 +154,7 @@ def find_files(reader: CheckpointReader, declared: Mapping[str, DeclaredItem]) -
             lost = min(set(range(ranks)) - set(files))
             raise CorruptCheckpointError(
                 f"{reader.directory / f'{item}_{lost}.{suffix}'} is missing: {ranks} ranks saved, and {len(files)} "
-                f"files of {item!r} are there. Copy it from where the checkpoint came from"
+                f"files of {item!r} exist. Copy it from the original checkpoint"
             )
         if set(files) == set(range(len(files))) and item not in found:
             found[item] = {rank: Layout(files[rank], _FORMS.get(suffix, "raw")) for rank in sorted(files)}

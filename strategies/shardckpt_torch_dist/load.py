@@ -145,7 +145,7 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
             if reader.manifest.recognised_as is not None:
                 logger.warning(
                     "%s has Megatron's %s and no metadata.json, which Megatron writes last and does not load without: "
-                    "the save did not end, or the file was lost; what is there is loaded (`shardckpt verify` reads it)",
+                    "the save did not end, or the file was lost; the rest is loaded (`shardckpt verify` reads it)",
                     reader.directory,
                     COMMON_FILE,
                 )

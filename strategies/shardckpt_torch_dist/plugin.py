@@ -18,7 +18,7 @@ def shardckpt_register(registry: StrategyRegistry) -> None:
         1,
         save="shardckpt_torch_dist.save:TorchDistSaveShardedStrategy",
         load="shardckpt_torch_dist.load:TorchDistLoadShardedStrategy",
-        writes="what Megatron-Core 0.9 to 0.20 and plain DCP read",
+        writes="files that Megatron-Core 0.9 to 0.20 and plain DCP read",
         reads="Megatron-Core 0.9 to 0.20 (flattened optimizer shards too), plain DCP directories",
         default=True,
         outline="shardckpt_torch_dist.outline:read_outline",

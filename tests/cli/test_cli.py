@@ -53,7 +53,7 @@ def test_every_help_page_fits_the_terminal(
     assert [line for line in lines if len(line) > 80] == []
     if verb == "merge":  # a row goes on below its text
         assert "  --linear T         two: 1 - T and T" in lines
-        assert any(line.startswith(f"{' ' * 21}learning rate, linear, cosine or 1-sqrt, the oldest") for line in lines)
+        assert any(line.startswith(f"{' ' * 21}rate, linear, cosine or 1-sqrt, the oldest SRC") for line in lines)
 
 
 @table("verb", ["convert", "export", "merge"])

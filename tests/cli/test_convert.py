@@ -200,7 +200,7 @@ def test_a_damaged_checkpoint_of_the_same_format_is_rescued(
     assert "damaged, and left out: 1 name: b" in capsys.readouterr().out
     (tmp_path / "new" / ".metadata").unlink()
     assert main(["convert", new, f"{new}er"]) == 0
-    assert f"{new} is damaged: .metadata is missing: what is not in these is written anew" in caplog.text
+    assert f"{new} is damaged: .metadata is missing: the items of other files are written anew" in caplog.text
     assert main(["verify", f"{new}er"]) == 0
 
 

@@ -109,7 +109,7 @@ def test_verify_counts_what_it_skips(
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("skipped: 5: empty (an empty directory), ")
     assert "team (a folder of 6 checkpoints)" in last
-    assert last.endswith("; -r verifies what is in folders")
+    assert last.endswith("; -r verifies the checkpoints in folders")
     assert main(["verify", "-r", str(zoo), "--json"]) == 2
     found = json.loads(capsys.readouterr().out)
     assert {str(Path(each["checkpoint"]).relative_to(zoo)) for each in found if not each["skipped"]} == DEEP

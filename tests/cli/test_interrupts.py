@@ -55,7 +55,7 @@ def test_ctrl_c_names_what_a_killed_call_has_left(
             (left / JOURNAL_NAME).write_text("")
         assert main([verb, "old", str(new)]) == 130
         said = capsys.readouterr().err
-        assert f"interrupted; {new} is as it was; what was written for it stays in {left.name}: " in said
+        assert f"interrupted; {new} is unchanged; the unfinished output stays in {left.name}: " in said
         assert ("the same call goes on with it, and " in said) == goes_on
         assert f"`shardckpt prune {tmp_path}` removes it" in said
     assert main([verb, "old", str(tmp_path / "none" / "new")]) == 130

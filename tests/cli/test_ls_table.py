@@ -46,7 +46,7 @@ def test_ls_shows_a_metric_and_the_best_of_it(tmp_path: Path, capsys: pytest.Cap
     folders.save(tmp_path, 5)
     lines = _list(capsys, tmp_path)
     assert _column(lines, "ppl") == {"step-1": "9", "step-2": "4 *", "step-3": "7", "step-4": "-", "step-5": "-"}
-    assert lines[-1] == "*: the smallest ppl of what is whole; --metric ppl:max shows the largest"
+    assert lines[-1] == "*: the smallest ppl of the whole checkpoints; --metric ppl:max shows the largest"
     assert _column(_list(capsys, tmp_path, "--metric", "loss"), "loss")["step-3"] == "0.333333"
     lines = _list(capsys, tmp_path, "--metric", "loss:max")
     assert _column(lines, "loss") == {

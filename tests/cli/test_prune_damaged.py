@@ -71,7 +71,8 @@ def test_what_may_still_be_written_stays(tmp_path: Path, clock: Clock, capsys: p
     clock.advance(hours=0.9)
     found = _prune(capsys, tmp_path)
     assert found["step-5"] == (
-        "it was written to 54 min ago, and a save or a copy may go on: it goes after 1 h, or at once by --older-than 0"
+        "it was written to 54 min ago, and a save or a copy may go on: it is removed after 1 h, or at once by "
+        "--older-than 0"
     )
     assert "54 min ago" in found["step-2"]
     clock.advance(hours=0.2)
@@ -155,7 +156,7 @@ def test_a_step_that_is_too_new_and_was_edited_stays(tmp_path: Path, capsys: pyt
         file = tmp_path / "step-2" / name
         file.write_text(json.dumps(json.loads(file.read_text()) | {key: 99}))
     kept = _prune(capsys, tmp_path, "--older-than", 0)["step-2"]
-    assert "of version 99, newer than what is installed" in kept
+    assert "of version 99, newer than the installed readers" in kept
     assert "convert" not in kept
     assert main(["prune", str(tmp_path), "--keep-latest", "1", "--json"]) == 0
     kept = json.loads(capsys.readouterr().out)["steps"][1]["kept"]
@@ -271,7 +272,7 @@ def test_what_cannot_be_read_now_stays(
 
     monkeypatch.setattr(mending, "find_incomplete_files", fail)
     kept = _prune(capsys, tmp_path, "--older-than", 0)["step-1"]
-    assert kept.startswith("what is left of it cannot be read now: the store does not answer; damaged: ")
+    assert kept.startswith("the rest of it cannot be read now: the store does not answer; damaged: ")
 
 
 def test_what_no_save_wrote_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

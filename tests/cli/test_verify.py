@@ -396,7 +396,7 @@ def test_the_row_of_what_nothing_reads_is_one_line(checkpoint: Path, capsys: pyt
     (newer / "shardckpt.json").unlink()
     assert main(["verify", str(newer.parent)]) == 2
     shown = capsys.readouterr()
-    assert shown.out.count("newer than what is installed") == 1
+    assert shown.out.count("newer than the installed readers") == 1
     assert "does not say which release reads it\n" in shown.out
     assert shown.err.count("\n  installed readers: ") == 1
 
@@ -489,7 +489,7 @@ def test_what_cannot_be_marked_is_verified(tmp_path: Path, capsys: pytest.Captur
         said = capsys.readouterr().out
         assert "intact by " in said
         assert "not marked" in said
-        assert "what `shardckpt convert` makes of an intact one can be marked" in said
+        assert "a copy of an intact one by `shardckpt convert` can be marked" in said
     folders.save(tmp_path / "steps", 1)
     assert main(["verify", str(tmp_path / "w.pt"), str(tmp_path / "steps" / "step-1"), "--mark"]) == 0
     assert main(["verify", str(tmp_path / "none"), "--mark"]) == 2
@@ -508,7 +508,7 @@ def test_the_last_lines_count_verdicts_and_marks(tmp_path: Path, capsys: pytest.
     assert marked == "marked: 1 verified, 1 failed"
     names = ", ".join(str(next((tmp_path / name).iterdir())) for name in "ab")
     assert unmarked.startswith(f"not marked: 2: {names}: it has no record of a save of ours (")
-    assert advice == "what `shardckpt convert` makes of an intact one can be marked"
+    assert advice == "a copy of an intact one by `shardckpt convert` can be marked"
 
 
 def test_a_lost_record_is_said_once(

@@ -97,7 +97,7 @@ def test_what_goes_before_it_is_replaced(tmp_path: Path, monkeypatch: pytest.Mon
     target.mkdir()
     old, staging = target.stat(), staged(target)
     monkeypatch.setattr(commit, "sync_tree", lambda _: target.rmdir())  # another process removes it
-    with pytest.raises(CheckpointReplacedError, match="made from another save than what is there"):
+    with pytest.raises(CheckpointReplacedError, match="made from another save than it would replace"):
         commit.replace_target(staging, target, set(), old)
     assert [path.name for path in tmp_path.iterdir()] == [staging.name]
     assert (staging / "data").read_bytes() == b"new"

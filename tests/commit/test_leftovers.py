@@ -93,13 +93,13 @@ def test_what_another_host_has_stays_until_it_is_old(
         (leftover,) = _all(tmp_path)
         kept = explain_kept(leftover)
         assert whose in kept
-        assert "written to 0.0 hours ago: it goes after 24" in kept
+        assert "written to 0.0 hours ago: it is removed after 24" in kept
         assert explain_kept(leftover, hours=0) == ""
         clock.advance(hours=25)
         assert explain_kept(leftover) == ""
         with monkeypatch.context() as patched:
             patched.setenv(settings.LEFTOVER_HOURS, "26")
-            assert "it goes after 26" in explain_kept(leftover)
+            assert "it is removed after 26" in explain_kept(leftover)
         clock.advance(hours=-25)
         remove_unused([leftover])
         assert path.exists()

@@ -94,7 +94,7 @@ def test_what_another_host_left_goes_by_its_age(place: RemotePath, clock: Clock,
     """It stays until nothing was written for so long; where a store tells no times, since the save began."""
     _leave(place, owners.elsewhere())
     found = _find(place if tells_times else RemotePath(_Timeless(place.folder)))  # type: ignore[arg-type]
-    assert explain_unfinished_kept(found).endswith("written to 0.0 hours ago: it goes after 24")
+    assert explain_unfinished_kept(found).endswith("written to 0.0 hours ago: it is removed after 24")
     assert explain_unfinished_kept(found, 0.0) == ""
     if tells_times:  # the last write counts, not the begin
         found = found._replace(begun=1.0)

@@ -69,7 +69,7 @@ def test_a_save_beside_other_files_says_that_they_stay(tmp_path: Path, caplog: p
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "tokenizer.json").write_text("kept")
     dc.save(_state(1.0), tmp_path / "c")
-    assert "will come next to other files, which are no checkpoint and stay" in caplog.text
+    assert "will be written next to other files, which belong to no checkpoint and stay" in caplog.text
     assert (tmp_path / "c" / "tokenizer.json").read_text() == "kept"
 
 

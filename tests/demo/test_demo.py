@@ -60,7 +60,10 @@ def _with_loss(layout: Layout, loss: float) -> list[Run]:
         (_with_loss(Layout(1), 1.5 * (1 + TOLERANCE * 2)), "losses of 1 rank differ by 2.0e-05, more than the toler"),
         (_with_loss(Layout(2), 1.5 * (1 + TOLERANCE / 2)), "losses of 2 ranks differ by 5.0e-06, more than the toler"),
         (_with_loss(Layout(1), float("nan")), "losses of 1 rank differ by inf"),
-        (_runs(Layout(1), state="another"), "as 1 rank loaded them are not bit for bit what 2 ranks saved"),
+        (
+            _runs(Layout(1), state="another"),
+            "1 rank loaded a model and an optimizer that differ from those that 2 ranks saved",
+        ),
     ],
 )
 def test_results_that_differ_fail_the_check(runs: list[Run], reason: str) -> None:

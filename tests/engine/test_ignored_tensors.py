@@ -88,7 +88,7 @@ def test_modules_and_optimizers_are_refused(tmp_path: Path, what: str) -> None:
     model = nn.Linear(2, 2)
     state = {what: {"model": model, "optimizer": torch.optim.SGD(model.parameters())}[what]}
     dist_checkpointing.save(to_sharded_state_dict(model), tmp_path / "c")
-    match = rf"\['{what}'\] is a .*nothing describes: give what .*to_sharded_state_dict"
+    match = rf"\['{what}'\] is a .*nothing describes: give the result of .*to_sharded_state_dict"
     for call, place in ((dist_checkpointing.load, "c"), (dist_checkpointing.save, "d")):
         with pytest.raises(ShardingError, match=match):
             call(state, tmp_path / place)

@@ -140,8 +140,10 @@ def test_a_manager_names_values_that_no_state_takes(
     config = {"initial_load_path": str(tmp_path / "old"), "initial_load_model_only": False, **settings}
     with CheckpointManager(CheckpointConfig(folder=str(tmp_path / "new"), **config), {"model": _net(2)}) as manager:
         assert manager.load()
-    found = [record.getMessage() for record in caplog.records if "no state takes" in record.getMessage()]
-    assert ["no state takes: sched, step." in text for text in found] == [True] * is_said
+    found = [
+        record.getMessage() for record in caplog.records if "values of no state of this manager" in record.getMessage()
+    ]
+    assert ["values of no state of this manager: sched, step." in text for text in found] == [True] * is_said
 
 
 def test_a_manager_names_a_forgotten_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

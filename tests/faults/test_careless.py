@@ -105,14 +105,14 @@ def test_the_region_and_the_rank_are_named(ranks: Ranks, tmp_path: Path) -> None
     """Of a tensor that is stored in part the error says which box is missing, and who had it."""
     _, message = one(ranks.run(3, careless.refusal, "foreground", str(tmp_path), DropsWork, "split"))
     assert "tensor 'split': rank 2 was given [4:6, 0:3], which no rank has stored" in message
-    assert "careless.DropsWork has not stored what it was given" in message
+    assert "careless.DropsWork has not stored the given shards" in message
 
 
 def test_a_strategy_that_says_nothing_is_told_how(ranks: Ranks, tmp_path: Path) -> None:
     """A strategy without a word on what it stored does not commit: the error has the call that it lacks."""
     kind, message = one(ranks.run(2, careless.refusal, "foreground", str(tmp_path), Silent, ""))
     assert kind == "PluginError"
-    assert "careless.Silent has not said what it stored" in message
+    assert "careless.Silent has not recorded which of" in message
     assert "context.writer.record_shards(shards)" in message
 
 

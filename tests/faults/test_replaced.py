@@ -147,7 +147,8 @@ def test_an_open_checkpoint_keeps_its_save(scene: Scene) -> None:
         assert list(scene.place.glob(".*")) == []
         assert big[:3].tolist() == [1000.0, 1001.0, 1002.0]
         with pytest.raises(
-            CheckpointReplacedError, match=rf"{scene.target}: another save has replaced it.*open it again"
+            CheckpointReplacedError,
+            match=rf"{scene.target}: since it was opened, another save has replaced it.*open it again",
         ):
             _ = checkpoint.common
     with dist_checkpointing.open_checkpoint(scene.target) as checkpoint:

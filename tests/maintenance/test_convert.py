@@ -391,7 +391,7 @@ def test_a_target_that_is_the_source_or_a_part_of_it_is_refused(
         for more in ([], ["--overwrite"]):
             assert main([*command, *more]) == 2, command
             said = capsys.readouterr().err
-            assert re.search(r"the source.*Nothing was written; give another place", said), (command, said)
+            assert re.search(r"the source.*Nothing was written; give another target", said), (command, said)
             assert list_contents(tmp_path) == before, command
 
 
@@ -403,10 +403,10 @@ def test_a_url_that_is_the_source_or_a_part_of_it_is_refused() -> None:
     before = store.find("/overlap")
     for target in (f"{url}/in", "memory://overlap/run", "memory://overlap", "Memory://overlap/run/"):
         for to in ("ep", "safetensors"):
-            with pytest.raises(CheckpointingException, match=r"the source.*give another place"):
+            with pytest.raises(CheckpointingException, match=r"the source.*give another target"):
                 convert_checkpoint(url, target, to, overwrite=True)
     for target in (f"{url}/", "MEMORY://overlap/run/c"):
-        with pytest.raises(CheckpointingException, match=r"is the source.*give another place"):
+        with pytest.raises(CheckpointingException, match=r"is the source.*give another target"):
             export_to_huggingface(url, target, overwrite=True)
     assert store.find("/overlap") == before
 

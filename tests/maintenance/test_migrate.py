@@ -91,7 +91,7 @@ def test_a_migration_to_what_nothing_reads_is_not_committed(old: Path, monkeypat
     """A version without an installed reader replaces no checkpoint."""
     before = content(old)
     monkeypatch.setattr(LoadText, "cannot_load", lambda _self, _manifest: "reads nothing")
-    with pytest.raises(PluginError, match="nothing installed reads; nothing was committed"):
+    with pytest.raises(PluginError, match="no installed plugin reads; nothing was committed"):
         migrate_checkpoint(old, old, overwrite=True)
     assert content(old) == before
 

@@ -228,7 +228,7 @@ def test_other_options_start_anew(make: Any, caplog: pytest.LogCaptureFixture, i
     target.kill_in_the_middle(overwrite=is_overwrite)
     report = target.convert(leave_out=["w.0"], overwrite=is_overwrite)
     assert (report.resumed, report.tensors) == (0, 56)
-    assert "starts anew: what an interrupted run has left is of another source or of other options" in caplog.text
+    assert "starts anew: an interrupted run has left files from another source or other options" in caplog.text
     assert not [name for name in target.folder.tree() if ".journal" in name or ".shardckpt" in name]
     assert get_exit_code(verify_checkpoint(target.place.url)) == 0
 

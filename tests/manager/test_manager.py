@@ -449,7 +449,7 @@ def test_wrong_states_are_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters())
     for states, message in (
         ({"model": object()}, "'model' is an object of type object"),
-        ({"optimizer": optimizer}, "goes with modules"),
+        ({"optimizer": optimizer}, "also give its modules"),
         ({"model": model, "sgd": optimizer}, "give optimizers as 'optimizer'"),
         ({"forms": model}, "other text"),
     ):

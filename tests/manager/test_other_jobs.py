@@ -180,4 +180,4 @@ def test_later_steps_are_said_once_and_may_be_anothers(tmp_path: Path, caplog: p
             manager.save(step)
     (text,) = [text for text in caplog.messages if "has steps after" in text]
     assert "steps after 1, the newest is 100" in text
-    assert f"unless they are those of another job that saves there, too (process {ELSEWHERE.pid} on there)" in text
+    assert f"unless they belong to another job that saves there (process {ELSEWHERE.pid} on there)" in text

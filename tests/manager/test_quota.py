@@ -85,7 +85,7 @@ def test_a_quota_below_one_step_says_that_it_must_grow(tmp_path: Path) -> None:
 def test_what_is_too_large_for_a_place_is_said_in_any_place(tmp_path: Path) -> None:
     """The error of a file that is replaced says what is missing; that of a URL has no password."""
     (tmp_path / "old.pt").write_bytes(b"old")
-    with pytest.raises(NotEnoughSpaceError, match=r"too little\. .*What is at the target stays until"):
+    with pytest.raises(NotEnoughSpaceError, match=r"too little\. .*The old checkpoint stays until"):
         refuse_full(tmp_path / "old.pt", 100, "write", 10)
     target = RemotePath(Folder("s3://user:sEcret@host/bucket/run/step-1"))
     for room in (Room(), Room(quota=50), Room(quota=500)):

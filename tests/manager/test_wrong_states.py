@@ -31,8 +31,14 @@ _TAKEN = r"takes modules, their optimizers, PerRank\(...\), .* by name: \{'model
         ([_MODEL, _OPTIMIZER], f"the states are an object of type list: .*{_TAKEN}"),
         (None, f"the states are None: .*{_TAKEN}"),
         (_MODEL.state_dict(), r"tensors, as state_dict\(\) returns them \(weight, bias\): give the module itself, "),
-        ({"model": _MODEL.state_dict()}, f"'model' is an object of type OrderedDict: give the object whose .*{_TAKEN}"),
-        ({"model": _MODEL, "optimizer": _OPTIMIZER.state_dict()}, "'optimizer' is .* dict: give the object whose"),
+        (
+            {"model": _MODEL.state_dict()},
+            f"'model' is an object of type OrderedDict: give the object that has this .*{_TAKEN}",
+        ),
+        (
+            {"model": _MODEL, "optimizer": _OPTIMIZER.state_dict()},
+            "'optimizer' is .* dict: give the object that has this",
+        ),
         ({"model": _MODEL, "step": 3}, f"'step' is 3: .* the step is stored .manager.loaded_step.; .*{_TAKEN}"),
         ({"model": _MODEL, "optimizer": None}, f"'optimizer' is None: leave it out, or give its object; .*{_TAKEN}"),
         ({"model": torch.nn.Linear}, f"'model' is the class Linear: give an object of it; .*{_TAKEN}"),

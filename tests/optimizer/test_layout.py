@@ -138,7 +138,7 @@ def test_state_grows_where_its_axes_are_the_parameters_alone() -> None:
     shapes = {shape: resize_like("k", shape, (8, 6), (10, 6)) for shape in ((8, 6), (8, 1), (1, 6), (6, 6), (), (6,))}
     assert [*shapes.values()] == [(10, 6), (10, 1), (1, 6), (6, 6), (), (6,)]
     for shape in ((8, 8), (6, 8), (8,), (2, 8, 6)):
-        with pytest.raises(ShapeMismatchError, match=r"which axis of it grows is not known"):
+        with pytest.raises(ShapeMismatchError, match=r"which does not show the axis that grows"):
             resize_like("k", shape, (8, 6), (10, 6))
 
 

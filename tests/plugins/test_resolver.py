@@ -289,7 +289,7 @@ def test_a_folder_of_leftovers_alone_is_said_to_be_one(tmp_path: Path) -> None:
     staging = commit.create_staging(tmp_path / "step-3", "1234" * 8)
     (tmp_path / ".shardckpt-marks").mkdir()
     text = _refusal(IncompleteCheckpointError, tmp_path, _host(_Load))
-    assert f"saves or removals that did not end have left ({staging.name}): `shardckpt prune {tmp_path}" in text
+    assert f"leftovers of saves or removals that did not end ({staging.name}): `shardckpt prune {tmp_path}" in text
     assert "copy" not in text
 
 
@@ -438,7 +438,7 @@ def test_an_unknown_backend_of_another_library_has_no_hint(tmp_path: Path) -> No
 def test_a_newer_version_names_the_release_that_reads_it(tmp_path: Path) -> None:
     """Too new: which version is installed, what reads the checkpoint, and every candidate's reason."""
     text = _refusal(VersionTooNewError, _saved(tmp_path / "checkpoint", _Save2), _host(_Load))
-    assert "newer than what is installed (version 1)" in text
+    assert "newer than the installed readers (version 1)" in text
     assert "Upgrade: toys 2.0 or newer reads it" in text
     assert "_Load of this process: reads version 1" in text
 
@@ -450,7 +450,7 @@ def test_a_newer_version_without_a_hint_says_what_to_upgrade(tmp_path: Path, has
     if not has_record:
         (path / "shardckpt.json").unlink()
     text = _refusal(VersionTooNewError, path, _host(_Load, _Load2))
-    assert "newer than what is installed (version 2). Upgrade this process, which is too old; " in text
+    assert "newer than the installed readers (version 2). Upgrade this process, which is too old; " in text
     assert "; the checkpoint does not say which release reads it\n" in text
     assert "_Load of this process: reads version 1" in text
     assert "_Load2 of this process: reads version 2" in text

@@ -20,6 +20,6 @@ def test_bytes_that_are_gone(tmp_path: Path) -> None:
     file = NewFile(tmp_path / "data")
     file.write(memory(1000, 0), 0)
     os.truncate(tmp_path / "data", 999)
-    with pytest.raises(StorageError, match=f"{tmp_path / 'data'}: 1000 bytes were written, and fewer are there"):
+    with pytest.raises(StorageError, match=f"{tmp_path / 'data'}: it has fewer bytes than the 1000 that were written"):
         file.finish(1000)
     file.close()

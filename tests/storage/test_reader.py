@@ -220,7 +220,7 @@ def test_files_outside_the_checkpoint(tmp_path: Path, file: FileRecord) -> None:
     with CheckpointReader(tmp_path, manifest(file)) as reader:
         assert reader.has("data")
         assert not reader.has("gone")
-        with pytest.raises(CorruptCheckpointError, match=f"{tmp_path / 'other'} is there and shardckpt.json does not"):
+        with pytest.raises(CorruptCheckpointError, match=f"{tmp_path / 'other'} exists, but shardckpt.json does not"):
             reader.has("other")
         with pytest.raises(CorruptCheckpointError, match="other is asked for and not one of the files"):
             reader.read("other")
@@ -245,7 +245,7 @@ def test_files_in_folders(tmp_path: Path, held: bool) -> None:
             with pytest.raises(CorruptCheckpointError):
                 reader.read(name)
         (tmp_path / "a/b/other").touch()
-        with pytest.raises(CorruptCheckpointError, match=r"a/b/other is there and shardckpt.json does not name it"):
+        with pytest.raises(CorruptCheckpointError, match=r"a/b/other exists, but shardckpt.json does not name it"):
             reader.has("a/b/other")
     (tmp_path / "a").rename(tmp_path / "elsewhere")
     (tmp_path / "a").symlink_to("elsewhere")

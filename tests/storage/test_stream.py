@@ -125,7 +125,7 @@ def test_small_records_are_named_in_errors(directory: Path, monkeypatch: pytest.
             file.append_small([bytes(1000)], what=f"'key{n}'")
         writer.finish(file)
 
-    text = r"cannot write 'key\d+' and what precedes it at offset \d+ of"
+    text = r"cannot write 'key\d+' and the bytes before it at offset \d+ of"
     with CheckpointWriter(directory, 0) as writer, pytest.raises(StorageError, match=text):
         fill(writer)
 

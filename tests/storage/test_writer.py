@@ -432,7 +432,7 @@ def test_one_of_many_records_that_fails(tmp_path: Path, monkeypatch: pytest.Monk
         file = writer.create("data")
         file.append_each([bytes(64 << 10)] * 8, [f"key{n}" for n in range(8)])
         monkeypatch.setattr(os, "pwritev", _failing_write)
-        with pytest.raises(StorageError, match="key7 and what precedes it"):
+        with pytest.raises(StorageError, match="key7 and the bytes before it"):
             writer.finish(file)
 
 

@@ -38,7 +38,7 @@ def save_state_dict_async_finalize(storage_writer: Any, global_metadata: Metadat
         CheckpointingException: the same on every rank: a rank has not written, or the main rank could not finish.
     """
     comm = Comm(dist_wrapper.group)
-    with comm.collective_phase("collecting what was written"):
+    with comm.collective_phase("collecting the write results"):
         results = storage_writer.retrieve_write_results()
         # torch's form of an error: the exception and its stack
         if isinstance(results, tuple) and results and isinstance(results[0], BaseException):

@@ -99,7 +99,7 @@ class PathSaver(SaveStrategy):
 
     def __init__(self, strategy: Any, backend: str = "", version: int = 0) -> None:
         self.strategy = strategy
-        self.writes = f"what {_name(strategy)} writes to a path, as Megatron's do"  # type: ignore[misc]
+        self.writes = f"the files that {_name(strategy)} writes to a path, as Megatron's do"  # type: ignore[misc]
         has_base = isinstance(strategy, SaveShardedStrategy)
         missing = [name for name in ("backend", "version") if getattr(strategy, name, None) is None]
         if missing and has_base:
@@ -245,7 +245,7 @@ class PathLoader(LoadStrategy):
 
     def __init__(self, strategy: Any, backend: str = "", version: int = 0) -> None:
         self.strategy = strategy
-        self.reads = f"what {_name(strategy)} reads from a path, as Megatron's do"  # type: ignore[misc]
+        self.reads = f"the files that {_name(strategy)} reads from a path, as Megatron's do"  # type: ignore[misc]
         if not backend and not isinstance(strategy, LoadShardedStrategy) and hasattr(strategy, "backend"):
             backend, version = strategy.backend, getattr(strategy, "version", _DEFAULT_FORMAT[1])
         self.backend = backend  # type: ignore[misc]
@@ -271,7 +271,7 @@ class PathLoader(LoadStrategy):
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """Collective: check all files, and return the strategy's value of each shard: a tensor or an object."""
         comm, reader, name = context.comm, context.reader, _name(self.strategy)
-        with comm.local_phase("looking at the checkpoint"):
+        with comm.local_phase("checking the files"):
             directory = _local_directory(reader, name)
             index = _read_index(reader)
         if reader.manifest.record is not None and settings.verify_reads():
@@ -359,9 +359,9 @@ def _record(
 ) -> None:
     """Collective: digest and record the files of all ranks' strategies, and write the shards that they do not store."""
     comm, writer = context.comm, context.writer
-    written = comm.main_runs("listing what was written", lambda: _list_files(writer.directory, author))
+    written = comm.main_runs("listing the written files", lambda: _list_files(writer.directory, author))
     owners = assign_holders([tuple(range(comm.world_size))] * len(written), list(written.values()))
-    with comm.local_phase("recording what was written"):
+    with comm.local_phase("recording the written files"):
         if taken := [name for name in (*files, _INDEX) if name in written]:
             raise PluginError(
                 f"{author} wrote {listed(taken)}, where the common state, objects or their index are stored: give the "
@@ -407,8 +407,8 @@ def _list_files(directory: Path, author: str) -> dict[str, int]:
                 refused.append(f"{name!r} (an empty folder)")
     if refused:
         raise PluginError(
-            f"{directory}: {author} wrote what is no regular file: {listed(sorted(refused))}; a checkpoint has no "
-            "links and no empty folders"
+            f"{directory}: {author} wrote entries that are no regular files: {listed(sorted(refused))}; a "
+            "checkpoint has no links and no empty folders"
         )
     bad = [repr(name) for name in files if not is_file_name(name)]
     if bad:

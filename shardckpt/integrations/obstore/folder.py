@@ -224,7 +224,7 @@ class ObstoreFolder:
         if folder is None:
             raise StorageError(
                 f"cannot list {self.url}: {error}. No file of a checkpoint is named so: remove the object, or install "
-                "what lists it, too (s3fs for s3://, gcsfs for gs://, adlfs for az://)"
+                "a package that lists it, too (s3fs for s3://, gcsfs for gs://, adlfs for az://)"
             ) from error
         if is_first_warning(__name__, self.url):
             logger.warning(

@@ -196,7 +196,7 @@ def _check_refusal(text: str, what: str) -> None:
     """Check that an error is one of the library, made for the case: not a KeyError of the strategy's own code."""
     check(
         not text.startswith(("RankFailedError", "PluginError")),
-        f"{what}, and the strategy failed by accident: {text}; raise CorruptCheckpointError where a file is wrong",
+        f"{what}, and the strategy's own code failed: {text}; raise CorruptCheckpointError where a file is wrong",
     )
 
 

@@ -159,7 +159,7 @@ class FileTests(Claims):
             listed = {file.name: file for file in loader.list_files(reader)}
             faults = {name: fault for name, fault in loader.check_files(reader).items() if fault is not None}
         check(set(listed) == names, f"list_files names {sorted(listed)}, and the checkpoint has {sorted(names)}")
-        check(not faults, f"check_files finds faults in what was just saved: {faults}")
+        check(not faults, f"check_files finds faults in a checkpoint that was just saved: {faults}")
         for name in (name for name, file in listed.items() if file.keys):
             content = (path / name).read_bytes()
             for what, left in (("gone", None), ("cut in half", content[: len(content) // 2])):

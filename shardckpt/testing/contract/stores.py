@@ -41,7 +41,7 @@ class StoreTests(Claims):
             check(bool(found[0][0]), f"upload {number} and all after it failed, and the save succeeded")
             check(found[0] == found[1], f"rank 0 raised {found[0]}, rank 1 raised {found[1]}")
             kind, _ = jobs.error_of(dist_checkpointing.load, {}, url)
-            check(bool(kind), f"upload {number} failed, and what is at the URL loads")
+            check(bool(kind), f"upload {number} failed, and the URL loads as a checkpoint")
         rank_pool.run(2, store_jobs.save_version, self.subject, url, 2, True)
         rank_pool.run(2, jobs.load_and_check, self.subject, url, 2)
 

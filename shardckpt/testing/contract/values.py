@@ -142,4 +142,4 @@ class ValueTests(Claims):
     def test_no_tensors(self, path: Path) -> None:
         """A state dict without shards is saved and loaded: its common state."""
         self.subject.save({"step": 3}, path)
-        check(self.subject.load({}, path) == {"step": 3}, "the common state is not what was saved")
+        check(self.subject.load({}, path) == {"step": 3}, "the loaded common state differs from the saved one")

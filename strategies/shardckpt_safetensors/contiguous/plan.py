@@ -88,7 +88,7 @@ class ContiguousPlan:
 
         ``shards`` are the shards of contiguous tensors, with the same metadata as when the plan was made.
         """
-        with comm.local_phase("looking at contiguous tensors"):
+        with comm.local_phase("selecting contiguous tensors"):
             # the local tensor of a shard may lack axes of extent 1 that the global one begins with
             found = zip(view_tensors(self.sources, shards), self.held, strict=True)
             values = [value if value.shape == box.shape else value.view(box.shape) for value, box in found]

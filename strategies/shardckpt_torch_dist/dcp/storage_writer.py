@@ -295,6 +295,6 @@ def _check_complete(metadata: Metadata, locations: Mapping[MetadataIndex, Any]) 
     ]
     if missing:
         raise ShardingError(
-            f"no rank has written what the planner's metadata lists: {listed(missing)}; the metadata does not fit the "
-            "plans, or a storage writer has left results out"
+            f"no rank has written these items of the planner's metadata: {listed(missing)}; the metadata does not fit "
+            "the plans, or a storage writer has left results out"
         )

@@ -54,7 +54,7 @@ def test_what_does_not_fit_is_refused_before_it_is_written(
         f"{'export' if verb == 'export' else 'convert'} to {disk}/new: `shardckpt prune",
         "The tensors take 4.2 MB",
         f"{disk} has 3.1 MB free, 1.",
-        f"`shardckpt prune {disk} --keep-latest N --dry-run` says what old steps would free",
+        f"`shardckpt prune {disk} --keep-latest N --dry-run` says how much space old steps would free",
     ):
         assert text in said
 
@@ -85,7 +85,7 @@ def test_a_quota_is_said_with_what_could_go(
     said = capsys.readouterr().err
     frees = f"`shardckpt prune {tmp_path / 'new'}` frees 6 B that interrupted saves have left"
     assert (
-        f"(EDQUOT). To make space: {frees}. A quota permits less than what is free: `quota -s` says how much." in said
+        f"(EDQUOT). To make space: {frees}. A quota permits less than the free space: `quota -s` says how much." in said
     )
 
 

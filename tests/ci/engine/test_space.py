@@ -92,7 +92,7 @@ def test_an_overwrite_that_does_not_fit_leaves_the_old_checkpoint(
         results = ranks.run(2, _save_too_much, str(disk), background, True)
     for found, wrong in results:
         assert (found.kind, found.left, found.wrong, wrong) == ("NotEnoughSpaceError", ["ckpt"], [], [])
-        assert "so that both need room" in found.message
+        assert "so both need space" in found.message
 
 
 @backends.both_in_proof

@@ -182,7 +182,7 @@ def _fill_the_disk(directory: str, options: dict[str, Any], pinned: bool) -> str
     [
         ({"keep_latest_k": 1}, True, " MB, pinned as 'best' now), which the retention policies"),
         pytest.param({"keep_latest_k": 1}, False, "remove step 1 (1.1 MB), which", marks=pytest.mark.proof),
-        pytest.param({"keep_latest_k": 2}, False, "says what old steps would free", marks=pytest.mark.proof),
+        pytest.param({"keep_latest_k": 2}, False, "says how much space old steps would free", marks=pytest.mark.proof),
         pytest.param({"retention": [_broken_policy]}, False, "old steps would free", marks=pytest.mark.proof),
     ],
 )

@@ -112,7 +112,7 @@ def test_an_upload_of_nobody_goes_by_its_age(
     assert main(["prune", root]) == 0
     said = capsys.readouterr().out
     assert "step-1/generation-x/data" in said
-    assert "kept: an upload that began 0.0 hours ago: it goes after 24" in said
+    assert "kept: an upload that began 0.0 hours ago: it is removed after 24" in said
     assert main(["prune", root, "--older-than", "0", "--dry-run"]) == 0
     assert _count_uploads(s3) == 2
     assert main(["prune", root, "--older-than", "0"]) == 0

@@ -84,7 +84,7 @@ def _error(folder: Any, action: str, tmp_path: Path) -> str:
     ("status", "code", "advice"),
     [
         (403, "RequestTimeTooSkewed", "the clock of this machine differs"),
-        (403, "SignatureDoesNotMatch", "does not know the access key, or its secret is another"),
+        (403, "SignatureDoesNotMatch", "does not know the access key, or the secret does not match it"),
         (403, "InvalidAccessKeyId", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
         (403, "AccessDenied", "s3:AbortMultipartUpload"),
         (400, "AuthorizationHeaderMalformed", "set AWS_REGION"),

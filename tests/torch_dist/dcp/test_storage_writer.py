@@ -93,7 +93,7 @@ def test_what_is_lost_or_written_past_the_writer_is_named(ranks: Ranks, tmp_path
     ranks.run(2, save_by_writer, str(path), OLD)
     one, other = ranks.run(2, _save_carelessly, str(path))
     assert one == other
-    assert "no rank has written what the planner's metadata lists: 'model.rows' at (" in one["_Losing"]
+    assert "no rank has written these items of the planner's metadata: 'model.rows' at (" in one["_Losing"]
     assert "'litter'" in one["_Littering"]
     plain_states.load(str(path), OLD)
     assert left_beside(path) == []

@@ -161,7 +161,7 @@ def _bind(function: str, args: Sequence[Any], order: Sequence[str], keywords: di
 def _warn_of_overwrite(checkpoint_dir: PathLike, process_group: Any) -> None:
     """Collective: warn on the main rank if the target is not empty."""
     comm = Comm(process_group)
-    with comm.collective_phase("looking at the target"):
+    with comm.collective_phase("checking the target"):
         # one rank looks: a shared file system need not answer all of them
         target = locate(checkpoint_dir, get_plugin_manager())
         taken = comm.is_main and not is_free(target)
@@ -170,7 +170,7 @@ def _warn_of_overwrite(checkpoint_dir: PathLike, process_group: Any) -> None:
         what = (
             "will replace the checkpoint there when it commits"
             if has_checkpoint
-            else "will come next to other files, which are no checkpoint and stay"
+            else "will be written next to other files, which belong to no checkpoint and stay"
         )
         logger.warning("%s is not empty: this save %s", checkpoint_dir, what)
 
