@@ -31,7 +31,7 @@ VERIFY_READS = "SHARDCKPT_VERIFY_READS"
 
 #: How much of two names is equal: plugins may have variables of their own.
 _ALMOST = 0.9
-#: Of any number: more hours and MiB nobody needs, and clients cannot count.
+#: Upper bound of every number: more is never needed, and some clients cannot represent it.
 _MOST = 999_999_999
 #: They are started before the first file is written: more would keep a save waiting.
 _MOST_THREADS = 1024

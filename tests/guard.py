@@ -74,7 +74,10 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
 def _seed() -> None:
     if "torch" in sys.modules:
         # torch.manual_seed takes a traceback for each kind of accelerator: a millisecond a test
-        sys.modules["torch"].default_generator.manual_seed(0)
+        torch = sys.modules["torch"]
+        torch.default_generator.manual_seed(0)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(0)
 
 
 @contextmanager

@@ -106,8 +106,8 @@ _TEXTS = [_Value(1, size) for size in range(256)]
 _NO_VALUES = _Tuple(())
 #: The names of the codec by which pickles write bytes, and the value of such a text.
 _LATIN1, _LATIN1_SIZES, _LATIN1_TEXT = (b"latin1", b"latin-1"), (6, 7), _Value(1, 7)
-#: A text of more bytes takes some codecs long: punycode's and idna's time is quadratic; and how much a codec expands.
-_LONG_TEXT, _EXPANDS = 1024, 10
+#: How much other codecs, and other treatments of errors, may expand a text: "namereplace" 40 times.
+_EXPANDS = 50
 
 
 class _Walk:
@@ -174,9 +174,10 @@ class _Walk:
         copied = sum(item.cost for item in items)
         # in a plain pickle a value and a text may be for _codecs.encode, which torch's reader allows, with any codec
         names_codec = self._odd_left is not None and len(items) > 1 and type(items[1]) is _Value and items[1].cost
-        if names_codec and items[1] is not _LATIN1_TEXT:
+        if names_codec and not (len(items) == 2 and items[1] is _LATIN1_TEXT):  # noqa: PLR2004 - a text and its codec
             copied *= _EXPANDS
-            self._spend(items[0].cost ** 2 if items[0].cost > _LONG_TEXT else 0)
+            if type(items[0]) is _Value:  # a text: punycode and idna take quadratic time
+                self._spend(items[0].cost ** 2)
         self._spend(_CALL + args.cost + copied)
         self._stack.append(self._light(_Growing(_sum_of_weights(items) + 2 if items else 1, copied)))
 

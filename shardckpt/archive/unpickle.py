@@ -212,7 +212,9 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
         home = owner.home if isinstance(owner, OuterClass) else None
         if isinstance(owner, type) and not issubclass(owner, (enum.Enum, Stub)):
             home = self._allowed_types.get(owner)
-        return GET_MEMBER(owner, name) if home is None else self.find_class(home[0], f"{home[1]}.{name}")
+        if home is None or not isinstance(name, str):
+            return GET_MEMBER(owner, name)
+        return self.find_class(home[0], f"{home[1]}.{name}")
 
     def _call(self, function: Any, args: Any, call: Callable[..., Any], *first: Any) -> Any:
         """Call a function or class after its arguments are checked; ``call(*first, *args)`` does it."""

@@ -24,6 +24,6 @@ def _can_cast(stored: torch.dtype, requested: torch.dtype) -> bool:
     source, target = (dtype.to_real() if dtype.is_complex else dtype for dtype in (stored, requested))
     try:
         torch.zeros(1, dtype=source, device="cpu").to(target)
-    except NotImplementedError:
+    except RuntimeError:  # NotImplementedError is one; quantized dtypes have others
         return False
     return True

@@ -36,7 +36,7 @@ _MAX_UNPAIRED = 10
 def add_options(parser: Any) -> None:
     """Add the options."""
     parser.add_argument("first", help="directory or URL of a checkpoint or Hugging Face folder, or a file")
-    parser.add_argument("second", help="what it is compared with: the same")
+    parser.add_argument("second", help="the other: a directory, a URL or a file, as above")
     parser.add_argument("--rtol", type=float, default=0.0, help="tolerance relative to the second's values (0)")
     parser.add_argument("--atol", type=float, default=0.0, help="absolute tolerance (0); without any, by bits")
     parser.add_argument(

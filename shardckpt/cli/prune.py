@@ -508,8 +508,9 @@ def _refuse_folder_of_runs(path: str) -> None:
 def _verify_newest(options: Any) -> tuple[list[Verified], list[str], dict[str, Mark]]:
     """Mark the newest intact step of each way to name steps, and the newer ones that are not; with --damaged, all.
 
-    Steps of other libraries are read as well, and have no mark. Returned are the results of this and of earlier calls;
-    the names of damaged steps that cannot be marked; and by their names the marks that a dry run does not write.
+    Steps of other libraries are read as well, and have no mark. Return a verdict for each step that was read or already
+    has a mark; the names of damaged steps that cannot be marked; and by their names the marks that a dry run does not
+    write.
     """
     from shardckpt.engine.display import show_progress
 

@@ -51,7 +51,7 @@ def make_tombstone(directory: Path) -> None:
 
 
 def clear_tombstones(folder: Path, is_wanted: Callable[[str], bool]) -> None:
-    """Remove the tombstones in a folder, crashes' included; log a warning for each whose removal fails.
+    """Remove the tombstones in a folder, also those that a crash has left; warn of each whose removal fails.
 
     ``is_wanted`` selects them by the stem of the checkpoint's name.
     """

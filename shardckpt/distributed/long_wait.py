@@ -116,7 +116,7 @@ def _find_public_call(frame: FrameType | None) -> tuple[str, str]:
     call, caller = "a collective", "an unknown line"
     while frame is not None:
         name, module = _get_name(frame.f_code), frame.f_globals.get("__name__", "")
-        # the program has not called a wrapper or a function within one
+        # wrappers and functions within them are not the call that the program made
         if module.startswith("shardckpt") and not module.startswith(_PROGRAMS) and "<" not in name:
             call, outer = f"{name}()", frame.f_back
             while outer is not None and outer.f_globals.get("__name__") in ("contextlib", "functools"):

@@ -30,8 +30,8 @@ def hide_damaged(checkpoint: OpenCheckpoint, lost: Collection[str] = ()) -> Open
 
     Everything is read once, and compared with its digests, or where there are none with the CRC-32 of archives. A
     tensor with one damaged box is damaged. ``lost`` are names that its reader has found to be missing already. Plugins
-    see the progress as that of ``verify``. From then on the reader accepts files that were cut,
-    and reads the bytes before their end.
+    see the progress as that of ``verify``. From then on the reader accepts files that were cut, and reads the bytes
+    before their end.
 
     It is a CorruptCheckpointError if no tensor can be read, and an error, too, if the index is damaged, or something
     cannot be read for another reason than damage.

@@ -79,8 +79,8 @@ def dcp_to_torch_save(checkpoint_dir: PathLike, file: PathLike, *, prefix: str =
         prefix: As for :func:`dcp_to_torch_state_dict`.
 
     Raises:
-        CheckpointingException: as :func:`dcp_to_torch_state_dict`; or the file cannot be written, or is
-            one of something else.
+        CheckpointingException: as :func:`dcp_to_torch_state_dict`; or the file cannot be written, or exists
+            and is of another kind.
     """
     target = locate_file(file, "write a file of torch.save to")
     refuse_overlap([locate(checkpoint_dir, get_plugin_manager())], target)

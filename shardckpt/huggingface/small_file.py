@@ -35,11 +35,18 @@ def _is_safetensors_file(path: Path) -> bool:
 
 
 _IS_KIND = {"torch.save": is_torch_file, "safetensors": _is_safetensors_file}
+#: Files of such names may be damaged, or pointers of Git LFS: they are replaced whatever is in them.
+_SUFFIXES = {"torch.save": (".bin", ".ckpt", ".pt", ".pth"), "safetensors": (".safetensors",)}
 
 
 def refuse_other_file(path: Path, kind: Literal["torch.save", "safetensors"]) -> None:
-    """Raise an error if a file that a new one would replace is neither empty nor of its kind: its name is mistyped."""
-    if path.is_file() and path.stat().st_size and not _IS_KIND[kind](path):
+    """Raise an error if a file that a new one would replace has neither a name nor content of its kind.
+
+    Such a name is mistyped. An empty file is replaced.
+    """
+    with wrap_os_errors("look at", path):
+        is_filled = path.is_file() and path.stat().st_size > 0
+    if is_filled and not path.name.endswith(_SUFFIXES[kind]) and not _IS_KIND[kind](path):
         raise CheckpointingException(
             f"{path} is no file of {kind}, and it would be replaced: nothing was written; give another path, or "
             "remove it first"

@@ -52,7 +52,7 @@ _PROGRESS = (
     "best_global_step",
     "best_model_checkpoint",
 )
-#: An attribute that the Trainer reads where a folder lacks weights: of other models than transformers' own we set it.
+#: An attribute that the Trainer reads where a folder lacks weights. Models that are not transformers' own get it here.
 _IGNORED = "_keys_to_ignore_on_save"
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.load_template import MISSING, LoadTemplate
 from shardckpt.engine.loading import report_ignored
-from shardckpt.errors import CheckpointingException, KeyMismatchError
-from shardckpt.local.memory_shards import describe_shards, fetch_shards, keep_share
+from shardckpt.errors import CheckpointingException, KeyMismatchError, show_given
+from shardckpt.local.memory_shards import KeptShards, describe_shards, fetch_shards, keep_share
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.mapping.unstored import StoredNames
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from shardckpt.local.memory_shards import KeptShards
     from shardckpt.mapping.base import ShardedBase, ShardedStateDict, StateDict
 
 _ALGORITHMS = ("fully_parallel", "atomic")
@@ -82,7 +81,7 @@ class TensorAwareStateDict:
             algo: ``"fully_parallel"``: of a tensor that ranks of the group replicate one of them keeps its data.
                 ``"atomic"``: each rank keeps all of its own.
             parallelization_group: The ranks that hold copies of each other's shards; by default all.
-            cached_metadata: The second value that this returned last time, a :class:`shardckpt.local.KeptShards`. Where
+            cached_metadata: The second value that this returned last time, a :class:`shardckpt.local.KeptShards`. If
                 all ranks have the same shards as then, they are not validated again, and the assignment is reused.
 
         Returns:
@@ -95,6 +94,10 @@ class TensorAwareStateDict:
         with comm.local_phase("making a tensor-aware state dict"):
             with comm.collective_phase("preparing the state dict"):
                 _check_algo(algo)
+                if not isinstance(cached_metadata, KeptShards | None):
+                    raise CheckpointingException(
+                        f"cached_metadata is {show_given(cached_metadata)}: expected the second value of a call before"
+                    )
                 sharded, common = split_for_save(sharded_state_dict)
                 for shard in _list_tensors(sharded):
                     if shard.data is None:
@@ -137,7 +140,7 @@ class TensorAwareStateDict:
         Args:
             sharded_state_dict: The load template, as for :func:`shardckpt.dist_checkpointing.load`. Tensors that have
                 data are filled in place; for others the result has this object's own tensors. If it is empty or
-                None, the result is the common state.
+                None, the result is the common state, and other ranks need not call this.
             algo: As for :meth:`from_state_dict`; with ``"fully_parallel"`` other ranks send what this one lacks.
             exchange_algo: How ranks exchange shards; see
                 :class:`~shardckpt.parallel.load.FullyParallelLoadStrategyWrapper`.
@@ -153,11 +156,14 @@ class TensorAwareStateDict:
         Raises:
             CheckpointingException: the same on every rank.
         """
+        self._check_tensors("to_state_dict")
+        is_empty = sharded_state_dict is None or sharded_state_dict == {}
+        if is_empty and not return_mismatch_keys:  # as Megatron's, without the other ranks
+            return dict_list_map_outplace(lambda leaf: leaf, self.common)
         comm = Comm()
         with comm.local_phase("restoring a state dict"):
             with comm.collective_phase("preparing the state dict"):
                 check_annotated(TensorAwareStateDict.to_state_dict, locals())
-                self._check_tensors("to_state_dict")
                 _check_algo(algo)
                 check_algorithm(exchange_algo)
                 wanted = {} if sharded_state_dict is None else sharded_state_dict

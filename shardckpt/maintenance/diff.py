@@ -217,9 +217,10 @@ class _Comparison:
     def _match(
         self, mapping: KeyMapping, prefix: str, first: Mapping[str, str], second: Mapping[str, str]
     ) -> tuple[list[_Found], list[TensorDifference], set[str]]:
-        """Return the first's other tensors with their pairs, tensors of the second alone, and the keys of equal ones.
+        """Return the first's tensors whose values must be compared, each with the second's; and two other groups.
 
-        ``first`` and ``second`` are the fingerprints by which tensors are found to be equal; these are in no list.
+        These are the tensors that only the second has, and the keys of tensors with equal fingerprints: ``first`` and
+        ``second``.
         """
         ones, others = _list_tensors(self.first), _list_tensors(self.second)
         names = {key: cut_prefix(key, prefix) for key in ones if key.startswith(prefix)}

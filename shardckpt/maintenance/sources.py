@@ -518,7 +518,7 @@ def recognise_files(
 def _open_folder(
     location: Path, error: CheckpointingException, *, skip_damaged: bool
 ) -> tuple[LoadStrategy, Path] | None:
-    """Return the reader of another library's folder; None if the error of the checkpoint's readers says more."""
+    """Return the reader of another library's folder; None if nothing recognises it: ``error`` is to be raised then."""
     place = open_directory(location)
     if not place.is_dir():
         return None

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 def suggest_renames(first: Mapping[str, Hashable], second: Mapping[str, Hashable]) -> dict[str, str]:
     """Return prefixes of the first, each with the second's prefix for the same endings and shapes.
 
-    Each prefix of the second gets the first's prefix that fits at least half of its names; else it gets none.
+    Each first part of the second's names is paired with the prefix of the first that fits most of them, if these are at
+    least half; no prefix is used twice.
     """
     found: dict[str, str] = {}
     by_end: dict[tuple[str, Hashable], list[str]] = {}

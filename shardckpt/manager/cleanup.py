@@ -58,7 +58,7 @@ def cleanup_old_checkpoints(training_args: Any, shared_file_system: bool = True)
     """
     comm = Comm()
     given = getattr(training_args, "save_total_limit", None)
-    comm.agree(save_total_limit=given, shared_file_system=shared_file_system)
+    comm.agree(save_total_limit=0 if given is None else given, shared_file_system=shared_file_system)
     with comm.collective_phase("removing old checkpoints"):
         check_annotated(cleanup_old_checkpoints, locals())
         if given is not None and not is_integer(given):

@@ -24,6 +24,7 @@ from shardckpt.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     NotACheckpointError,
+    describe_invalid,
     listed,
 )
 from shardckpt.manager.step_names import MARKS_NAME
@@ -181,7 +182,7 @@ def mark_checkpoint(
             writer=f"shardckpt {__version__}",
         )
     except ValidationError as exc:  # of a verdict that is none, or a negative number
-        raise CheckpointingException(f"{checkpoint} is not marked: {exc}") from exc
+        raise CheckpointingException(f"{checkpoint} is not marked: {describe_invalid(exc)}") from exc
     if not dry_run:
         place, name = _find_place(checkpoint)
         SmallFiles(place).put(name_mark(name), mark.model_dump_json().encode())

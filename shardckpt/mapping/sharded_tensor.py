@@ -365,7 +365,7 @@ class ShardedTensor(ShardedBase):
 
 
 def _arguments_fault(key: Any, data: Any, rank_offsets: Sequence[Any], prepend_axis_num: Any) -> str:
-    """Return the wrong type of an argument of ``from_rank_offsets``, and the expected one; ``""`` if there is none."""
+    """Return which argument of ``from_rank_offsets`` is wrong, and the expected value; ``""`` if all are right."""
     if not isinstance(key, str):
         return f"key is {show_given(key)}, expected the name of the global tensor"
     if not isinstance(data, torch.Tensor):

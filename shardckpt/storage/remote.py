@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -45,9 +46,34 @@ _T = TypeVar("_T")
 
 #: The level at which an attempt that is repeated is logged.
 _level = ContextVar("shardckpt_level_of_attempts", default=logging.WARNING)
-#: The seconds that are left for attempts that fail, and for the pauses behind them; None: any.
+
+
+class _Patience:
+    """The seconds that are left for attempts that fail, and for the pauses behind them.
+
+    Threads that wait for the store at one time use up that time once.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._left = seconds
+        self._counted_until = 0.0
+        self._lock = threading.Lock()
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether no further call is made."""
+        return self._left < 0
+
+    def spend(self, start: float, end: float) -> None:
+        """Count the time between two of ``time.monotonic``, unless another thread has."""
+        with self._lock:
+            self._left -= max(0.0, end - max(start, self._counted_until))
+            self._counted_until = max(self._counted_until, end)
+
+
+#: The limit of the block around a call; None: any number of seconds.
 #: A context variable: what commits an earlier save has opened its paths before the call that waits for it now.
-_patience: ContextVar[list[float] | None] = ContextVar("shardckpt_patience", default=None)
+_patience: ContextVar[_Patience | None] = ContextVar("shardckpt_patience", default=None)
 
 #: Errors that another attempt would meet again.
 _PERMANENT = (
@@ -460,7 +486,7 @@ def limit_attempts(seconds: float | None = None) -> Iterator[None]:
     the default here, at each attempt. When the time is used up, all further calls fail at once; with 0, what fails once
     is not repeated.
     """
-    token = _patience.set([settings.remote_timeout() if seconds is None else seconds])
+    token = _patience.set(_Patience(settings.remote_timeout() if seconds is None else seconds))
     try:
         yield
     finally:
@@ -485,7 +511,7 @@ def attempt(action: str, path: Path, call: Callable[[], _T]) -> _T:
     """
     attempts = settings.remote_attempts()
     patience = _patience.get()
-    if patience is not None and patience[0] < 0:
+    if patience is not None and patience.is_used_up:
         raise StorageError(
             f"cannot {action} {path}: not tried, since the store has not answered for {settings.remote_timeout()} s "
             f"({settings.REMOTE_TIMEOUT}) while the training waits"
@@ -504,8 +530,8 @@ def attempt(action: str, path: Path, call: Callable[[], _T]) -> _T:
             is_permanent = isinstance(exc, _PERMANENT) if problem is None else problem.is_permanent
             delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (number - 1))
             if patience is not None:
-                patience[0] -= time.monotonic() - started + delay
-            is_late = patience is not None and patience[0] < 0
+                patience.spend(started, time.monotonic() + delay)
+            is_late = patience is not None and patience.is_used_up
             if is_permanent or is_late or number >= attempts:
                 times = "" if number == 1 else f" in {number} attempts"
                 if is_late and not is_permanent:

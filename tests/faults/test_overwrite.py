@@ -259,7 +259,7 @@ def test_staging_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "ckpt").rename(staging)
     with pytest.raises(IncompleteCheckpointError, match="staging directory of a save that was not committed"):
         samples.load(staging)
-    with pytest.raises(IncompleteCheckpointError, match=f"did not end; .* {staging} .* save again"):
+    with pytest.raises(IncompleteCheckpointError, match=f"did not end; .* {staging}, .* save again"):
         samples.load(tmp_path / "ckpt")
     with pytest.raises(CheckpointingException):
         dist_checkpointing.load_common_state_dict(staging)

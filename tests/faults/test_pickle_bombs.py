@@ -189,11 +189,33 @@ def test_a_pickle_chooses_no_codec(function: bytes) -> None:
     hexed = b"\x80\x02" + name * 30 + b"X\x01\0\0\0a" + b"X\x03\0\0\0hex\x86R" * 30 + b"."
     with pytest.raises((CorruptCheckpointError, UnsafePickleError), match=r"only latin1|a str of a bytes"):
         load_bytes(archive(coded), "it")
-    for costly in (coded, hexed):  # as torch's own reader, which allows any codec, would get them
+    word = text[: 3 * 340]
+    again = b"h\x00h\x01h\x02\x86R0" * 1000
+    words = (
+        b"\x80\x02" + name + b"q\x000X" + len(word).to_bytes(4, "little") + word + b"q\x010X\x08\0\0\0punycodeq\x020"
+    )
+    named = b"X\x06\0\0\0latin1X\x0b\0\0\0namereplace\x87R."
+    long = text * 250
+    replaced = b"\x80\x02" + name + b"X" + len(long).to_bytes(4, "little") + long + named
+    # as torch's own reader, which allows any codec, would get them
+    for costly in (coded, hexed, words + again + b"N.", replaced):
         with pytest.raises(CorruptCheckpointError, match="copies itself too often"):
             check_pickle(costly, "it", plain=True)
     honest = coded.replace(b"\x08\0\0\0punycode", b"\x06\0\0\0latin1")
     assert check_pickle(honest, "it", plain=True) == len(honest)
+
+
+class Outer:
+    """A class that a caller allows."""
+
+
+def test_a_member_is_named_by_a_text() -> None:
+    """Lists that share lists have exponentially long texts: none is made of what a pickle gives as a class's member."""
+    lists = b"]q\x010" + b"".join(b"(h%ch%clq%c0" % (n, n, n + 1) for n in range(1, 24)) + b"h\x18"
+    pickled = b"\x80\x02cbuiltins\ngetattr\nc" + f"{__name__}\nOuter\n".encode() + lists + b"\x86R."
+    with pytest.raises(UnsafePickleError) as refused:
+        load_bytes(archive(pickled), "it", [Outer])
+    assert len(str(refused.value)) < 1000
 
 
 def test_names_of_classes_do_not_pile_up() -> None:

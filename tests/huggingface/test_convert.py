@@ -175,6 +175,17 @@ def test_a_file_of_something_else_stays(tmp_path: Path) -> None:
         assert path.read_bytes() == b"print('train')"
 
 
+def test_a_file_of_the_right_name_is_replaced_whatever_it_is(tmp_path: Path) -> None:
+    """Pointers of Git LFS, as in a clone without large files, and zeros, as after a power cut, are not others."""
+    for name, content in (
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
+        ("model.bin", bytes(64)),
+    ):
+        (tmp_path / name).write_bytes(content)
+        save_state_dict({"w": torch.ones(3)}, tmp_path / name, safe_serialization=name.endswith("s"))
+        assert (tmp_path / name).stat().st_size > 64
+
+
 def test_a_directory_is_no_file_and_none_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are errors that say so, before anything is written; the current directory, too."""
     save(tmp_path / "c")

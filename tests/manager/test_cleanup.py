@@ -182,7 +182,7 @@ def test_ranks_with_different_limits_are_told(ranks: Ranks, tmp_path: Path) -> N
     folders.save_all(tmp_path, 1, 2)
     for kind, message in ranks.run(2, _clean_with_limits, str(tmp_path)):
         assert kind == "CheckpointingException"
-        assert "ranks disagree on save_total_limit: None on rank 0, 1 on rank 1" in message
+        assert "ranks disagree on save_total_limit: 0 on rank 0, 1 on rank 1" in message
     assert folders.names_in(tmp_path) == {"step-1", "step-2"}
 
 

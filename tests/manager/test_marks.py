@@ -111,7 +111,7 @@ def test_what_is_no_verdict_is_an_error(tmp_path: Path) -> None:
     marks: list[tuple[Any, str, int]] = [("fine", "digests", 4), ("verified", "bytes", 4), ("verified", "digests", -1)]
     for verdict, checked, files in marks:
         given: Any = {"checked": checked, "files": files}
-        with pytest.raises(CheckpointingException, match=r"step-1 is not marked: .*\n(verdict|checked|files)\n"):
+        with pytest.raises(CheckpointingException, match=r"step-1 is not marked: (verdict|checked|files): "):
             mark_checkpoint(at, identify_save(at), verdict, **given)
     assert not (tmp_path / MARKS_NAME).exists()
 

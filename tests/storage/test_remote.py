@@ -126,6 +126,28 @@ def test_threads_that_delete_are_as_patient_as_the_caller() -> None:
     assert len(folder.calls) == len(set(folder.calls)) <= 3
 
 
+def test_threads_that_wait_at_one_time_use_it_up_once(no_pauses: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of a second that four threads meet takes a second of what a training waits, not four."""
+    folder: Any = _Failing()
+    met, now = threading.Barrier(4), [0.0]
+
+    def fail_once(name: str) -> None:
+        folder.calls.append(name)
+        if folder.calls.count(name) == 1:
+            met.wait(20)  # all have begun
+            now[0] = 1.0
+            met.wait(20)
+            raise ConnectionError(name)
+
+    folder.delete = fail_once
+    monkeypatch.setattr(
+        "shardckpt.storage.remote.time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
+    )
+    with limit_attempts(3):
+        RemotePath(folder).delete_all(["a", "b", "c", "d"])
+    assert sorted(folder.calls) == ["a", "a", "b", "b", "c", "c", "d", "d"]
+
+
 def test_a_copy_between_stores_is_repeated(folder: RemotePath, no_pauses: None) -> None:
     """A store that fails while it takes the parts is asked again, and named with the object in the end."""
     target: Any = _Failing()

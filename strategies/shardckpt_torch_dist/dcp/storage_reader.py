@@ -115,7 +115,7 @@ class CheckpointStorageReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans unchanged, after a check that all ranks have opened the same save.
 
-        They differ if the checkpoint is being overwritten: that is a CheckpointReplacedError.
+        The saves differ if the checkpoint is being overwritten: that is a CheckpointReplacedError.
         """
         saves = {plan.storage_data for plan in plans if isinstance(plan.storage_data, _SaveId)}
         if len(saves) > 1:

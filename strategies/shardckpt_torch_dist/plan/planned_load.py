@@ -91,7 +91,8 @@ class PlannedLoad:
     def _refuse_gaps(self, plan: LoadPlan) -> None:
         """Raise if the items of a key have fewer elements than its shards: a destination would keep what it holds."""
         planned, wanted = Counter[str](), Counter[str]()
-        for item in plan.items:
+        once = {(each.dest_index, each.dest_offsets, each.lengths): each for each in plan.items}
+        for item in once.values():  # a shard that is planned twice must not hide another
             planned[item.dest_index.fqn] += 1 if item.type == LoadItemType.BYTE_IO else math.prod(item.lengths)
         for shard in self._wanted:
             if isinstance(shard, ShardedObject):

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     _Tensors = dict[str, torch.Tensor]
 
 _SECONDS = 300.0
-#: One type of each kind: a plain model, experts, one tensor of all experts, codes with block scales, codes of a
-#: library, an adapter.
+#: One type of each kind: a plain model, tied weights, experts, one tensor of all experts, codes with block
+#: scales, codes of a library, an adapter.
 _IN_CI = (
     "llama",
+    "gpt2, tied",
     "qwen3_moe",
     "gpt_oss, packed experts",
     "deepseek_v3, fp8 with block scales",
