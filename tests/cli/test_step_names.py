@@ -53,7 +53,7 @@ def test_other_numbers_are_steps_by_names_alone(tmp_path: Path, capsys: pytest.C
     """What ends with a number behind no such word is left alone, and the error names it; --names takes it."""
     _save(tmp_path, ["Llama-3", "Llama-4", "run_7"])
     assert main(["prune", str(tmp_path), "--keep-latest", "1"]) == 2
-    assert "Llama-3, Llama-4, run_7; --names run_ says" in capsys.readouterr().err
+    assert "Llama-3, Llama-4, run_7; --names run_ names the part before" in capsys.readouterr().err
     assert _names(tmp_path) == {"Llama-3", "Llama-4", "run_7"}
     assert main(["prune", str(tmp_path), "--keep-latest", "1", "--names", "Llama-", "--verify"]) == 0
     assert "Llama-4  verified" in capsys.readouterr().out
