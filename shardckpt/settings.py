@@ -193,7 +193,7 @@ def stores_file() -> str | None:
     return os.environ.get(STORES) or None
 
 
-verify_reads = _switch(VERIFY_READS, "1 checks the digests of what is read (the default), 0 does not")
+verify_reads = _switch(VERIFY_READS, "1 checks the digests of the bytes that are read (the default), 0 does not")
 
 
 def find_misspelt() -> dict[str, str]:

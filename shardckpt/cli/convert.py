@@ -10,16 +10,16 @@ or one file of torch.save. Pickles are read without running code in them.
   torch  one file that torch.load reads with weights_only: plain tensors in builtin containers
 
 DST is complete or absent. Before it gets its name it is read again, and the fingerprints of all tensors are compared
-with those of what was read: --verbose and --json have a line for each. If one differs, nothing is left. A
-conversion that was killed leaves nothing at DST; run it again with the same options, on the same host, and it goes on
-with what was written. Where SRC or an option has changed, it starts anew, and says so. To a URL it streams, keeps
-nothing on the local disk, and goes on after a kill with the objects that are complete; where SRC or DST is a URL, the
-same format is a copy.
+with those of the tensors that were read: --verbose and --json have a line for each. If one differs, nothing is left. A
+conversion that was killed leaves nothing at DST; run it again with the same options, on the same host, and it continues
+after the files that are written. If SRC or an option has changed, it starts anew, and says so. To a URL it streams,
+keeps nothing on the local disk, and continues after a kill with the objects that are complete; where SRC or DST is a
+URL, the same format is a copy.
 
 exit codes:
   0  converted, and DST has the values of SRC
-  1  with --skip-damaged: converted but for what is damaged
-  2  an error, also where the proof finds other values in what was written, which is then removed
+  1  with --skip-damaged: converted without the damaged items
+  2  an error, also if the proof finds other values in the output, which is then removed
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 #: What --memory is by default.
 MEMORY = "256MiB"
-#: Names that are listed of what was not written; --json has all.
+#: Most names of items that were not written in a line; --json has all.
 _NAMES_SHOWN = 4
 #: Of a fingerprint's 32 digits, those that a line of a terminal has room for.
 _DIGITS = 12
@@ -54,7 +54,7 @@ _NAMES_OF_FILES = (".bin", ".pt", ".pth", ".safetensors")
 def add_options(parser: Any) -> None:
     """Add the options."""
     parser.add_argument("source", metavar="SRC", help="directory or URL of a checkpoint or folder, or a file")
-    parser.add_argument("target", metavar="DST", help="what to write: absent or empty, or see --overwrite")
+    parser.add_argument("target", metavar="DST", help="the target, which must be absent or empty, or see --overwrite")
     add_target_options(parser)
     parser.set_defaults(reads=("source",), writes="target")
 
@@ -66,18 +66,18 @@ def add_target_options(parser: Any) -> None:
         type=parse_target,
         default="torch_dist",
         metavar="BACKEND[@VERSION]|hf|dcp|torch",
-        help="what to write (torch_dist)",
+        help="the format to write (torch_dist)",
     )
     parser.add_argument(
         "--memory", default=MEMORY, metavar="SIZE", help=f"most bytes in memory: tensors and buffers ({MEMORY})"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is at DST when the new one is complete")
+    parser.add_argument("--overwrite", action="store_true", help="replace DST when the new one is complete")
     add_hub_options(parser, "SRC")
     add_verbose(parser, PROOF_HELP)
 
 
 def add_hub_options(parser: Any, source: str) -> None:
-    """Add the options of names, casts and files of the Hub; ``source`` is the verb's name for what it reads."""
+    """Add the options of names, casts and files of the Hub; ``source`` is the verb's name for its source."""
     parser.add_argument(
         "--mapping",
         metavar="MODEL_TYPE|FILE",
@@ -95,9 +95,9 @@ def add_hub_options(parser: Any, source: str) -> None:
         "--dtype",
         action="append",
         metavar="[PATTERN=]DTYPE",
-        help="cast floating-point tensors to float64, float32, float16 or bfloat16, but for what would lose more by it "
-        "than the model's weights (default: as stored); with a PATTERN of names cast these in any case; may be "
-        "repeated",
+        help="cast floating-point tensors to float64, float32, float16 or bfloat16, except those that would lose "
+        "more by it than the model's weights (default: as stored); with a PATTERN of names cast these in any case; may "
+        "be repeated",
     )
     parser.add_argument(
         "--keep", action="append", default=[], metavar="PATTERN", help="names of tensors not to cast; may be repeated"
@@ -113,7 +113,7 @@ def add_hub_options(parser: Any, source: str) -> None:
     parser.add_argument(
         "--skip-damaged",
         action="store_true",
-        help="do not write what is missing or damaged, and name it; all is read once more, exit code 1 if anything is",
+        help="leave out missing or damaged items, and name them; all is read once more, exit code 1 if there are any",
     )
     parser.add_argument(
         "--assets",
@@ -196,9 +196,9 @@ parse_target.__name__ = "BACKEND[@VERSION], hf, dcp or torch"
 
 
 def _describe_left_out(report: ConversionReport) -> list[str]:
-    """Return the lines about what was not written: what was lost, and apart from it what only other libraries look for.
+    """Return the lines about items that were not written: lost ones, and those for readers of other libraries.
 
-    The latter has names such as ``optimizer.param_groups.0.lr``, and would read as if the learning rate were lost; the
+    The latter have names such as ``optimizer.param_groups.0.lr``, and would read as if the learning rate were lost; the
     warning of the conversion has its names already.
     """
     from shardckpt.manifest.names import CONTENT
@@ -219,9 +219,9 @@ def describe_damaged(names: Sequence[str]) -> list[str]:
 
 
 def describe_conversion(report: ConversionReport, target: str, how: str = "", *, verbose: bool) -> list[str]:
-    """Return the lines about what was written, and what not.
+    """Return the lines about the output, and about the items that are not in it.
 
-    ``target`` is where it was written, as the caller calls it, ``how`` what was done, if it was no plain conversion.
+    ``target`` is the caller's name for the place of the output, ``how`` the action if it was no plain conversion.
     ``verbose`` makes the proof a line for each tensor, too.
     """
     lines = _make_proof(report) if verbose else []

@@ -64,7 +64,7 @@ def add_options(parser: Any) -> None:
     parser.add_argument(
         "--tensors-only", action="store_true", help="leave out objects and common state, as with --mapping and --prefix"
     )
-    parser.add_argument("--html", metavar="FILE", help="write a page with pictures of both, and of what differs")
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures of both, and of the differences")
     add_verbose(
         parser,
         f"a row for each tensor, also of more than {_MAX_UNPAIRED} that only one of them has, and for each value, also "

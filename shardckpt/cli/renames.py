@@ -23,7 +23,7 @@ def add_rename_option(parser: Any, what: str) -> None:
         action="append",
         default=[],
         metavar="OLD=NEW",
-        help=f"read what {what} has under OLD, such as optim or app.model, as NEW; may be repeated",
+        help=f"read the keys of {what} under OLD, such as optim or app.model, as NEW; may be repeated",
     )
 
 

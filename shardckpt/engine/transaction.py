@@ -388,9 +388,9 @@ def check_records(files: list[FileRecord], author: str = "") -> None:
     """Raise unless every file of all ranks has one record, with digests; if an author is named, there must be some."""
     if author and not files:
         raise PluginError(
-            f"{author} has written no file on any rank, and was given what is to be saved: write by "
-            "context.writer.write or create, or hand over what a library has written in context.writer.directory by "
-            "context.writer.adopt(name)"
+            f"{author} has written no file on any rank for the given state: write by context.writer.write or "
+            "create; or let a library write in context.writer.directory, and call context.writer.adopt(name) for each "
+            "file"
         )
     counts = Counter(name for file in files for name in file.list_files())
     twice = [f"{name!r} by rank {file.rank}" for file in files for name in file.list_files() if counts[name] > 1]

@@ -51,7 +51,7 @@ def check_twins(wanted: Sequence[ShardedBase], values: list[Any], twins: Mapping
             names = f"{wanted[other].key!r} and {wanted[number].key!r}"
             raise KeyMismatchError(
                 f"{names} have one destination, a tensor that the model ties, and differ in the checkpoint. That of "
-                f"{wanted[other].key!r} was loaded. Build the model without the tie, or leave one of them out of what "
-                "is loaded"
+                f"{wanted[other].key!r} was loaded. Build the model without the tie, or leave one of them out of "
+                "the load"
             )
         values[number] = kept

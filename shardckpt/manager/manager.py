@@ -648,7 +648,7 @@ class CheckpointManager:
             return []
         comm = Comm(self._group)
         removed = comm.main_runs(
-            "removing what may go", lambda: [f"step {each}" for part in self._parts for each in part.make_room(step)]
+            "removing old steps", lambda: [f"step {each}" for part in self._parts for each in part.make_room(step)]
         )
         if removed and comm.is_main:
             logger.warning(
@@ -668,7 +668,7 @@ class CheckpointManager:
         limit = UNLIMITED.name_limit(self._folder.path(step), 0)
         removed = self._make_room(step, limit, "for the next save") if is_late else []
         advise = partial(self._advise_of_space, error, step, removed)
-        text, advice = Comm(self._group).main_runs("choosing what could go", advise)
+        text, advice = Comm(self._group).main_runs("choosing removable steps", advise)
         advised = replace_text(error, text)
         vars(advised)["advice"] = advice
         advised.shared_by = error.shared_by  # every rank has given its copy the same text
@@ -692,7 +692,7 @@ class CheckpointManager:
             advice = f"on_full='prune' has removed {listed(removed)} for the next save"
         elif prunes:
             advice = (
-                f"on_full='prune' was tried, and may remove none of what is left: {listed(found, limit=6)}. Let the "
+                f"on_full='prune' was tried, and may remove none of these: {listed(found, limit=6)}. Let the "
                 "retention keep fewer, end pins and leases, or give it more space"
             )
         else:
