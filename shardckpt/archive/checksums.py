@@ -210,5 +210,5 @@ def _name_range(member: Member) -> str:
 
 def _differs_error(what: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{what} have changed since they were written: their CRC-32 is not the one in the archive"
+        f"{what} have changed since they were written: they do not have the CRC-32 that the archive has of them"
     )
