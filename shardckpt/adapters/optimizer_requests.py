@@ -75,8 +75,8 @@ def request_states(
 ) -> dict[str, Any]:
     """Return the request of a load: all that is stored of each parameter's state, in the live tensors where they fit.
 
-    A parameter without stored state has its live descriptions, or none. What the caller has changed in ``described`` is
-    heeded. ``key`` is what the keys of states begin with, without the last dot. ``shard_factored`` is as for
+    A parameter without stored state has its live descriptions, or none. The caller's changes of ``described`` count.
+    ``key`` is the prefix of the states' keys, without the last dot. ``shard_factored`` is as for
     :func:`empty_state_tensor`.
     """
     # memory that several live tensors have is loaded into once
@@ -204,8 +204,8 @@ def find_fresh(values: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
 def request_numbered(groups: Iterable[Mapping[str, Any]], stored: StoredNames, key: str) -> dict[Any, Any]:
     """Return the request of a load for an optimizer's own state dict that has no state yet: all that is stored.
 
-    What the groups have under ``params`` are the keys of the state; ``key`` is what its stored keys begin with, without
-    the last dot.
+    The values of the groups under ``params`` are the keys of the state; ``key`` is the prefix of its stored keys,
+    without the last dot.
     """
     # by names of parameters: the optimizer itself was described; other values of plain DCP are common state elsewhere
     by_names = [f"{key.removesuffix(STATE)}{GROUPS}.{name}" for name in (GROUP_NAME, GROUPS_NAME)]

@@ -197,8 +197,7 @@ class Copies:
     def run(self, views: Sequence[torch.Tensor]) -> None:
         """Copy the tensors into :meth:`Layout.views` of a buffer, which is pinned if any tensor is on a CUDA device.
 
-        It is a ShardingError if a tensor has no memory of its own that holds its values, or is not what the layout is
-        for.
+        It is a ShardingError if a tensor has no memory of its own that holds its values, or does not fit the layout.
         """
         self._check()
         large: list[_Run] = []

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_rename_option(parser: Any, what: str) -> None:
-    """Add the option; ``what`` is what the verb calls the checkpoint that is renamed."""
+    """Add the option; ``what`` is the verb's name for the checkpoint whose keys are renamed."""
     parser.add_argument(
         "--rename",
         type=_parse_rename,

@@ -106,7 +106,7 @@ class OpenCheckpoint:
 
     @property
     def rescue(self) -> Rescue:
-        """The keys that the rescue that has written it left out, as it says; none if it is no rescue."""
+        """The keys that a rescue left out when it wrote this checkpoint; none if no rescue wrote it."""
         record = self.context.reader.manifest.record
         if record is not None:
             return Rescue.from_content(record.content_metadata)

@@ -156,14 +156,15 @@ class TensorAwareStateDict:
         Raises:
             CheckpointingException: the same on every rank.
         """
-        self._check_tensors("to_state_dict")
         is_empty = sharded_state_dict is None or sharded_state_dict == {}
         if is_empty and not return_mismatch_keys:  # as Megatron's, without the other ranks
+            self._check_tensors("to_state_dict")
             return dict_list_map_outplace(lambda leaf: leaf, self.common)
         comm = Comm()
         with comm.local_phase("restoring a state dict"):
             with comm.collective_phase("preparing the state dict"):
                 check_annotated(TensorAwareStateDict.to_state_dict, locals())
+                self._check_tensors("to_state_dict")
                 _check_algo(algo)
                 check_algorithm(exchange_algo)
                 wanted = {} if sharded_state_dict is None else sharded_state_dict
@@ -204,7 +205,7 @@ class TensorAwareStateDict:
                     else _fill_destination(shard, collected, allow_cast=allow_dtype_cast)
                     for shard in template.shards
                 ]
-                # containers of its own: a training changes what it has loaded
+                # containers of its own: a training changes its state
                 state_dict = template.fill(values, dict_list_map_outplace(lambda leaf: leaf, self.common))
         return (state_dict, set(mismatch.missing), set(mismatch.unexpected)) if return_mismatch_keys else state_dict
 

@@ -112,6 +112,21 @@ def test_an_empty_shard_keeps_none_of_another(ranks: Ranks) -> None:
     ranks.run(2, _with_an_empty_shard)
 
 
+def _hollow_on_one_rank() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    part, _ = make_part("atomic")
+    if rank == 1:
+        part.pop_tensors()
+    part.to_state_dict(make_state(rank, world, filled=False, data=False))
+
+
+def test_tensors_that_one_rank_has_taken_out_are_an_error_on_all(ranks: Ranks) -> None:
+    """No rank waits for one whose tensors are out."""
+    found: list[Failure] = ranks.outcomes(2, _hollow_on_one_rank)
+    assert [failure.kind for failure in found] == ["CheckpointingException"] * 2
+    assert all("rank 1" in failure.message and "the tensors are out" in failure.message for failure in found)
+
+
 def _hollow() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     part, _ = make_part("atomic")
