@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.load_template import MISSING, LoadTemplate
 from shardckpt.engine.loading import report_ignored
-from shardckpt.errors import CheckpointingException, KeyMismatchError, show_given
+from shardckpt.errors import CheckpointingException, KeyMismatchError, list_given, show_given
 from shardckpt.local.memory_shards import KeptShards, describe_shards, fetch_shards, keep_share
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
@@ -26,7 +28,6 @@ from shardckpt.validation.sharding import validate_shards
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence, ValuesView
 
-    import torch
     from torch.distributed import ProcessGroup
 
     from shardckpt.mapping.base import ShardedBase, ShardedStateDict, StateDict
@@ -251,10 +252,14 @@ class TensorAwareStateDict:
             CheckpointingException: their number, or the shape or dtype of one, is wrong; then none is put in.
         """
         self._check_hollow("insert_tensors")
-        given = list(tensor_data)
+        given = list_given(tensor_data)
         if len(given) != len(self._kept):
             raise CheckpointingException(f"insert_tensors: {len(given)} tensors for {len(self._kept)} places")
         for shard, tensor in zip(self._kept, given, strict=True):
+            if not isinstance(tensor, torch.Tensor):
+                raise CheckpointingException(
+                    f"insert_tensors: {show_given(tensor)} in place of {shard!r}"
+                )
             if tuple(tensor.shape) != shard.data_shape or tensor.dtype != shard.dtype:
                 raise CheckpointingException(
                     f"insert_tensors: a tensor of {tensor.dtype} and shape {tuple(tensor.shape)} for {shard!r}"

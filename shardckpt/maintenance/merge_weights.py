@@ -62,7 +62,8 @@ def compute_wsm_weights(steps: Sequence[float], decay: str = "1-sqrt") -> list[f
     check_annotated(compute_wsm_weights, locals())
     if decay not in WSM_DECAYS:
         raise CheckpointingException(f"decay={decay!r} is no decay of WSM {name_known(decay, WSM_DECAYS, 'decays')}")
-    if len(steps) < 2 or any(later <= earlier for earlier, later in pairwise(steps)):  # noqa: PLR2004
+    ascend = all(math.isfinite(later - earlier) and later > earlier for earlier, later in pairwise(steps))
+    if len(steps) < 2 or not ascend:  # noqa: PLR2004
         raise CheckpointingException(
             f"the steps of the checkpoints are {list(steps)}: WSM merges at least two, the oldest first, of one "
             "training; give them in the order of their steps"

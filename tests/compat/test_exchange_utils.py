@@ -177,7 +177,9 @@ def test_shards_of_other_groups_come_last() -> None:
     assert distribute_shards_to_ranks(holders, sizes, 2, {"a"}) == {"a": 0, "b": 0}
 
 
-def test_ranks_must_exist() -> None:
-    """A shard that nobody in the group holds is an error that names it."""
+def test_ranks_and_sizes_must_exist() -> None:
+    """A shard that nobody in the group holds, or whose size is not given, is an error that names it."""
     with pytest.raises(CheckpointingException, match=r"'a' is held by ranks \[2\], in a group of 2"):
         distribute_shards_to_ranks({"a": [2]}, {"a": 1}, 2)
+    with pytest.raises(CheckpointingException, match="'b' has no size in shard_to_size"):
+        distribute_shards_to_ranks({"a": [0], "b": [0]}, {"a": 1}, 2)

@@ -147,6 +147,10 @@ def _hollow() -> None:
         part.insert_tensors([])
     with pytest.raises(CheckpointingException, match="a tensor of"):
         part.insert_tensors([tensor.double() for tensor in taken])
+    with pytest.raises(CheckpointingException, match="1 tensors for"):
+        part.insert_tensors(None)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointingException, match="an object of type list in place of"):
+        part.insert_tensors([tensor.tolist() for tensor in taken])  # type: ignore[misc]
     assert part.is_hollow
     other = pickle.loads(small)
     other.init_tensors()

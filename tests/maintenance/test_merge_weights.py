@@ -40,8 +40,8 @@ def test_wsm_weights_stand_for_a_decay(decay: str) -> None:
 
 
 def test_wsm_refuses_steps_that_do_not_ascend() -> None:
-    """Sources in the wrong order would be merged with the wrong weights."""
-    for steps in ([100, 90], [1, 1, 2], [5]):
+    """Sources in the wrong order, or without one, would be merged with the wrong weights."""
+    for steps in ([100, 90], [1, 1, 2], [5], [1, float("nan"), 3], [1, float("inf")]):
         with pytest.raises(CheckpointingException, match="the oldest first"):
             compute_wsm_weights(steps)
     with pytest.raises(CheckpointingException, match="decays: 1-sqrt, cosine, linear"):

@@ -61,12 +61,14 @@ def distribute_shards_to_ranks(
         The rank of each shard.
 
     Raises:
-        CheckpointingException: a shard has no rank, or a rank outside the group.
+        CheckpointingException: a shard has no size, no rank, or a rank outside the group.
     """
     for shard, ranks in shard_to_ranks.items():
         # assign_holders trusts its callers; this one is a user
         if not ranks or min(ranks) < 0 or max(ranks) >= num_ranks:
             raise CheckpointingException(f"shard {shard!r} is held by ranks {list(ranks)}, in a group of {num_ranks}")
+        if shard not in shard_to_size:
+            raise CheckpointingException(f"shard {shard!r} has no size in shard_to_size: give its bytes")
     late = {number for number, shard in enumerate(shard_to_ranks) if shard in cross_parallelization_group_loads}
     holders = [tuple(sorted(set(ranks))) for ranks in shard_to_ranks.values()]
     chosen = assign_holders(holders, [shard_to_size[shard] for shard in shard_to_ranks], late)
