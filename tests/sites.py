@@ -23,16 +23,7 @@ Sites = Callable[[str], Path]
 VARIABLE = "SHARDCKPT_TEST_SITES"
 _TIMEOUT = 240.0  # seconds
 #: Wheels alone, and no dependencies: nothing is built, and torch and numpy are those of the tests.
-_PIP = (
-    "pip",
-    "install",
-    "--quiet",
-    "--no-deps",
-    "--only-binary",
-    ":all:",
-    "--no-compile",
-    "--disable-pip-version-check",
-)
+_INSTALL = ("uv", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:", "--python", sys.executable)
 
 
 #: What a line of a site begins with that the proof tier alone needs.
@@ -66,7 +57,7 @@ def install(name: str, folder: Path) -> Path:
     """Return a site's path in a folder, where it is installed from PyPI if it is absent.
 
     Raises:
-        SiteError: ``.ci/sites.txt`` does not list the site, or pip failed.
+        SiteError: ``.ci/sites.txt`` does not list the site, or uv failed.
     """
     site = find(name, folder)
     if site is not None:
@@ -74,16 +65,16 @@ def install(name: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         target = Path(scratch, "site")
-        command = [sys.executable, "-m", *_PIP, "--target", str(target), *list_sites()[name]]
+        command = [sys.executable, "-m", *_INSTALL, "--target", str(target), *list_sites()[name]]
         # each version is exact, and may differ from the one that the tests themselves run with
-        environment = {key: value for key, value in os.environ.items() if key != "PIP_CONSTRAINT"}
+        environment = {key: value for key, value in os.environ.items() if key != "UV_CONSTRAINT"}
         try:
             subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=True, env=environment)
         except subprocess.TimeoutExpired:
-            raise SiteError(f"pip took longer than {_TIMEOUT:g} s to install {name}") from None
+            raise SiteError(f"uv took longer than {_TIMEOUT:g} s to install {name}") from None
         except subprocess.CalledProcessError as error:
-            reason = (error.stderr.strip().splitlines() or ["pip failed"])[-1]
-            raise SiteError(f"pip could not install {name}: {reason}") from error
+            reason = (error.stderr.strip().splitlines() or ["it failed"])[-1]
+            raise SiteError(f"uv could not install {name}: {reason}") from error
         try:
             target.rename(folder / name)
         except OSError:

@@ -23,12 +23,11 @@ THREAD_FIRST = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     ("world_size", "persistent"),
     [
-        *in_proof((0, True)),
+        *in_proof((0, True), (4, False)),
         (0, False),
         (1, False),
         (2, False),
         pytest.param(2, True, marks=pytest.mark.ci),
-        pytest.param(4, False, marks=pytest.mark.ci),
     ],
 )
 def test_the_state_at_the_moment_of_scheduling_is_saved(

@@ -72,12 +72,15 @@ def _found(directory: Path) -> set[str]:
 
 
 _CASES = [*product((1, 2), ("", "thread", "process"), ("path", "url"))]
-_FAST = [(1, "", "path"), (2, "", "url"), (2, "thread", "path"), (2, "thread", "url")]
+_TIERS = {
+    **dict.fromkeys([(1, "", "path"), (2, "", "url"), (2, "thread", "path"), (2, "thread", "url")], ()),
+    (2, "process", "url"): pytest.mark.ci,
+}
 
 
 @pytest.mark.parametrize(
     ("world", "how", "where"),
-    [pytest.param(*case, marks=() if case in _FAST else pytest.mark.ci) for case in _CASES],
+    [pytest.param(*case, marks=_TIERS.get(case, pytest.mark.proof)) for case in _CASES],
 )
 def test_a_tree_is_saved_and_loaded(ranks: Ranks, tmp_path: Path, world: int, how: str, where: str) -> None:
     """What 1 or 2 ranks save, in front of the training or behind it, 1 and 2 ranks load, from a path and a URL."""

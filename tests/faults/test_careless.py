@@ -72,8 +72,8 @@ def _all_in_the_foreground(folder: str) -> dict[str, tuple[str, str]]:
     ("backend", "world"),
     [
         ("torch_dist", 1),
-        pytest.param("safetensors", 2, marks=pytest.mark.ci),
-        *in_proof(("torch_dist", 2), ("torch_dist", 3), ("safetensors", 1), ("safetensors", 3)),
+        pytest.param("torch_dist", 2, marks=pytest.mark.ci),
+        *in_proof(("torch_dist", 3), *(("safetensors", world) for world in (1, 2, 3))),
     ],
     indirect=["backend"],
     scope="module",
@@ -209,8 +209,7 @@ def _misdeeds(folder: str, way: str, misdeeds: list[str]) -> dict[str, tuple[str
     ("way", "world", "misdeeds"),
     [
         ("foreground", 1, _OWN),
-        pytest.param("foreground", 3, [*MISDEEDS], marks=pytest.mark.ci),
-        pytest.param("thread", 2, [*MISDEEDS], marks=pytest.mark.ci),
+        *in_proof(("foreground", 3, [*MISDEEDS]), ("thread", 2, [*MISDEEDS])),
         pytest.param("process", 2, ["unfinished", "open"], marks=pytest.mark.ci),
     ],
     ids=["alone", "foreground", "thread", "process"],

@@ -1,4 +1,7 @@
-"""The tiers of the contract's rows: what starts ranks or other processes, or draws many examples, is CI."""
+"""The tiers of the contract's rows: what starts ranks or other processes, or draws many examples, is proof.
+
+The CI tier runs it on (torch_dist, 1), whole.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ SLOW_PARTS = ("background", "kills", "resharding", "stores")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave in the default tier what is quick of the example that authors read."""
+    """Leave in the default tier what is quick."""
     for item in items:
         module = getattr(getattr(item, "function", None), "__module__", "")
         is_slow = module.rpartition(".")[2] in SLOW_PARTS or item.name == "test_drawn_layouts"
         if module.startswith("shardckpt.testing.contract.") and is_slow:
-            item.add_marker(pytest.mark.ci)
+            item.add_marker(pytest.mark.proof)
 
 
 @pytest.fixture

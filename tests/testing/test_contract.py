@@ -1,4 +1,7 @@
-"""The contract, run on the example that authors read; its slow parts are in the CI tier."""
+"""The contract, run on the example that authors read and on the pickle-free format; slow parts are proof.
+
+The CI tier has all of it on (torch_dist, 1).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from shardckpt_npy.load import NpyLoadStrategy
 from shardckpt_npy.save import NpySaveStrategy
 
 from shardckpt.testing import StrategyContract
+from tests.testing.claims import SafetensorsClaims
 
 
 class TestNpy(StrategyContract):
@@ -15,3 +19,7 @@ class TestNpy(StrategyContract):
     load_strategy = NpyLoadStrategy
     supports_python_values = False
     supports_urls = True
+
+
+class TestSafetensors(SafetensorsClaims):
+    """(safetensors, 1) keeps all that it claims."""

@@ -23,6 +23,7 @@ def test_mutants_of_every_file(tmp_path: Path, count: int) -> None:
     assert found.count("refused") > len(found) // 2
 
 
+@pytest.mark.proof
 def test_mutants_of_an_index_in_parts(tmp_path: Path) -> None:
     """So are those of an index whose tensors are in several files."""
     found: list[str] = ask("fuzzer", tmp_path, 25, "parts")

@@ -45,7 +45,7 @@ _CASES = pytest.mark.parametrize(
     [
         *(
             pytest.param(operation, *_SOME[number % 2], SOME, marks=pytest.mark.ci)
-            for number, operation in enumerate(("thread", "training", "convert"))
+            for number, operation in enumerate(("thread", "convert"))
         ),
         *(pytest.param(operation, *each, MANY, marks=pytest.mark.proof) for operation in _OPERATIONS for each in _ALL),
     ],

@@ -31,12 +31,10 @@ _SECONDS = 300.0
 #: scales, codes of a library, an adapter.
 _IN_CI = (
     "llama",
-    "gpt2, tied",
     "qwen3_moe",
     "gpt_oss, packed experts",
     "deepseek_v3, fp8 with block scales",
     "llama, NF4",
-    "llama, LoRA",
 )
 
 

@@ -59,7 +59,7 @@ def _put(endpoint: str, url: str, names: list[str]) -> None:
         list(threads.map(lambda name: request(endpoint, "PUT", f"{prefix}/{name}"), names))
 
 
-@pytest.mark.parametrize("name", ["größe/läufe", "50%25 #3?", *in_proof("a run", "1+1=2", "it's (1)~x")])
+@pytest.mark.parametrize("name", ["größe/50%25 #3?", *in_proof("größe/läufe", "a run", "1+1=2", "it's (1)~x")])
 def test_a_manager_lives_at_any_name(folder: str, name: str) -> None:
     """Steps 1, 10 and 100 below names that clients escape: retention removes step 1 alone, a resume has the values."""
     url = f"{folder}/{name}"

@@ -32,7 +32,7 @@ def test_the_first_replica_saves_for_all(ranks: Ranks, tmp_path: Path, mode: str
     assert second == list(range(1, 10))
 
 
-@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem", *in_proof("disabled")])
+@pytest.mark.parametrize("mode", ["async", *in_proof("async_with_pinned_mem", "disabled")])
 def test_one_replica_is_lost_and_joins_again(gloo_ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """It takes over what replicas have alike, and reads on where it was when it was lost: nothing twice or never."""
     results = gloo_ranks.run(4, replicas.rejoined, str(tmp_path), mode)
