@@ -257,9 +257,7 @@ class TensorAwareStateDict:
             raise CheckpointingException(f"insert_tensors: {len(given)} tensors for {len(self._kept)} places")
         for shard, tensor in zip(self._kept, given, strict=True):
             if not isinstance(tensor, torch.Tensor):
-                raise CheckpointingException(
-                    f"insert_tensors: {show_given(tensor)} in place of {shard!r}"
-                )
+                raise CheckpointingException(f"insert_tensors: {show_given(tensor)} in place of {shard!r}")
             if tuple(tensor.shape) != shard.data_shape or tensor.dtype != shard.dtype:
                 raise CheckpointingException(
                     f"insert_tensors: a tensor of {tensor.dtype} and shape {tuple(tensor.shape)} for {shard!r}"
