@@ -29,7 +29,7 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.huggingface.check import check_folder, check_weights
-from shardckpt.huggingface.folder import CONFIG, read_folder_config
+from shardckpt.huggingface.folder import CONFIG, read_folder_config, resolve_link
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.names import ADAPTER, ADAPTER_WEIGHTS
 from shardckpt.huggingface.review import review_folder, review_others
@@ -292,10 +292,10 @@ def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[s
     if any(found[name].error for name in weights):
         return found
     for name, note in review_others(place, weights).items():
-        error = (
-            find_error(check_weights, place / name) if name.endswith(".safetensors") else found.get(name, (None,))[0]
-        )
-        found[name] = Checked(error, note=note)
+        if name.endswith(".safetensors"):
+            found[name] = Checked(find_error(check_weights, resolve_link(place, name)), note=note)
+        else:
+            found[name] = Checked(found[name].error if name in found else None, note=note)
     config = ADAPTER if ADAPTER_WEIGHTS in weights else CONFIG
     if config in found and found[config].error:
         return found
@@ -343,8 +343,8 @@ def list_unread_files(location: Path, checkpoint: StoredCheckpoint) -> dict[str,
     place = open_directory(location)
     unread = [name for name in list_torch_files(place) if name not in read]
     found = _check_archives(place, members=False) if unread else {}
-    errors = {name: found[name].error if name in found else None for name in unread}
-    return {name: str(error).replace(f"{place}/", "") if error else "" for name, error in errors.items()}
+    damaged = {name: str(each.error).replace(f"{place}/", "") for name, each in found.items() if _is_damaged(each)}
+    return {name: damaged.get(name, "") for name in unread}
 
 
 def have_same_bytes(one: Path, other: Path) -> bool:
@@ -386,7 +386,12 @@ def list_torch_files(place: Path) -> list[str]:
 
 def find_cut_file(place: Path) -> CheckpointingException | None:
     """Return the error of a file of torch.save next to a model that is empty or cut, or None; no pickle is read."""
-    return next((found.error for found in _check_archives(place, members=False).values() if found.error), None)
+    return next((each.error for each in _check_archives(place, members=False).values() if _is_damaged(each)), None)
+
+
+def _is_damaged(checked: Checked) -> bool:
+    """Return whether a file's content is at fault: one that cannot be opened may be sound, such as a link."""
+    return isinstance(checked.error, CorruptCheckpointError)
 
 
 def _check_archives(place: Path, skipped: Collection[str] = (), *, members: bool = True) -> dict[str, Checked]:
@@ -395,22 +400,26 @@ def _check_archives(place: Path, skipped: Collection[str] = (), *, members: bool
     Files in ``skipped`` are not checked. Without ``members`` no value is compared: it looks for the ends alone.
     """
     manifest = Manifest(backend=TorchFileLoadStrategy.backend, version=TorchFileLoadStrategy.version)
-    found = {}
-    with CheckpointReader(place, manifest, verify=False, crcs="parts" if members else None) as reader:
+    archives = set[str]()
 
-        def check(name: str) -> None:
-            archive = Archive.of_file(reader, name)
-            if members:
-                archive.check_members(reader, name)
+    def check(name: str) -> None:
+        path = resolve_link(place, name)
+        folder = place if path.name == name else path.parent
+        with CheckpointReader(folder, manifest, verify=False, crcs="parts" if members else None) as reader:
+            if not reader.size(path.name):
+                raise CorruptCheckpointError(f"{place / name} is empty")
+            if is_archive(reader, path.name):
+                archives.add(name)
+                archive = Archive.of_file(reader, path.name)
+                if members:
+                    archive.check_members(reader, path.name)
 
-        for name in list_torch_files(place):
-            if name in skipped:
-                continue
-            if not reader.size(name):
-                found[name] = Checked(CorruptCheckpointError(f"{place / name} is empty"))
-            elif is_archive(reader, name):
-                found[name] = Checked(find_error(check, name), "crc32" if members else "structure")
-    return found
+    errors = {name: find_error(check, name) for name in list_torch_files(place) if name not in skipped}
+    return {
+        name: Checked(error, "crc32" if members and name in archives else "structure")
+        for name, error in errors.items()
+        if error is not None or name in archives
+    }
 
 
 def check_all_files(
