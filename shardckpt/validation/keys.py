@@ -354,16 +354,24 @@ def _suggest_prefix(absent: Collection[str], stored: Collection[str]) -> str:
             f"keys without {prefix!r}; to_sharded_state_dict(model) puts nothing before the names of the model"
         )
     key = min(absent, default="")
-    prefixes = sorted(name.removesuffix(key) for name in stored if key and name.endswith(f".{key}"))
+    # one walk over the stored keys: thousands may end with a short key, and thousands be absent
+    counts = Counter(name.removesuffix(tail) for name in stored for tail in _list_tails(name) if tail in absent)
+    prefixes = sorted(prefix for prefix in counts if key and prefix + key in stored)
     if not prefixes:
         return ""
-    prefix = max(prefixes, key=lambda each: sum(each + name in stored for name in absent))
-    many = format_many(sum(prefix + name in stored for name in absent), "key")
+    prefix = max(prefixes, key=counts.__getitem__)
+    many = format_many(counts[prefix], "key")
     return (
         f"\nThe checkpoint has {prefix + key!r} and not {key!r} ({many} so), as of a model that was saved with "
         f"its optimizer: describe the model by to_sharded_state_dict(model, prefix={prefix!r}), or put {prefix!r} "
         "before its keys"
     )
+
+
+def _list_tails(key: str) -> list[str]:
+    """Return the rest of a dotted key after each of its dots: ``b.c`` and ``c`` of ``a.b.c``."""
+    parts = key.split(".")
+    return [".".join(parts[first:]) for first in range(1, len(parts))]
 
 
 def _suggest_nearest(absent: Mapping[str, str], unused: Collection[str]) -> str:
