@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.integrity import refuse_damage
+from shardckpt.engine.lazy import StoredCheckpoint
 from shardckpt.engine.locations import is_same_place, locate, refuse_overlap
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.space import Forecast, count_stored_bytes
@@ -45,7 +46,7 @@ def migrate_checkpoint(
     installed strategy reads the result, or if it lacks items of the old checkpoint's index, where a strategy that reads
     the old version is still installed. It is a VersionTooOldError if no installed plugin has a migration from its
     version to ``to``, and an UnknownBackendError if none knows its backend. Fingerprints that the old checkpoint has
-    stored stand in the new one, too: the values are the same.
+    stored stand in the new one, too, whose values are compared with them: other values are a PluginError.
 
     ``new`` must be absent or empty. With ``overwrite`` the checkpoint there is replaced: in one step, when the new one
     is complete and on disk, as by :func:`shardckpt.dist_checkpointing.save`. Until then, and after any error, it is
@@ -107,7 +108,7 @@ def _migrate(
         with CheckpointReader(place, manifest, verify=True, crcs="parts") as reader:
             refuse_damage(source, reader, plugins)  # the rewritten files have digests
             index = _read_index(source, reader, plugins)
-            before = _describe(index)
+            before, fingerprints = _describe(index), read_fingerprints(reader)
             needed = count_stored_bytes(index)
             if not index and record is not None:  # the share of tensors is unknown: it is about all
                 needed = sum(record.list_files().values())
@@ -116,12 +117,12 @@ def _migrate(
                 migration = chosen.create()
                 operation.attribute_to(migration)
                 migration.migrate(reader, writer)
-                writer.known_fingerprints.update(read_fingerprints(reader))
+                writer.known_fingerprints.update(fingerprints)
                 reader.check_unchanged()  # else the new checkpoint might be made of two saves, with correct digests
 
             def check(staging: Path, files: Path) -> None:
                 what = f"the migration {chosen.name} of {source} to version {chosen.to_version}"
-                _refuse_loss(what, before, staging, files, plugins)
+                _refuse_loss(what, before, fingerprints, staging, files, plugins)
 
             Transaction(operation, target, header, overwrite=overwrite, check=check, forecast=Forecast(needed)).run(
                 write
@@ -148,11 +149,22 @@ def _describe(index: Iterable[ShardedBase]) -> dict[str, str]:
     }
 
 
-def _refuse_loss(what: str, before: dict[str, str], staging: Path, files: Path, plugins: PluginManager) -> None:
-    """Refuse to commit a checkpoint that nothing installed reads, or that lacks items of the old checkpoint."""
+def _refuse_loss(
+    what: str,
+    before: dict[str, str],
+    fingerprints: dict[str, str],
+    staging: Path,
+    files: Path,
+    plugins: PluginManager,
+) -> None:
+    """Raise PluginError if nothing installed reads the result, or it lacks items or values of the old checkpoint.
+
+    ``before`` are the old items as :func:`_describe` returns them; ``fingerprints`` are those that it has stored.
+    """
     try:
         with open_staged(staging, files, plugins) as opened:
             after = _describe(opened.index())
+            values = StoredCheckpoint(opened).compute_fingerprints(fingerprints.keys() & after.keys())
     except CannotLoadError as exc:
         raise PluginError(
             f"{what} wrote a format that no installed plugin reads; nothing was committed. Install the LoadStrategy "
@@ -160,7 +172,10 @@ def _refuse_loss(what: str, before: dict[str, str], staging: Path, files: Path, 
         ) from exc
     except CheckpointingException as exc:
         raise PluginError(f"{what} wrote an unreadable checkpoint; nothing was committed: {exc}") from exc
-    other = sorted(key for key, entry in before.items() if after.get(key) != entry)
-    if other:
-        lost = [f"{key}: {before[key]}, now {after.get(key, 'absent')}" for key in other]
-        raise PluginError(f"{what} does not keep all stored items; nothing was committed: {listed(lost)}")
+    lost = {key: f"{entry}, now {after.get(key, 'absent')}" for key, entry in before.items() if after.get(key) != entry}
+    changed = {
+        key: "its stored fingerprint is of other values" for key in fingerprints if values.get(key) != fingerprints[key]
+    }
+    if faults := changed | lost:
+        shown = listed([f"{key}: {fault}" for key, fault in sorted(faults.items())])
+        raise PluginError(f"{what} does not keep all stored items; nothing was committed: {shown}")
