@@ -71,7 +71,13 @@ if TYPE_CHECKING:
 
 
 class Checked(NamedTuple):
-    """The result of a file's check: its error, or None, and how it was checked; ``note`` has other remarks."""
+    """The result of the check of a file.
+
+    Attributes:
+        error: The file's fault, or None.
+        how: What was compared: the CRC-32 of its values, or its structure alone.
+        note: Other remarks.
+    """
 
     error: CheckpointingException | None
     how: Literal["crc32", "structure"] = "structure"
@@ -108,6 +114,7 @@ class Reading(NamedTuple):
 logger = logging.getLogger(__name__)
 
 _AS_IT_IS = Reading()
+#: Bytes of the length of a safetensors header.
 _LENGTH = 8
 #: Bytes of two files that are compared at a time.
 _PART_BYTES = 8 << 20
@@ -115,7 +122,7 @@ _PART_BYTES = 8 << 20
 _OF_CHECKPOINTS = (".pt", ".pth", ".ckpt", ".safetensors")
 #: Suffixes of files of torch.save.
 _OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
-#: The upper half of the length of a safetensors header, and its first byte.
+#: The upper half of that length, and the first byte of the header.
 _HEADER = b"\0\0\0\0{"
 
 
@@ -205,10 +212,8 @@ def _open(
     with CheckpointReader(
         place, manifest, verify=True, kept_bytes=how.kept_bytes, memory_budget=how.memory_budget, crcs="parts"
     ) as reader:
-        if (
-            is_read_again() and manifest.record is not None and not how.skip_damaged
-        ):  # as when a checkpoint is opened for a load
-            reader.open_files([file.name for file in manifest.record.files])
+        if is_read_again() and manifest.record is not None and not how.skip_damaged:
+            reader.open_files([file.name for file in manifest.record.files])  # as for a load: a save may replace them
         yield OpenCheckpoint(strategy, LoadContext(reader, comm, how.allow_globals), operation)
         if how.check:
             reader.check_unchanged()
@@ -220,8 +225,7 @@ def open_any(
 ) -> Iterator[StoredCheckpoint]:
     """Open a source like :func:`open_source`, as a mapping from key to tensor. Not collective.
 
-    It is a context manager that gives the mapping, whose tensors are read when they are asked for. ``place`` is a path,
-    or, except for files, a URL.
+    Its tensors are read when they are asked for. ``place`` is a path, or, except for files, a URL.
     """
     plugins = get_plugin_manager()
     opened = open_source(locate(place, plugins), plugins, Reading(unmarked=unmarked, rename=rename))
@@ -492,23 +496,28 @@ def recognise_file(
     suffix = suffix or path.suffix
     with wrap_os_errors("open", path), path.open("rb") as file:
         first = file.read(_LENGTH + 1)
-    is_torch = is_torch_file(path)
-    what = describe_file(path) if is_torch and first.startswith(b"PK") else ""
-    if is_torch and not what:
+    is_zip = first.startswith(b"PK")
+    if is_torch_file(path):
+        if is_zip and (other := describe_file(path)):  # a TorchScript archive, say
+            raise NotACheckpointError(f"{path} is {other}")
         return TorchFileLoadStrategy(path.name)
+    if _is_safetensors(path, first):
+        return read_all_of_folder(place, path.name, skip_damaged=skip_damaged)[0]
+    what = describe_file(path) or "a zip archive that is cut short"
+    if suffix in _OF_CHECKPOINTS and (is_zip or not any(first)):
+        raise CorruptCheckpointError(f"{path} is {what}")
+    raise NotACheckpointError(f"{path} is {what}")
+
+
+def _is_safetensors(path: Path, first: bytes) -> bool:
+    """Return whether a file begins as one of safetensors; CorruptCheckpointError if it does, and its header is cut."""
     try:
         header_length(first[:_LENGTH], path.stat().st_size, str(path))
-        is_safetensors = first[_LENGTH : _LENGTH + 1] == b"{"
     except CorruptCheckpointError:
-        if first[_LENGTH // 2 : _LENGTH + 1] == _HEADER:  # it begins as one, and is cut in its header
+        if first[_LENGTH // 2 :] == _HEADER:
             raise
-        is_safetensors = False
-    what = what or describe_file(path) or "a zip archive that is cut short"
-    if suffix in _OF_CHECKPOINTS and (not any(first) or (first.startswith(b"PK") and not is_torch)):
-        raise CorruptCheckpointError(f"{path} is {what}")
-    if is_safetensors:
-        return read_all_of_folder(place, path.name, skip_damaged=skip_damaged)[0]
-    raise NotACheckpointError(f"{path} is {what}")
+        return False
+    return first[_LENGTH:] == b"{"
 
 
 def recognise_files(
