@@ -191,5 +191,6 @@ def test_a_snapshot_of_the_hubs_cache_may_have_other_files(
         assert main(verb) == 0, capsys.readouterr().err
     capsys.readouterr()
     assert main(["verify", str(snapshot)]) == 1
-    shown = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in shown if "cannot open" in line] == ["optimizer.pt", "scheduler.pt"]
+    shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "not checked: it is a link out of the folder" in shown["optimizer.pt"]  # no damage, which a prune may remove
+    assert "cannot open" in shown["scheduler.pt"]
