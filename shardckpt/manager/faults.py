@@ -48,7 +48,7 @@ _EXPECTED_OF = {
 }
 
 
-#: How a text of :func:`ask_nearest` names the right word: nested errors, of plugins too, have it in no other form.
+#: The right word in a text of :func:`ask_nearest`: nested errors, also of plugins, have it in this form alone.
 _NEAREST = re.compile(r"did you mean (.+?)\?")
 
 #: Returns a hint about a setting that does not exist, ``""`` if there is none, and its right name, if any.
@@ -63,8 +63,11 @@ def list_faults(
 ) -> list[SettingFault]:
     """Return the faults that pydantic found in the settings that were given by name.
 
-    ``names`` are all settings, in the order in which a call may give them without names. ``find_hint`` returns, for a
-    setting that does not exist, the one to use.
+    Args:
+        error: The error of the settings' class.
+        given: The settings by name.
+        names: All settings that exist, in the order of a call without names.
+        find_hint: As :data:`Hint`.
     """
     found = [fault for each in error.errors() for fault in _describe_fault(each, given, names, find_hint)]
     return [*{fault.message: fault for fault in found}.values()]
@@ -83,7 +86,7 @@ def describe_unknown(
     """Return the fault of a setting that does not exist; the arguments are as for :func:`list_faults`."""
     hint, ours = find_hint(name)
     hint = hint or ask_nearest(name, [each for each in names if each not in given]).rstrip()
-    return make_fault(given, name, f"there is no setting {name!r}" + f": {hint}" * bool(hint), ours)
+    return make_fault(given, name, f"there is no setting {name!r}{f': {hint}' if hint else ''}", ours)
 
 
 def _describe_fault(
