@@ -45,10 +45,10 @@ def migrate_checkpoint(
 
     Args:
         old: The checkpoint: a directory or a URL. It does not change, unless it is ``new``, too.
-        new: The target, which must be absent or empty. It may be ``old``.
+        new: The target, which must be absent or empty; with ``overwrite`` it may be a checkpoint, also ``old``.
         to: The version to write; by default the newest to which there is a migration.
-        overwrite: Replace the checkpoint at ``new`` in one step, when the new one is complete and on disk. Until then,
-            and after any error, it is unchanged. At a URL, only the leftovers of an interrupted save are replaced.
+        overwrite: Replace the checkpoint at ``new`` in one step, when the new one is complete and durable. Until then,
+            and after any error, it is unchanged.
 
     Returns:
         The backend, the old version and the new version. They are equal if ``new`` is ``old`` and has the newest
