@@ -92,11 +92,11 @@ class Reading(NamedTuple):
         kept_bytes: As for :class:`~shardckpt.storage.CheckpointReader`.
         memory_budget: Bytes that reading may hold next to the tensors; None: as many as are fast.
         check: As for :func:`shardckpt.engine.open_checkpoint`.
-        unmarked: As for :func:`~shardckpt.maintenance.unmarked.hold_unmarked`; a Hugging Face folder may lack files,
-            whose tensors are not listed then, but with the files. So it is with ``skip_damaged``.
+        unmarked: As for :func:`~shardckpt.maintenance.unmarked.hold_unmarked`. With it, or with ``skip_damaged``, a
+            Hugging Face folder may lack files; the index is without their tensors.
         rename: Prefixes of keys and of paths in the common state, each with the prefix that replaces it.
         skip_damaged: Whether tensors and objects that cannot be read are left out, and no error; all are read first.
-        trainer: Maps a trainer's names to the Hub's: a Hugging Face folder is read by the trainer's.
+        trainer: The mapping of a trainer's names to the Hub's; a Hugging Face folder is read by the trainer's names.
         dtype: As for :func:`shardckpt.huggingface.name_for_trainer`.
     """
 
@@ -130,10 +130,17 @@ _HEADER = b"\0\0\0\0{"
 def open_source(location: Path, plugins: PluginManager, how: Reading = _AS_IT_IS) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint, a folder or file of another library that is read here, for the block. Not collective.
 
-    ``location`` is as :func:`shardckpt.engine.locate` returned it. All that is opened is of one save. Anything else
-    is a NotACheckpointError that describes it; a format that ``SHARDCKPT_ACCEPT`` leaves out is a
-    RefusedByPolicyError. It is a KeyMismatchError if nothing has a name that is to be renamed, or two things would have
-    one name.
+    All that is read is of one save.
+
+    Args:
+        location: As :func:`shardckpt.engine.locate` returned it.
+        plugins: The plugins whose strategies may read it.
+        how: The options.
+
+    Raises:
+        NotACheckpointError: It is something else, which the error describes.
+        RefusedByPolicyError: ``SHARDCKPT_ACCEPT`` leaves out its format.
+        KeyMismatchError: Nothing has a name that is to be renamed, or two items would have one name.
     """
     is_partial = how.unmarked or how.skip_damaged
     place, manifest, strategy = _recognise(location, plugins, unmarked=is_partial, skip_damaged=is_partial)
