@@ -36,7 +36,7 @@ class _Record(metaclass=Frozen):
 
 
 class _Properties(_Record):
-    """DCP's TensorProperties: its pickled state is a tuple that begins with the dtype, or in old files a dict."""
+    """DCP's TensorProperties, of which the dtype is kept; its state is a tuple that begins with it, once a dict."""
 
     dtype: torch.dtype
 
@@ -65,24 +65,28 @@ def _make_ordered_dict() -> collections.OrderedDict[Any, Any]:
 
 
 def _layout_name(name: Any) -> str:
+    """Return the name of a layout, which DCP pickles and this library does not use."""
     return name if isinstance(name, str) else "unknown"
 
 
 def _get_member(owner: Any, name: str) -> Any:
-    """Return a member of an enum; what it asks for of classes that the caller allows, the unpickler finds itself."""
+    """Return a member of an enum, the only attribute that a pickle gets by ``getattr``.
+
+    The unpickler itself looks up classes inside of classes that the caller allows.
+    """
     if isinstance(owner, type) and issubclass(owner, Stub):
         return owner.for_member(name)
-    if isinstance(owner, enum.EnumMeta) and name in owner.__members__:  # an enum that the caller allows
+    if isinstance(owner, enum.EnumMeta) and name in owner.__members__:  # of an enum that the caller allows
         return owner.__members__[name]
     raise UnsafePickleError(f"a pickle asks for attribute {describe(name)} of {describe(owner)}: refused")
 
 
-#: What stands for ``getattr``.
+#: The object in the place of ``getattr``.
 GET_MEMBER = FunctionProxy(_get_member)
 
 
 def _make_instance(kind: Any, _base: Any, _state: Any) -> Any:
-    """Call ``object.__new__``, as pickles of protocols 0 and 1 do through copyreg; never a ``__new__`` of the class."""
+    """Return a new object without a call of its class: ``copyreg._reconstructor``, of protocols 0 and 1."""
     if isinstance(kind, type) and (issubclass(kind, Stub) or kind.__new__ is object.__new__):
         return Stub.__new__(kind) if issubclass(kind, Stub) else object.__new__(kind)
     raise UnsafePickleError(f"a pickle asks for an object of {describe(kind)} without its constructor: refused")
@@ -91,7 +95,8 @@ def _make_instance(kind: Any, _base: Any, _state: Any) -> Any:
 _BUILTINS = (bool, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple)
 _TIMES = (datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone)
 
-#: What paths become, by the names of their classes: to make one touches no file. Paths of the other system are pure.
+#: The class of an unpickled path, by its name in the pickle. A path of the other system becomes a pure one. To make a
+#: path touches no file.
 _PATHS = {
     "PurePosixPath": pathlib.PurePosixPath,
     "PureWindowsPath": pathlib.PureWindowsPath,

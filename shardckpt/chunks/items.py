@@ -26,21 +26,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sources:
-    """The source of the values of boxes: the shard of each, by its position among the rank's.
+    """The shards that boxes are of.
 
-    ``parts`` has the part of its shard that a box is, by the position of the box; only of boxes that are not all of it.
+    Attributes:
+        shards: The position, among the rank's shards, of each box's shard.
+        parts: The part of its shard that a box is, by the position of the box; none for a box that is all of its shard.
     """
 
     shards: list[int] = field(default_factory=list)
     parts: dict[int, FlatPart] = field(default_factory=dict)
 
-    def is_each(self, count: int) -> bool:
-        """Return whether there is one box for each of so many shards, in their order."""
-        return len(self.shards) == count and self._are_all
+    def are_one_to_one(self, count: int) -> bool:
+        """Return whether each of ``count`` shards has one box, in the order of the shards."""
+        return len(self.shards) == count and self._are_in_order
 
     @cached_property
-    def _are_all(self) -> bool:
-        """Whether box and shard have the same position; asked when all boxes are there, by each save of a plan."""
+    def _are_in_order(self) -> bool:
+        """Whether box and shard have the same position; each save of a plan asks, when no box is added any more."""
         return self.shards == list(range(len(self.shards)))
 
     def add(self, shard: int, part: FlatPart | None) -> None:
@@ -60,7 +62,7 @@ class LocalItems:
         shapes: Their global shapes.
         boxes: The boxes that it stores.
         tensors: The values of each box.
-        sources: Where each of these comes from.
+        sources: The shard of each box.
         objects: The positions of the ShardedObjects among the rank's shards, by unique key.
         scales: The block scales of a tensor, by its key.
     """
@@ -87,12 +89,12 @@ class LocalItems:
 
 def view_tensors(sources: Sources, shards: Sequence[Any]) -> list[torch.Tensor]:
     """Return a view of the values of each box, for shards with the same metadata as when the sources were made."""
-    data: list[torch.Tensor] = [shard.data for shard in shards]  # nearly always all, in order
-    views = data if sources.is_each(len(shards)) else [data[position] for position in sources.shards]
+    data: list[torch.Tensor] = [shard.data for shard in shards]
+    views = data if sources.are_one_to_one(len(shards)) else [data[position] for position in sources.shards]
     for number, part in sources.parts.items():
         views[number] = part_view(shards[sources.shards[number]], part)
-    # To detach a tensor takes longer than to ask whether it needs that, of all at once. It must be done here: a
-    # parameter may get other memory before a background save copies it.
+    # Detach here: a parameter may get other memory before a background save copies it. Only if there are parameters:
+    # to ask all tensors takes less time than to detach one each.
     if any(map(attrgetter("requires_grad"), views)):
         return [view.detach() if view.requires_grad else view for view in views]
     return views
@@ -101,8 +103,8 @@ def view_tensors(sources: Sources, shards: Sequence[Any]) -> list[torch.Tensor]:
 def collect_items(shards: Sequence[ShardedBase], left_out: Collection[str] = ()) -> LocalItems:
     """Return the items of the main replicas among a rank's shards; their tensors are views, not copies.
 
-    Tensors are in the order of the shards and of their parts. One without data, and a shard of another kind, are a
-    ShardingError.
+    Tensors are in the order of the shards and of their parts, without those whose keys are in ``left_out``. A tensor
+    without data, or a shard that is neither tensor nor object, is a ShardingError.
     """
     items = LocalItems()
     for position, shard in enumerate(shards):
@@ -119,13 +121,14 @@ def collect_items(shards: Sequence[ShardedBase], left_out: Collection[str] = ())
 
 
 def _add_shard(items: LocalItems, position: int, shard: ShardedTensor) -> None:
+    """Add the boxes of a shard, which is at this position among the rank's shards."""
     if shard.data is None:
         raise ShardingError(f"ShardedTensor {shard.key!r} has no data to save")
     number = items.add_tensor(shard.key, shard.dtype, tuple(shard.global_shape))
     if shard.block_scales is not None:
         items.scales[shard.key] = shard.block_scales
     data = shard.data
-    if shard.flattened_range is None and not shard.prepend_axis_num:  # nearly all, so without objects in between
+    if shard.flattened_range is None and not shard.prepend_axis_num:  # as nearly all: fast, without a FlatPart
         view = data.detach() if data.requires_grad else data
         _add_box(items, number, tuple(shard.global_offset), tuple(shard.local_shape), view, position, None)
         return

@@ -39,16 +39,16 @@ if TYPE_CHECKING:
     from shardckpt.maintenance.conversion import ConversionReport
 
 
-#: What --memory is by default.
+#: The default of --memory.
 MEMORY = "256MiB"
-#: Most names of items that were not written in a line; --json has all.
+#: The most names in a line; --json has all.
 _NAMES_SHOWN = 4
-#: Of a fingerprint's 32 digits, those that a line of a terminal has room for.
+#: How many of a fingerprint's 32 digits a terminal shows: a line has no room for more.
 _DIGITS = 12
-#: What --verbose shows of a conversion.
+#: The help of --verbose.
 PROOF_HELP = "print a line for each tensor, with its fingerprints before and after"
-#: What the names of files end with; directories of Lightning end with .ckpt, too.
-_NAMES_OF_FILES = (".bin", ".pt", ".pth", ".safetensors")
+#: Suffixes of files; not .ckpt, which directories of Lightning have, too.
+_FILE_SUFFIXES = (".bin", ".pt", ".pth", ".safetensors")
 
 
 def add_options(parser: Any) -> None:
@@ -159,7 +159,7 @@ def _read_dtypes(texts: Sequence[str]) -> dict[str, str] | None:
 
 
 def read_target_options(options: Any) -> dict[str, Any]:
-    """Return these options as the arguments of :func:`shardckpt.maintenance.convert_checkpoint`."""
+    """Return the options of :func:`add_target_options` as arguments of ``shardckpt.maintenance.convert_checkpoint``."""
     from shardckpt.storage.memory_budget import parse_size
 
     memory = parse_size(options.memory, "--memory")
@@ -191,22 +191,22 @@ def parse_target(text: str) -> str | tuple[str, int]:
     return backend if version is None else (backend, version)
 
 
-#: What argparse calls it in its error.
+# argparse names the function in its error
 parse_target.__name__ = "BACKEND[@VERSION], hf, dcp or torch"
 
 
 def _describe_left_out(report: ConversionReport) -> list[str]:
-    """Return the lines about items that were not written: lost ones, and those for readers of other libraries.
+    """Return the lines about items that were not written.
 
-    The latter have names such as ``optimizer.param_groups.0.lr``, and would read as if the learning rate were lost; the
-    warning of the conversion has its names already.
+    Objects for readers of other libraries are counted, not named: ``optimizer.param_groups.0.lr`` would read as if the
+    learning rate were lost. The conversion's warning has their names.
     """
     from shardckpt.manifest.names import CONTENT
 
     lost = report.left_out[: len(report.left_out) - report.plain_objects]
     lines = [f"not written: {listed(lost, limit=_NAMES_SHOWN)}"] if lost else []
     if CONTENT in lost:
-        lines.append(f"{CONTENT} has the step and the metrics of a manager: this format has no place for them")
+        lines.append(f"{CONTENT} has the step and the metrics of a manager, or how a state dict was nested")
     if report.plain_objects:
         lines.append(f"not written: {format_many(report.plain_objects, 'object')} for readers of other libraries alone")
     return lines
@@ -238,7 +238,7 @@ def describe_conversion(report: ConversionReport, target: str, how: str = "", *,
     tensors, objects = format_many(report.tensors, "tensor"), format_many(report.objects, "object")
     written = f"{new}, {how or f'written from {old}'}: {tensors} of {report.nbytes:,} bytes, {objects}"
     lines.append(f"{target}: {written}; read again, all fingerprints are equal")
-    if target.endswith(_NAMES_OF_FILES) and report.new[0] != "torch_save":
+    if target.endswith(_FILE_SUFFIXES) and report.new[0] != "torch_save":
         lines.append(f"{target} is a directory, whatever its name: --to torch writes a file, which torch.load reads")
     return lines
 

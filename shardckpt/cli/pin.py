@@ -5,13 +5,16 @@ No CheckpointManager and no verb removes or replaces a pinned step, until the pi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.folders import refuse_checkpoint, refuse_lost_link
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import fit_table
 from shardckpt.errors import CheckpointingException, StorageError, listed, name_call, name_known
 from shardckpt.manifest.names import LINKS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 
 def add_options(parser: Any) -> None:
@@ -36,13 +39,17 @@ def run(options: Any) -> Output:
             options.parser.error(f"two labels are given, {options.text!r} and {options.label!r}")
         options.label = options.text
     refuse_lost_link(options.folder)
-    _refuse_folder_that_is_not_there(options.folder)
+    _refuse_missing_folder(options.folder)
     if options.step is None:
         if options.label or options.remove:
             options.parser.error("--label and --remove need a STEP")
         return _list(options.folder)
-    options.step = _name_step(options.folder, options.step)
-    _check_label(options)
+    try:
+        options.step = _name_step(options.folder, options.step)
+        _check_step_and_label(options)
+    except CheckpointingException:
+        refuse_checkpoint(options.folder)  # a step that was given in the place of its folder
+        raise
     from shardckpt.manager.holds import pin_step, unpin_step  # it imports torch, and a listing needs none
 
     if options.remove:
@@ -91,7 +98,7 @@ def _name_step(folder: str, step: int | str) -> int | str:
     return locate(find_named_step(f"{folder.rstrip('/')}/{step}"), get_plugin_manager()).name  # a link is followed
 
 
-def _refuse_folder_that_is_not_there(folder: str) -> None:
+def _refuse_missing_folder(folder: str) -> None:
     """Raise an error that names similar folders, if a local folder does not exist."""
     from shardckpt.engine.locations import find_local
     from shardckpt.storage.filesystem import name_siblings
@@ -101,8 +108,8 @@ def _refuse_folder_that_is_not_there(folder: str) -> None:
         raise StorageError(f"{place} is no directory: give the folder of the steps {name_siblings(place)}".rstrip())
 
 
-def _check_label(options: Any) -> None:
-    """Raise if the step is not there, has no pin of the label to remove, or no label is given; name those there are."""
+def _check_step_and_label(options: Any) -> None:
+    """Raise if the step does not exist, or no label is given, or the step has no pin of the label to remove."""
     from shardckpt.manager.holds import find_holds, find_step
 
     pins = {
@@ -110,17 +117,26 @@ def _check_label(options: Any) -> None:
         for directory, holds in find_holds(options.folder).items()
     }
     steps, step = find_step(options.folder, options.step, also=LINKS)
-    name = steps.names.name(step)
-    own = pins.get(name, [])
-    if step not in (there := steps.steps()) and not (options.remove and own):
+    name, existing = steps.names.name(step), steps.steps()
+    if step not in existing and not (options.remove and pins.get(name)):  # a pin stays where its step was lost
         show = str if isinstance(options.step, int) else steps.names.name
-        known = name_known(show(step), [*map(show, there)], "steps")
+        known = name_known(show(step), [*map(show, existing)], "steps")
         raise CheckpointingException(f"{options.folder} has no step {show(step)} {known}")
-    if options.label if not options.remove else options.label in own:
-        return
-    if not options.remove:
+    if options.remove:
+        _refuse_other_label(options, name, pins)
+    elif not options.label:
         call = _show_call(options, "release 1.2")
         raise CheckpointingException(f"a pin needs a label that says why {name} is kept: {call}")
+
+
+def _refuse_other_label(options: Any, name: str, pins: Mapping[str, Sequence[str]]) -> None:
+    """Raise an error that names the pins there are, unless the step has one of the label to remove.
+
+    ``name`` is the step's directory; ``pins`` are the labels of all steps, by directory.
+    """
+    own = pins.get(name, ())
+    if options.label in own:
+        return
     if own and not options.label:
         calls = listed([_show_call(options, label) for label in own])
         raise CheckpointingException(f"{name} is pinned as {listed([*map(repr, own)])}: {calls}")

@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 #: Seconds after which a rank says that it waits.
 NOTICE_AFTER = 10.0
-#: As many other ranks, at most, are named one by one.
+#: The most ranks that a report names one by one.
 _NAMED_RANKS = 8
-#: Rooms that call the library as a program does: the ranks of tests, and the demo.
+#: Packages of ours that call the library as a program does.
 _PROGRAMS = ("shardckpt.testing.", "shardckpt.demo.")
-#: Seconds after which a public call, or a phase, is next reported, by its name. Twice as many after each report: ranks
-#: that write unequal parts wait at every save, which is no news, and a wait that is much longer than usual is.
+#: Seconds after which a public call, or a phase, is reported the next time, by its name. They double at each report:
+#: where ranks write unequal parts, one waits at every save, and only a much longer wait than before is news.
 _next_notice: dict[str, float] = {}
-#: The waits of this process that have not ended; a wait may be within another.
+#: The waits of this process that have not ended, of all threads.
 _waits: list[LongWait] = []
 
 
@@ -95,10 +95,12 @@ def is_waiting(thread: int) -> bool:
 
 
 def is_news(name: str, seconds: float, first: float) -> bool:
-    """Return whether something has taken long enough to be reported; the next report of it is after twice as long.
+    """Return whether a call or phase has taken long enough to be reported; then the next report takes twice as long.
 
-    ``name`` is its name, ``seconds`` its duration so far; it is reported for the first time after ``first``
-    seconds.
+    Args:
+        name: Its name.
+        seconds: Its duration so far.
+        first: Seconds after which it is reported for the first time.
     """
     after = _next_notice.get(name, first)
     if seconds < after:

@@ -9,7 +9,7 @@ from shardckpt.distributed.comm import Comm
 from shardckpt.engine.locations import locate, locate_file, refuse_overlap
 from shardckpt.engine.opening import LoadOptions, open_checkpoint
 from shardckpt.engine.saving import SaveOptions, save_checkpoint
-from shardckpt.errors import KeyMismatchError, cut_prefix
+from shardckpt.errors import cut_prefix, prefix_error
 from shardckpt.huggingface.small_file import refuse_other_file, replace_file, write_pickled
 from shardckpt.huggingface.structure import make_structure, nest_stored, plain_name
 from shardckpt.huggingface.torch_file import read_torch_file
@@ -52,19 +52,19 @@ def dcp_to_torch_state_dict(checkpoint_dir: PathLike, *, prefix: str = "") -> St
         CheckpointingException: any other failure, such as a prefix that no key begins with.
     """
     check_annotated(dcp_to_torch_state_dict, locals())
-    return retry_if_replaced(lambda: _state_dict(locate(checkpoint_dir, get_plugin_manager()), prefix), checkpoint_dir)
+    return retry_if_replaced(
+        lambda: _load_state_dict(locate(checkpoint_dir, get_plugin_manager()), prefix), checkpoint_dir
+    )
 
 
-def _state_dict(directory: Path, prefix: str) -> StateDict:
+def _load_state_dict(directory: Path, prefix: str) -> StateDict:
     with open_checkpoint(directory, Comm(alone=True), get_plugin_manager(), LoadOptions()) as checkpoint:
         index = checkpoint.index()
         if prefix:
             tensors: list[ShardedBase] = [s for s in index if isinstance(s, ShardedTensor) and s.key.startswith(prefix)]
             if not tensors:
-                keys = sorted(shard.key for shard in index)[:8]
-                raise KeyMismatchError(
-                    f"no tensor is stored whose key begins with {prefix!r}; the first keys are {keys}"
-                )
+                keys = [shard.key for shard in index if isinstance(shard, ShardedTensor)]
+                raise prefix_error(f"{directory}: no tensor", prefix, keys)
             return {cut_prefix(s.key, prefix): v for s, v in zip(tensors, checkpoint.values(tensors), strict=True)}
         values = dict(zip(map(plain_name, index), checkpoint.values(index), strict=True))
         return nest_stored(checkpoint, checkpoint.common(), values)
@@ -82,6 +82,7 @@ def dcp_to_torch_save(checkpoint_dir: PathLike, file: PathLike, *, prefix: str =
         CheckpointingException: as :func:`dcp_to_torch_state_dict`; or the file cannot be written, or exists
             and is of another kind.
     """
+    check_annotated(dcp_to_torch_save, locals())
     target = locate_file(file, "write a file of torch.save to")
     refuse_overlap([locate(checkpoint_dir, get_plugin_manager())], target)
     refuse_other_file(target, "torch.save")

@@ -16,6 +16,7 @@ from shardckpt.engine.progress import Progress
 from shardckpt.engine.renaming import parse_renames
 from shardckpt.engine.streaming import STREAM_BYTES, TensorBox, read_boxes
 from shardckpt.errors import CheckpointingException, cut_prefix, parse_globals, prefix_error
+from shardckpt.huggingface.folder import resolve_link
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.maintenance.diff_report import DiffReport, TensorDifference
 from shardckpt.maintenance.fingerprint_diff import find_same
@@ -103,7 +104,11 @@ def diff_checkpoints(
             if tensors_only or prefix or not isinstance(chosen, Identity):
                 return report
             common = sorted(unread[0].keys() & unread[1].keys())
-            different = [name for name in common if not have_same_bytes(*(open_directory(at) / name for at in places))]
+            different = [
+                name
+                for name in common
+                if not have_same_bytes(*(resolve_link(open_directory(at), name) for at in places))
+            ]
             alone = [
                 {each.key for each in report.differences if each.kind == f"only in {side}"}
                 for side in ("first", "second")

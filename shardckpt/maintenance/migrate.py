@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.integrity import refuse_damage
+from shardckpt.engine.lazy import StoredCheckpoint
 from shardckpt.engine.locations import is_same_place, locate, refuse_overlap
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.space import Forecast, count_stored_bytes
@@ -37,20 +38,29 @@ if TYPE_CHECKING:
 def migrate_checkpoint(
     old: str | os.PathLike[str], new: str | os.PathLike[str], to: int | None = None, *, overwrite: bool = False
 ) -> tuple[str, int, int]:
-    """Write the checkpoint at ``old`` as a newer version at ``new``, completely or not at all. Not collective.
+    """Write a checkpoint as a newer version of its format, completely or not at all. Not collective.
 
-    Return the backend, the old version, and the new version; ``to`` is by default the newest to which there is a
-    migration. A checkpoint that is to replace itself, and has the newest version that is installed, stays as it is;
-    where ``new`` is another place, that is a CannotLoadError. It is a PluginError, and nothing is committed, if no
-    installed strategy reads the result, or if it lacks items of the old checkpoint's index, where a strategy that reads
-    the old version is still installed. It is a VersionTooOldError if no installed plugin has a migration from its
-    version to ``to``, and an UnknownBackendError if none knows its backend. Fingerprints that the old checkpoint has
-    stored stand in the new one, too: the values are the same.
+    The values must stay: fingerprints that the old checkpoint has stored are compared with those of the new one, which
+    gets them, too.
 
-    ``new`` must be absent or empty. With ``overwrite`` the checkpoint there is replaced: in one step, when the new one
-    is complete and on disk, as by :func:`shardckpt.dist_checkpointing.save`. Until then, and after any error, it is
-    unchanged. At a URL, only the leftovers of an interrupted save are replaced. ``old`` is not changed, unless it is
-    ``new``, too.
+    Args:
+        old: The checkpoint: a directory or a URL. It does not change, unless it is ``new``, too.
+        new: The target, which must be absent or empty; with ``overwrite`` it may be a checkpoint, also ``old``.
+        to: The version to write; by default the newest to which there is a migration.
+        overwrite: Replace the checkpoint at ``new`` in one step, when the new one is complete and durable. Until then,
+            and after any error, it is unchanged.
+
+    Returns:
+        The backend, the old version and the new version. They are equal if ``new`` is ``old`` and has the newest
+        version that is installed: it stays as it is.
+
+    Raises:
+        UnknownBackendError: No installed plugin knows the backend.
+        VersionTooOldError: No installed plugin has a migration from this version to ``to``.
+        PluginError: No installed strategy reads the result; or it has other values than the stored fingerprints say;
+            or it lacks items of the old index, which is compared where a strategy that reads it is installed.
+        CannotLoadError: ``old`` has the newest version already, and ``new`` is another place.
+        CheckpointingException: Any other failure. Nothing is committed.
     """
     check_annotated(migrate_checkpoint, locals())
     plugins = get_plugin_manager()
@@ -61,27 +71,32 @@ def migrate_checkpoint(
 
 def _no_migration_error(source: Path, manifest: Manifest, to: int | None, plugins: PluginManager) -> CannotLoadError:
     """Return the error for a checkpoint without a migration; the version gate's if nothing installed reads it."""
-    every = plugins.registry.migrations(manifest.backend)
+    migrations = plugins.registry.migrations(manifest.backend)
+    newest = _find_newest_version(manifest, plugins)
     what = f"{source} is a {manifest.backend!r} checkpoint of version {manifest.version}"
-    versions = [entry.version for entry in plugins.registry.entries(StrategyAction.LOAD_SHARDED, manifest.backend)]
-    if manifest.version > max(versions, default=manifest.version) or not (versions or every):
+    if (newest is None and not migrations) or (newest is not None and newest < manifest.version):
         choose_reader(source, manifest, plugins)  # raises, with the package to install
     if _is_newest(manifest, to, plugins):
         return CannotLoadError(
             f"{what} already, the newest that is installed: nothing was written. Use it as it is, or copy it; --to "
             "BACKEND writes another format"
         )
-    found = ", ".join(f"{m.from_version} to {m.to_version}" for m in every) or "none"
+    found = ", ".join(f"{m.from_version} to {m.to_version}" for m in migrations) or "none"
     return VersionTooOldError(
         f"{what}; no installed plugin has a migration from version {manifest.version}"
         f"{'' if to is None else f' to {to}'} (installed migrations of {manifest.backend!r}: {found})"
     )
 
 
+def _find_newest_version(manifest: Manifest, plugins: PluginManager) -> int | None:
+    """Return the newest version of a checkpoint's backend that an installed strategy reads; None without one."""
+    entries = plugins.registry.entries(StrategyAction.LOAD_SHARDED, manifest.backend)
+    return max((entry.version for entry in entries), default=None)
+
+
 def _is_newest(manifest: Manifest, to: int | None, plugins: PluginManager) -> bool:
     """Return whether a checkpoint has the version that is asked for, the newest that is installed."""
-    versions = [entry.version for entry in plugins.registry.entries(StrategyAction.LOAD_SHARDED, manifest.backend)]
-    return to in (None, manifest.version) and manifest.version == max(versions, default=0)
+    return to in (None, manifest.version) and manifest.version == _find_newest_version(manifest, plugins)
 
 
 def _migrate(
@@ -102,26 +117,26 @@ def _migrate(
         oldest_reader = str(entry.create().reader) if entry else ""
         header = CheckpointHeader(manifest.backend, chosen.to_version, oldest_reader, manifest.lineage)
         record = manifest.record
-        if record is not None:  # of another library's, the size of the result is unknown
+        if record is not None:  # the bytes of another library's checkpoint are not counted
             operation.start_progress(lambda: sum(record.list_files().values()))
         with CheckpointReader(place, manifest, verify=True, crcs="parts") as reader:
             refuse_damage(source, reader, plugins)  # the rewritten files have digests
             index = _read_index(source, reader, plugins)
-            before = _describe(index)
+            before, fingerprints = _describe(index), read_fingerprints(reader)
             needed = count_stored_bytes(index)
-            if not index and record is not None:  # the share of tensors is unknown: it is about all
+            if not index and record is not None:  # which bytes are tensors' is unknown: nearly all are
                 needed = sum(record.list_files().values())
 
             def write(writer: CheckpointWriter, _save_id: str) -> None:
                 migration = chosen.create()
                 operation.attribute_to(migration)
                 migration.migrate(reader, writer)
-                writer.known_fingerprints.update(read_fingerprints(reader))
+                writer.known_fingerprints.update(fingerprints)
                 reader.check_unchanged()  # else the new checkpoint might be made of two saves, with correct digests
 
             def check(staging: Path, files: Path) -> None:
                 what = f"the migration {chosen.name} of {source} to version {chosen.to_version}"
-                _refuse_loss(what, before, staging, files, plugins)
+                _refuse_loss(what, before, fingerprints, staging, files, plugins)
 
             Transaction(operation, target, header, overwrite=overwrite, check=check, forecast=Forecast(needed)).run(
                 write
@@ -148,11 +163,22 @@ def _describe(index: Iterable[ShardedBase]) -> dict[str, str]:
     }
 
 
-def _refuse_loss(what: str, before: dict[str, str], staging: Path, files: Path, plugins: PluginManager) -> None:
-    """Refuse to commit a checkpoint that nothing installed reads, or that lacks items of the old checkpoint."""
+def _refuse_loss(
+    what: str,
+    before: dict[str, str],
+    fingerprints: dict[str, str],
+    staging: Path,
+    files: Path,
+    plugins: PluginManager,
+) -> None:
+    """Raise PluginError if nothing installed reads the result, or it lacks items or values of the old checkpoint.
+
+    ``before`` are the old items as :func:`_describe` returns them; ``fingerprints`` are those that it has stored.
+    """
     try:
         with open_staged(staging, files, plugins) as opened:
             after = _describe(opened.index())
+            values = StoredCheckpoint(opened).compute_fingerprints(fingerprints.keys() & after.keys())
     except CannotLoadError as exc:
         raise PluginError(
             f"{what} wrote a format that no installed plugin reads; nothing was committed. Install the LoadStrategy "
@@ -160,7 +186,10 @@ def _refuse_loss(what: str, before: dict[str, str], staging: Path, files: Path, 
         ) from exc
     except CheckpointingException as exc:
         raise PluginError(f"{what} wrote an unreadable checkpoint; nothing was committed: {exc}") from exc
-    other = sorted(key for key, entry in before.items() if after.get(key) != entry)
-    if other:
-        lost = [f"{key}: {before[key]}, now {after.get(key, 'absent')}" for key in other]
-        raise PluginError(f"{what} does not keep all stored items; nothing was committed: {listed(lost)}")
+    lost = {key: f"{entry}, now {after.get(key, 'absent')}" for key, entry in before.items() if after.get(key) != entry}
+    changed = {
+        key: "its stored fingerprint is of other values" for key in fingerprints if values.get(key) != fingerprints[key]
+    }
+    if faults := changed | lost:
+        shown = listed([f"{key}: {fault}" for key, fault in sorted(faults.items())])
+        raise PluginError(f"{what} does not keep all stored items; nothing was committed: {shown}")

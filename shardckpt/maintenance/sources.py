@@ -29,7 +29,7 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.huggingface.check import check_folder, check_weights
-from shardckpt.huggingface.folder import CONFIG, read_folder_config
+from shardckpt.huggingface.folder import CONFIG, read_folder_config, resolve_link
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.names import ADAPTER, ADAPTER_WEIGHTS
 from shardckpt.huggingface.review import review_folder, review_others
@@ -71,7 +71,13 @@ if TYPE_CHECKING:
 
 
 class Checked(NamedTuple):
-    """The result of a file's check: its error, or None, and how it was checked; ``note`` has other remarks."""
+    """The result of the check of a file.
+
+    Attributes:
+        error: The file's fault, or None.
+        how: What was compared: the CRC-32 of its values, or its structure alone.
+        note: Other remarks.
+    """
 
     error: CheckpointingException | None
     how: Literal["crc32", "structure"] = "structure"
@@ -86,11 +92,11 @@ class Reading(NamedTuple):
         kept_bytes: As for :class:`~shardckpt.storage.CheckpointReader`.
         memory_budget: Bytes that reading may hold next to the tensors; None: as many as are fast.
         check: As for :func:`shardckpt.engine.open_checkpoint`.
-        unmarked: As for :func:`~shardckpt.maintenance.unmarked.hold_unmarked`; a Hugging Face folder may lack files,
-            whose tensors are not listed then, but with the files. So it is with ``skip_damaged``.
+        unmarked: As for :func:`~shardckpt.maintenance.unmarked.hold_unmarked`. With it, or with ``skip_damaged``, a
+            Hugging Face folder may lack files; the index is without their tensors.
         rename: Prefixes of keys and of paths in the common state, each with the prefix that replaces it.
         skip_damaged: Whether tensors and objects that cannot be read are left out, and no error; all are read first.
-        trainer: Maps a trainer's names to the Hub's: a Hugging Face folder is read by the trainer's.
+        trainer: The mapping of a trainer's names to the Hub's; a Hugging Face folder is read by the trainer's names.
         dtype: As for :func:`shardckpt.huggingface.name_for_trainer`.
     """
 
@@ -108,6 +114,7 @@ class Reading(NamedTuple):
 logger = logging.getLogger(__name__)
 
 _AS_IT_IS = Reading()
+#: Bytes of the length of a safetensors header.
 _LENGTH = 8
 #: Bytes of two files that are compared at a time.
 _PART_BYTES = 8 << 20
@@ -115,7 +122,7 @@ _PART_BYTES = 8 << 20
 _OF_CHECKPOINTS = (".pt", ".pth", ".ckpt", ".safetensors")
 #: Suffixes of files of torch.save.
 _OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
-#: The upper half of the length of a safetensors header, and its first byte.
+#: The upper half of that length, and the first byte of the header.
 _HEADER = b"\0\0\0\0{"
 
 
@@ -123,10 +130,17 @@ _HEADER = b"\0\0\0\0{"
 def open_source(location: Path, plugins: PluginManager, how: Reading = _AS_IT_IS) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint, a folder or file of another library that is read here, for the block. Not collective.
 
-    ``location`` is as :func:`shardckpt.engine.locate` returned it. All that is opened is of one save. Anything else
-    is a NotACheckpointError that describes it; a format that ``SHARDCKPT_ACCEPT`` leaves out is a
-    RefusedByPolicyError. It is a KeyMismatchError if nothing has a name that is to be renamed, or two things would have
-    one name.
+    All that is read is of one save.
+
+    Args:
+        location: As :func:`shardckpt.engine.locate` returned it.
+        plugins: The plugins whose strategies may read it.
+        how: The options.
+
+    Raises:
+        NotACheckpointError: It is something else, which the error describes.
+        RefusedByPolicyError: ``SHARDCKPT_ACCEPT`` leaves out its format.
+        KeyMismatchError: Nothing has a name that is to be renamed, or two items would have one name.
     """
     is_partial = how.unmarked or how.skip_damaged
     place, manifest, strategy = _recognise(location, plugins, unmarked=is_partial, skip_damaged=is_partial)
@@ -205,10 +219,8 @@ def _open(
     with CheckpointReader(
         place, manifest, verify=True, kept_bytes=how.kept_bytes, memory_budget=how.memory_budget, crcs="parts"
     ) as reader:
-        if (
-            is_read_again() and manifest.record is not None and not how.skip_damaged
-        ):  # as when a checkpoint is opened for a load
-            reader.open_files([file.name for file in manifest.record.files])
+        if is_read_again() and manifest.record is not None and not how.skip_damaged:
+            reader.open_files([file.name for file in manifest.record.files])  # as for a load: a save may replace them
         yield OpenCheckpoint(strategy, LoadContext(reader, comm, how.allow_globals), operation)
         if how.check:
             reader.check_unchanged()
@@ -220,8 +232,7 @@ def open_any(
 ) -> Iterator[StoredCheckpoint]:
     """Open a source like :func:`open_source`, as a mapping from key to tensor. Not collective.
 
-    It is a context manager that gives the mapping, whose tensors are read when they are asked for. ``place`` is a path,
-    or, except for files, a URL.
+    Its tensors are read when they are asked for. ``place`` is a path, or, except for files, a URL.
     """
     plugins = get_plugin_manager()
     opened = open_source(locate(place, plugins), plugins, Reading(unmarked=unmarked, rename=rename))
@@ -292,10 +303,10 @@ def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[s
     if any(found[name].error for name in weights):
         return found
     for name, note in review_others(place, weights).items():
-        error = (
-            find_error(check_weights, place / name) if name.endswith(".safetensors") else found.get(name, (None,))[0]
-        )
-        found[name] = Checked(error, note=note)
+        if name.endswith(".safetensors"):
+            found[name] = Checked(find_error(check_weights, resolve_link(place, name)), note=note)
+        else:
+            found[name] = Checked(found[name].error if name in found else None, note=note)
     config = ADAPTER if ADAPTER_WEIGHTS in weights else CONFIG
     if config in found and found[config].error:
         return found
@@ -343,8 +354,8 @@ def list_unread_files(location: Path, checkpoint: StoredCheckpoint) -> dict[str,
     place = open_directory(location)
     unread = [name for name in list_torch_files(place) if name not in read]
     found = _check_archives(place, members=False) if unread else {}
-    errors = {name: found[name].error if name in found else None for name in unread}
-    return {name: str(error).replace(f"{place}/", "") if error else "" for name, error in errors.items()}
+    damaged = {name: str(each.error).replace(f"{place}/", "") for name, each in found.items() if _is_damaged(each)}
+    return {name: damaged.get(name, "") for name in unread}
 
 
 def have_same_bytes(one: Path, other: Path) -> bool:
@@ -386,7 +397,12 @@ def list_torch_files(place: Path) -> list[str]:
 
 def find_cut_file(place: Path) -> CheckpointingException | None:
     """Return the error of a file of torch.save next to a model that is empty or cut, or None; no pickle is read."""
-    return next((found.error for found in _check_archives(place, members=False).values() if found.error), None)
+    return next((each.error for each in _check_archives(place, members=False).values() if _is_damaged(each)), None)
+
+
+def _is_damaged(checked: Checked) -> bool:
+    """Return whether a file's content is at fault: one that cannot be opened may be sound, such as a link."""
+    return isinstance(checked.error, CorruptCheckpointError)
 
 
 def _check_archives(place: Path, skipped: Collection[str] = (), *, members: bool = True) -> dict[str, Checked]:
@@ -395,21 +411,30 @@ def _check_archives(place: Path, skipped: Collection[str] = (), *, members: bool
     Files in ``skipped`` are not checked. Without ``members`` no value is compared: it looks for the ends alone.
     """
     manifest = Manifest(backend=TorchFileLoadStrategy.backend, version=TorchFileLoadStrategy.version)
+    archives = set[str]()
+
+    def check(path: Path, name: str) -> None:
+        folder = place if path.name == name else path.parent  # the Hub's cache has the file elsewhere
+        with CheckpointReader(folder, manifest, verify=False, crcs="parts" if members else None) as reader:
+            if not reader.size(path.name):
+                raise CorruptCheckpointError(f"{place / name} is empty")
+            if is_archive(reader, path.name):
+                archives.add(name)
+                archive = Archive.of_file(reader, path.name)
+                if members:
+                    archive.check_members(reader, path.name)
+
     found = {}
-    with CheckpointReader(place, manifest, verify=False, crcs="parts" if members else None) as reader:
-
-        def check(name: str) -> None:
-            archive = Archive.of_file(reader, name)
-            if members:
-                archive.check_members(reader, name)
-
-        for name in list_torch_files(place):
-            if name in skipped:
-                continue
-            if not reader.size(name):
-                found[name] = Checked(CorruptCheckpointError(f"{place / name} is empty"))
-            elif is_archive(reader, name):
-                found[name] = Checked(find_error(check, name), "crc32" if members else "structure")
+    for name in list_torch_files(place):
+        if name in skipped:
+            continue
+        path = resolve_link(place, name)
+        if path.is_symlink() and path.exists():  # readers of other libraries follow it: the file may be sound
+            found[name] = Checked(None, note="not checked: it is a link out of the folder")
+            continue
+        error = find_error(check, path, name)
+        if error is not None or name in archives:
+            found[name] = Checked(error, "crc32" if members and name in archives else "structure")
     return found
 
 
@@ -483,23 +508,28 @@ def recognise_file(
     suffix = suffix or path.suffix
     with wrap_os_errors("open", path), path.open("rb") as file:
         first = file.read(_LENGTH + 1)
-    is_torch = is_torch_file(path)
-    what = describe_file(path) if is_torch and first.startswith(b"PK") else ""
-    if is_torch and not what:
+    is_zip = first.startswith(b"PK")
+    if is_torch_file(path):
+        if is_zip and (other := describe_file(path)):  # a TorchScript archive, say
+            raise NotACheckpointError(f"{path} is {other}")
         return TorchFileLoadStrategy(path.name)
+    if _is_safetensors(path, first):
+        return read_all_of_folder(place, path.name, skip_damaged=skip_damaged)[0]
+    what = describe_file(path) or "a zip archive that is cut short"
+    if suffix in _OF_CHECKPOINTS and (is_zip or not any(first)):
+        raise CorruptCheckpointError(f"{path} is {what}")
+    raise NotACheckpointError(f"{path} is {what}")
+
+
+def _is_safetensors(path: Path, first: bytes) -> bool:
+    """Return whether a file begins as one of safetensors; CorruptCheckpointError if it does, and its header is cut."""
     try:
         header_length(first[:_LENGTH], path.stat().st_size, str(path))
-        is_safetensors = first[_LENGTH : _LENGTH + 1] == b"{"
     except CorruptCheckpointError:
-        if first[_LENGTH // 2 : _LENGTH + 1] == _HEADER:  # it begins as one, and is cut in its header
+        if first[_LENGTH // 2 :] == _HEADER:
             raise
-        is_safetensors = False
-    what = what or describe_file(path) or "a zip archive that is cut short"
-    if suffix in _OF_CHECKPOINTS and (not any(first) or (first.startswith(b"PK") and not is_torch)):
-        raise CorruptCheckpointError(f"{path} is {what}")
-    if is_safetensors:
-        return read_all_of_folder(place, path.name, skip_damaged=skip_damaged)[0]
-    raise NotACheckpointError(f"{path} is {what}")
+        return False
+    return first[_LENGTH:] == b"{"
 
 
 def recognise_files(

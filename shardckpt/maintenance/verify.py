@@ -21,6 +21,7 @@ from shardckpt.errors import (
     NotACheckpointError,
     StorageError,
 )
+from shardckpt.huggingface.folder import resolve_link
 from shardckpt.maintenance.inside import FILE_SUFFIXES
 from shardckpt.maintenance.mending import explain_mendable
 from shardckpt.maintenance.sources import Checked, check_all_files, check_source
@@ -119,7 +120,9 @@ def _verify(directory: Path, *, repair: bool) -> list[FileResult]:
     except (NotACheckpointError, IncompleteCheckpointError) as exc:
         place = directory.parent if directory.is_file() else directory
         errors = check_source(directory, plugins, exc)
-        results = [_make_result(name, find_size(place / name), *found) for name, found in sorted(errors.items())]
+        results = [
+            _make_result(name, find_size(resolve_link(place, name)), *found) for name, found in sorted(errors.items())
+        ]
         return results + [FileResult(name, 0, "", foreign=True) for name in _list_other_files(directory, errors)]
     except CorruptCheckpointError as exc:
         if not repair:

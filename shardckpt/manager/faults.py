@@ -48,7 +48,7 @@ _EXPECTED_OF = {
 }
 
 
-#: How a text of :func:`ask_nearest` names the right word: nested errors, of plugins too, have it in no other form.
+#: The right word in a text of :func:`ask_nearest`: nested errors, also of plugins, have it in this form alone.
 _NEAREST = re.compile(r"did you mean (.+?)\?")
 
 #: Returns a hint about a setting that does not exist, ``""`` if there is none, and its right name, if any.
@@ -63,8 +63,11 @@ def list_faults(
 ) -> list[SettingFault]:
     """Return the faults that pydantic found in the settings that were given by name.
 
-    ``names`` are all settings, in the order in which a call may give them without names. ``find_hint`` returns, for a
-    setting that does not exist, the one to use.
+    Args:
+        error: The error of the settings' class.
+        given: The settings by name.
+        names: All settings that exist, in the order of a call without names.
+        find_hint: As :data:`Hint`.
     """
     found = [fault for each in error.errors() for fault in _describe_fault(each, given, names, find_hint)]
     return [*{fault.message: fault for fault in found}.values()]
@@ -83,7 +86,7 @@ def describe_unknown(
     """Return the fault of a setting that does not exist; the arguments are as for :func:`list_faults`."""
     hint, ours = find_hint(name)
     hint = hint or ask_nearest(name, [each for each in names if each not in given]).rstrip()
-    return make_fault(given, name, f"there is no setting {name!r}" + f": {hint}" * bool(hint), ours)
+    return make_fault(given, name, f"there is no setting {name!r}{f': {hint}' if hint else ''}", ours)
 
 
 def _describe_fault(
@@ -91,23 +94,25 @@ def _describe_fault(
 ) -> Sequence[SettingFault]:
     if not fault["loc"] and isinstance(error := fault.get("ctx", {}).get("error"), ConfigurationError):
         return error.faults  # of several settings, which contradict each other
-    name = str((*fault["loc"], "")[0])
+    first, *inner = fault["loc"] or ("",)  # for a union, the rest names one of its types; for a list, a position
+    # an argument that was given without its name has its place
+    name = first if isinstance(first, str) else "".join(names[first : first + 1])
     if fault["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return [describe_unknown(name, names, find_hint, given)]
     if fault["type"] != "value_error":
-        return [make_fault(given, name, _describe_value(fault, names))]
+        return [make_fault(given, name, _describe_value(fault, name, inner, names))]
     texts = str(fault["msg"]).removeprefix("Value error, ").split("\n")
     return [make_fault(given, name, text if text.startswith(name) else f"{name}: {text}") for text in texts]
 
 
-def _describe_value(fault: Mapping[str, Any], names: Sequence[str]) -> str:
-    name, *inner = fault["loc"] or ("",)  # for a union, the rest names one of its types; for a list, a position
+def _describe_value(fault: Mapping[str, Any], name: str, inner: Sequence[Any], names: Sequence[str]) -> str:
     kind, given = str(fault["type"]), fault["input"]
     if kind == "unexpected_positional_argument":
         return f"{show_given(given)} is one argument too many: it takes {', '.join(names)}"
     if kind == "missing":
         return f"{name} is missing"
-    name = names[name] if isinstance(name, int) else name
+    if kind == "multiple_argument_values":
+        return f"{name} is given twice: by its place and by its name"
     usual = _EXPECTED.get(kind) or _EXPECTED.get(kind.partition("_")[0], "another value")
     what = _EXPECTED_OF.get(name) or usual.format_map(fault.get("ctx") or {})
     question = ask_nearest(given, re.findall("'([^']*)'", what)) if kind in ("literal_error", "enum") else ""
@@ -136,7 +141,8 @@ def explain_faults(policy: _C) -> _C:
         try:
             init(self, *args, **options)
         except ValidationError as exc:
-            raise ConfigurationError.list_all(f"{policy.__name__}: ", list_faults(exc, options, names)) from exc
+            given = {**dict(zip(names, args, strict=False)), **options}
+            raise ConfigurationError.list_all(f"{policy.__name__}: ", list_faults(exc, given, names)) from exc
 
     policy.__init__ = explained
     return policy

@@ -36,9 +36,9 @@ class StoredNames(NamedTuple):
 
     Attributes:
         tensors: The dtype and global shape of each tensor.
-        objects: The keys of the objects that are one part, stored as they are or value by value; in their order.
+        objects: The sorted keys of objects that are stored whole, or value by value; not of those in several parts.
         resized: The keys of tensors that are loaded into tensors of other shapes.
-        in_common: Values of the common state, to build objects from that are not stored.
+        in_common: Values of the common state, from which objects that are not stored are built.
     """
 
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -63,19 +63,20 @@ class StoredNames(NamedTuple):
 
 
 class OptionalEntries(dict[str, Any]):
-    """Entries of a state dict that a load takes as far as they are stored: an optimizer's state, one a parameter.
+    """Entries of a state dict that a checkpoint may lack: an optimizer's state, with one entry for each parameter.
 
-    A save stores the entries that exist. A load asks for the entries that ``request`` returns, or for the same, and
-    leaves out each without stored values, whatever ``strict`` says, unless it is required. Entries whose keys were
-    changed afterwards are wanted as any other. Copies and pickles are plain dicts.
+    A save stores the entries that exist. A load asks for the entries that ``request`` returns, by default for those
+    that exist. It leaves out an entry without stored values, whatever ``strict`` says, unless ``required`` is set.
+    Entries whose keys were changed afterwards are asked for as the rest of the state dict. Copies and pickles are plain
+    dicts.
 
     Args:
         entries: By name, a nested dict or list of shards.
         prefix: The prefix of the keys of all shards; the entry's name and a dot follow.
-        request: Returns the entries, by name, that a load asks a checkpoint for, whether or not they exist here; it
-            gets these entries, too, which the caller may have changed.
+        request: Takes the stored names and these entries, which the caller may have changed. It returns the entries, by
+            name, that a load asks the checkpoint for, whether or not they exist here.
         required: Whether an entry that is asked for must be stored, as any other part of a state dict.
-        in_common: Whether a save without entries stores an empty dict with the common state, as for any other one.
+        in_common: Whether a save without entries stores an empty dict in the common state, as of any other dict.
     """
 
     def __init__(
@@ -93,23 +94,23 @@ class OptionalEntries(dict[str, Any]):
         self._names = frozenset(entries)
 
     def request(self, stored: StoredNames) -> dict[str, Any]:
-        """Return the entries to ask a checkpoint for; one that the caller has removed or renamed is not asked anew."""
+        """Return the entries to ask a checkpoint for, without those that the caller has removed."""
         changed = {name: entry for name, entry in self.items() if self._is_changed(name, entry)}
-        if self._request is None or (changed and len(changed) == len(self)):  # as where all keys got another prefix
+        if self._request is None or (changed and len(changed) == len(self)):  # all keys got another prefix, say
             return dict(self)
         removed = self._names - self.keys()
         found = {name: entry for name, entry in self._request(stored, self).items() if name not in removed}
         return found | changed
 
     def without(self, names: Collection[str]) -> OptionalEntries:
-        """Return the same without some entries, which a load does not ask for."""
+        """Return these entries without some, which a load then does not ask for."""
         rest = {name: entry for name, entry in self.items() if name not in names}
         kept = OptionalEntries(rest, self.prefix, self._request, required=self.required, in_common=self.in_common)
         kept._names = self._names
         return kept
 
     def _is_changed(self, name: str, entry: Any) -> bool:
-        """Return whether a key of an entry does not begin with its name: someone gave it another."""
+        """Return whether an entry has a key that does not begin with its prefix and name: the caller has changed it."""
         if isinstance(entry, (dict, list)):
             return any(self._is_changed(name, each) for each in (entry.values() if isinstance(entry, dict) else entry))
         key = getattr(entry, "key", None)

@@ -204,27 +204,18 @@ def compare_keys(
     """
     everywhere = stored if everywhere is None else everywhere
     mine = name_keys(wanted)
-    # each rank knows its own absent shards; whether a shard is left over only all ranks together know
     not_stored = frozenset(name for name in mine if name not in stored)
     absent = {name: mine[name] for name in not_stored if not is_version_key(mine[name])}
-    left: dict[str, str] = {}
+    unused: dict[str, str] = {}
     incomplete: dict[str, str] = {}
     if strict.checks_all:
-        # the same order on every rank: only one flag per shard is sent
-        ordered = sorted(name for name, key in everywhere.items() if not is_version_key(key))
-        wanted_by_any = comm.largest(*(name in mine for name in ordered))
-        left = {name: everywhere[name] for name, is_wanted in zip(ordered, wanted_by_any, strict=True) if not is_wanted}
+        names = sorted(name for name, key in everywhere.items() if not is_version_key(key))
+        unused = {name: everywhere[name] for name in _find_unused(names, mine, comm)}
         incomplete = _find_incomplete(wanted, everywhere)
-    if (absent or left or incomplete) and not (strict.returns_keys or strict is StrictHandling.IGNORE_ALL):
-        used = {key for name, key in everywhere.items() if name not in left}
-        renamed = _suggest_names(set(absent.values()), set(stored.values()))
-        advice = renamed + _advise_of_codes(absent.values(), stored.values()) + _advise_of_grids(wanted, absent, stored)
-        advice = advice or _suggest_nearest(absent, {key for name, key in stored.items() if name not in mine})
-        if strict is StrictHandling.ASSUME_OK_UNEXPECTED and not renamed:
-            advice += "\nTo load the rest, pass strict='log_unexpected'."
-        text = describe_mismatch(
-            _join_shards(left, used), _join_shards(absent, set(stored.values())) | set(incomplete.values()), advice
-        )
+    if (absent or unused or incomplete) and not (strict.returns_keys or strict is StrictHandling.IGNORE_ALL):
+        used = {key for name, key in everywhere.items() if name not in unused}
+        unexpected = _join_shards(absent, set(stored.values())) | set(incomplete.values())
+        text = describe_mismatch(_join_shards(unused, used), unexpected, _advise(wanted, absent, stored, strict))
         with comm.local_phase("comparing keys"):
             if strict.raises:
                 raise KeyMismatchError(text)
@@ -233,8 +224,36 @@ def compare_keys(
     warning = ""
     if not (is_silent or strict.checks_all):
         warning = _describe_unused(mine, everywhere, on_unused, comm, counts_unused)
-    unexpected = frozenset(absent.values()) | incomplete.keys()
-    return KeyMismatch(frozenset(left.values()), unexpected, not_stored, warning if comm.is_main else "")
+    return KeyMismatch(
+        missing=frozenset(unused.values()),
+        unexpected=frozenset(absent.values()) | incomplete.keys(),
+        absent=not_stored,
+        warning=warning if comm.is_main else "",
+    )
+
+
+def _find_unused(names: Sequence[str], mine: Collection[str], comm: Comm) -> list[str]:
+    """Collective: return the names of stored items that no rank asks for.
+
+    ``names`` are the same on every rank, in the same order, so that one flag for each is sent. ``mine`` are the names
+    that this rank asks for.
+    """
+    used = comm.largest(*(name in mine for name in names))
+    return [name for name, is_used in zip(names, used, strict=True) if not is_used]
+
+
+def _advise(
+    wanted: Sequence[ShardedBase], absent: Mapping[str, str], stored: Mapping[str, str], strict: StrictHandling
+) -> str:
+    """Return what to do about keys that the checkpoint lacks, as far as its own keys show that."""
+    renamed = _suggest_names(set(absent.values()), set(stored.values()))
+    advice = renamed + _advise_of_codes(absent.values(), stored.values()) + _advise_of_grids(wanted, absent, stored)
+    if not advice:
+        asked = name_keys(wanted)
+        advice = _suggest_nearest(absent, {key for name, key in stored.items() if name not in asked})
+    if strict is StrictHandling.ASSUME_OK_UNEXPECTED and not renamed:  # under other names the rest is next to nothing
+        advice += "\nTo load the rest, pass strict='log_unexpected'."
+    return advice
 
 
 def _advise_of_codes(absent: Iterable[str], stored: Iterable[str]) -> str:
@@ -287,9 +306,7 @@ def _describe_unused(
     left = list_counted(stored.keys() - mine)
     # nearly always all ranks ask for the same; pipeline stages do not, and only together know the unused keys
     if not comm.all_equal("\n".join(left).encode()):
-        names = list_counted(stored)
-        used = comm.largest(*(name in mine for name in names))
-        left = [name for name, is_used in zip(names, used, strict=True) if not is_used]
+        left = _find_unused(list_counted(stored), mine, comm)
     if not left or len(left) == len(list_counted(stored)):  # a load of the common state alone asks for nothing
         return ""
     unused = dict.fromkeys(stored[name] for name in left)
@@ -354,16 +371,24 @@ def _suggest_prefix(absent: Collection[str], stored: Collection[str]) -> str:
             f"keys without {prefix!r}; to_sharded_state_dict(model) puts nothing before the names of the model"
         )
     key = min(absent, default="")
-    prefixes = sorted(name.removesuffix(key) for name in stored if key and name.endswith(f".{key}"))
+    # one walk over the stored keys: thousands may end with a short key, and thousands be absent
+    counts = Counter(name.removesuffix(tail) for name in stored for tail in _list_tails(name) if tail in absent)
+    prefixes = sorted(prefix for prefix in counts if key and prefix + key in stored)
     if not prefixes:
         return ""
-    prefix = max(prefixes, key=lambda each: sum(each + name in stored for name in absent))
-    many = format_many(sum(prefix + name in stored for name in absent), "key")
+    prefix = max(prefixes, key=counts.__getitem__)
+    many = format_many(counts[prefix], "key")
     return (
         f"\nThe checkpoint has {prefix + key!r} and not {key!r} ({many} so), as of a model that was saved with "
         f"its optimizer: describe the model by to_sharded_state_dict(model, prefix={prefix!r}), or put {prefix!r} "
         "before its keys"
     )
+
+
+def _list_tails(key: str) -> list[str]:
+    """Return the rest of a dotted key after each of its dots: ``b.c`` and ``c`` of ``a.b.c``."""
+    parts = key.split(".")
+    return [".".join(parts[first:]) for first in range(1, len(parts))]
 
 
 def _suggest_nearest(absent: Mapping[str, str], unused: Collection[str]) -> str:

@@ -110,7 +110,8 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
             if by_planner is not None:
                 by_planner.read()
             plan.read()
-            values = {n: nested.build(shard.key, {k: t.data for k, t in parts.items()}) for n, shard in built.items()}
+            tensors = {key: part.data for key, part in parts.items()}
+            values = {n: nested.build(shard.key, tensors) for n, shard in built.items()}
         return [values[n] if n in built else shard.data for n, shard in enumerate(wanted)]
 
     def can_build(self, wanted: Sequence[ShardedObject], context: LoadContext) -> list[bool]:

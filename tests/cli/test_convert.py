@@ -327,6 +327,15 @@ def test_a_file_has_no_place_for_step_and_metrics(tmp_path: Path, capsys: pytest
     assert "not written: content_metadata\n" in said
 
 
+def test_a_changed_file_of_torch_save_loses_no_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a file of torch.save that is converted with other names, the nesting is named, no lack of the target's."""
+    torch.save({"a": {"w": torch.ones(3)}}, tmp_path / "a.pt")
+    assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "new"), "--rename", "a=b"]) == 0
+    said = capsys.readouterr().out
+    assert "or how a state dict was nested\n" in said
+    assert "no place" not in said
+
+
 def test_a_bad_destination_is_no_damage_of_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The error of a place that cannot be written to gives no advice about what is read."""
     folders.save(tmp_path, 1)

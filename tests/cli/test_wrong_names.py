@@ -146,6 +146,9 @@ ROWS = [
     ("pin runs 1 --remove", "step-1 is pinned as 'release': `shardckpt pin runs 1 --remove --label release`"),
     ("pin runs 1 --remove --json", "`shardckpt pin runs 1 --remove --label release`"),
     ("pin runs lates --label x", "did you mean latest?"),
+    ("pin runs/step-1 release", "runs/step-1 is a checkpoint, not a folder of steps"),
+    ("pin runs/step-1 1 --label x", "runs/step-1 is a checkpoint, not a folder of steps"),
+    ("pin runs/step-1 latest --label x", "runs/step-1 is a checkpoint, not a folder of steps"),
     ("merge runs/step-1 runs/step-2 new --base 3", "there are 2 SRC"),
 ]
 

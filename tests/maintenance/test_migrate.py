@@ -16,6 +16,8 @@ from tests.maintenance.migrate import LoadText, ToTwo, content, loaded, old, sta
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shardckpt import CheckpointWriter
+
 __all__ = ["old"]  # fixtures
 
 
@@ -23,7 +25,20 @@ def test_fingerprints_come_along(old: Path) -> None:
     """The values stay, and so do their stored fingerprints: a migrated checkpoint is compared without reading it."""
     migrate_checkpoint(old, old.with_name("new"))
     with dc.open_checkpoint(old.with_name("new")) as checkpoint:
-        assert (checkpoint.version, checkpoint.fingerprints) == (2, {"w": "7" * 32})
+        assert (checkpoint.version, checkpoint.fingerprints) == (2, checkpoint.compute_fingerprints())
+        assert list(checkpoint.fingerprints) == ["w"]
+
+
+def test_a_migration_that_changes_values_is_not_committed(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values other than those of the stored fingerprints are refused by name: diff would take them for the old ones."""
+
+    def migrate(_self: ToTwo, _reader: object, writer: CheckpointWriter) -> None:
+        writer.write("w.txt", json.dumps([[1.0, 2.0, 1.0], 2, {}]).encode())
+
+    monkeypatch.setattr(ToTwo, "migrate", migrate)
+    with pytest.raises(PluginError, match=r"does not keep .*: w: its stored fingerprint is of other values"):
+        migrate_checkpoint(old, old.with_name("new"))
+    assert not old.with_name("new").exists()
 
 
 @pytest.mark.parametrize("name", ["old", "new"])

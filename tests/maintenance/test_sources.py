@@ -163,3 +163,34 @@ def test_what_lies_next_to_a_model_is_not_in_the_way(tmp_path: Path, capsys: pyt
     (model / "epoch=3.ckpt").mkdir()
     for verb in (["verify", str(model)], ["inspect", str(model)], ["convert", str(model), str(tmp_path / "new")]):
         assert main(verb) == 0, capsys.readouterr().err
+
+
+def test_a_snapshot_of_the_hubs_cache_may_have_other_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights in other formats, and a lost or foreign file of torch.save, keep no verb from a folder of links."""
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0f3a"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    weights = {"w": torch.ones(2)}
+    safetensors.torch.save_file(weights, blobs / "1")
+    torch.save(weights, blobs / "2")
+    torch.save(weights, tmp_path / "foreign")
+    links = {"model.safetensors": "1", "consolidated.safetensors": "1", "pytorch_model.bin": "2"}
+    for name, blob in links.items():
+        (snapshot / name).symlink_to(f"../../blobs/{blob}")
+    assert main(["verify", "--json", str(snapshot)]) == 0
+    (report,) = json.loads(capsys.readouterr().out)
+    files = {each["name"]: each["nbytes"] for each in report["files"]}
+    assert files == {name: (snapshot / name).stat().st_size for name in links}
+    (snapshot / "scheduler.pt").symlink_to("../../blobs/lost")
+    (snapshot / "optimizer.pt").symlink_to(tmp_path / "foreign")
+    assert main(["convert", str(snapshot), str(tmp_path / "new")]) == 0
+    assert "are not read: optimizer.pt, pytorch_model.bin, scheduler.pt: convert" in caplog.text
+    for verb in (["inspect", str(snapshot)], ["diff", str(snapshot), str(tmp_path / "new")], ["ls", str(tmp_path)]):
+        assert main(verb) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    assert main(["verify", str(snapshot)]) == 1
+    shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "not checked: it is a link out of the folder" in shown["optimizer.pt"]  # no damage, which a prune may remove
+    assert "cannot open" in shown["scheduler.pt"]

@@ -181,12 +181,22 @@ def test_no_setting_has_a_fault_in_the_words_of_another_library() -> None:
         (lambda: KeepPinned([1.5]), "KeepPinned: an item of steps is 1.5: expected a whole number"),  # type: ignore[list-item]
         (lambda: SaveAfter(-1), "SaveAfter: seconds=-1: expected more than 0"),
         (lambda: KeepLatest(1, 2), "2 is one argument too many: it takes count"),  # type: ignore[call-arg]
+        (lambda: KeepLatest(1, count=2), "KeepLatest: count is given twice"),  # type: ignore[misc]
+        (lambda: KeepLatest(True), "KeepLatest: count: expected a number, not True"),
     ],
 )
 def test_a_wrong_policy_is_said_in_plain_words(make: Callable[[], Any], said: str) -> None:
     """The policies of retention and saving say what they take as the configuration does."""
     with pytest.raises(ConfigurationError, match=re.escape(said)):
         make()
+
+
+def test_a_fault_of_a_policy_has_the_setting_and_its_value() -> None:
+    """Values that are given by their place are found under the names of the settings, as those given by name are."""
+    for make in (lambda: KeepBest("loss", -1, "mni"), lambda: KeepBest("loss", count=-1, mode="mni")):  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError) as caught:
+            make()
+        assert [(fault.setting, fault.value) for fault in caught.value.faults] == [("count", -1), ("mode", "mni")]
 
 
 @table("given", ["runs/a", None, 3, [1], Progress(), {"model": Progress()}])

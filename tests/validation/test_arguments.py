@@ -78,6 +78,7 @@ DOORS: dict[Callable[..., Any], Callable[[_Given], dict[str, Any]]] = {
     huggingface.export_to_huggingface: lambda at: {"checkpoint_dir": at.step, "target": at.new},
     huggingface.load_from_huggingface: lambda at: {"sharded_state_dict": at.state, "folder": at.step},
     huggingface.dcp_to_torch_state_dict: lambda at: {"checkpoint_dir": at.step},
+    huggingface.dcp_to_torch_save: lambda at: {"checkpoint_dir": at.step, "file": at.new},
     huggingface.torch_save_to_dcp: lambda at: {"file": at.file, "checkpoint_dir": at.new},
     huggingface.parse_options: lambda _: {"folder": None},
     huggingface.get_shard_info: lambda _: {"state_dict": {"w": torch.ones(1)}},

@@ -16,6 +16,7 @@ from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.validation.keys import (
     StrictHandling,
+    _suggest_prefix,
     compare_keys,
     describe_mismatch,
     name_keys,
@@ -205,6 +206,23 @@ def test_keys_that_are_stored_behind_a_prefix_are_said_with_what_loads_them(tmp_
     other = torch.nn.Linear(4, 4)
     dc.load(to_sharded_state_dict(other, prefix="model."), tmp_path / "c")
     assert torch.equal(other.weight, model.weight)
+
+
+class _CountedSet(set[str]):
+    lookups = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.lookups += 1
+        return super().__contains__(key)
+
+
+def test_advice_about_prefixes_looks_up_each_key_a_few_times() -> None:
+    """Where all stored keys end with a short absent one, the cost is that of the keys, not of all pairs of them."""
+    count = 200
+    absent = _CountedSet({"scale", *(f"z.{n}" for n in range(count))})
+    stored = _CountedSet({f"layers.{n}.scale" for n in range(count)} | {"layers.7.z.1"})
+    assert "has 'layers.7.scale' and not 'scale' (2 keys so)" in _suggest_prefix(absent, stored)
+    assert absent.lookups + stored.lookups < 10 * count
 
 
 @table(

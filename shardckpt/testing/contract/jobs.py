@@ -69,7 +69,7 @@ def load_layouts(
 
 
 def make_version(value: int, *, with_objects: bool) -> dict[str, Any]:
-    """Return a rank's state dict that says a number everywhere: rows, a replica, a scalar, an object, common state."""
+    """Return a rank's state dict whose values show a number: rows, a replica, a scalar, an object, common state."""
     rank, world = rank_and_size()
     rows = torch.full((4, 6), float(value)) + rank
     state = {
@@ -94,17 +94,17 @@ def load_version(subject: Subject, path: str) -> dict[str, Any]:
 
 
 def check_version(loaded: dict[str, Any], value: int) -> None:
-    """Check that a loaded state dict says the number everywhere."""
+    """Check that a loaded state dict has the values that :func:`make_version` makes for a number."""
     for key, expected in make_version(value, with_objects="object" in loaded).items():
         if isinstance(expected, ShardedTensor):
             check_same(loaded[key], expected.data, repr(key))  # type: ignore[arg-type]
         else:
-            said = expected.data if isinstance(expected, ShardedObject) else expected
-            check(loaded.get(key) == said, f"{key!r}: {loaded.get(key)!r} was loaded instead of {said!r}")
+            saved = expected.data if isinstance(expected, ShardedObject) else expected
+            check(loaded.get(key) == saved, f"{key!r}: {loaded.get(key)!r} was loaded instead of {saved!r}")
 
 
 def save_version(subject: Subject, path: str, value: int, **options: Any) -> None:
-    """Save a state dict that says the number everywhere."""
+    """Save the state dict that :func:`make_version` makes for a number."""
     subject.save(make_version(value, with_objects=subject.with_objects), path, **options)
 
 
@@ -123,7 +123,7 @@ def spoil(state: dict[str, Any]) -> None:
 
 
 def save_in_background(subject: Subject, paths: Sequence[str], persistent: bool, one_strategy: bool = True) -> None:
-    """Save versions 1, 2, ... in the background, change everything at once, and check the saved values."""
+    """Save versions 1, 2, ... in the background, change each state right after the call, and check the saved values."""
     saver = subject.make_saver()
     with AsyncCallsQueue(persistent) as queue:
         for value, path in enumerate(paths, 1):
@@ -217,7 +217,7 @@ def fail_to_load(subject: Subject, path: str, broken: str) -> tuple[str, str]:
     """Load from another directory on the last rank; return the error, which is the same on all ranks."""
     rank, world = rank_and_size()
     found = error_of(load_version, subject, broken if rank == world - 1 else path)
-    load_and_check(subject, path, 1)  # the ranks are in step
+    load_and_check(subject, path, 1)  # the next load works: no rank was left in a collective
     return found
 
 

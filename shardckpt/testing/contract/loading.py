@@ -23,6 +23,8 @@ from shardckpt.testing.memory import MEMORY_LAYOUTS, garbage, place_in_memory
 from shardckpt.testing.states import Destinations, make_state_dict
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import pytest
 
 MIB = 1 << 20
@@ -42,17 +44,17 @@ class LoadingTests(Claims):
             compare(context, identity, what, **agreed)
 
         monkeypatch.setattr(LoadContext, "require_same_save", record)
-        found = []
+        loads = []
         for directory in (path, path.with_name("again")):
             self.save_version(directory, 1)
             for _ in range(2):
                 identities.clear()
                 self.load_version(directory)
                 check(bool(identities), "load never calls context.require_same_save, after it has planned")
-                found.append(tuple(identities))
-        check(found[0] == found[1], "two loads of one save give require_same_save different bytes")
+                loads.append(tuple(identities))
+        check(loads[0] == loads[1], "two loads of one save give require_same_save different bytes")
         check(
-            found[0] != found[2],
+            loads[0] != loads[2],
             "two saves of the same values give require_same_save the same bytes: ranks could load one each; "
             "context.reader.manifest.save_id is of one save only",
         )
@@ -257,7 +259,8 @@ class LoadingTests(Claims):
 
         self._check_reads(read, LARGE // 2)
 
-    def _check_reads(self, read: Any, limit: int) -> None:
+    def _check_reads(self, read: Callable[[], None], limit: int) -> None:
+        """Check that a call reads fewer bytes than the limit."""
         read()  # modules that are imported at the first load are not counted
         before = jobs.bytes_read()
         read()

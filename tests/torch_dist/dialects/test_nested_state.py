@@ -18,6 +18,7 @@ from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, UnsafePickleError
 from shardckpt.mapping import ShardedObject
+from shardckpt_torch_dist.dialects.nested_state import NestedState
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -105,6 +106,21 @@ def test_options_are_those_of_the_parameters_group(tmp_path: Path, make: Any, *,
     load_into(dist_checkpointing.load(to_sharded_state_dict(other, resumed), tmp_path / "dcp"), other, resumed)
     assert [(group["lr"], group["momentum"]) for group in resumed.param_groups] == [(0.25, 0.9), (0.5, 0.9)]
     assert second.equal(params[1])
+
+
+def test_the_names_of_a_group_are_read_once_for_all_its_parameters() -> None:
+    """The options of each parameter cost their own values: a group of thousands has as many names."""
+    names, group = ["a.w", "a.b", "c"], ("optimizer", "param_groups", 0)
+    values: dict[tuple[str | int, ...], Any] = {(*group, "lr"): 0.5, (*group, "params"): names}
+    read: list[Any] = []
+
+    def read_value(path: tuple[str | int, ...]) -> Any:
+        read.append(path[-1])
+        return values[path]
+
+    state = NestedState(values, {}, read_value)
+    assert [state.build(f"optimizer.param_groups.{name}", {}) for name in names] == [{"lr": 0.5}] * 3
+    assert read.count("params") == 1
 
 
 class Hostile:
