@@ -122,7 +122,7 @@ def is_free(target: Path) -> bool:
 
     It is a StorageError if a file is there, or the system does not say.
     """
-    with wrap_os_errors("look at", target):
+    with wrap_os_errors("access", target):
         if not target.exists():
             return True
         if not target.is_dir():
@@ -135,12 +135,12 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 
     A lease or a pin is a CheckpointingException. A StorageError names the target and the remedy.
     """
-    with wrap_os_errors("look at", target):
+    with wrap_os_errors("access", target):
         is_taken = target.exists()
     if overwrite and is_taken and (holds := find_holds_beside(target)) is not None:
         holds.refuse(target.name)
     if not overwrite and not is_free(target):
-        with wrap_os_errors("look at", target):
+        with wrap_os_errors("access", target):
             names = sorted(path.name for path in target.iterdir())
         of_export = (
             ", but an export removes the files that a loader would load with its weights: adapters, other weights and, "
@@ -213,7 +213,7 @@ def replace_target(staging: Path, target: Path, owned: Collection[str], old: os.
         _keep_foreign(target, staging, owned)
     sync_tree(staging)
     aside = target.with_name(temporary_name(target.name, REPLACED, new_save_id()))
-    with wrap_os_errors("look at", staging):
+    with wrap_os_errors("access", staging):
         new = staging.stat()  # after an error the inode at the target tells how far the swap came
     claim_name(aside.name)
     try:

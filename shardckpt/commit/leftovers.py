@@ -56,7 +56,7 @@ def find_leftovers_of(path: Path) -> list[Leftover]:
 
     The leftovers of the path itself, which stand next to it, come first; then the leftovers inside it.
     """
-    with wrap_os_errors("look at", path):
+    with wrap_os_errors("access", path):
         is_folder = path.is_dir()
     inside = find_leftovers(path, lambda _: True) if is_folder else []
     return [*find_leftovers(path.parent, belongs_to(path)), *inside]

@@ -190,7 +190,7 @@ def _find_size(directory: Path, name: str) -> int | None:
     """Return a file's size in bytes; None if it is missing."""
     try:
         refuse_linked_folders(directory, name)
-        with wrap_os_errors("look at", directory / name):
+        with wrap_os_errors("access", directory / name):
             return file_size(directory / name)
     except StorageError as exc:
         if is_damage(exc):

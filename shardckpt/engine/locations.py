@@ -129,7 +129,7 @@ def _find_overlap(source: Path, target: Path) -> str:
 
 def _find_shared_file(source: Path, target: Path) -> str:
     """Return how two local paths overlap by hard links, or by links in the source's directory."""
-    with wrap_os_errors("look at", target):
+    with wrap_os_errors("access", target):
         if not target.exists():
             return ""
         if target.is_file():

@@ -224,7 +224,7 @@ class Transaction:
         """
         comm = self.operation.comm
         ready = time.perf_counter()
-        with comm.local_phase("looking at the files of this rank"):
+        with comm.local_phase("checking the files of this rank"):
             added = writer.recorded_files()
         files = added if before is None else before.files + added
         parts = (*writer.parts, *(() if before is None else before.parts))

@@ -69,7 +69,7 @@ def check_weights(path: Path, promised: Collection[str] = ()) -> None:
     if not ends or None in ends:  # the bytes of a dtype that this torch lacks are not known
         return
     last = max(end for end in ends if end is not None)
-    with wrap_os_errors("look at", path):
+    with wrap_os_errors("access", path):
         size = file_size(path)
     if last < size:
         raise CorruptCheckpointError(

@@ -137,7 +137,7 @@ def _read_stamp(folder: Path, file: str) -> tuple[int, int, int] | None:
     if not has_local_files(folder):
         return None
     path = folder / file
-    with wrap_os_errors("look at", path):
+    with wrap_os_errors("access", path):
         found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 

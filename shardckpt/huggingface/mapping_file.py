@@ -54,7 +54,7 @@ def _find_file(text: str) -> tuple[Path | None, str | None]:
     if found is None:
         return None, None
     path = Path(expand_home(found["path"]))
-    with wrap_os_errors("look at", path):
+    with wrap_os_errors("access", path):
         is_file = path.is_file()
     if not is_file:
         siblings = name_siblings(path.absolute())

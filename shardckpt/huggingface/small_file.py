@@ -44,7 +44,7 @@ def refuse_other_file(path: Path, kind: Literal["torch.save", "safetensors"]) ->
 
     Such a name is mistyped. An empty file is replaced.
     """
-    with wrap_os_errors("look at", path):
+    with wrap_os_errors("access", path):
         is_filled = path.is_file() and path.stat().st_size > 0
     if is_filled and not path.name.endswith(_SUFFIXES[kind]) and not _IS_KIND[kind](path):
         raise CheckpointingException(

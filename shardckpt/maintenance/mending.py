@@ -46,7 +46,7 @@ def explain_mendable(directory: Path, plugins: PluginManager, damaged: Collectio
     are given, no file was compared with its digest.
     """
     try:
-        with wrap_os_errors("look at", directory):
+        with wrap_os_errors("access", directory):
             place, manifest = _read_best_description(directory, plugins)
             way = _find_way(directory, place, manifest, plugins, {*damaged} - _DESCRIPTIONS)
     except (

@@ -94,7 +94,7 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
             f"{directory} is a {manifest.backend!r} checkpoint, and its {type(strategy).__name__} cannot remove "
             "keys: load the keys to keep, and save them"
         )
-    with wrap_os_errors("look at", directory):
+    with wrap_os_errors("access", directory):
         before = allocated_bytes(directory)
     with CheckpointReader(place, manifest, verify=True) as reader:
         removal = strategy.remove(prefix, reader)
@@ -106,7 +106,7 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
             refuse_full(directory, rewritten, REMOVE)
             operation.start_progress(lambda: rewritten)
             _replace(directory, reader, removal, operation.count)
-    with wrap_os_errors("look at", directory):
+    with wrap_os_errors("access", directory):
         after = before + _growth(directory, removal) if dry_run else allocated_bytes(directory)
     report = RemovalReport(
         tuple(sorted(removal.keys)), tuple(sorted(removal.dropped)), tuple(sorted(removal.rewritten)), before, after

@@ -248,7 +248,7 @@ def identify_source(location: Path, opened: OpenCheckpoint) -> str:
     if not has_local_files(location):
         return ""
     paths = sorted(location.rglob("*")) if location.is_dir() else [location]
-    with wrap_os_errors("look at", location):
+    with wrap_os_errors("access", location):
         found = [(str(path), path.stat()) for path in paths if path.exists()]  # a link may lead nowhere
     return repr([(path, info.st_ino, info.st_size, info.st_mtime_ns) for path, info in found])
 

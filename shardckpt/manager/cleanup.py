@@ -121,7 +121,7 @@ def _clean(folders: list[str], limit: int) -> None:
 
 
 def _find_exempt(folder: str, *, all_directories: bool) -> dict[str, str]:
-    """Return the directories that the limit does not apply to: the reasons by path.
+    """Return the directories that the limit does not apply to, with the reason of each.
 
     With ``all_directories`` they are all whose name is not a step's; else only those that look like checkpoints,
     because an output folder also has logs.

@@ -167,7 +167,7 @@ def pin_step(folder: str | os.PathLike[str], step: int | str, label: str) -> Non
     steps, step = find_step(folder, step)
     link = steps.place / steps.names.name(step)
     # a removal of the link's target would not find a pin under another name
-    with wrap_os_errors("look at", link):
+    with wrap_os_errors("access", link):
         is_other = link.is_symlink() and link.resolve().parent == steps.place.resolve()
     if is_other:
         raise CheckpointingException(

@@ -245,7 +245,7 @@ def _summarize_file(path: Path) -> CheckpointSummary:
     """Return the summary of a file by its header, or its directory and pickle: no tensor is read."""
     summary = CheckpointSummary(str(path), path.name, "other", step=parse_step(path.stem))
     try:
-        with wrap_os_errors("look at", path):
+        with wrap_os_errors("access", path):
             info = path.stat()
             summary = replace(summary, nbytes=info.st_size, saved_at=info.st_mtime)
             real = path.resolve()  # a link is shown as its target, as the Hub's cache has its files

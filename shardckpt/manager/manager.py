@@ -142,14 +142,14 @@ class CheckpointManager:
         allow_globals: tuple[Any, ...],
         fault_tolerance: FaultTolerance | None,
     ) -> None:
-        """Collective: look at the states and the folder, and make the objects that save and load."""
-        with comm.collective_phase("looking at the states"):
+        """Collective: check the states and the folder, and make the objects that save and load."""
+        with comm.collective_phase("checking the states"):
             check_named(states)
             named = add_random_state(states) if config.save_rng else states
             self._states = TrainingStates(named, check_replicas=config.check_replicas, keep_options=config.keep_options)
             comm.agree(states=sorted(self._states.names), **config.describe())
         if config.enable_checkpoint:
-            with comm.collective_phase("looking at the configuration"):
+            with comm.collective_phase("checking the configuration"):
                 settings.check_variables()
                 check_folder(config.folder)
                 self._folder = StepFolder(config.folder, get_plugin_manager())
@@ -609,7 +609,7 @@ class CheckpointManager:
             }
 
         def look(operation: Operation) -> None:
-            with operation.local_phase("looking at the folder"):
+            with operation.local_phase("reading the folder"):
                 for part in self._parts:
                     part.before_save(step, numbers)
 

@@ -121,7 +121,7 @@ def hold_checkpoint(
             break
         time.sleep(pause)
         place = open_directory(directory)
-    with detect_replacement(place, functools.partial(has_changed, place)), wrap_os_errors("look at", directory):
+    with detect_replacement(place, functools.partial(has_changed, place)), wrap_os_errors("access", directory):
         manifest = _read_manifest(place, plugins, moved=moved, unmarked=unmarked)
     if manifest.folder:
         return _hold_generation(place, manifest, plugins)
@@ -147,7 +147,7 @@ def _hold_generation(place: Path, outer: Manifest, plugins: PluginManager) -> tu
             return True  # it is being removed, or replaced
 
     where = f"{real_path(place) / MARKER_NAME} names {outer.folder}"
-    with detect_replacement(inner, is_replaced), wrap_os_errors("look at", inner):
+    with detect_replacement(inner, is_replaced), wrap_os_errors("access", inner):
         if not (inner / MARKER_NAME).exists():
             raise CorruptCheckpointError(f"{where}, and that has no {MARKER_NAME}: it was lost")
         manifest = _read_manifest(inner, plugins, moved=True)

@@ -125,7 +125,7 @@ def is_there(path: Path) -> bool:
     """
     if on_store(path) is not None:
         return path.exists()
-    with wrap_os_errors("look at", path):
+    with wrap_os_errors("access", path):
         try:
             path.lstat()
         except (FileNotFoundError, NotADirectoryError):

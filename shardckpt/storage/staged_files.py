@@ -131,7 +131,7 @@ def _name_kind(mode: int) -> str:
 def _describe_change(directory: Path, file: FileRecord | FilePart) -> str:
     """Return how a file differs from its record; ``""`` if it does not."""
     path = directory / file.name
-    with wrap_os_errors("look at", path):
+    with wrap_os_errors("access", path):
         try:
             found = path.lstat()
         except FileNotFoundError:

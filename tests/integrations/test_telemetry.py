@@ -394,9 +394,9 @@ def _fail_to_begin(path: Path, **settings: Any) -> None:
     ("operation", "fail", "phase"),
     [
         ("setup", lambda path, _: _fail_to_begin(path), "beginning to save checkpoints"),
-        ("setup", lambda path, _: _fail_to_begin(path, strategy="nothing"), "looking at the configuration"),
-        ("setup", lambda path, _: _fail_to_begin(path, hf_mapping="x", load_only=True), "looking at the configuration"),
-        ("save", lambda path, patch: _fail_to_list(path, patch, "save"), "looking at the folder"),
+        ("setup", lambda path, _: _fail_to_begin(path, strategy="nothing"), "checking the configuration"),
+        ("setup", lambda path, _: _fail_to_begin(path, hf_mapping="x", load_only=True), "checking the configuration"),
+        ("save", lambda path, patch: _fail_to_list(path, patch, "save"), "reading the folder"),
         ("load", lambda path, patch: _fail_to_list(path, patch, "load"), "choosing the step"),
         ("save", lambda *_: dc.save({}, "nobody://serves/this"), "reading the arguments"),
         ("load", lambda *_: dc.load({}, "nobody://serves/this"), "reading the arguments"),
@@ -696,7 +696,7 @@ def test_a_look_at_a_folder_that_hangs_is_seen(tmp_path: Path, monkeypatch: pyte
         assert [manager.save(step) for step in (1, 2, 3)] == [True, True, False]
     assert seen == [1, 1, 1]
     assert read("shardckpt_in_flight") == 0
-    looks = [each for each in recorder.events if each.phase == "looking at the folder" and each.state != "start"]
+    looks = [each for each in recorder.events if each.phase == "reading the folder" and each.state != "start"]
     ends = [each for each in recorder.events if each.operation == "save" and not each.phase and each.state != "start"]
     assert [each.state for each in ends] == ["end", "end", "failure"]
     for whole, part in zip(ends, looks, strict=True):

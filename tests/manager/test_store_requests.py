@@ -163,7 +163,7 @@ def test_a_store_that_is_down_keeps_a_training_for_its_timeout(
             with pytest.raises(StorageError, match=words) as caught:
                 manager.save(1)
         assert sent["folders"] == tries
-        assert caught.value.phase == "looking at the folder"
+        assert caught.value.phase == "reading the folder"
 
 
 @pytest.mark.parametrize("is_asked", [False, True])

@@ -4,8 +4,8 @@
 where it is imported with other names, as in ``from megatron.core import mpu, dist_checkpointing``, it gets a line of
 its own. Relative imports of it in Megatron's own tree are ported, too. Of a folder all ``*.py`` files are ported, but
 not in hidden folders, ``site-packages`` and ``node_modules`` below it; of a file with another suffix, which must be
-named, only the dotted name changes. What needs a hand is listed, and the exit code is 1: uses without an import of
-their own, notebooks, shell scripts and YAML files of a folder, and what cannot be read or written.
+named, only the dotted name changes. What is to be ported by hand is listed, and the exit code is 1: uses without an
+import of their own, notebooks, shell scripts and YAML files of a folder, and what cannot be read or written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OTHER_SUFFIXES = (".ipynb", ".sh", ".yaml", ".yml")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Port files and folders; return 0 if all is ported, 1 if something needs a hand, 2 if there is nothing to port."""
+    """Port files and folders; return 0 if all is ported, 1 if something is left to port by hand, 2 if there is nothing to port."""
     if not arguments or arguments[0].startswith("-"):
         return _say(__doc__.replace("``", ""), 0 if arguments in (["-h"], ["--help"]) else 2)
     missing = [path for path in arguments if not Path(path).exists()]
