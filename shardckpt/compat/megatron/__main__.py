@@ -33,7 +33,7 @@ _OTHER_SUFFIXES = (".ipynb", ".sh", ".yaml", ".yml")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Port files and folders; return 0 if all is ported, 1 if something is left to do by hand, 2 without any to port."""
+    """Port files and folders; return 0 if all is ported, 1 if work by hand is left, 2 if there is nothing to port."""
     if not arguments or arguments[0].startswith("-"):
         return _say(__doc__.replace("``", ""), 0 if arguments in (["-h"], ["--help"]) else 2)
     missing = [path for path in arguments if not Path(path).exists()]
