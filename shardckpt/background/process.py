@@ -34,14 +34,15 @@ NUMBER_BYTES = 8
 EVENT_NUMBER = b"\xff" * NUMBER_BYTES
 #: Seconds that the process may take to end after it was asked to.
 _END_TIMEOUT = 5.0
-#: The child's program. A scheduler may signal all processes of a job (Ctrl-C, preemption): the child ignores that,
-#: because the training process decides when the child ends. It does so before the slow imports. It takes over the
-#: parent's sys.path, so that nothing is imported from the current directory by accident.
+#: The child's program. First it takes over the parent's sys.path: python -c would import a signal.py of the current
+#: directory. A scheduler may signal all processes of a job (Ctrl-C, preemption): the child ignores that, because the
+#: training process decides when the child ends. It does so before the slow imports.
 _PROGRAM = """
-import signal, sys
+import sys
+pipe, parent, *sys.path = sys.argv[1:]
+import signal
 for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
     signal.signal(getattr(signal, name), signal.SIG_IGN)
-pipe, parent, *sys.path = sys.argv[1:]
 from shardckpt.background.worker import main
 main(int(pipe), int(parent))
 """
