@@ -91,8 +91,10 @@ class PlannedLoad:
     def _refuse_gaps(self, plan: LoadPlan) -> None:
         """Raise if the items of a key have fewer elements than its shards: a destination would keep what it holds."""
         planned, wanted = Counter[str](), Counter[str]()
-        once = {(each.dest_index, each.dest_offsets, each.lengths): each for each in plan.items}
-        for item in once.values():  # a shard that is planned twice must not hide another
+        # A shard that is planned twice must not hide another. Two shards of a rank may be one place of a tensor: the
+        # number in dest_index, which does not count in a comparison, tells them apart.
+        once = {(each.dest_index, each.dest_index.index, each.dest_offsets, each.lengths): each for each in plan.items}
+        for item in once.values():
             planned[item.dest_index.fqn] += 1 if item.type == LoadItemType.BYTE_IO else math.prod(item.lengths)
         for shard in self._wanted:
             if isinstance(shard, ShardedObject):

@@ -467,6 +467,20 @@ def test_a_planner_reads_from_elsewhere(tmp_path: Path) -> None:
     assert torch.equal(loaded["rows"], -ROWS)
 
 
+def test_a_rank_may_have_two_copies_of_a_shard(tmp_path: Path) -> None:
+    """A planner fills two shards of one place of a tensor, as tied weights are, and what it leaves out is noticed."""
+    _save(str(tmp_path / "c"))
+
+    def load(planner: Any) -> list[torch.Tensor]:
+        copies = [ShardedTensor.from_rank_offsets("rows", torch.zeros(12, 8), replica_id=n) for n in (0, 1)]
+        strategy = TorchDistLoadShardedStrategy(planner=planner)
+        return dc.load({"copies": copies}, tmp_path / "c", strategy, strict=False)["copies"]  # type: ignore[no-any-return]
+
+    assert all(torch.equal(found, ROWS) for found in load(ShardedLoadPlanner))
+    with pytest.raises(ShardingError, match="leaves out all or a part of 'rows'"):
+        load(_SkippingRows)
+
+
 def test_a_cached_plan_is_never_a_planners(tmp_path: Path) -> None:
     """Each save with a planner is planned anew, and does not use the plans of others, nor they its own."""
     planner = _CountingSave()
