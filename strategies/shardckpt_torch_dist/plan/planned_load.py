@@ -160,26 +160,43 @@ def _plan_read(item: ReadItem, destinations: CheckedPlanner, index: StoredIndex)
     if item.type != LoadItemType.BYTE_IO:
         return _plan_region(item, destinations, index)
     key = item.storage_index.fqn
+    if key not in index.objects and key not in index.named:
+        raise _make_planner_error(destinations, f"the object {key!r}, which the checkpoint does not have")
     return ObjectRead(index.archive(key), key, lambda data: destinations.load_bytes(item, io.BytesIO(data)))
 
 
 def _plan_region(item: ReadItem, destinations: CheckedPlanner, index: StoredIndex) -> LateRegion:
     """Return how a tensor item is read; if it is not stored, that is a CorruptCheckpointError."""
     key, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+    if key not in index.numbers:
+        raise _make_planner_error(destinations, f"the tensor {key!r}, which the checkpoint does not have")
     number = index.numbers[key]
     chunk = index.tensor(number).chunks.get(offset)
     if chunk is None:
         raise CorruptCheckpointError(
             f"tensor {key!r}: its chunk at {offset} is listed but not stored: the save lost it"
         )
+    shape, start, lengths = tuple(chunk.box.shape), tuple(item.storage_offsets), tuple(item.lengths)
+    is_inside = len(start) == len(lengths) == len(shape) and all(
+        first >= 0 and length >= 0 and first + length <= size
+        for first, length, size in zip(start, lengths, shape, strict=True)
+    )
+    if not is_inside:
+        raise _make_planner_error(
+            destinations, f"{lengths} elements at {start} of a chunk of {key!r} that has the shape {shape}"
+        )
     return LateRegion(
         number,
         chunk,
-        tuple(item.storage_offsets),
-        tuple(item.lengths) == tuple(chunk.box.shape),
+        start,
+        lengths == shape,
         partial(destinations.resolve_tensor, item),
         partial(destinations.commit_tensor, item),
     )
+
+
+def _make_planner_error(destinations: CheckedPlanner, read: str) -> ShardingError:
+    return ShardingError(f"{type(destinations.planner).__qualname__} plans to read {read}: mend its create_local_plan")
 
 
 def _keeps_no_part(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
