@@ -177,7 +177,7 @@ def _describe_shared_value(param: ShardedParam, value: Any, key: str) -> Sharded
     copies = first.replica_id if isinstance(first.replica_id, tuple) else (first.replica_id,)
     start = first.flattened_range.start if first.flattened_range is not None else 0
     empty = int(math.prod(first.data_shape) == 0)
-    # all zeros, and so the main replica, only for the non-empty shard with the parameter's first element
+    # all zeros, which means the main replica, only for a shard that has the parameter's first element
     replica, shared = (*first.global_offset[layers:], start, empty, *copies), first.replicated
     if isinstance(value, torch.Tensor):
         return ShardedTensor(key, value, value.dtype, (), shape, offset, shape, replica, layers, replicated=shared)

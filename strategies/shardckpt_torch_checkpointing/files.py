@@ -31,9 +31,9 @@ Path = tuple["str | int", ...]
 
 _NAME = re.compile(r"(?P<item>[A-Za-z0-9_-]+?)_(?P<rank>0|[1-9][0-9]{0,6})\.(?P<suffix>[A-Za-z0-9]+)")
 _FORMS = {"pt": "torch", "json": "json", "safetensors": "safetensors"}
-#: Values that a pickle of n bytes may have: some, and some a byte. It can name one list any number of times.
-_FREE, _VALUES = 1 << 16, 8
-#: A safetensors file has no checksum: so many bytes at the end of each quarter tell its saves apart.
+#: Limit on the values of a file: so many, and more for each byte. A pickle can name one list any number of times.
+_FREE_VALUES, _VALUES_PER_BYTE = 1 << 16, 8
+#: A safetensors file has no checksum: this many bytes at the end of each quarter tell its saves apart.
 _SAMPLE_BYTES, _SAMPLES = 1024, 4
 
 
@@ -101,10 +101,11 @@ class LocalTensor:
 class Content:
     """The content of a file.
 
-    ``values`` are by path, which begins with the item's key; each tensor is a :class:`LocalTensor`. ``names`` has the
-    names of parameters by their number, where an optimizer's state has numbers, and its groups names. ``crc`` tells the
-    files of two saves apart, as far as little reading does: it is of the CRC-32 of an archive's members, which few
-    writers leave out, and of the header and 4 KiB of a safetensors file.
+    Attributes:
+        values: The values by path, which begins with the item's key; each tensor is a :class:`LocalTensor`.
+        names: The names of an optimizer's parameters by their numbers, if the file has both.
+        crc: Tells the files of two saves apart, as far as little reading can: of an archive, the CRC of its members'
+            CRC-32, which few writers leave out; of a safetensors file, that of its header and of 4 KiB.
     """
 
     values: dict[Path, Any]
@@ -130,11 +131,11 @@ def join_path(path: Path) -> str:
 
 
 def find_files(reader: CheckpointReader, declared: Mapping[str, DeclaredItem]) -> dict[str, dict[int, Layout]]:
-    """Return the files of all items by item and rank: files that the metadata names, and by their names all others.
+    """Return the files of all items by item and rank: those of the metadata, and all others by their names.
 
     A file ``<item>_<rank>.<suffix>`` is the item's on that rank, if there are files of all ranks from 0 on. Files of
-    several ranks, and not of all, are a CorruptCheckpointError. Any other is a file that one rank has written, and so
-    is ``<item>.pt`` or ``<item>.json``.
+    several ranks, but not of all, are a CorruptCheckpointError. Any other file with a known suffix, such as
+    ``<item>.pt``, is an item that one rank has written.
     """
     found = {key: dict(item.layouts) for key, item in declared.items()}
     named = {METADATA_FILE, *(layout.file for item in declared.values() for layout in item.layouts.values())}
@@ -261,12 +262,12 @@ def _name_parameters(loaded: Any, names: dict[Any, str]) -> Any:
 class _Flattener:
     """Takes state dicts apart into values with their paths; the file's ``size`` in bytes limits their number.
 
-    Dicts with text as keys, and lists of containers, are entered, and any container with tensors. Other containers are
-    values: so they keep their types, and the integers that are keys of dicts.
+    It enters dicts whose keys are texts, lists of containers, and any container with tensors. Other containers are
+    values as they are, with their types and their keys.
     """
 
     def __init__(self, size: int) -> None:
-        self._left = _FREE + _VALUES * size
+        self._left = _FREE_VALUES + _VALUES_PER_BYTE * size
         self._with_tensors: dict[int, bool] = {}
 
     def flatten(self, value: Any, path: Path) -> Iterator[tuple[Path, Any]]:

@@ -19,7 +19,7 @@ from shardckpt.archive import decode_object
 from shardckpt.chunks import LateRegion, ObjectRead, check_cast
 from shardckpt.errors import CorruptCheckpointError, ShardingError, UnsafePickleError, listed
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
-from shardckpt.planning import refuse_cast, refuse_changed_values
+from shardckpt.planning import Box, refuse_cast, refuse_changed_values
 from shardckpt.state_dict import list_nested_values
 from shardckpt.tensors import is_quantized, kind, may_be_changed, synchronize_devices
 from shardckpt_torch_dist.dialects import to_dcp_tensor
@@ -45,8 +45,8 @@ _ARCHIVE_MAGIC = b"PK\x03\x04"
 class PlannedLoad:
     """The reads of one rank by a planner, whose methods are called as ``dcp.load`` calls them.
 
-    To make one plans this rank's part; needs no other rank. The engine has compared the shards' shapes and dtypes with
-    what is stored.
+    The constructor makes the plan of this rank, without the other ranks. The engine has compared the shapes and dtypes
+    of the shards with the stored ones.
     """
 
     def __init__(
@@ -177,11 +177,7 @@ def _plan_region(item: ReadItem, destinations: CheckedPlanner, index: StoredInde
             f"tensor {key!r}: its chunk at {offset} is listed but not stored: the save lost it"
         )
     shape, start, lengths = tuple(chunk.box.shape), tuple(item.storage_offsets), tuple(item.lengths)
-    is_inside = len(start) == len(lengths) == len(shape) and all(
-        first >= 0 and length >= 0 and first + length <= size
-        for first, length, size in zip(start, lengths, shape, strict=True)
-    )
-    if not is_inside:
+    if not Box(start, lengths).fits(shape):
         raise _make_planner_error(
             destinations, f"{lengths} elements at {start} of a chunk of {key!r} that has the shape {shape}"
         )
@@ -255,12 +251,18 @@ class CheckedPlanner:
                 f"{tuple(item.lengths)} elements"
             )
         self._refuse_part_of_quantized(item, target)
-        key = item.storage_index.fqn
-        stored = self._index.dtypes[self._index.numbers[key]]
-        if not self._allow_cast and (key, target.dtype) not in self._agreed:
+        key, stored = item.storage_index.fqn, self._get_stored_dtype(item)
+        if not self._may_lose_values(item, target):
             refuse_cast(key, stored, target.dtype)
         check_cast(key, stored, target.dtype)
         return target
+
+    def _get_stored_dtype(self, item: ReadItem) -> torch.dtype:
+        return self._index.dtypes[self._index.numbers[item.storage_index.fqn]]
+
+    def _may_lose_values(self, item: ReadItem, target: torch.Tensor) -> bool:
+        """Return whether the caller of the load has allowed any cast of an item to the dtype of its destination."""
+        return self._allow_cast or (item.storage_index.fqn, target.dtype) in self._agreed
 
     def _refuse_part_of_quantized(self, item: ReadItem, target: torch.Tensor) -> None:
         """Raise if the planner narrows a quantized tensor, and does nothing with the part when it is filled."""
@@ -273,9 +275,9 @@ class CheckedPlanner:
             failure = f" (which of them cannot be told: lookup_tensor raised {type(exc).__name__}: {exc})"
             found = [get_local_tensor(each) for each in self._list_tensors()]
         quantized = [whole for whole in found if is_quantized(whole)]
-        # without a lookup, a plain target may be a copy of a part, though one of the tensors has its shape
-        is_whole = any(tuple(whole.shape) == lengths for whole in quantized) and (is_quantized(target) or not failure)
-        if not quantized or is_whole:
+        # if lookup_tensor has failed, a plain target may be a copy of a part, though one of the tensors has its shape
+        is_known = is_quantized(target) or not failure
+        if not quantized or (is_known and any(tuple(whole.shape) == lengths for whole in quantized)):
             return
         # a buffer of the planner's own, or a part of a plain tensor, is the same each time; a copy is not
         if is_quantized(target) or self.planner.resolve_tensor(item).data_ptr() != target.data_ptr():
@@ -294,10 +296,7 @@ class CheckedPlanner:
 
     def note_cast(self, item: ReadItem, target: torch.Tensor) -> None:
         """Note an item that has been read, if its destination's dtype may have changed a value."""
-        key = item.storage_index.fqn
-        stored = self._index.dtypes[self._index.numbers[key]]
-        is_allowed = self._allow_cast or (key, target.dtype) in self._agreed
-        if not is_allowed and may_be_changed(target, stored):
+        if not self._may_lose_values(item, target) and may_be_changed(target, self._get_stored_dtype(item)):
             self.suspects.append((item, target.dtype))
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:

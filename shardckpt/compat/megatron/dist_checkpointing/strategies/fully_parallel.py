@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from shardckpt.compat.megatron.dist_checkpointing.utils import _ShardId
     from shardckpt.mapping.base import ShardedBase, ShardedStateDict
-    from shardckpt.planning.shard_copies import Assignment
+    from shardckpt.planning.shard_copies import Assignment, ShardId
 
 
-class _TakesMegatrons:
-    """Takes strategies of Megatron's kind; refuses a cache on disk: nothing checks it.
+class _AdaptsStrategy:
+    """Wraps a strategy of shardckpt's or of Megatron's kind, which is adapted first.
 
-    ``base_strategy`` is the wrapped strategy, as it was given.
+    A cache of process groups on disk is refused, because nothing checks what it holds. ``base_strategy`` is the wrapped
+    strategy, as it was given.
     """
 
     _adapt: Callable[[Any], Any]
@@ -48,7 +50,7 @@ class _TakesMegatrons:
 
 
 class FullyParallelSaveStrategyWrapper(
-    _TakesMegatrons, SavesByPath, parallel.FullyParallelSaveStrategyWrapper, AsyncSaveShardedStrategy
+    _AdaptsStrategy, SavesByPath, parallel.FullyParallelSaveStrategyWrapper, AsyncSaveShardedStrategy
 ):
     """:class:`shardckpt.parallel.FullyParallelSaveStrategyWrapper`, callable with a path.
 
@@ -67,17 +69,17 @@ class FullyParallelSaveStrategyWrapper(
         if not self.keeps_distribution:
             return
         own = {shard_id(shard): shard.without_data() for shard in shards if isinstance(shard, ShardedTensor)}
-        tensors = {_megatrons_id(number): number for number in assigned if number[0] == "tensor"}
+        ids = {_to_megatron_id(ours): ours for ours in assigned if ours[0] == "tensor"}
         self.cached_distribution = ShardDistribution(
-            {name: assigned[number].rank for name, number in tensors.items()},
-            set(tensors),
-            {name: own[number] for name, number in tensors.items() if number in own},
-            {name: list(assigned[number].holders) for name, number in tensors.items()},
+            {theirs: assigned[ours].rank for theirs, ours in ids.items()},
+            set(ids),
+            {theirs: own[ours] for theirs, ours in ids.items() if ours in own},
+            {theirs: list(assigned[ours].holders) for theirs, ours in ids.items()},
         )
 
 
 class FullyParallelLoadStrategyWrapper(
-    _TakesMegatrons, LoadsByPath, parallel.FullyParallelLoadStrategyWrapper, LoadShardedStrategy
+    _AdaptsStrategy, LoadsByPath, parallel.FullyParallelLoadStrategyWrapper, LoadShardedStrategy
 ):
     """:class:`shardckpt.parallel.FullyParallelLoadStrategyWrapper`, callable with a path.
 
@@ -93,9 +95,9 @@ class FullyParallelLoadStrategyWrapper(
         return getattr(self.base_strategy, "cached_global_metadata", None)
 
 
-def _megatrons_id(number: tuple[Any, ...]) -> Any:
+def _to_megatron_id(ours: ShardId) -> _ShardId:
     """Return Megatron's id of a tensor's shard for ours."""
-    _, key, offset, _, flattened_range = number
+    _, key, offset, _, flattened_range = ours
     return key, offset, flattened_range
 
 
