@@ -12,11 +12,10 @@ from shardckpt.compat.megatron.path_adapter import adapt_loader, adapt_saver
 from shardckpt.compat.megatron.refusals import make_refusing_getattr
 from shardckpt.compat.megatron.strategies import LoadsByPath, SavesByPath
 from shardckpt.distributed.comm import Comm
-from shardckpt.errors import CheckpointingException, PluginError
+from shardckpt.errors import CheckpointingException
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.shard_copies import shard_id
 from shardckpt.state_dict import nested_values
-from shardckpt.strategy import LoadStrategy, SaveStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -41,11 +40,7 @@ class _AdaptsStrategy:
         self, strategy: Any, *args: Any, pg_cache_path: str | None = None, pg_cache_create: bool = False, **kwargs: Any
     ) -> None:
         refuse_group_cache(pg_cache_path, pg_cache_create)
-        adapted = self._adapt(strategy)
-        if not isinstance(adapted, SaveStrategy | LoadStrategy):
-            name = strategy.__qualname__ if isinstance(strategy, type) else type(strategy).__qualname__
-            raise PluginError(f"{name} is no strategy: wrap an instance of one of shardckpt's or of Megatron's kind")
-        super().__init__(adapted, *args, **kwargs)  # type: ignore[call-arg]
+        super().__init__(self._adapt(strategy), *args, **kwargs)  # type: ignore[call-arg]
         self.base_strategy = strategy
 
 
