@@ -132,8 +132,11 @@ def optim_state_to_sharding_state(
         exclude_keys: Names of state to leave out, or one such name.
 
     Raises:
-        ShardingError: a parameter with state is not in the map, or its state has another shape.
+        ShardingError: a parameter with state is not in the map, its state has another shape, or this is no state dict
+            of an optimizer.
     """
+    if missing := sorted({"state", "param_groups"} - optim_state_dict.keys()):
+        raise ShardingError(f"the optimizer's state dict lacks {', '.join(missing)}: pass optimizer.state_dict()")
     excluded = {exclude_keys} if isinstance(exclude_keys, str) else set(exclude_keys)
     sharded: dict[int, dict[str, Any]] = {}
     for number, values in optim_state_dict["state"].items():

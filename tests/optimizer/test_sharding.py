@@ -194,6 +194,12 @@ def test_state_of_another_shape_is_refused() -> None:
         make_sharded_optimizer_tensor(param, torch.zeros(8), "optimizer.state.row")
 
 
+def test_other_state_dicts_are_refused() -> None:
+    """What is no state dict of an optimizer is an error that says what to pass."""
+    with pytest.raises(ShardingError, match=r"lacks param_groups, state: pass optimizer\.state_dict\(\)"):
+        optim_state_to_sharding_state({"0.weight": torch.ones(2)}, {})
+
+
 def test_state_has_no_block_scales() -> None:
     """A moment of a block-scaled parameter has values of its own, which the parameter's scales do not scale."""
     param = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), block_scales=BlockScales("w.scales", (2, 2)))
