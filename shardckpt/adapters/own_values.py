@@ -54,9 +54,9 @@ class OwnValues(NamedTuple):
     buffers: frozenset[str]
 
     def has(self, name: str) -> bool:
-        """Return whether a module of its own code loads a value: the value's module, or one around it.
+        """Return whether a value is loaded by code of its own module, or of a module around it.
 
-        None loads a parameter so. A buffer keeps its shape, unless its own module is one of the ``resizers``.
+        A parameter never is, and a buffer only if its own module is one of the ``resizers``.
         """
         if name in self.buffers:
             return name[: name.rfind(".") + 1] in self.resizers
@@ -69,15 +69,15 @@ class OwnValues(NamedTuple):
 
 
 def find_own_values(parts: Sequence[Module]) -> OwnValues | None:
-    """Return which values the modules load by code of their own; None if there is no such module, nor a lazy one."""
-    if not any(map(_has_own, parts)):  # as nearly always: then no name is needed
+    """Return which values the modules load by code of their own; None if no module does so, and none is lazy."""
+    if not any(map(_has_own, parts)):  # the usual case, in which no name is needed
         return None
     loaders, resizers, growing = set(), set(), {}
     params: list[str] = []
     buffers: list[str] = []
     for part in parts:
         for module, path, _, name in walk_modules(part):
-            if isinstance(module, torch.jit.ScriptModule):  # it has its tensors elsewhere, and no code of its own
+            if isinstance(module, torch.jit.ScriptModule):  # its tensors are elsewhere, and it has no code of its own
                 continue
             prefix, values = f"{name}." if name else "", module.__dict__
             if _loads_itself(module):
@@ -160,7 +160,7 @@ def _decides(module: Module, names: Iterable[str]) -> bool:
 
 
 def _list_parents(name: str) -> Iterator[str]:
-    """Yield the prefixes of the names of the modules around a value: ``""``, ``a.`` and ``a.b.`` for ``a.b.c``."""
+    """Yield the prefix of each module around a value, from the outside: ``""``, ``a.`` and ``a.b.`` for ``a.b.c``."""
     yield ""
     end = 0
     while end := name.find(".", end) + 1:
