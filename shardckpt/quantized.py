@@ -10,14 +10,16 @@ from shardckpt.errors import ShardingError
 from shardckpt.mapping.factory import ShardedTensorFactory
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import BlockScales, ShardedTensor
+from shardckpt.mapping.unstored import LocalNonpersistentObject
 from shardckpt.tensors.inner import flatten_tensor
 from shardckpt.tensors.wrappers import is_quantized, kind
 
 if TYPE_CHECKING:
     from shardckpt.mapping.base import ReplicaId
 
-#: Name of the object that stores the class and the dtypes; no attribute, and so no inner tensor, can have it.
-_FORM = "class"
+#: Names of the object that stores the class and the dtypes, and of what a load returns, which is not stored; no
+#: attribute, and so no inner tensor, can have one of them.
+_FORM, _WHOLE = "class", "(whole)"
 #: The tensors inside torchao's block-scaled classes.
 _CODES, _SCALES = "qdata", "scale"
 
@@ -47,33 +49,35 @@ def native_factory(
         A leaf for the sharded state dict; a load replaces it by ``tensor``.
 
     Raises:
-        ShardingError: the class has no ``__tensor_flatten__``, an inner tensor cannot be split as ``tensor`` is, or,
-            when a load ends, the stored class or dtypes differ from ``tensor``'s.
+        ShardingError: the class has no ``__tensor_flatten__``, there is no such shard of it, an inner tensor cannot be
+            split as ``tensor`` is, or, when a load ends, the stored class or dtypes differ from ``tensor``'s.
     """
-    local_axes = [axis - kwargs.get("prepend_axis_num", 0) for axis, _, _ in rank_offsets]
-    split = [axis for axis in local_axes if axis >= 0]
+    whole = ShardedTensor.from_rank_offsets(key, tensor, *rank_offsets, replica_id=replica_id, **kwargs)
+    prepended = whole.prepend_axis_num
+    split = [axis - prepended for axis, _, _ in rank_offsets if axis >= prepended]
+    is_first = not any(cell for _, cell, _ in rank_offsets)
 
     def build(key: str, data: torch.Tensor, replica_id: ReplicaId, _: slice | None) -> dict[str, Any]:
-        first = not any(cell for _, cell, _ in rank_offsets)
-        form = ShardedObject(f"{key}.{_FORM}", _form(key, data), (1,), (0,), replica_id if first else 1)
+        copy, shared = replica_id if is_first else 1, whole.replicated
+        form = ShardedObject(f"{key}.{_FORM}", _form(key, data), (1,), (0,), copy, replicated=shared)
         inner = _inner(key, data, split)
-        found: dict[str, Any] = {_FORM: form} | {
+        # a copy of the factory may have another key and other data: an optimizer's state has its parameter's factory
+        found: dict[str, Any] = {_FORM: form, _WHOLE: LocalNonpersistentObject((key, data))} | {
             name: ShardedTensor.from_rank_offsets(f"{key}.{name}", part, *rank_offsets, replica_id=replica_id, **kwargs)
             for name, part in inner.items()
         }
-        block = _find_block(inner)
-        if block:
-            leading = (1,) * kwargs.get("prepend_axis_num", 0)
-            found[_CODES].block_scales = BlockScales(f"{key}.{_SCALES}", leading + block)
+        if block := _find_block(inner):
+            found[_CODES].block_scales = BlockScales(f"{key}.{_SCALES}", (1,) * prepended + block)
         return found
 
     def merge(loaded: dict[str, Any]) -> torch.Tensor:
+        key, tensor = loaded[_WHOLE]
         if loaded[_FORM] != (wanted := _form(key, tensor)):
             raise ShardingError(
                 f"{key!r} was saved as {loaded[_FORM]}, and loaded into {wanted}, whose values are now wrong: pass a "
                 "tensor that is quantized as the saved one was"
             )
-        return tensor
+        return tensor  # type: ignore[no-any-return]
 
     _inner(key, tensor, split)  # raises here, not when the state dict is saved
     return ShardedTensorFactory(key, tensor, build, merge, replica_id)

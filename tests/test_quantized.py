@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ import torch
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import ShardingError
 from shardckpt.quantized import native_factory
+from tests.tables import table
 from tests.torch_dist.te_stand_in import Float8StandIn, MXFP8StandIn
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.ranks import Ranks
 
 VALUES = torch.linspace(-3, 5, 16 * 64).reshape(16, 64).bfloat16()
 
@@ -43,3 +47,42 @@ def test_classes_without_the_protocol() -> None:
     """A class that does not name its inner tensors has no native form."""
     with pytest.raises(ShardingError, match=r"'w': .*Float8StandIn has no __tensor_flatten__"):
         native_factory("w", Float8StandIn.quantized(VALUES))
+
+
+def test_a_copy_of_the_factory_returns_its_own_tensor(tmp_path: Path) -> None:
+    """A load of an optimizer's state, described by its parameter's factory with other data, returns the state."""
+    weight, moment = MXFP8StandIn.quantized(VALUES), MXFP8StandIn.quantized(-VALUES)
+    factory = native_factory("w", weight)
+    dc.save({"w": factory, "exp_avg": replace(factory, key="exp_avg.w", data=moment)}, tmp_path / "c")
+    factory, new = native_factory("w", MXFP8StandIn.quantized(VALUES + 1)), MXFP8StandIn.quantized(VALUES + 2)
+    loaded = dc.load({"w": factory, "exp_avg": replace(factory, key="exp_avg.w", data=new)}, tmp_path / "c")
+    assert loaded["w"] is factory.data
+    assert loaded["exp_avg"] is new
+    assert new.bits() == moment.bits()
+
+
+def _save_replicated(path: str) -> None:
+    dc.save({"w": native_factory("w", MXFP8StandIn.quantized(VALUES), replicated=True)}, path)
+
+
+def test_the_library_chooses_among_replicas(ranks: Ranks, tmp_path: Path) -> None:
+    """With replicated=True all ranks may describe one tensor without replica ids."""
+    ranks.run(2, _save_replicated, str(tmp_path / "c"))
+    other = MXFP8StandIn.quantized(-VALUES)
+    dc.load({"w": native_factory("w", other)}, tmp_path / "c")
+    assert other.bits() == MXFP8StandIn.quantized(VALUES).bits()
+
+
+@table(
+    ("offset", "text"),
+    [
+        ((2, 0, 2), "'w': there is no axis 2"),
+        ((-1, 0, 2), "'w': there is no axis -1"),
+        ((0, 2, 2), "'w': piece 2 of 2 along axis 0 does not exist"),
+        ((0, 2), "no tuple"),
+    ],
+)
+def test_a_shard_that_does_not_exist_is_refused(offset: Any, text: str) -> None:
+    """A wrong rank offset is an error where it is given, not when the state dict is saved."""
+    with pytest.raises(ShardingError, match=text):
+        native_factory("w", MXFP8StandIn.quantized(VALUES), offset)

@@ -126,14 +126,11 @@ def get_replica_coordinates(dtensor: DTensor) -> Ints:
 
 
 def to_local(value: Any) -> Any:
-    """Return the local tensor of a DTensor, for its class and values; anything else as it is.
+    """Return the local tensor of a DTensor, the same object each time; anything else as it is.
 
     :func:`get_local_tensor` is for values to be stored: it waits for a redistribution, and unwraps.
     """
-    if not isinstance(value, DTensor):
-        return value
-    with torch.no_grad():  # under autograd, each call would return a new object
-        return value.to_local()
+    return read_local_tensor(value) if isinstance(value, DTensor) else value
 
 
 def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:

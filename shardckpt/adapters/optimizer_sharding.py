@@ -69,7 +69,7 @@ def get_param_id_to_sharded_param_map(
     params = list(optim_params_iter)
     numbers = get_optim_param_to_id_map(params)
     # state_dict() without keep_vars gives detached views, which are other objects of the same memory
-    by_memory = {memory: number for number, param in enumerate(params) if (memory := view_key(to_local(param)))}
+    by_memory = {memory: numbers[id(local)] for local in map(to_local, params) if (memory := view_key(local))}
     described, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     found: dict[int, ShardedParam] = {}
     for shard in nested_values(described):
@@ -94,7 +94,7 @@ def make_sharded_optimizer_tensor(
         prefix: The key becomes ``<prefix>.<the parameter's key>``.
 
     Returns:
-        The parameter's description with this key, data and dtype.
+        The parameter's description with this key, data and dtype, without its block scales.
 
     Raises:
         ShardingError: the tensor has another shape than the parameter.
@@ -110,7 +110,8 @@ def make_sharded_optimizer_tensor(
             f"{key!r}: the optimizer's tensor has shape {tuple(data.shape)}, its parameter {model_param.data_shape}; "
             "pass its name in exclude_keys, and describe it yourself"
         )
-    return replace(model_param, key=key, data=data, dtype=data.dtype)
+    # the parameter's block scales are not those of the optimizer's tensor
+    return replace(model_param, key=key, data=data, dtype=data.dtype, block_scales=None)
 
 
 def optim_state_to_sharding_state(
@@ -131,8 +132,11 @@ def optim_state_to_sharding_state(
         exclude_keys: Names of state to leave out, or one such name.
 
     Raises:
-        ShardingError: a parameter with state is not in the map, or its state has another shape.
+        ShardingError: a parameter with state is not in the map, its state has another shape, or this is no state dict
+            of an optimizer.
     """
+    if missing := sorted({"state", "param_groups"} - optim_state_dict.keys()):
+        raise ShardingError(f"the optimizer's state dict lacks {', '.join(missing)}: pass optimizer.state_dict()")
     excluded = {exclude_keys} if isinstance(exclude_keys, str) else set(exclude_keys)
     sharded: dict[int, dict[str, Any]] = {}
     for number, values in optim_state_dict["state"].items():
@@ -176,7 +180,7 @@ def _describe_shared_value(param: ShardedParam, value: Any, key: str) -> Sharded
     copies = first.replica_id if isinstance(first.replica_id, tuple) else (first.replica_id,)
     start = first.flattened_range.start if first.flattened_range is not None else 0
     empty = int(math.prod(first.data_shape) == 0)
-    # all zeros, and so the main replica, only for the non-empty shard with the parameter's first element
+    # all zeros, which means the main replica, only for a shard that has the parameter's first element
     replica, shared = (*first.global_offset[layers:], start, empty, *copies), first.replicated
     if isinstance(value, torch.Tensor):
         return ShardedTensor(key, value, value.dtype, (), shape, offset, shape, replica, layers, replicated=shared)

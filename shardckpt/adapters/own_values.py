@@ -1,8 +1,8 @@
-"""Values that modules load by code of their own: a load requests them as stored, as ``torch.load`` returns them.
+"""Values that modules load by code of their own: a load requests them as they are stored, not as they are live.
 
-Extra state may be a tensor of another size each time, or none; observers of torch's quantization get their sizes in a
-load; a cache has any number of tensors; lazy parameters have no shape. A parameter that has one must have the stored
-one's.
+The live value may have another shape or type than the stored one: extra state is whatever a module returns, observers
+of torch's quantization get their sizes in a load, a cache has any number of tensors, a lazy parameter has no shape yet.
+All other parameters must have the stored shape.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _TORCH = ("torch.nn.", "torch.distributed.")
 
 
 class OwnValues(NamedTuple):
-    """The values that modules load by code of their own, by names without the names of wrappers.
+    """The modules that load values by code of their own, as prefixes of names: ``a.b.``, without wrappers' names.
 
     Attributes:
-        loaders: The prefixes of the names of the values.
-        resizers: The prefixes for modules that may give their buffers other shapes.
-        growing: The same of modules without others inside that save by code of their own, too: they may have more
-            values after a load. With the prefixes of the keys of ``load_state_dict``.
-        params: The names of parameters.
-        buffers: The names of buffers.
+        loaders: All of them.
+        resizers: Those that may give their buffers other shapes.
+        growing: Those without modules inside that save by code of their own, too, so that they may have more values
+            after a load. The value is the prefix of their keys in ``load_state_dict``.
+        params: The names of all parameters.
+        buffers: The names of all buffers.
     """
 
     loaders: frozenset[str]
@@ -54,9 +54,9 @@ class OwnValues(NamedTuple):
     buffers: frozenset[str]
 
     def has(self, name: str) -> bool:
-        """Return whether a value's own module, or one around it, loads it by code of its own; no parameter is.
+        """Return whether a value is loaded by code of its own module, or of a module around it.
 
-        A buffer is its own module's, and of its shape unless that takes it by ``_load_from_state_dict`` or hooks.
+        A parameter never is, and a buffer only if its own module is one of the ``resizers``.
         """
         if name in self.buffers:
             return name[: name.rfind(".") + 1] in self.resizers
@@ -64,21 +64,20 @@ class OwnValues(NamedTuple):
 
     def find_grown(self, name: str) -> str | None:
         """Return the key of a value that no live module has; None if no module may take it."""
-        found = (prefix for prefix in _list_parents(name) if prefix in self.growing)
-        prefix = next(found, None)
+        prefix = next((prefix for prefix in _list_parents(name) if prefix in self.growing), None)
         return None if prefix is None or is_version_key(name) else self.growing[prefix] + name.removeprefix(prefix)
 
 
 def find_own_values(parts: Sequence[Module]) -> OwnValues | None:
-    """Return which values the modules load by code of their own; None if there is no such module, nor a lazy one."""
-    if not any(map(_has_own, parts)):  # as nearly always: then no name is needed
+    """Return which values the modules load by code of their own; None if no module does so, and none is lazy."""
+    if not any(map(_has_own, parts)):  # the usual case, in which no name is needed
         return None
     loaders, resizers, growing = set(), set(), {}
     params: list[str] = []
     buffers: list[str] = []
     for part in parts:
         for module, path, _, name in walk_modules(part):
-            if isinstance(module, torch.jit.ScriptModule):  # it has its tensors elsewhere, and no code of its own
+            if isinstance(module, torch.jit.ScriptModule):  # its tensors are elsewhere, and it has no code of its own
                 continue
             prefix, values = f"{name}." if name else "", module.__dict__
             if _loads_itself(module):
@@ -161,7 +160,7 @@ def _decides(module: Module, names: Iterable[str]) -> bool:
 
 
 def _list_parents(name: str) -> Iterator[str]:
-    """Yield the prefixes of the names of the modules around a value: ``""``, ``a.`` and ``a.b.`` for ``a.b.c``."""
+    """Yield the prefix of each module around a value, from the outside: ``""``, ``a.`` and ``a.b.`` for ``a.b.c``."""
     yield ""
     end = 0
     while end := name.find(".", end) + 1:

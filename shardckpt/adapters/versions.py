@@ -32,8 +32,8 @@ def has_version(kind: type[Any]) -> bool:
 def list_versions(root: Module, metadata: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the versions of modules by full name, without the names of wrappers; see :func:`has_version`.
 
-    ``metadata`` is the state dict's metadata of each module, by path. Where hooks have put more than the version there,
-    all of it is in the version's place.
+    ``metadata`` is the state dict's metadata of each module, by path. If hooks have added entries to it, all its plain
+    values stand in the place of the version.
     """
     found: dict[str, Any] = {}
     for module, path, _, name in walk_modules(root):
@@ -63,8 +63,8 @@ def _is_plain(value: Any) -> bool:
 def add_versions(root: Module, state: dict[str, Any], stored: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a state dict for ``load_state_dict`` with the versions that a checkpoint has, or as it is if it has none.
 
-    ``stored`` has versions by name. Where they differ, as of stages of a pipeline that begin with other classes, the
-    live one is taken if it is there, else none, as of a checkpoint without versions.
+    ``stored`` has versions by name. Where they differ, as of pipeline stages whose modules of one name are of other
+    classes, the live version is taken if it is one of them, else None, as from a checkpoint without versions.
     """
     found: dict[str, list[Any]] = {}
     for versions in stored:
@@ -84,7 +84,10 @@ def add_versions(root: Module, state: dict[str, Any], stored: Iterable[Mapping[s
 
 
 def _choose(stored: list[Any], live: Any) -> Any:
-    return live if live in stored else stored[0] if stored.count(stored[0]) == len(stored) else None
+    if live in stored:
+        return live
+    first, *others = stored
+    return first if all(other == first for other in others) else None
 
 
 class NamedModule(NamedTuple):

@@ -27,21 +27,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of a call's number. A message of its own before the call has it, and then the number of the messages that the
-#: call is, in as many bytes; an outcome's message begins with it.
+#: Bytes of an integer in a message. A call is several messages: the first has its number and the count of the others,
+#: which are the parts of its pickle. An outcome is one message: the call's number, then a pickle.
 NUMBER_BYTES = 8
-#: In the place of a call's number: the message is an event, which the child's plugins do not observe, but ours may.
+#: In the place of a call's number: the message is an event of the child's save, for the plugins of this process.
 EVENT_NUMBER = b"\xff" * NUMBER_BYTES
 #: Seconds that the process may take to end after it was asked to.
 _END_TIMEOUT = 5.0
-#: The child's program. A scheduler may signal all processes of a job (Ctrl-C, preemption): the child ignores that,
-#: because the training process decides when the child ends. It does so before the slow imports. It takes over the
-#: parent's sys.path, so that nothing is imported from the current directory by accident.
+#: The child's program. First it takes over the parent's sys.path: python -c would import a signal.py of the current
+#: directory. A scheduler may signal all processes of a job (Ctrl-C, preemption): the child ignores that, because the
+#: training process decides when the child ends. It does so before the slow imports.
 _PROGRAM = """
-import signal, sys
+import sys
+pipe, parent, *sys.path = sys.argv[1:]
+import signal
 for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
     signal.signal(getattr(signal, name), signal.SIG_IGN)
-pipe, parent, *sys.path = sys.argv[1:]
 from shardckpt.background.worker import main
 main(int(pipe), int(parent))
 """
@@ -73,7 +74,7 @@ class WorkerProcess:
                 pass_fds=[theirs.fileno()],
             )
         self._pipe = Connection(ours.detach())
-        #: The child maps the tensors of a request, which live until it has run.
+        #: The calls without an outcome. The child maps the tensors of a request, so it is kept until it has run.
         self._calls: dict[int, tuple[AsyncRequest, Future[Any]]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -131,8 +132,9 @@ class WorkerProcess:
             return
         if abort:
             self._process.kill()
-        for _, future in [] if abort else list(self._calls.values()):
-            future.exception()
+        else:
+            for _, future in list(self._calls.values()):
+                future.exception()  # waits for the outcome
         self._outbox.put(None)  # asks the child to end
         self._end()
         for thread in self._threads:  # a thread that frees a tensor during the interpreter's exit would abort it

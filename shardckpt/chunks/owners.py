@@ -1,10 +1,10 @@
 """Merge the plans of all ranks by owners: each merges the tensors of one part, and no rank has the boxes of all.
 
-A tensor's key says which part it is in, and a part which rank owns it. The boxes go to the owners as columns. The
-descriptions of tensors are mostly the same on many ranks: an owner gets a hash of them from each rank, and asks the
-first rank with each hash for the text. A tensor and its block scales may be in two parts: the owner of the one asks
-the owner of the other. The main rank gets the names of files and the objects, and from the owners of parts how many
-tensors each has, and which of them have further keys or scales.
+The key of a tensor decides its part, and the number of a part the rank that owns it. The boxes go to the owners as
+columns. Many ranks describe the same tensors: each sends a hash of its descriptions, and the owner asks the first rank
+with each hash for them. A tensor and its block scales may be in two parts: the owner of the tensor asks the owner of
+the scales. The main rank gets the names of files and the objects, and for each part the number of its tensors, their
+further keys and their scales.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ _DIGEST = "specs"
 class OwnedParts(NamedTuple):
     """The result of this rank's merge.
 
-    ``parts`` has the tensors and boxes of the parts that it owns, by the number of the part. Those without tensors are
-    not there. ``rest`` has, on the main rank, the files and objects of all ranks, without tensors, and the aliases and
-    scales of all parts, whose tensors count from the first part to the last; None on the others.
+    Attributes:
+        parts: The tensors and boxes of the parts that it owns, by the number of the part; parts without tensors are
+            left out.
+        rest: On the main rank the files and objects of all ranks, without tensors, and the aliases and scales of all
+            parts, whose tensors are numbered from the first part to the last; None on the others.
     """
 
     parts: dict[int, MergedPlan]
@@ -124,10 +126,11 @@ class SpecsByPart:
     """The tensors of a rank, by the part that they are in.
 
     Attributes:
-        owners: int64 of shape (tensors,): the part of each.
-        numbers: The numbers of the tensors of each part.
-        packed: The packed specs of each part, and the block scales of its tensors.
-        digests: A hash of these.
+        count: The number of parts of all ranks.
+        owners: int64 of shape (tensors,): the part of each tensor.
+        numbers: By part, the numbers of its tensors.
+        packed: By part, its specs and the block scales of its tensors, packed.
+        digests: By part, a hash of ``packed``.
     """
 
     def __init__(self, plan: LocalPlan, count: int) -> None:
@@ -218,7 +221,8 @@ def answer(question: bytes, specs: SpecsByPart) -> bytes:
 class PartMerge:
     """The messages that an owner has received: the rows of its parts, by the rank that sent them.
 
-    ``questions`` says which specs it needs, by the rank that has them.
+    Attributes:
+        questions: For each rank that it needs specs from, the numbers of their parts, as packed integers.
     """
 
     def __init__(self, messages: Mapping[int, bytes]) -> None:
@@ -264,8 +268,8 @@ class PartMerge:
         questions: dict[int, list[list[object]]] = defaultdict(list)
         for number, tensors in self._scaled.items():
             for tensor in tensors:
-                place = find_owner(aliases.get(tensor.scales, tensor.scales), count)
-                questions[place_owner(place, world_size)].append([number, place, *tensor])
+                scales_part = find_owner(aliases.get(tensor.scales, tensor.scales), count)
+                questions[place_owner(scales_part, world_size)].append([number, scales_part, *tensor])
         return {rank: json.dumps(rows).encode() for rank, rows in questions.items()}
 
     def _list_rows(self, number: int, specs: Mapping[tuple[int, int], bytes]) -> tuple[list[RankRows], set[str]]:
@@ -286,8 +290,8 @@ class PartLinks(NamedTuple):
     Attributes:
         tensors: How many tensors it has.
         aliases: The number of a tensor by each of its further keys.
-        scales: For each tensor whose scales the part has: its part, its number there, the number of the scales in this
-            part, and a block's size along each axis.
+        scales: For each tensor of any part whose scales are in this one: that part, the tensor's number in it, the
+            number of the scales here, and a block's size along each axis.
     """
 
     tensors: int
@@ -300,10 +304,11 @@ def link_parts(parts: Mapping[int, MergedPlan], sought: Mapping[int, bytes]) -> 
     scales: dict[int, list[tuple[int, int, int, Ints]]] = defaultdict(list)
     names = {number: {**part.numbers, **part.aliases} for number, part in parts.items()} if sought else {}
     for _, message in sorted(sought.items()):
-        for part, place, number, key, shape, elements, sought_key, block in json.loads(message):
-            tensor = ScaledTensor(number, key, tuple(shape), tuple(elements), sought_key, tuple(block))
-            shapes = parts[place].shapes if place in parts else ()
-            scales[place].append((part, number, tensor.find_scales(names.get(place, {}), shapes), tensor.block))
+        for part, scales_part, number, key, shape, elements, scales_key, block in json.loads(message):
+            tensor = ScaledTensor(number, key, tuple(shape), tuple(elements), scales_key, tuple(block))
+            shapes = parts[scales_part].shapes if scales_part in parts else ()
+            found = tensor.find_scales(names.get(scales_part, {}), shapes)
+            scales[scales_part].append((part, number, found, tensor.block))
     return {n: PartLinks(len(part.keys), dict(part.aliases), scales[n]) for n, part in parts.items()}
 
 

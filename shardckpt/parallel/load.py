@@ -10,6 +10,7 @@ import torch
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.load_results import check_values
 from shardckpt.engine.plan_cache import PlanCache
+from shardckpt.errors import PluginError, show_given
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.parallel.reading_plan import ReadingPlan, WantedShard, plan_reading
 from shardckpt.parallel.transfers import ROUND_BYTES, check_algorithm, exchange_shards, is_fillable
@@ -62,6 +63,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
 
     Raises:
         CheckpointingException: there is no such ``exchange_algo``.
+        PluginError: ``strategy`` is no instance of a load strategy.
     """
 
     recognises: Callable[[Path], int | None]
@@ -80,6 +82,8 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
         parallelization_group: ProcessGroup | None = None,
         round_bytes: int = ROUND_BYTES,
     ) -> None:
+        if not isinstance(strategy, LoadStrategy):
+            raise PluginError(f"{type(self).__name__} wraps an instance of a load strategy, not {show_given(strategy)}")
         check_algorithm(exchange_algo, from_storage=True)
         self._strategy = strategy
         self._group = parallelization_group if group is None else group

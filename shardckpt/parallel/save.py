@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.plan_cache import PlanCache
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, PluginError, show_given
 from shardckpt.planning.shard_copies import assign_shards, describe_copy, shard_id
 from shardckpt.state_dict import build_copy
-from shardckpt.strategy import AsyncSaveStrategy, find_plan_cache_key
+from shardckpt.strategy import AsyncSaveStrategy, SaveStrategy, find_plan_cache_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from shardckpt.mapping.base import CommonStateDict, ReplicaId, ShardedBase
     from shardckpt.planning.shard_copies import Assignment
-    from shardckpt.strategy import PlanContext, PreparedSave, SaveContext, SaveStrategy
+    from shardckpt.strategy import PlanContext, PreparedSave, SaveContext
 
 
 class _ParallelPlan(NamedTuple):
@@ -57,6 +57,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
 
     Raises:
         CheckpointingException: ``backend`` or ``version`` is not the strategy's.
+        PluginError: ``strategy`` is no instance of a save strategy.
     """
 
     caches_plan = True
@@ -72,6 +73,8 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
         *,
         parallelization_group: ProcessGroup | None = None,
     ) -> None:
+        if not isinstance(strategy, SaveStrategy):
+            raise PluginError(f"{type(self).__name__} wraps an instance of a save strategy, not {show_given(strategy)}")
         asked = (backend or strategy.backend, strategy.version if version is None else version)
         if asked != (strategy.backend, strategy.version):
             raise CheckpointingException(

@@ -221,7 +221,7 @@ def _plan_rounds(transfers: Sequence[list[_Message]], round_bytes: int) -> Itera
 
 def _run_round(batch: list[_Message], group: Comm, device_type: str, *, broadcasts: bool) -> None:
     """Collective: send and receive the messages, which are on such devices; broadcast messages that all ranks want."""
-    routes: list[tuple[torch.Tensor, int]] = []
+    routes: list[tuple[torch.Tensor, int]] = []  # of the broadcasts
     sends: list[tuple[torch.Tensor, int]] = []
     receives: list[tuple[torch.Tensor, int]] = []
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -234,7 +234,8 @@ def _run_round(batch: list[_Message], group: Comm, device_type: str, *, broadcas
             buffer.copy_(part)
         elif buffer is not part:
             arriving.append((buffer, part))
-        if broadcasts and 1 < len(targets) == group.world_size - 1:
+        is_for_all = len(targets) == group.world_size - 1 and len(targets) > 1
+        if broadcasts and is_for_all:
             routes.append((buffer, source))
         elif group.rank == source:
             sends.extend((buffer, rank) for rank in targets)

@@ -44,6 +44,13 @@ class Box(NamedTuple):
         """The first index behind the box, along every axis."""
         return tuple(off + size for off, size in zip(self.offset, self.shape, strict=True))
 
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Return whether a tensor of this shape has such a box; the box may be of untrusted numbers."""
+        return len(self.offset) == len(self.shape) == len(shape) and all(
+            off >= 0 and size >= 0 and off + size <= most
+            for off, size, most in zip(self.offset, self.shape, shape, strict=True)
+        )
+
     def moved(self, by: Sequence[int]) -> Box:
         """Return the same box with ``by`` added to its offset."""
         return Box(tuple(off + step for off, step in zip(self.offset, by, strict=True)), self.shape)

@@ -97,14 +97,15 @@ class MigrationEntry:
         return _create(kind, self.distribution)  # type: ignore[no-any-return]
 
 
-#: The name of a backend: neither ``"1"``, the version of a pair whose backend stands before it, nor ``"npy>=1"``.
+#: The name of a backend: no number, which in a pair is the version of the name before it, and no requirement, such as
+#: ``npy>=1``.
 BACKEND = re.compile(r"(?!\d+$)[^\s<>=!~,@]+")
 
 
 def check_key(backend: Any, *versions: Any) -> None:
-    """Check the key that a strategy or migration is registered under, or that a save records.
+    """Raise PluginError unless a backend is a name, and each version an integer from 1 on.
 
-    It is a PluginError if the backend is no text or no name, or a version no integer from 1 on.
+    Strategies and migrations are registered under such keys, and a save records one.
     """
     if not isinstance(backend, str) or not backend or any(type(each) is not int or each < 1 for each in versions):
         given = repr((backend, *versions))

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from shardckpt_safetensors.names import Strings
 
 _MAX_AXES = 64
-#: Limit on a tensor's elements, checked here, and bytes, checked in ``index.py`` when boxes are read: products below
-#: 2**53 are exact in float64. A size of 0 counts as 1.
+#: Limit on a tensor's elements, checked here, and on its bytes, checked in ``index.py`` when boxes are read. Products
+#: of sizes below it are exact in float64. A size of 0 counts as 1.
 SIZE_LIMIT = 2.0**53
 
 
@@ -82,7 +82,7 @@ def read_tensors(columns: Columns, strings: Strings, dtypes: Sequence[str]) -> T
 
 
 def join_tensors(parts: Sequence[TensorColumns]) -> TensorColumns:
-    """Return the tensors of several files as one index; the boxes follow each other in the same order."""
+    """Return the tensors of several files as one index, file by file; their boxes are in the same order."""
     count, most = sum(len(part.keys) for part in parts), max((part.extents.shape[1] for part in parts), default=0)
     extents = torch.ones(count, most, dtype=torch.int64, device="cpu")
     bounds = torch.zeros(count + 1, dtype=torch.int64, device="cpu")
@@ -112,9 +112,9 @@ def read_column(columns: Columns, name: str, shape: Ints, below: int | None = No
     column = read_unchecked(columns, name, shape)
     low, high = find_limits(column)
     if low < 0:
-        raise CorruptCheckpointError(f"its column {name!r} has {low}")
+        raise CorruptCheckpointError(f"its column {name!r} has the value {low}, expected 0 or more")
     if below is not None and high >= below:
-        raise CorruptCheckpointError(f"its column {name!r} has {high}, expected less than {below}")
+        raise CorruptCheckpointError(f"its column {name!r} has the value {high}, expected less than {below}")
     return column
 
 

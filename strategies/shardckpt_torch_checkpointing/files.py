@@ -31,9 +31,9 @@ Path = tuple["str | int", ...]
 
 _NAME = re.compile(r"(?P<item>[A-Za-z0-9_-]+?)_(?P<rank>0|[1-9][0-9]{0,6})\.(?P<suffix>[A-Za-z0-9]+)")
 _FORMS = {"pt": "torch", "json": "json", "safetensors": "safetensors"}
-#: Values that a pickle of n bytes may have: some, and some a byte. It can name one list any number of times.
-_FREE, _VALUES = 1 << 16, 8
-#: A safetensors file has no checksum: so many bytes at the end of each quarter tell its saves apart.
+#: Limit on the values of a file: so many, and more for each byte. A pickle can name one list any number of times.
+_FREE_VALUES, _VALUES_PER_BYTE = 1 << 16, 8
+#: A safetensors file has no checksum: this many bytes at the end of each quarter tell its saves apart.
 _SAMPLE_BYTES, _SAMPLES = 1024, 4
 
 
@@ -101,10 +101,11 @@ class LocalTensor:
 class Content:
     """The content of a file.
 
-    ``values`` are by path, which begins with the item's key; each tensor is a :class:`LocalTensor`. ``names`` has the
-    names of parameters by their number, where an optimizer's state has numbers, and its groups names. ``crc`` tells the
-    files of two saves apart, as far as little reading does: it is of the CRC-32 of an archive's members, which few
-    writers leave out, and of the header and 4 KiB of a safetensors file.
+    Attributes:
+        values: The values by path, which begins with the item's key; each tensor is a :class:`LocalTensor`.
+        names: The names of an optimizer's parameters by their numbers, if the file has both.
+        crc: Tells the files of two saves apart, as far as little reading can: of an archive, the CRC of its members'
+            CRC-32, which few writers leave out; of a safetensors file, that of its header and of 4 KiB.
     """
 
     values: dict[Path, Any]
@@ -130,17 +131,17 @@ def join_path(path: Path) -> str:
 
 
 def find_files(reader: CheckpointReader, declared: Mapping[str, DeclaredItem]) -> dict[str, dict[int, Layout]]:
-    """Return the files of all items by item and rank: files that the metadata names, and by their names all others.
+    """Return the files of all items by item and rank: those of the metadata, and all others by their names.
 
     A file ``<item>_<rank>.<suffix>`` is the item's on that rank, if there are files of all ranks from 0 on. Files of
-    several ranks, and not of all, are a CorruptCheckpointError. Any other is a file that one rank has written, and so
-    is ``<item>.pt`` or ``<item>.json``.
+    several ranks, but not of all, are a CorruptCheckpointError. Any other file with a known suffix, such as
+    ``<item>.pt``, is an item that one rank has written.
     """
     found = {key: dict(item.layouts) for key, item in declared.items()}
     named = {METADATA_FILE, *(layout.file for item in declared.values() for layout in item.layouts.values())}
     by_rank: dict[tuple[str, str], dict[int, str]] = {}
     others: list[str] = []
-    for name in sorted(entry.name for entry in reader.place.iterdir()):
+    for name in sorted(entry.name for entry in reader.place.iterdir() if not entry.is_dir()):
         if name in named:
             continue
         match = _NAME.fullmatch(name)
@@ -173,17 +174,8 @@ def read_content(reader: CheckpointReader, item: str, layout: Layout, allow_glob
     Its pickle may name ``allow_globals``, in addition to the plain ones. At another global nothing is run.
     """
     source = f"{reader.directory / layout.file}"
-    size = reader.size(layout.file)
     if layout.form == "safetensors":
-        header = read_header(reader, layout.file)
-        tensors: dict[Path, Any] = {
-            (item, name): tensor for name, tensor in _parse_safetensors(header, layout.file, size, source)
-        }
-        crc = zlib.crc32(header)
-        for number in range(1, _SAMPLES + 1):
-            start = max(size * number // _SAMPLES - _SAMPLE_BYTES, 0)
-            crc = zlib.crc32(reader.read_range(layout.file, start, min(_SAMPLE_BYTES, size - start), source), crc)
-        return Content(tensors, {}, crc)
+        return _read_safetensors(reader, item, layout.file, source)
     if layout.form == "raw":
         data = reader.read(layout.file)
         return Content({(item,): data}, {}, zlib.crc32(data))
@@ -197,14 +189,30 @@ def read_content(reader: CheckpointReader, item: str, layout: Layout, allow_glob
             crc = zlib.crc32(repr([member.crc for member in archive.members.values()]).encode())
             loaded = archive.describe(allow_globals)
         names: dict[Any, str] = {}
-        loaded = _name_parameters(loaded, names)
-        values = dict(_Flattener(size).flatten(loaded, (item,)))
-        located = {path: _locate(t, layout.file) for path, t in values.items() if isinstance(t, LazyTensor)}
-        return Content({**values, **located}, names, crc)
+        values: dict[Path, Any] = {}
+        flattener = _Flattener(reader.size(layout.file))
+        for path, value in flattener.flatten(_name_parameters(loaded, names), (item,)):
+            if path in values:
+                raise CorruptCheckpointError(f"two values have the key {join_path(path)!r}")
+            values[path] = _locate(value, layout.file) if isinstance(value, LazyTensor) else value
+        return Content(values, names, crc)
     except CheckpointingException as exc:
-        raise exc if str(exc).startswith(source) else type(exc)(f"{source}: {exc}") from exc
-    except (ValueError, RecursionError) as exc:
+        if str(exc).startswith(source):
+            raise
+        raise type(exc)(f"{source}: {exc}") from exc
+    except (TypeError, ValueError, RecursionError) as exc:
         raise CorruptCheckpointError(f"{source} is damaged: {exc}") from exc
+
+
+def _read_safetensors(reader: CheckpointReader, item: str, file: str, source: str) -> Content:
+    """Return the tensors of a safetensors file, located, and the CRC of its header and samples of its bytes."""
+    header, size = read_header(reader, file), reader.size(file)
+    tensors: dict[Path, Any] = {(item, name): tensor for name, tensor in _parse_safetensors(header, file, size, source)}
+    crc = zlib.crc32(header)
+    for number in range(1, _SAMPLES + 1):
+        start = max(size * number // _SAMPLES - _SAMPLE_BYTES, 0)
+        crc = zlib.crc32(reader.read_range(file, start, min(_SAMPLE_BYTES, size - start), source), crc)
+    return Content(tensors, {}, crc)
 
 
 def _parse_safetensors(header: bytes, file: str, size: int, source: str) -> Iterator[tuple[str, LocalTensor]]:
@@ -222,10 +230,11 @@ def _locate(tensor: LazyTensor, file: str) -> LocalTensor:
 
 
 def _name_parameters(loaded: Any, names: dict[Any, str]) -> Any:
-    """Return an optimizer's state as torch's ``get_optimizer_state_dict`` names it, if its groups have names.
+    """Return an optimizer's state as torch's ``get_optimizer_state_dict`` names it, if its parameters have names.
 
     ``Optimizer.state_dict`` numbers the parameters, and has their names in ``param_names`` if the optimizer was given
-    any. torch_checkpointing can replace the numbers in ``state``, and leaves ``params`` out then.
+    any. torch_checkpointing can replace the numbers in ``state``, and leaves ``params`` out then. Numbers stay where
+    two parameters have one name, as those of two models may. ``names`` gets the name of each number.
     """
     groups = loaded.get("param_groups") if isinstance(loaded, dict) else None
     states = loaded.get("state") if isinstance(loaded, dict) else None
@@ -233,8 +242,12 @@ def _name_parameters(loaded: Any, names: dict[Any, str]) -> Any:
         return loaded
     if not all(isinstance(group, dict) and isinstance(group.get("param_names"), list) for group in groups):
         return loaded
+    every = [name for group in groups for name in group["param_names"]]
+    if len(set(every)) < len(every):
+        return loaded
     for group in groups:
-        names.update(zip(group.get("params", ()), map(str, group["param_names"]), strict=False))
+        if "params" in group:
+            names.update(zip(group["params"], map(str, group["param_names"]), strict=True))
     named = [
         {
             **{option: value for option, value in group.items() if option != "param_names"},
@@ -249,12 +262,12 @@ def _name_parameters(loaded: Any, names: dict[Any, str]) -> Any:
 class _Flattener:
     """Takes state dicts apart into values with their paths; the file's ``size`` in bytes limits their number.
 
-    Dicts with text as keys, and lists of containers, are entered, and any container with tensors. Other containers are
-    values: so they keep their types, and the integers that are keys of dicts.
+    It enters dicts whose keys are texts, lists of containers, and any container with tensors. Other containers are
+    values as they are, with their types and their keys.
     """
 
     def __init__(self, size: int) -> None:
-        self._left = _FREE + _VALUES * size
+        self._left = _FREE_VALUES + _VALUES_PER_BYTE * size
         self._with_tensors: dict[int, bool] = {}
 
     def flatten(self, value: Any, path: Path) -> Iterator[tuple[Path, Any]]:

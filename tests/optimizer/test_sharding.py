@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.adapters.dtensor import sharded_tensor_from_dtensor
+from shardckpt.adapters.dtensor import describe_dtensor, sharded_tensor_from_dtensor
 from shardckpt.errors import ShardingError
-from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardckpt.mapping import BlockScales, LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.optimizer import (
     get_optim_param_to_id_map,
     get_param_id_to_sharded_param_map,
@@ -172,6 +172,8 @@ def test_tied_parameters_have_their_first_number() -> None:
     """A parameter that an optimizer lists twice is known by its first place there."""
     shared, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     assert get_optim_param_to_id_map([shared, other, shared]) == {id(shared): 0, id(other): 1}
+    views = {"s": ShardedTensor.from_rank_offsets("s", shared.detach())}
+    assert list(get_param_id_to_sharded_param_map(views, [shared, other, shared])) == [0]
 
 
 def test_state_can_be_left_out() -> None:
@@ -190,6 +192,18 @@ def test_state_of_another_shape_is_refused() -> None:
     param = _describe("columns", torch.zeros(8, 6), 0, 1)
     with pytest.raises(ShardingError, match=r"shape \(8,\), its parameter \(8, 6\).*exclude_keys"):
         make_sharded_optimizer_tensor(param, torch.zeros(8), "optimizer.state.row")
+
+
+def test_other_state_dicts_are_refused() -> None:
+    """What is no state dict of an optimizer is an error that says what to pass."""
+    with pytest.raises(ShardingError, match=r"lacks param_groups, state: pass optimizer\.state_dict\(\)"):
+        optim_state_to_sharding_state({"0.weight": torch.ones(2)}, {})
+
+
+def test_state_has_no_block_scales() -> None:
+    """A moment of a block-scaled parameter has values of its own, which the parameter's scales do not scale."""
+    param = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), block_scales=BlockScales("w.scales", (2, 2)))
+    assert make_sharded_optimizer_tensor(param, torch.zeros(4, 2), "optimizer.state.exp_avg").block_scales is None
 
 
 def test_the_optimizers_own_groups_stay() -> None:
@@ -230,3 +244,19 @@ def _dtensors() -> list[str]:
 def test_dtensors_are_described_by_their_local_parts(ranks: Ranks) -> None:
     """FSDP2's parameters and moments, DTensors, are matched and described by the tensors that each rank holds."""
     assert ranks.run(2, _dtensors) == [["Tensor", "(3,)", "(0,)"], ["Tensor", "(3,)", "(3,)"]]
+
+
+def _dtensors_with_empty_parts() -> list[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    params = [torch.nn.Parameter(distribute_tensor(torch.zeros(rows), mesh, [Shard(0)])) for rows in (1, 4, 1, 4)]
+    described = {f"p{number}": describe_dtensor(f"p{number}", param) for number, param in enumerate(params)}
+    found = get_param_id_to_sharded_param_map(described, params)
+    return [[found[number].key for number in sorted(found)], sorted(get_optim_param_to_id_map(params).values())]
+
+
+def test_parameters_without_elements_are_found(ranks: Ranks) -> None:
+    """DTensors of which a rank has no element are matched by identity, as torch makes new views of them each time."""
+    assert ranks.run(2, _dtensors_with_empty_parts) == [[["p0", "p1", "p2", "p3"], [0, 1, 2, 3]]] * 2

@@ -8,12 +8,15 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt import parallel
+from shardckpt.compat.megatron.dist_checkpointing.strategies import fully_parallel as megatron
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine import PlanCache
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, PluginError
 from shardckpt.manifest import Record
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper, assign_main_replicas
+from shardckpt_torch_dist import TorchDistLoadShardedStrategy
 from tests import backends
 
 if TYPE_CHECKING:
@@ -162,3 +165,16 @@ def test_megatrons_arguments_are_checked() -> None:
         FullyParallelSaveStrategyWrapper(strategy, backend="zarr")
     with pytest.raises(TypeError, match="pg_cache_path"):
         FullyParallelSaveStrategyWrapper(strategy, pg_cache_path="x")  # type: ignore[call-arg]
+
+
+def test_a_strategy_of_the_other_kind_is_refused() -> None:
+    """A wrapper of saves takes no load strategy, one of loads no save strategy, and neither a class, by any name."""
+    saver: Any = dc.get_default_save_sharded_strategy()
+    loader: Any = TorchDistLoadShardedStrategy()
+    for names in (parallel, megatron):
+        for given in (loader, type(saver), None):
+            with pytest.raises(PluginError, match="wraps an instance of a save strategy, not "):
+                names.FullyParallelSaveStrategyWrapper(given)
+        for given in (saver, type(loader), "torch_dist"):
+            with pytest.raises(PluginError, match="wraps an instance of a load strategy, not "):
+                names.FullyParallelLoadStrategyWrapper(given)

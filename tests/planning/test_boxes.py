@@ -36,6 +36,15 @@ def _boxes(dimensions: int) -> st.SearchStrategy[Box]:
     return st.builds(Box, axis, axis)
 
 
+def test_a_box_of_untrusted_numbers_fits_a_tensor_or_not() -> None:
+    """A box fits a shape if no axis begins or ends outside of it, and both have as many axes."""
+    fitting = [((0, 1), (2, 2)), ((2, 3), (0, 0)), ((0, 0), (2, 3))]
+    others = [((-1, 0), (1, 1)), ((1, 0), (-1, 1)), ((1, 0), (2, 1)), ((3, 0), (0, 1)), ((0,), (1,)), ((0, 0), (1,))]
+    assert all(Box(*box).fits((2, 3)) for box in fitting)
+    assert not any(Box(*box).fits((2, 3)) for box in others)
+    assert Box((), ()).fits(())
+
+
 @given(st.integers(0, 3).flatmap(lambda n: st.tuples(_boxes(n), _boxes(n))))
 def test_intersection_is_what_both_have(pair: tuple[Box, Box]) -> None:
     """The common box has the elements of both, and None means that they share nothing."""

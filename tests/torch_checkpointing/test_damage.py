@@ -83,6 +83,16 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut optimizer": (lambda folder: cut_file(folder, "optimizer_0.pt"), r"optimizer_0\.pt"),
     "cut metadata": (lambda folder: cut_file(folder, "metadata.pkl"), r"metadata\.pkl"),
     "cut JSON": (lambda folder: (folder / "step_0.json").write_text("{"), r"step_0\.json"),
+    "an optimizer of other types": (
+        lambda folder: (folder / "step_0.json").write_text(
+            '{"state": {}, "param_groups": [{"params": 5, "param_names": ["a"]}]}'
+        ),
+        r"step_0\.json is damaged: 'int' object is not iterable",
+    ),
+    "two keys of one text": (
+        lambda folder: torch.save({True: torch.ones(2), "True": torch.zeros(2)}, folder / "more_0.pt"),
+        r"more_0\.pt: two values have the key 'more\.True'",
+    ),
     "no model of a rank": (lambda folder: (folder / "model_1.pt").unlink(), r"model_1\.pt"),
     "model of another rank": (
         lambda folder: shutil.copy(folder / "lr_scheduler_0.pt", folder / "model_1.pt"),

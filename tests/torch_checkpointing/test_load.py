@@ -194,6 +194,28 @@ def test_a_stage_without_parameters_has_an_empty_dict(tmp_path: Path, state: dic
         assert checkpoint["net.state.weight"][...].tolist() == [1, 1]
 
 
+def test_parameters_of_one_name_keep_their_numbers(tmp_path: Path) -> None:
+    """The state of an optimizer of two models, whose parameters have the same names, is all there."""
+    models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    optimizer = torch.optim.Adam([{"params": list(model.named_parameters())} for model in models])
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer_0.pt")
+    states = {f"optimizer.state.{number}" for number in range(4)}
+    assert {key.rpartition(".")[0] for key in dist_checkpointing.load_tensors_metadata(tmp_path)} == states
+
+
+def test_folders_are_no_files_of_items(tmp_path: Path) -> None:
+    """A folder beside the files, as of logs, takes no item's name."""
+    folder = copy_golden("torch-2", tmp_path / "step")
+    for name in ("logs_0.old", "profile.json"):
+        (folder / name).mkdir()
+    with dist_checkpointing.open_checkpoint(folder) as checkpoint:
+        assert torch.equal(checkpoint["model.0.weight"][...], values("0.weight"))
+
+
 def test_values_that_differ_beside_parts_of_tensors_are_refused_by_name(tmp_path: Path) -> None:
     """The tensors and the other values of such an item load; the value itself is no rank's."""
     folder = copy_golden("unlisted-2", tmp_path / "step")

@@ -160,8 +160,8 @@ def _build_index(raw: Any) -> StoredIndex:
         else:
             _add_value(loose, _checked_path(paths.get(key, (key,)), key), key, item)
     # Only Megatron's planner writes true shapes, or objects without paths.
-    by_megatron = True if objects else None
-    if getattr(raw, "mcore_data", None) is not None:
+    by_megatron: bool | None = None
+    if objects or getattr(raw, "mcore_data", None) is not None:
         by_megatron = True
     elif loose or isinstance(getattr(raw, "planner_data", None), dict):
         by_megatron = False
@@ -230,18 +230,14 @@ def _stored_tensor(key: str, entry: Any, true_shape: Any, locations: _Locations)
         volume = math.prod(sizes)
         # Several chunks may share an archive, but together they cannot have more bytes: a load allocates all of them.
         claimed[item] = claimed.get(item, 0) + volume * dtype.itemsize
-        inside = len(size) == len(offset) == len(sizes) and all(
-            low >= 0 <= n and low + n <= most for low, n, most in zip(offset, sizes, size, strict=True)
-        )
-        if not inside or claimed[item] > item.length:
+        box = Box(offset, sizes)
+        if not box.fits(size) or claimed[item] > item.length:
             raise CorruptCheckpointError(
                 f"tensor {key!r} of shape {size} and {dtype} cannot have a chunk of {sizes} at {offset} "
                 f"in {item.length} bytes of {item.file}, of which its chunks claim {claimed[item]}"
             )
-        boxes = [(Box(offset, sizes), 0)]
-        if true_shape is not None:
-            boxes = _unflatten(shape, size, offset, sizes)
-        chunks.update({box.offset: Chunk(box, item, first, volume) for box, first in boxes})
+        parts = [(box, 0)] if true_shape is None else _unflatten(shape, size, offset, sizes)
+        chunks.update({part.offset: Chunk(part, item, first, volume) for part, first in parts})
     return StoredTensor(dtype, shape, chunks)
 
 

@@ -3,6 +3,9 @@
 An example object is pickled, with placeholders where the rows differ: its opcodes are a template. The template is
 repeated once per row, and the columns overwrite the placeholders. Names, classes and functions are put into the memo at
 the beginning of the pickle, and every row gets them from there by a number of fixed width.
+
+A placeholder is a number whose highest byte no real number has, and whose lowest byte is its slot: the position of its
+column. A memo number is first pickled as a persistent id, because pickle itself chooses the numbers of its memo.
 """
 
 from __future__ import annotations
@@ -42,9 +45,11 @@ _PROTOCOL = 2
 _NARROW = 1 << 31
 #: The highest byte of placeholders of four and of eight bytes, and of the persistent ids that become memo numbers.
 _NARROW_SLOT, _WIDE_SLOT, _GET = 0x7A << 24, 0x7C << 56, 0x7B << 56
+#: A persistent id (LONG1 of eight bytes, BINPERSID), whose low four bytes are a memo number.
 _GETS = re.compile(rb"\x8a\x08(....)\0\0\0\x7bQ", re.DOTALL)
+#: A placeholder with its slot: a narrow one (BININT or LONG_BINGET), or a wide one (LONG1 of eight bytes).
 _SLOTS = re.compile(rb"[Jj](.)\0\0\x7a|\x8a\x08(.)\0{6}\x7c", re.DOTALL)
-#: The slot that stands for any number of rows of another template.
+#: The slot that stands for any number of rows of another template, and its placeholders (LONG_BINGET) in opcodes.
 _ROWS = 255
 _HOLES = re.compile(rb"(?:j\xff\0\0\x7a)+")
 
@@ -76,6 +81,7 @@ class _Name:
 
 
 def _name(slot: int) -> Any:
+    """Return a placeholder for a name, which DCP's classes do not check."""
     return _Name(slot)
 
 
@@ -211,7 +217,7 @@ class _Tensors:
         self._kind_of = make_column(
             [kinds.setdefault(kind, len(kinds)) for kind in zip(axes, index.dtypes, strict=True)]
         )
-        wide = _widths(index)
+        wide = _find_widths(index)
         self._kinds = [_TensorTemplates(*kind, wide, memo) for kind in kinds]
 
     def entries(self) -> Iterator[bytes | memoryview]:
@@ -271,7 +277,7 @@ def _split_rows(rows: memoryview, counts: list[int]) -> Iterator[memoryview]:
         yield rows[start:end]
 
 
-def _widths(index: StoredIndex) -> _Wide:
+def _find_widths(index: StoredIndex) -> _Wide:
     chunks = index.chunks
     sizes = make_column([max(shape, default=0) for shape in index.shapes])
     boxes = (sizes, chunks.box.offset, chunks.box.extent)

@@ -19,7 +19,7 @@ from shardckpt.archive import decode_object
 from shardckpt.chunks import LateRegion, ObjectRead, check_cast
 from shardckpt.errors import CorruptCheckpointError, ShardingError, UnsafePickleError, listed
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
-from shardckpt.planning import refuse_cast, refuse_changed_values
+from shardckpt.planning import Box, refuse_cast, refuse_changed_values
 from shardckpt.state_dict import list_nested_values
 from shardckpt.tensors import is_quantized, kind, may_be_changed, synchronize_devices
 from shardckpt_torch_dist.dialects import to_dcp_tensor
@@ -45,8 +45,8 @@ _ARCHIVE_MAGIC = b"PK\x03\x04"
 class PlannedLoad:
     """The reads of one rank by a planner, whose methods are called as ``dcp.load`` calls them.
 
-    To make one plans this rank's part; needs no other rank. The engine has compared the shards' shapes and dtypes with
-    what is stored.
+    The constructor makes the plan of this rank, without the other ranks. The engine has compared the shapes and dtypes
+    of the shards with the stored ones.
     """
 
     def __init__(
@@ -91,8 +91,10 @@ class PlannedLoad:
     def _refuse_gaps(self, plan: LoadPlan) -> None:
         """Raise if the items of a key have fewer elements than its shards: a destination would keep what it holds."""
         planned, wanted = Counter[str](), Counter[str]()
-        once = {(each.dest_index, each.dest_offsets, each.lengths): each for each in plan.items}
-        for item in once.values():  # a shard that is planned twice must not hide another
+        # A shard that is planned twice must not hide another. Two shards of a rank may be one place of a tensor: the
+        # number in dest_index, which does not count in a comparison, tells them apart.
+        once = {(each.dest_index, each.dest_index.index, each.dest_offsets, each.lengths): each for each in plan.items}
+        for item in once.values():
             planned[item.dest_index.fqn] += 1 if item.type == LoadItemType.BYTE_IO else math.prod(item.lengths)
         for shard in self._wanted:
             if isinstance(shard, ShardedObject):
@@ -158,26 +160,39 @@ def _plan_read(item: ReadItem, destinations: CheckedPlanner, index: StoredIndex)
     if item.type != LoadItemType.BYTE_IO:
         return _plan_region(item, destinations, index)
     key = item.storage_index.fqn
+    if key not in index.objects and key not in index.named:
+        raise _make_planner_error(destinations, f"the object {key!r}, which the checkpoint does not have")
     return ObjectRead(index.archive(key), key, lambda data: destinations.load_bytes(item, io.BytesIO(data)))
 
 
 def _plan_region(item: ReadItem, destinations: CheckedPlanner, index: StoredIndex) -> LateRegion:
     """Return how a tensor item is read; if it is not stored, that is a CorruptCheckpointError."""
     key, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+    if key not in index.numbers:
+        raise _make_planner_error(destinations, f"the tensor {key!r}, which the checkpoint does not have")
     number = index.numbers[key]
     chunk = index.tensor(number).chunks.get(offset)
     if chunk is None:
         raise CorruptCheckpointError(
             f"tensor {key!r}: its chunk at {offset} is listed but not stored: the save lost it"
         )
+    shape, start, lengths = tuple(chunk.box.shape), tuple(item.storage_offsets), tuple(item.lengths)
+    if not Box(start, lengths).fits(shape):
+        raise _make_planner_error(
+            destinations, f"{lengths} elements at {start} of a chunk of {key!r} that has the shape {shape}"
+        )
     return LateRegion(
         number,
         chunk,
-        tuple(item.storage_offsets),
-        tuple(item.lengths) == tuple(chunk.box.shape),
+        start,
+        lengths == shape,
         partial(destinations.resolve_tensor, item),
         partial(destinations.commit_tensor, item),
     )
+
+
+def _make_planner_error(destinations: CheckedPlanner, read: str) -> ShardingError:
+    return ShardingError(f"{type(destinations.planner).__qualname__} plans to read {read}: mend its create_local_plan")
 
 
 def _keeps_no_part(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
@@ -236,12 +251,18 @@ class CheckedPlanner:
                 f"{tuple(item.lengths)} elements"
             )
         self._refuse_part_of_quantized(item, target)
-        key = item.storage_index.fqn
-        stored = self._index.dtypes[self._index.numbers[key]]
-        if not self._allow_cast and (key, target.dtype) not in self._agreed:
+        key, stored = item.storage_index.fqn, self._get_stored_dtype(item)
+        if not self._may_lose_values(item, target):
             refuse_cast(key, stored, target.dtype)
         check_cast(key, stored, target.dtype)
         return target
+
+    def _get_stored_dtype(self, item: ReadItem) -> torch.dtype:
+        return self._index.dtypes[self._index.numbers[item.storage_index.fqn]]
+
+    def _may_lose_values(self, item: ReadItem, target: torch.Tensor) -> bool:
+        """Return whether the caller of the load has allowed any cast of an item to the dtype of its destination."""
+        return self._allow_cast or (item.storage_index.fqn, target.dtype) in self._agreed
 
     def _refuse_part_of_quantized(self, item: ReadItem, target: torch.Tensor) -> None:
         """Raise if the planner narrows a quantized tensor, and does nothing with the part when it is filled."""
@@ -254,9 +275,9 @@ class CheckedPlanner:
             failure = f" (which of them cannot be told: lookup_tensor raised {type(exc).__name__}: {exc})"
             found = [get_local_tensor(each) for each in self._list_tensors()]
         quantized = [whole for whole in found if is_quantized(whole)]
-        # without a lookup, a plain target may be a copy of a part, though one of the tensors has its shape
-        is_whole = any(tuple(whole.shape) == lengths for whole in quantized) and (is_quantized(target) or not failure)
-        if not quantized or is_whole:
+        # if lookup_tensor has failed, a plain target may be a copy of a part, though one of the tensors has its shape
+        is_known = is_quantized(target) or not failure
+        if not quantized or (is_known and any(tuple(whole.shape) == lengths for whole in quantized)):
             return
         # a buffer of the planner's own, or a part of a plain tensor, is the same each time; a copy is not
         if is_quantized(target) or self.planner.resolve_tensor(item).data_ptr() != target.data_ptr():
@@ -275,10 +296,7 @@ class CheckedPlanner:
 
     def note_cast(self, item: ReadItem, target: torch.Tensor) -> None:
         """Note an item that has been read, if its destination's dtype may have changed a value."""
-        key = item.storage_index.fqn
-        stored = self._index.dtypes[self._index.numbers[key]]
-        is_allowed = self._allow_cast or (key, target.dtype) in self._agreed
-        if not is_allowed and may_be_changed(target, stored):
+        if not self._may_lose_values(item, target) and may_be_changed(target, self._get_stored_dtype(item)):
             self.suspects.append((item, target.dtype))
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -137,6 +138,17 @@ def test_signals_to_the_whole_job_do_not_end_a_save(worker: WorkerProcess, numbe
     future = worker.submit(AsyncRequest(calls.wait, (0.3, 7), []))
     os.kill(worker.pid, number)
     assert future.result(30) == 7
+
+
+def test_modules_of_the_current_directory_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process starts in a directory with a module that is called as one of Python's own, which training lacks."""
+    for name in ("signal.py", "enum.py"):
+        (tmp_path / name).write_text("raise SystemExit('it is imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*filter(None, sys.path)])
+    process = WorkerProcess()
+    assert process.submit(AsyncRequest(calls.length, (b"four",), [])).result(30) == 4
+    process.close(abort=False)
 
 
 def test_queues_have_processes_of_their_own() -> None:

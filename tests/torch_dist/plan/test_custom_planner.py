@@ -467,6 +467,62 @@ def test_a_planner_reads_from_elsewhere(tmp_path: Path) -> None:
     assert torch.equal(loaded["rows"], -ROWS)
 
 
+def test_a_rank_may_have_two_copies_of_a_shard(tmp_path: Path) -> None:
+    """A planner fills two shards of one place of a tensor, as tied weights are, and what it leaves out is noticed."""
+    _save(str(tmp_path / "c"))
+
+    def load(planner: Any) -> list[torch.Tensor]:
+        copies = [ShardedTensor.from_rank_offsets("rows", torch.zeros(12, 8), replica_id=n) for n in (0, 1)]
+        strategy = TorchDistLoadShardedStrategy(planner=planner)
+        return dc.load({"copies": copies}, tmp_path / "c", strategy, strict=False)["copies"]  # type: ignore[no-any-return]
+
+    assert all(torch.equal(found, ROWS) for found in load(ShardedLoadPlanner))
+    with pytest.raises(ShardingError, match="leaves out all or a part of 'rows'"):
+        load(_SkippingRows)
+
+
+def _planner_of(key: str, **changes: Any) -> type[ShardedLoadPlanner]:
+    """Return a planner that changes the item of a key."""
+
+    class Planner(ShardedLoadPlanner):
+        def create_local_plan(self) -> Any:
+            plan = super().create_local_plan()
+            items = [
+                dataclasses.replace(item, **changes) if item.dest_index.fqn.startswith(key) else item
+                for item in plan.items
+            ]
+            return dataclasses.replace(plan, items=items)
+
+    return Planner
+
+
+@table(
+    ("planner", "text"),
+    [
+        (_planner_of("rows", storage_index=MetadataIndex("none")), "Planner plans to read the tensor 'none', which"),
+        (_planner_of("rng", storage_index=MetadataIndex("none")), "Planner plans to read the object 'none', which"),
+        (
+            _planner_of("rows", storage_offsets=torch.Size((1, 0))),
+            r"elements at \(1, 0\) of a chunk of 'rows'",
+        ),
+        (_planner_of("rows", storage_offsets=torch.Size((0, -1))), r"at \(0, -1\) of a chunk of 'rows'"),
+        (_planner_of("rows", storage_offsets=torch.Size((0,))), r"at \(0,\) of a chunk of 'rows' .* shape \(12, 8\)"),
+    ],
+    ids=lambda value: "",
+)
+def test_items_that_are_not_stored_are_the_planners_fault(tmp_path: Path, planner: Any, text: str) -> None:
+    """An item of a key or of elements that are not stored is an error that names the planner, before any read."""
+    _save(str(tmp_path / "c"))
+    given = torch.zeros(12, 8)
+    wanted = {
+        "rows": ShardedTensor.from_rank_offsets("rows", given),
+        "rng": ShardedObject("rng", None, (1,), (0,)),
+    }
+    with pytest.raises(ShardingError, match=text):
+        dc.load(wanted, tmp_path / "c", TorchDistLoadShardedStrategy(planner=planner), strict=False)
+    assert not given.any()
+
+
 def test_a_cached_plan_is_never_a_planners(tmp_path: Path) -> None:
     """Each save with a planner is planned anew, and does not use the plans of others, nor they its own."""
     planner = _CountingSave()

@@ -12,25 +12,26 @@ from shardckpt.compat.megatron.path_adapter import adapt_loader, adapt_saver
 from shardckpt.compat.megatron.refusals import make_refusing_getattr
 from shardckpt.compat.megatron.strategies import LoadsByPath, SavesByPath
 from shardckpt.distributed.comm import Comm
-from shardckpt.errors import CheckpointingException, PluginError
+from shardckpt.errors import CheckpointingException
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.shard_copies import shard_id
 from shardckpt.state_dict import nested_values
-from shardckpt.strategy import LoadStrategy, SaveStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
 
+    from shardckpt.compat.megatron.dist_checkpointing.utils import _ShardId
     from shardckpt.mapping.base import ShardedBase, ShardedStateDict
-    from shardckpt.planning.shard_copies import Assignment
+    from shardckpt.planning.shard_copies import Assignment, ShardId
 
 
-class _TakesMegatrons:
-    """Takes strategies of Megatron's kind; refuses a cache on disk: nothing checks it.
+class _AdaptsStrategy:
+    """Wraps a strategy of shardckpt's or of Megatron's kind, which is adapted first.
 
-    ``base_strategy`` is the wrapped strategy, as it was given.
+    A cache of process groups on disk is refused, because nothing checks what it holds. ``base_strategy`` is the wrapped
+    strategy, as it was given.
     """
 
     _adapt: Callable[[Any], Any]
@@ -39,16 +40,12 @@ class _TakesMegatrons:
         self, strategy: Any, *args: Any, pg_cache_path: str | None = None, pg_cache_create: bool = False, **kwargs: Any
     ) -> None:
         refuse_group_cache(pg_cache_path, pg_cache_create)
-        adapted = self._adapt(strategy)
-        if not isinstance(adapted, SaveStrategy | LoadStrategy):
-            name = strategy.__qualname__ if isinstance(strategy, type) else type(strategy).__qualname__
-            raise PluginError(f"{name} is no strategy: wrap an instance of one of shardckpt's or of Megatron's kind")
-        super().__init__(adapted, *args, **kwargs)  # type: ignore[call-arg]
+        super().__init__(self._adapt(strategy), *args, **kwargs)  # type: ignore[call-arg]
         self.base_strategy = strategy
 
 
 class FullyParallelSaveStrategyWrapper(
-    _TakesMegatrons, SavesByPath, parallel.FullyParallelSaveStrategyWrapper, AsyncSaveShardedStrategy
+    _AdaptsStrategy, SavesByPath, parallel.FullyParallelSaveStrategyWrapper, AsyncSaveShardedStrategy
 ):
     """:class:`shardckpt.parallel.FullyParallelSaveStrategyWrapper`, callable with a path.
 
@@ -67,17 +64,17 @@ class FullyParallelSaveStrategyWrapper(
         if not self.keeps_distribution:
             return
         own = {shard_id(shard): shard.without_data() for shard in shards if isinstance(shard, ShardedTensor)}
-        tensors = {_megatrons_id(number): number for number in assigned if number[0] == "tensor"}
+        ids = {_to_megatron_id(ours): ours for ours in assigned if ours[0] == "tensor"}
         self.cached_distribution = ShardDistribution(
-            {name: assigned[number].rank for name, number in tensors.items()},
-            set(tensors),
-            {name: own[number] for name, number in tensors.items() if number in own},
-            {name: list(assigned[number].holders) for name, number in tensors.items()},
+            {theirs: assigned[ours].rank for theirs, ours in ids.items()},
+            set(ids),
+            {theirs: own[ours] for theirs, ours in ids.items() if ours in own},
+            {theirs: list(assigned[ours].holders) for theirs, ours in ids.items()},
         )
 
 
 class FullyParallelLoadStrategyWrapper(
-    _TakesMegatrons, LoadsByPath, parallel.FullyParallelLoadStrategyWrapper, LoadShardedStrategy
+    _AdaptsStrategy, LoadsByPath, parallel.FullyParallelLoadStrategyWrapper, LoadShardedStrategy
 ):
     """:class:`shardckpt.parallel.FullyParallelLoadStrategyWrapper`, callable with a path.
 
@@ -93,9 +90,9 @@ class FullyParallelLoadStrategyWrapper(
         return getattr(self.base_strategy, "cached_global_metadata", None)
 
 
-def _megatrons_id(number: tuple[Any, ...]) -> Any:
+def _to_megatron_id(ours: ShardId) -> _ShardId:
     """Return Megatron's id of a tensor's shard for ours."""
-    _, key, offset, _, flattened_range = number
+    _, key, offset, _, flattened_range = ours
     return key, offset, flattened_range
 
 
