@@ -233,7 +233,8 @@ class StepReader:
         """Return whether the states should have asked for a stored key: it is theirs, or no state's."""
         name = key.partition(".")[0]
         if name in self._states.names:
-            return name in chosen and (name in self._states.modules or name == OPTIMIZER)
+            is_described = name in self._states.modules or (name == OPTIMIZER and bool(self._states.optimizers))
+            return name in chosen and is_described
         return of_others
 
     def _report_values(self, path: Path, common: StateDict) -> None:

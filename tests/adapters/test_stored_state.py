@@ -363,6 +363,28 @@ def test_memory_of_two_is_loaded_into_once(tmp_path: Path) -> None:
     assert is_same(resumed.values(), job.values())
 
 
+def test_lazy_modules_load_with_their_optimizer(tmp_path: Path) -> None:
+    """Before its first forward pass a lazy module loads with the state of its optimizer, and trains on alike."""
+    saved, loaded = (nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()) for _ in range(2))
+    saved(torch.zeros(2, 3))
+    optimizers = [torch.optim.Adam(model.parameters()) for model in (saved, loaded)]
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.arange(6.0).view(2, 3)).square().sum().backward()
+        optimizer.step()
+
+    step(saved, optimizers[0])
+    dist_checkpointing.save(to_sharded_state_dict(saved, optimizers[0]), tmp_path / "c")
+    state = dist_checkpointing.load(to_sharded_state_dict(loaded, optimizers[1]), tmp_path / "c")
+    load_into(state, loaded, optimizers[1])
+    for _ in range(2):
+        assert is_same(optimizers[1].state_dict(), optimizers[0].state_dict())
+        assert is_same(loaded.state_dict(), saved.state_dict())
+        step(saved, optimizers[0])
+        step(loaded, optimizers[1])
+
+
 def test_optimizers_without_parameters_are_told_apart(tmp_path: Path) -> None:
     """Two that are empty keep the options of each: by their position."""
     model = nn.Linear(2, 2)
