@@ -147,6 +147,23 @@ def test_groups_without_parameters_keep_their_options(tmp_path: Path, first: int
     assert is_same(resumed.values(), job.values())
 
 
+def test_a_group_that_no_optimizer_has_is_unused(tmp_path: Path) -> None:
+    """Options of a group whose parameters no optimizer has any more are not left out in silence, without state too."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    head = torch.optim.SGD(model[1].parameters(), lr=0.25)
+    both = torch.optim.SGD(model[1].parameters(), lr=0.25)
+    both.add_param_group({"params": list(model[0].parameters()), "lr": 0.5})
+    dist_checkpointing.save(to_sharded_state_dict(model, both), tmp_path / "c")
+    with pytest.raises(
+        KeyMismatchError, match=r"unused keys .*: 1 \(1 of optimizer\): optimizer\.param_groups\.\(group"
+    ):
+        dist_checkpointing.load(to_sharded_state_dict(model, head), tmp_path / "c", on_unused="error")
+    dist_checkpointing.load(to_sharded_state_dict(model, both), tmp_path / "c", on_unused="error")
+    one = torch.optim.SGD(model.parameters(), lr=1.0)  # cut otherwise: all are asked for, and must agree
+    with pytest.raises(CheckpointingException, match="saved with different values of lr"):
+        load_into(dist_checkpointing.load(to_sharded_state_dict(model, one), tmp_path / "c"), model, one)
+
+
 def test_groups_may_be_cut_otherwise(tmp_path: Path) -> None:
     """Groups that are split, joined or in another order get the options that their parameters had."""
 
