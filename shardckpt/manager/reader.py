@@ -32,7 +32,7 @@ from shardckpt.parallel.load import share_reading, split_budget
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.state_dict import nested_values
 from shardckpt.storage.directory import retry_if_replaced
-from shardckpt.validation.keys import StrictHandling, find_usual_names, stored_key, use_bare_keys
+from shardckpt.validation.keys import UNUSED_KEYS, StrictHandling, find_usual_names, stored_key, use_bare_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -109,6 +109,8 @@ class StepReader:
         try:
             fetched = self.fetch(path, model_only=model_only)
         except (DtypeMismatchError, KeyMismatchError, ShapeMismatchError) as exc:
+            if UNUSED_KEYS in str(exc):  # its advice is all: exclude_from_loading takes states of this manager alone
+                raise replace_text(exc, f"{path} does not fit the states: {exc}") from exc.__cause__
             cast = ", or cast them as torch does: CheckpointConfig(allow_dtype_cast=True)"
             raise replace_text(
                 exc,
