@@ -107,15 +107,21 @@ def _share_plain_options(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any
     return found
 
 
-def request_options(names: Iterable[str], stored: StoredNames, key: str) -> dict[str, Any]:
+def request_options(
+    names: Iterable[str], stored: StoredNames, key: str, live: Iterable[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
     """Return the request of a load for the options: all stored groups, whose parameters only their objects name.
 
+    If all groups of ``live`` are stored as they are, these alone: any other then counts as unused.
     Options that are tensors are stored by parameter, as stock ``dcp.load`` asks for them. Older checkpoints, and those
     of other libraries, have an object for each parameter, too. ``key`` is what the keys of options begin with, without
     the last dot.
     """
     rests = (each[len(key) + 1 :] for each in stored.objects if each.startswith(f"{key}."))
     groups = list(filter(is_group, rests))
+    same = {name_group(group) for group in live if group[PARAMS]}
+    if same and same.issubset(groups):
+        groups = [name for name in groups if name in same]
     found: dict[str, Any] = {name: {"values": describe_object(None, f"{key}.{name}", "unchecked")} for name in groups}
     for name, options in find_slots(dict.fromkeys(names), stored, key, in_common=True).items():
         keys = {option: f"{key}.{name}.{option}" for option in options}

@@ -170,7 +170,7 @@ def read_optimizer(parts: Sequence[NamedPart], optimizer: Optimizer, number: int
 def _name_state(optimizer: Optimizer, names: Mapping[int, str], position: int) -> NamedState:
     """Return an optimizer's state dict with the names of parameters in place of their numbers."""
     with torch.no_grad():
-        found = own_method(optimizer, "state_dict")()
+        found = _read_state_dict(optimizer, position)
     params = [param for group in optimizer.param_groups for param in group[PARAMS]]
     by_number = dict(enumerate(map(names.__getitem__, map(id, params))))
     # wrappers have their optimizer inside, and hooks may give other names to parameters
@@ -194,6 +194,20 @@ def _name_state(optimizer: Optimizer, names: Mapping[int, str], position: int) -
     others[EMPTY] = {number: list_options(group) for number, group in enumerate(groups) if not group[PARAMS]}
     named = dict(zip(by_number.values(), params, strict=True))
     return NamedState(named, _drop_empty(state), groups, _drop_empty(others), position, has_groups=has_groups)
+
+
+def _read_state_dict(optimizer: Optimizer, position: int) -> dict[str, Any]:
+    """Return an optimizer's state dict; one that ranks must gather first (ZeroRedundancyOptimizer) is refused."""
+    try:
+        return own_method(optimizer, "state_dict")()  # type: ignore[no-any-return]
+    except RuntimeError as exc:
+        if not hasattr(optimizer, "consolidate_state_dict"):
+            raise
+        raise ShardingError(
+            f"optimizer {position}, a {type(optimizer).__name__}, has the state of this rank's parameters alone, and "
+            "its state_dict() needs all: give it to a CheckpointManager, which saves and loads the part of each rank: "
+            "CheckpointManager(config, {'model': model, 'optimizer': optimizer})"
+        ) from exc
 
 
 def own_method(optimizer: Optimizer, name: str) -> Callable[..., Any]:

@@ -258,7 +258,10 @@ def _describe_optimizers(
     return {
         STATE: OptionalEntries(states, f"{state}.", request_state),
         GROUPS: OptionalEntries(
-            options, f"{groups}.", lambda stored, _: request_options(live.names, stored, groups), required=True
+            options,
+            f"{groups}.",
+            lambda stored, _: request_options(live.names, stored, groups, live.groups),
+            required=True,
         ),
         OTHERS: OptionalEntries(
             rest, f"{others}.", lambda stored, entries: request_others(live, entries, stored, others)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parameter import is_lazy
 
 from shardckpt.adapters.dtensor import get_dtensor_splits, make_dtensor
 from shardckpt.errors import CorruptCheckpointError, ShapeMismatchError, ShardingError
@@ -50,7 +51,8 @@ def empty_state_tensor(
     same checkpoint, if it is there. State of a parameter of another shape is a ShapeMismatchError; a parameter on the
     meta device, or with placements that cannot be stored, is a ShardingError.
     """
-    own = tuple(param.size())
+    # a lazy parameter gets the stored shape before its optimizer gets the state
+    own = tuple(param_shape) if param_shape is not None and is_lazy(param) else tuple(param.size())
     if math.prod(shape) == 1 and (shape != own or slot == "step"):
         return torch.empty(shape, dtype=dtype, device="cpu")
     if _device(param).type == "meta":

@@ -104,9 +104,9 @@ class SmallFiles:
         if not has_local_files(self.place):  # there each write is one request
             return
         with wrap_os_errors("clear", self.place):
-            for path in self.place.glob("*.tmp"):
-                if (match := _TEMPORARY.fullmatch(path.name)) and Owner.from_text(match["owner"]).is_alive() is False:
-                    path.unlink(missing_ok=True)
+            for name in self.names():  # none if another process has removed the directory meanwhile
+                if (match := _TEMPORARY.fullmatch(name)) and Owner.from_text(match["owner"]).is_alive() is False:
+                    (self.place / name).unlink(missing_ok=True)
         self._remove_if_empty()
 
     def _remove_if_empty(self) -> None:

@@ -163,6 +163,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self.manager = CheckpointManager(self._config, states, allow_globals=self._allow_globals)
         step = self._resumed[0] if self._resumed else -1
         self._forget()
+        seeded = RandomState().state_dict()
         try:
             is_loaded = self.manager.load(step)
         except CorruptCheckpointError as exc:
@@ -173,6 +174,14 @@ class ShardedCheckpointCallback(TrainerCallback):
             raise replace_text(exc, text) from exc.__cause__
         if is_loaded:
             self._random = RandomState().state_dict()
+            # a sampler that draws from the generators (group_by_length) orders the first epoch by the seed
+            RandomState().load_state_dict(seeded)
+            if getattr(args, "train_sampling_strategy", None) == "group_by_length" and (state.epoch or 0) >= 1:
+                logger.warning(
+                    "resumed at epoch %s: group_by_length draws the order of an epoch from the random generators, and "
+                    "that of this one is another than without the interruption",
+                    state.epoch,
+                )
         if state.global_step != position:
             logger.warning(
                 "resumed at step %d, with the data from their beginning: to resume at the same batch call "
@@ -184,7 +193,7 @@ class ShardedCheckpointCallback(TrainerCallback):
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Collective: save the previous step, if it is due."""
-        if self._random is not None:  # the Trainer has used the generators to skip batches: restore them again
+        if self._random is not None:  # the Trainer has used the generators to find its batch: restore them now
             RandomState().load_state_dict(self._random)
             self._random = None
         self._save(state, control)

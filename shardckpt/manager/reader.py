@@ -32,7 +32,7 @@ from shardckpt.parallel.load import share_reading, split_budget
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.state_dict import nested_values
 from shardckpt.storage.directory import retry_if_replaced
-from shardckpt.validation.keys import StrictHandling, find_usual_names, stored_key, use_bare_keys
+from shardckpt.validation.keys import UNUSED_KEYS, StrictHandling, find_usual_names, stored_key, use_bare_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -109,6 +109,8 @@ class StepReader:
         try:
             fetched = self.fetch(path, model_only=model_only)
         except (DtypeMismatchError, KeyMismatchError, ShapeMismatchError) as exc:
+            if UNUSED_KEYS in str(exc):  # its advice is all: exclude_from_loading takes states of this manager alone
+                raise replace_text(exc, f"{path} does not fit the states: {exc}") from exc.__cause__
             cast = ", or cast them as torch does: CheckpointConfig(allow_dtype_cast=True)"
             raise replace_text(
                 exc,
@@ -233,7 +235,8 @@ class StepReader:
         """Return whether the states should have asked for a stored key: it is theirs, or no state's."""
         name = key.partition(".")[0]
         if name in self._states.names:
-            return name in chosen and (name in self._states.modules or name == OPTIMIZER)
+            is_described = name in self._states.modules or (name == OPTIMIZER and bool(self._states.optimizers))
+            return name in chosen and is_described
         return of_others
 
     def _report_values(self, path: Path, common: StateDict) -> None:

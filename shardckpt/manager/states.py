@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from shardckpt.adapters.group_options import list_options
 from shardckpt.adapters.kept_options import choose_options, list_option_names
 from shardckpt.adapters.restore import load_into
 from shardckpt.adapters.state import SavedModules, to_sharded_state_dict
@@ -119,6 +120,8 @@ class TrainingStates:
         self._check_replicas = check_replicas
         self.modules: dict[str, list[torch.nn.Module]] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
+        #: Those of ZeroRedundancyOptimizer: each has groups of its own besides its inner optimizer's.
+        self._partitioning: list[Any] = []
         self.sharded: dict[str, Any] = {}
         self.per_rank: dict[str, PerRank] = {}
         self.plain: dict[str, Stateful] = {}
@@ -240,6 +243,8 @@ class TrainingStates:
             both = {MODEL: tensors[MODEL], OPTIMIZER: tensors[OPTIMIZER]}
             keep = [name for name in list_option_names(self.optimizers) if name in self._kept_options]
             load_into(both, self.modules[MODEL], *self.optimizers, strict=strict, keep_options=keep)
+            for outer in self._partitioning:
+                _copy_options(outer.optim, outer)
         for name, sharded in self._select(self.sharded, names):
             _call(name, sharded.load_state_dict, tensors[name])
         for name, plain in self._select(self.plain, names):
@@ -268,6 +273,7 @@ class TrainingStates:
             raise CheckpointingException(f"{name!r} cannot be the name of a state: give other text, as {MODEL!r}")
         value: Any = None if isinstance(given, type) else given  # a class has the methods of its objects
         items: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
+        self._partitioning.extend(filter(_is_partitioning, items))
         items = [inner for item in items for inner in _unpack_optimizers(item)]
         if callable(getattr(value, "sharded_state_dict", None)):
             self.sharded[name] = value
@@ -306,6 +312,8 @@ class TrainingStates:
                 prefix = model_prefix if name == MODEL else f"{name}."
                 found[name] = describe(name, parts, prefix=prefix)
         if self._with_optimizers(names):
+            for outer in self._partitioning:  # it hands over what a scheduler has set with the next step alone
+                _copy_options(outer, outer.optim)
             found |= describe(MODEL, self.modules[MODEL], *self.optimizers)
         for name, state in self._select(self.sharded, names):
             found[name] = _call(name, state.sharded_state_dict)
@@ -352,12 +360,33 @@ def _call(name: str, method: Callable[..., Any], *args: Any) -> Any:
 
 
 def _unpack_optimizers(value: Any) -> list[Any]:
-    """Return the optimizers in a container (torchtitan's) or a wrapper (torchft's) that is itself an optimizer."""
+    """Return the optimizers in a container (torchtitan's) or wrapper that is itself an optimizer.
+
+    A wrapper with state of its own stays: its state dict has that.
+    """
     if not isinstance(value, torch.optim.Optimizer):
         return [value]
     inner = getattr(value, "optimizers", None) or getattr(value, "optim", None)
-    if isinstance(inner, torch.optim.Optimizer):
+    if isinstance(inner, torch.optim.Optimizer) and not _adds_state(value, inner):
         return _unpack_optimizers(inner)
     if isinstance(inner, (list, tuple)):
         return [each for item in inner for each in _unpack_optimizers(item)]
     return [value]
+
+
+def _adds_state(wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> bool:
+    """Return whether a wrapper's state dict has other entries than its optimizer's, as the step of an averager."""
+    if _is_partitioning(wrapper) or type(wrapper).state_dict is torch.optim.Optimizer.state_dict:
+        return False  # torchft's has none
+    return wrapper.state_dict().keys() != inner.state_dict().keys()
+
+
+def _is_partitioning(value: Any) -> bool:
+    """Return whether an optimizer has one inside, of this rank's parameters, as ZeroRedundancyOptimizer has."""
+    return hasattr(value, "consolidate_state_dict") and isinstance(getattr(value, "optim", None), torch.optim.Optimizer)
+
+
+def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    """Give the groups of an optimizer the options of another's groups."""
+    for one, other in zip(source.param_groups, target.param_groups, strict=True):
+        other.update(list_options(one))

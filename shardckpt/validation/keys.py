@@ -52,6 +52,8 @@ _VERSION_KEY = re.compile(rf"(?:^|\.){VERSIONS}\.[0-9a-f]{{16}}(?:/|$)")
 _DIGITS = re.compile(r"\d+")
 #: The end of the name of an object in a grid of ranks.
 _IN_GRID = re.compile(r"/shard_(\d+(\.\d+)*)?_(\d+(\.\d+)*)?$")
+#: The beginning of messages about stored keys that nothing asks for.
+UNUSED_KEYS = "unused keys in the checkpoint"
 #: The treatment of stored tensors and objects that nothing asks for.
 OnUnused: TypeAlias = Literal["warn", "error", "ignore"]
 
@@ -312,10 +314,7 @@ def _describe_unused(
     unused = dict.fromkeys(stored[name] for name in left)
     parts = Counter(key.partition(".")[0] for key in unused)
     counted = listed([f"{count} of {part}" for part, count in parts.items()], limit=5)
-    text = (
-        f"unused keys in the checkpoint, which nothing asks for: {len(unused)} ({counted}): "
-        f"{listed(list(unused), limit=5)}"
-    )
+    text = f"{UNUSED_KEYS}, which nothing asks for: {len(unused)} ({counted}): {listed(list(unused), limit=5)}"
     if on_unused == "error":
         with comm.local_phase("comparing keys"):
             raise KeyMismatchError(f"{text}; ask for them, or pass on_unused='warn' or 'ignore'")

@@ -147,6 +147,23 @@ def test_groups_without_parameters_keep_their_options(tmp_path: Path, first: int
     assert is_same(resumed.values(), job.values())
 
 
+def test_a_group_that_no_optimizer_has_is_unused(tmp_path: Path) -> None:
+    """Options of a group whose parameters no optimizer has any more are not left out in silence, without state too."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    head = torch.optim.SGD(model[1].parameters(), lr=0.25)
+    both = torch.optim.SGD(model[1].parameters(), lr=0.25)
+    both.add_param_group({"params": list(model[0].parameters()), "lr": 0.5})
+    dist_checkpointing.save(to_sharded_state_dict(model, both), tmp_path / "c")
+    with pytest.raises(
+        KeyMismatchError, match=r"unused keys .*: 1 \(1 of optimizer\): optimizer\.param_groups\.\(group"
+    ):
+        dist_checkpointing.load(to_sharded_state_dict(model, head), tmp_path / "c", on_unused="error")
+    dist_checkpointing.load(to_sharded_state_dict(model, both), tmp_path / "c", on_unused="error")
+    one = torch.optim.SGD(model.parameters(), lr=1.0)  # cut otherwise: all are asked for, and must agree
+    with pytest.raises(CheckpointingException, match="saved with different values of lr"):
+        load_into(dist_checkpointing.load(to_sharded_state_dict(model, one), tmp_path / "c"), model, one)
+
+
 def test_groups_may_be_cut_otherwise(tmp_path: Path) -> None:
     """Groups that are split, joined or in another order get the options that their parameters had."""
 
@@ -361,6 +378,28 @@ def test_memory_of_two_is_loaded_into_once(tmp_path: Path) -> None:
     job.save(tmp_path / "c")
     resumed.load(tmp_path / "c")
     assert is_same(resumed.values(), job.values())
+
+
+def test_lazy_modules_load_with_their_optimizer(tmp_path: Path) -> None:
+    """Before its first forward pass a lazy module loads with the state of its optimizer, and trains on alike."""
+    saved, loaded = (nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()) for _ in range(2))
+    saved(torch.zeros(2, 3))
+    optimizers = [torch.optim.Adam(model.parameters()) for model in (saved, loaded)]
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.arange(6.0).view(2, 3)).square().sum().backward()
+        optimizer.step()
+
+    step(saved, optimizers[0])
+    dist_checkpointing.save(to_sharded_state_dict(saved, optimizers[0]), tmp_path / "c")
+    state = dist_checkpointing.load(to_sharded_state_dict(loaded, optimizers[1]), tmp_path / "c")
+    load_into(state, loaded, optimizers[1])
+    for _ in range(2):
+        assert is_same(optimizers[1].state_dict(), optimizers[0].state_dict())
+        assert is_same(loaded.state_dict(), saved.state_dict())
+        step(saved, optimizers[0])
+        step(loaded, optimizers[1])
 
 
 def test_optimizers_without_parameters_are_told_apart(tmp_path: Path) -> None:

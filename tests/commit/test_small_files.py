@@ -33,6 +33,14 @@ def test_a_directory_that_another_process_removes_is_made_again(tmp_path: Path) 
         thread.join()
 
 
+def test_a_directory_that_is_removed_while_it_is_cleared_is_clear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may remove the directory at any moment: then there is nothing to clear, and no error."""
+    monkeypatch.setattr(Path, "is_dir", lambda _: True)  # it was there when it was asked for
+    SmallFiles(tmp_path / "holds").clear()
+
+
 def test_a_file_and_its_directory_are_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written is synced with the names above it, also where another process has just made the directory."""
     synced: list[str] = []

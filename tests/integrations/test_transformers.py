@@ -8,6 +8,7 @@ import shutil
 import signal
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -50,6 +51,27 @@ def test_a_resumed_training_is_the_uninterrupted_one(crashed: int, options: dict
     assert small.is_equal(resume(trainer), small.weights(whole.model))
     assert trainer.state.global_step == whole.state.global_step
     assert [log["step"] for log in trainer.state.log_history] == [log["step"] for log in whole.state.log_history]
+
+
+@table(("crashed", "warned"), [(5, False), (11, True)], ids=["in the first epoch", "in the second"])
+def test_an_order_drawn_from_the_generators_is_the_same_or_a_warning_says_so(
+    crashed: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With group_by_length the first epoch goes on with its batches; of a later one a warning says that they differ."""
+
+    def make(folder: Path, *more: Any) -> Any:
+        options = {"train_sampling_strategy": "group_by_length", "num_train_epochs": 2}
+        trainer = trainer_of(folder, config_of(folder), *more, **options)
+        trainer.processing_class = SimpleNamespace(model_input_names=["inputs"])
+        return trainer
+
+    whole = make(tmp_path / "whole")
+    whole.train()
+    with pytest.raises(Crash):
+        make(tmp_path, At(crashed, crash)).train()
+    found = resume(make(tmp_path))
+    assert warned == ("group_by_length draws the order" in caplog.text)
+    assert warned or small.is_equal(found, small.weights(whole.model))
 
 
 @table("by_path", [False, True])

@@ -172,6 +172,11 @@ def _new_state(folder: Path) -> None:
     _load(folder, {"model": torch.nn.Linear(2, 2), "loader": PerRank(torch.nn.Linear(2, 2))})
 
 
+def _left_state(folder: Path) -> None:
+    _save(folder, {"model": torch.nn.Linear(2, 2), "loader": PerRank(torch.nn.Linear(2, 2))})
+    _load(folder, {"model": torch.nn.Linear(2, 2)}, on_unused="error")
+
+
 def _no_such_step(folder: Path) -> None:
     (folder / "step-1").mkdir(parents=True)
     _load(folder, {"model": torch.nn.Linear(2, 2)}, load_step=1)
@@ -207,6 +212,13 @@ def test_advice_can_be_followed(tmp_path: Path, wrong: Callable[[Path], None], a
         wrong(tmp_path / "run")
     assert advised in str(caught.value)
     _check(str(caught.value))
+
+
+def test_a_state_that_the_manager_lacks_is_not_to_be_excluded(tmp_path: Path) -> None:
+    """Where stored states are unused, exclude_from_loading, which refuses names of no state, is no way out."""
+    with pytest.raises(CheckpointingException, match=r"unused keys .* loader.*on_unused='warn' or 'ignore'$") as caught:
+        _left_state(tmp_path / "run")
+    assert "exclude_from_loading" not in str(caught.value)
 
 
 def test_outside_of_a_manager_the_arguments_are_named(tmp_path: Path) -> None:

@@ -121,3 +121,15 @@ def test_stock_dcp_finds_lists_and_tuples(tmp_path: Path) -> None:
     wanted = {"a": {"ranges": [], "pair": (), "mixed": [{"y": 0}, 0]}}
     dcp.load(wanted, checkpoint_id=tmp_path / "step-1", no_dist=True)
     assert wanted == {"a": state}
+
+
+def test_a_wrapped_optimizer_has_no_unused_keys(tmp_path: Path) -> None:
+    """A wrapper that is no torch optimizer, under the name of one, is all loaded: on_unused='error' finds nothing."""
+    state = {"inner": {"state": {0: {"momentum": torch.ones(2)}}, "param_groups": [{"params": [0]}]}, "count": 3}
+    with CheckpointManager(CheckpointConfig(folder=tmp_path, interval=1), {"optimizer": Held(state)}) as manager:
+        manager.save(1)
+    live = Held({})
+    with CheckpointManager(CheckpointConfig(folder=tmp_path, on_unused="error"), {"optimizer": live}) as manager:
+        assert manager.load()
+    assert live.state["count"] == 3
+    assert live.state["inner"]["state"][0]["momentum"].equal(torch.ones(2))
