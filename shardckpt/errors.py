@@ -44,7 +44,7 @@ class SettingFault(NamedTuple):
     """A fault of one setting of a configuration.
 
     Attributes:
-        setting: Its name; ``""`` where the whole is no configuration.
+        setting: Its name; ``""`` of an argument too many, and where the whole is no configuration.
         value: The value that was given for it, None if none was.
         message: The fault, with the suggestion.
         suggestion: The right name or value, and no other words; None if none is known.

@@ -36,7 +36,10 @@ class _Record(metaclass=Frozen):
 
 
 class _Properties(_Record):
-    """DCP's TensorProperties, of which the dtype is kept; its state is a tuple that begins with it, once a dict."""
+    """DCP's TensorProperties, of which the dtype is kept.
+
+    Its state is a tuple that begins with the dtype; in old files, a dict.
+    """
 
     dtype: torch.dtype
 

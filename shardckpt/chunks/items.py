@@ -93,8 +93,8 @@ def view_tensors(sources: Sources, shards: Sequence[Any]) -> list[torch.Tensor]:
     views = data if sources.are_one_to_one(len(shards)) else [data[position] for position in sources.shards]
     for number, part in sources.parts.items():
         views[number] = part_view(shards[sources.shards[number]], part)
-    # Detach here: a parameter may get other memory before a background save copies it. Only if there are parameters:
-    # to ask all tensors takes less time than to detach one each.
+    # Detach here: a parameter may get other memory before a background save copies it. Checking all tensors is cheaper
+    # than detaching each.
     if any(map(attrgetter("requires_grad"), views)):
         return [view.detach() if view.requires_grad else view for view in views]
     return views

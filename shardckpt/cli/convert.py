@@ -206,7 +206,9 @@ def _describe_left_out(report: ConversionReport) -> list[str]:
     lost = report.left_out[: len(report.left_out) - report.plain_objects]
     lines = [f"not written: {listed(lost, limit=_NAMES_SHOWN)}"] if lost else []
     if CONTENT in lost:
-        lines.append(f"{CONTENT} has the step and the metrics of a manager, or how a state dict was nested")
+        is_file = report.old[0] == "torch_save"
+        what = "the nesting of the state dict" if is_file else "the step and the metrics of a manager"
+        lines.append(f"{CONTENT} has {what}")
     if report.plain_objects:
         lines.append(f"not written: {format_many(report.plain_objects, 'object')} for readers of other libraries alone")
     return lines

@@ -431,9 +431,11 @@ def _explain_checks(own: Sequence[FileResult], which: str = "") -> str:
         for how, what in (("digests", "digests"), ("crc32", "the CRC-32s in their archives"))
         if counts[how]
     ]
+    if counts["nothing"]:
+        compared.append(f"{counts['nothing']} of {files} not opened")
     if counts["digests"] == len(own):
         return ""
-    if counts["digests"] + counts["crc32"] == len(own):
+    if not counts["structure"]:
         return f". {', '.join(compared)}"
     if not compared:
         return f". Checked{which and f' of the files{which}'}: {_STRUCTURE}. Not checked: their values"

@@ -95,7 +95,7 @@ def is_waiting(thread: int) -> bool:
 
 
 def is_news(name: str, seconds: float, first: float) -> bool:
-    """Return whether a call or phase has taken long enough to be reported; then the next report takes twice as long.
+    """Return whether a call or phase has taken long enough to be reported; if so, the next is due after twice as long.
 
     Args:
         name: Its name.

@@ -15,7 +15,14 @@ from shardckpt.engine.optimizer_keys import is_optimizer_key
 from shardckpt.engine.progress import Progress
 from shardckpt.engine.renaming import parse_renames
 from shardckpt.engine.streaming import STREAM_BYTES, TensorBox, read_boxes
-from shardckpt.errors import CheckpointingException, cut_prefix, parse_globals, prefix_error
+from shardckpt.errors import (
+    CheckpointingException,
+    CheckpointReplacedError,
+    StorageError,
+    cut_prefix,
+    parse_globals,
+    prefix_error,
+)
 from shardckpt.huggingface.folder import resolve_link
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.maintenance.diff_report import DiffReport, TensorDifference
@@ -35,6 +42,7 @@ from shardckpt.validation.arguments import check_annotated
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from shardckpt.engine.opening import OpenCheckpoint
     from shardckpt.planning.boxes import Ints
@@ -104,11 +112,7 @@ def diff_checkpoints(
             if tensors_only or prefix or not isinstance(chosen, Identity):
                 return report
             common = sorted(unread[0].keys() & unread[1].keys())
-            different = [
-                name
-                for name in common
-                if not have_same_bytes(*(resolve_link(open_directory(at), name) for at in places))
-            ]
+            different = [name for name in common if _have_other_bytes(places, name)]
             alone = [
                 {each.key for each in report.differences if each.kind == f"only in {side}"}
                 for side in ("first", "second")
@@ -118,6 +122,16 @@ def diff_checkpoints(
             return replace(report, differences=rest, objects=objects, different_files=tuple(different))
 
     return retry_if_replaced(attempt, first)
+
+
+def _have_other_bytes(places: Sequence[Path], name: str) -> bool:
+    """Return whether a file differs in two folders; of one that cannot be opened, it is only said that it is unread."""
+    try:
+        return not have_same_bytes(*(resolve_link(open_directory(place), name) for place in places))
+    except CheckpointReplacedError:
+        raise
+    except StorageError:
+        return False
 
 
 class _Pair(NamedTuple):

@@ -123,6 +123,8 @@ def _migrate(
             refuse_damage(source, reader, plugins)  # the rewritten files have digests
             index = _read_index(source, reader, plugins)
             before, fingerprints = _describe(index), read_fingerprints(reader)
+            if before:
+                fingerprints = {key: value for key, value in fingerprints.items() if key in before}
             needed = count_stored_bytes(index)
             if not index and record is not None:  # which bytes are tensors' is unknown: nearly all are
                 needed = sum(record.list_files().values())
@@ -188,7 +190,9 @@ def _refuse_loss(
         raise PluginError(f"{what} wrote an unreadable checkpoint; nothing was committed: {exc}") from exc
     lost = {key: f"{entry}, now {after.get(key, 'absent')}" for key, entry in before.items() if after.get(key) != entry}
     changed = {
-        key: "its stored fingerprint is of other values" for key in fingerprints if values.get(key) != fingerprints[key]
+        key: "other values than its stored fingerprint says, which the migration changed, or which were wrong before"
+        for key, value in values.items()
+        if value != fingerprints[key]
     }
     if faults := changed | lost:
         shown = listed([f"{key}: {fault}" for key, fault in sorted(faults.items())])

@@ -60,7 +60,7 @@ from shardckpt.strategy import ChecksFiles, LoadContext, find_error
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from pathlib import Path
 
     import torch
@@ -75,12 +75,12 @@ class Checked(NamedTuple):
 
     Attributes:
         error: The file's fault, or None.
-        how: What was compared: the CRC-32 of its values, or its structure alone.
+        how: What was compared: the CRC-32 of its values, its structure alone, or nothing.
         note: Other remarks.
     """
 
     error: CheckpointingException | None
-    how: Literal["crc32", "structure"] = "structure"
+    how: Literal["crc32", "structure", "nothing"] = "structure"
     note: str = ""
 
 
@@ -304,7 +304,7 @@ def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[s
         return found
     for name, note in review_others(place, weights).items():
         if name.endswith(".safetensors"):
-            found[name] = Checked(find_error(check_weights, resolve_link(place, name)), note=note)
+            found[name] = Checked(_find_fault(check_weights, place, name), note=note)
         else:
             found[name] = Checked(found[name].error if name in found else None, note=note)
     config = ADAPTER if ADAPTER_WEIGHTS in weights else CONFIG
@@ -401,7 +401,10 @@ def find_cut_file(place: Path) -> CheckpointingException | None:
 
 
 def _is_damaged(checked: Checked) -> bool:
-    """Return whether a file's content is at fault: one that cannot be opened may be sound, such as a link."""
+    """Return whether a file's content is at fault.
+
+    One that cannot be opened may be a link, which other libraries follow; ``verify`` names one that leads nowhere.
+    """
     return isinstance(checked.error, CorruptCheckpointError)
 
 
@@ -413,8 +416,8 @@ def _check_archives(place: Path, skipped: Collection[str] = (), *, members: bool
     manifest = Manifest(backend=TorchFileLoadStrategy.backend, version=TorchFileLoadStrategy.version)
     archives = set[str]()
 
-    def check(path: Path, name: str) -> None:
-        folder = place if path.name == name else path.parent  # the Hub's cache has the file elsewhere
+    def check(path: Path) -> None:
+        folder = place if path == place / name else path.parent  # the Hub's cache has the file elsewhere
         with CheckpointReader(folder, manifest, verify=False, crcs="parts" if members else None) as reader:
             if not reader.size(path.name):
                 raise CorruptCheckpointError(f"{place / name} is empty")
@@ -430,12 +433,21 @@ def _check_archives(place: Path, skipped: Collection[str] = (), *, members: bool
             continue
         path = resolve_link(place, name)
         if path.is_symlink() and path.exists():  # readers of other libraries follow it: the file may be sound
-            found[name] = Checked(None, note="not checked: it is a link out of the folder")
+            found[name] = Checked(None, "nothing", "not checked: it is a symbolic link")
             continue
-        error = find_error(check, path, name)
+        error = _find_fault(check, place, name)
         if error is not None or name in archives:
             found[name] = Checked(error, "crc32" if members and name in archives else "structure")
     return found
+
+
+def _find_fault(check: Callable[[Path], None], place: Path, name: str) -> CheckpointingException | None:
+    """Return the error of a file's check, or None; of a file in the Hub's cache it names the link, not the blob."""
+    path = resolve_link(place, name)
+    error = find_error(check, path)
+    if isinstance(error, CorruptCheckpointError) and path != place / name:
+        return CorruptCheckpointError(str(error).replace(str(path), str(place / name)))
+    return error
 
 
 def check_all_files(

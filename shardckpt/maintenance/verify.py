@@ -323,7 +323,7 @@ def _make_result(
     name: str,
     nbytes: int,
     error: CheckpointingException | None,
-    by: Literal["digests", "crc32", "structure"],
+    by: Literal["digests", "crc32", "structure", "nothing"],
     note: str = "",
 ) -> FileResult:
     if error is None:

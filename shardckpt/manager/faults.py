@@ -61,7 +61,7 @@ def list_faults(
     names: Sequence[str],
     find_hint: Hint = lambda _: ("", None),
 ) -> list[SettingFault]:
-    """Return the faults that pydantic found in the settings that were given by name.
+    """Return the faults that pydantic found in the settings.
 
     Args:
         error: The error of the settings' class.

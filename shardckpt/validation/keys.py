@@ -253,7 +253,7 @@ def _advise(
     if not advice:
         asked = name_keys(wanted)
         advice = _suggest_nearest(absent, {key for name, key in stored.items() if name not in asked})
-    if strict is StrictHandling.ASSUME_OK_UNEXPECTED and not renamed:  # under other names the rest is next to nothing
+    if strict is StrictHandling.ASSUME_OK_UNEXPECTED and not renamed:  # else the rest is nothing
         advice += "\nTo load the rest, pass strict='log_unexpected'."
     return advice
 
@@ -371,7 +371,8 @@ def _suggest_prefix(absent: Collection[str], stored: Collection[str]) -> str:
         )
     key = min(absent, default="")
     # one walk over the stored keys: thousands may end with a short key, and thousands be absent
-    counts = Counter(name.removesuffix(tail) for name in stored for tail in _list_tails(name) if tail in absent)
+    dots = max((key.count(".") for key in absent), default=0)
+    counts = Counter(name.removesuffix(tail) for name in stored for tail in _list_tails(name, dots) if tail in absent)
     prefixes = sorted(prefix for prefix in counts if key and prefix + key in stored)
     if not prefixes:
         return ""
@@ -384,9 +385,9 @@ def _suggest_prefix(absent: Collection[str], stored: Collection[str]) -> str:
     )
 
 
-def _list_tails(key: str) -> list[str]:
-    """Return the rest of a dotted key after each of its dots: ``b.c`` and ``c`` of ``a.b.c``."""
-    parts = key.split(".")
+def _list_tails(key: str, dots: int) -> list[str]:
+    """Return the rest of a dotted key after each dot, with at most so many dots: ``b.c`` and ``c`` of ``a.b.c``."""
+    parts = key.rsplit(".", dots + 1)
     return [".".join(parts[first:]) for first in range(1, len(parts))]
 
 

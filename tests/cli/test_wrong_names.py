@@ -149,13 +149,15 @@ ROWS = [
     ("pin runs/step-1 release", "runs/step-1 is a checkpoint, not a folder of steps"),
     ("pin runs/step-1 1 --label x", "runs/step-1 is a checkpoint, not a folder of steps"),
     ("pin runs/step-1 latest --label x", "runs/step-1 is a checkpoint, not a folder of steps"),
+    ("pin trained 4", "has no step 4 (steps: 1)"),
+    ("pin trained 1", "`shardckpt pin trained 1 --label 'release 1.2'`"),
     ("merge runs/step-1 runs/step-2 new --base 3", "there are 2 SRC"),
 ]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of three steps with metrics, one of them pinned, and a folder of assets beside it."""
+    """A folder of three steps with metrics, one of them pinned; a checkpoint with a step in it; a folder of assets."""
     place = tmp_path_factory.mktemp("wrong-names")
     (place / "assets").mkdir()
     for step in (1, 2, 3):
@@ -165,6 +167,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = place / "runs" / f"step-{step}"
         dc.save({**state, "iteration": step}, path, "torch_dist", content_metadata=content, step=step)
     pin_step(place / "runs", 1, "release")
+    dc.save({"last": ShardedTensor.from_rank_offsets("last", torch.ones(2))}, place / "trained", "torch_dist")
+    shutil.copytree(place / "runs" / "step-1", place / "trained" / "step-1")
     return place
 
 
@@ -197,7 +201,7 @@ def test_a_name_that_matches_nothing_is_an_error(
     else:
         assert not out, "an error is the only answer"
     assert _list_all(tmp_path) == before
-    assert {path.name for path in (tmp_path / "place").iterdir()} == {"assets", "runs"}
+    assert {path.name for path in (tmp_path / "place").iterdir()} == {"assets", "runs", "trained"}
 
 
 @pytest.mark.parametrize(

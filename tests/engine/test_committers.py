@@ -28,6 +28,6 @@ def test_an_abort_raises_nothing_where_the_file_server_has_failed(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "stat", fail)
         committer.abort([], is_main=True)
-    assert "cannot look at" in caplog.text
+    assert "cannot access" in caplog.text
     assert "ESTALE" in caplog.text
     assert not list(tmp_path.iterdir())

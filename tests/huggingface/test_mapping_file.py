@@ -197,7 +197,7 @@ def test_a_class_of_mappings_is_no_mapping(tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text("from shardckpt.huggingface import RuleMapping as MAPPING")
     with pytest.raises(CheckpointingException, match=r"mapping .*/m\.py is a .*: expected a KeyMapping"):
         export_to_huggingface(tmp_path / "c", tmp_path / "hf", mapping=f"{tmp_path}/m.py")
-    with pytest.raises(CheckpointingException, match=r"cannot look at x+\.json: File name too long"):
+    with pytest.raises(CheckpointingException, match=r"cannot access x+\.json: File name too long"):
         find_mapping(f"{'x' * 300}.json")
     assert not (tmp_path / "hf").exists()
 

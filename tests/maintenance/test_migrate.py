@@ -5,12 +5,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.errors import PluginError, UnknownBackendError, VersionTooOldError
 from shardckpt.maintenance import migrate_checkpoint
 from shardckpt.manifest import MARKER_NAME, RECORD_NAME, Record
+from shardckpt.mapping import ShardedTensor
 from tests.maintenance.migrate import LoadText, ToTwo, content, loaded, old, state
 
 if TYPE_CHECKING:
@@ -36,9 +38,16 @@ def test_a_migration_that_changes_values_is_not_committed(old: Path, monkeypatch
         writer.write("w.txt", json.dumps([[1.0, 2.0, 1.0], 2, {}]).encode())
 
     monkeypatch.setattr(ToTwo, "migrate", migrate)
-    with pytest.raises(PluginError, match=r"does not keep .*: w: its stored fingerprint is of other values"):
+    with pytest.raises(PluginError, match=r"does not keep .*: w: other values than its stored fingerprint says"):
         migrate_checkpoint(old, old.with_name("new"))
     assert not old.with_name("new").exists()
+
+
+def test_a_migration_may_rename_what_no_installed_strategy_lists(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a reader of the old version a stored fingerprint of a key that is gone is compared with nothing."""
+    named = [ShardedTensor.from_global_shape("model.w", torch.float32, (3,))]
+    monkeypatch.setattr(LoadText, "load_index", lambda _self, _context: named)
+    assert migrate_checkpoint(old, old.with_name("new")) == ("migrated-text", 1, 2)
 
 
 @pytest.mark.parametrize("name", ["old", "new"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -189,8 +190,13 @@ def test_a_snapshot_of_the_hubs_cache_may_have_other_files(
     assert "are not read: optimizer.pt, pytorch_model.bin, scheduler.pt: convert" in caplog.text
     for verb in (["inspect", str(snapshot)], ["diff", str(snapshot), str(tmp_path / "new")], ["ls", str(tmp_path)]):
         assert main(verb) == 0, capsys.readouterr().err
-    capsys.readouterr()
+    shutil.copytree(tmp_path / "models--a--b", tmp_path / "models--a--c", symlinks=True)
+    other = tmp_path / "models--a--c" / "snapshots" / "0f3a"
+    assert main(["diff", str(snapshot), str(other)]) == 0, capsys.readouterr().err
+    assert "are not read: optimizer.pt, pytorch_model.bin, scheduler.pt" in capsys.readouterr().out
     assert main(["verify", str(snapshot)]) == 1
-    shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert "not checked: it is a link out of the folder" in shown["optimizer.pt"]  # no damage, which a prune may remove
+    said = capsys.readouterr().out
+    assert "1 of 4 files without a fault were not opened" in said
+    shown = {line.split()[0]: line for line in said.splitlines()}
+    assert "not checked: it is a symbolic link" in shown["optimizer.pt"]  # no damage, which a prune may remove
     assert "cannot open" in shown["scheduler.pt"]

@@ -292,5 +292,5 @@ def test_what_cannot_be_looked_at_is_not_absent(tmp_path: Path, monkeypatch: pyt
 
         for folder in (tmp_path, opened):
             monkeypatch.setattr(type(folder), "lstat", fail)
-            with pytest.raises(StorageError, match=rf"cannot look at {tmp_path}/file: .*\({errno.errorcode[code]}\)"):
+            with pytest.raises(StorageError, match=rf"cannot access {tmp_path}/file: .*\({errno.errorcode[code]}\)"):
                 filesystem.is_there(folder / "file")

@@ -223,6 +223,8 @@ def test_advice_about_prefixes_looks_up_each_key_a_few_times() -> None:
     stored = _CountedSet({f"layers.{n}.scale" for n in range(count)} | {"layers.7.z.1"})
     assert "has 'layers.7.scale' and not 'scale' (2 keys so)" in _suggest_prefix(absent, stored)
     assert absent.lookups + stored.lookups < 10 * count
+    tail = ".w" * 100_000  # all its tails would take gigabytes
+    assert _suggest_prefix({"v.w"}, {f"a{tail}"}) == ""
 
 
 @table(

@@ -57,14 +57,11 @@ class NestedState:
         other are a CorruptCheckpointError.
         """
         group = self._key_of_group(key)
-        root = group or key
-        found = []
-        for stored in self._below(root):
-            if stored == f"{group}.{_NAMES}":  # a copy of all names for each of them would take quadratic time
-                continue
-            path = (root, *_path_below(self._paths[stored], root)) if stored != root else (root,)
-            found.append((path, self._value(stored, tensors)))
-        return nest_values(found).get(root, {})  # a group may have no options
+        if group is None:
+            return self._build_below(key, tensors)
+        # a copy of all names for each of them would take quadratic time
+        options = self._build_below(group, tensors, unread=f"{group}.{_NAMES}")
+        return {option: value for option, value in options.items() if option != _NAMES}
 
     def build_all(self, tensors: Mapping[str, Any], keeps: Callable[[str], bool]) -> dict[str, Any]:
         """Return the stored values, nested as they were saved.
@@ -79,6 +76,14 @@ class NestedState:
             if (key in tensors if key in self._tensors else keeps(key))
         ]
         return nest_values([*loose, *kept])  # type: ignore[no-any-return]
+
+    def _build_below(self, key: str, tensors: dict[str, Any], unread: str = "") -> Any:
+        """Return the object of all that is stored below a key, with None for the value that is not read."""
+        found = []
+        for stored in self._below(key):
+            path = (key, *_path_below(self._paths[stored], key)) if stored != key else (key,)
+            found.append((path, None if stored == unread else self._value(stored, tensors)))
+        return nest_values(found)[key]
 
     def _value(self, key: str, tensors: Mapping[str, Any]) -> Any:
         return tensors[key] if key in self._tensors else deepcopy(self._read_value(self._paths[key]))

@@ -123,6 +123,13 @@ def test_the_names_of_a_group_are_read_once_for_all_its_parameters() -> None:
     assert read.count("params") == 1
 
 
+def test_a_group_of_another_name_keeps_what_is_called_params(tmp_path: Path) -> None:
+    """Only the names of an optimizer's numbered group are left out of its options, whatever else has the word."""
+    dcp.save({"None": {"params": [1, 2], "lr": 0.5}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert load_object(tmp_path / "dcp", "None") == {"params": [1, 2], "lr": 0.5}
+    assert load_object(tmp_path / "dcp", "None.params") == [1, 2]
+
+
 class Hostile:
     """Unpickled, it would run code."""
 
