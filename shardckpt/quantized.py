@@ -52,6 +52,7 @@ def native_factory(
         ShardingError: the class has no ``__tensor_flatten__``, there is no such shard of it, an inner tensor cannot be
             split as ``tensor`` is, or, when a load ends, the stored class or dtypes differ from ``tensor``'s.
     """
+    original = key, tensor
     whole = ShardedTensor.from_rank_offsets(key, tensor, *rank_offsets, replica_id=replica_id, **kwargs)
     prepended = whole.prepend_axis_num
     split = [axis - prepended for axis, _, _ in rank_offsets if axis >= prepended]
@@ -71,7 +72,7 @@ def native_factory(
         return found
 
     def merge(loaded: dict[str, Any]) -> torch.Tensor:
-        key, tensor = loaded[_WHOLE]
+        key, tensor = loaded.get(_WHOLE) or original  # a caller may build and merge by itself
         if loaded[_FORM] != (wanted := _form(key, tensor)):
             raise ShardingError(
                 f"{key!r} was saved as {loaded[_FORM]}, and loaded into {wanted}, whose values are now wrong: pass a "

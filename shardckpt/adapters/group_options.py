@@ -112,7 +112,8 @@ def request_options(
 ) -> dict[str, Any]:
     """Return the request of a load for the options: all stored groups, whose parameters only their objects name.
 
-    If all groups of ``live`` are stored as they are, these alone: any other then counts as unused.
+    If all groups of ``live`` are stored as they are, these alone: any other then counts as unused. It does not where
+    the groups of a stage are more than ``FEW_GROUPS``, and so one object, or where a live one is not stored.
     Options that are tensors are stored by parameter, as stock ``dcp.load`` asks for them. Older checkpoints, and those
     of other libraries, have an object for each parameter, too. ``key`` is what the keys of options begin with, without
     the last dot.

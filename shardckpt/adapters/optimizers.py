@@ -205,8 +205,9 @@ def _read_state_dict(optimizer: Optimizer, position: int) -> dict[str, Any]:
             raise
         raise ShardingError(
             f"optimizer {position}, a {type(optimizer).__name__}, has the state of this rank's parameters alone, and "
-            "its state_dict() needs all: give it to a CheckpointManager, which saves and loads the part of each rank: "
-            "CheckpointManager(config, {'model': model, 'optimizer': optimizer})"
+            "its state_dict() needs all: give it to a CheckpointManager, which saves and loads the part of each rank, "
+            "CheckpointManager(config, {'model': model, 'optimizer': optimizer}), after the first steps where "
+            "overlap_with_ddp makes its inner optimizer in these"
         ) from exc
 
 

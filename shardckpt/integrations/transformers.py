@@ -176,7 +176,9 @@ class ShardedCheckpointCallback(TrainerCallback):
             self._random = RandomState().state_dict()
             # a sampler that draws from the generators (group_by_length) orders the first epoch by the seed
             RandomState().load_state_dict(seeded)
-            if getattr(args, "train_sampling_strategy", None) == "group_by_length" and (state.epoch or 0) >= 1:
+            # transformers 5.0 has a flag for it
+            strategy = getattr(args, "train_sampling_strategy", getattr(args, "group_by_length", None))
+            if strategy in ("group_by_length", True) and (state.epoch or 0) >= 1:
                 logger.warning(
                     "resumed at epoch %s: group_by_length draws the order of an epoch from the random generators, and "
                     "that of this one is another than without the interruption",

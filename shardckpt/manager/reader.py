@@ -109,7 +109,7 @@ class StepReader:
         try:
             fetched = self.fetch(path, model_only=model_only)
         except (DtypeMismatchError, KeyMismatchError, ShapeMismatchError) as exc:
-            if UNUSED_KEYS in str(exc):  # its advice is all: exclude_from_loading takes states of this manager alone
+            if UNUSED_KEYS in str(exc):  # the advice below refuses their names: they are of no state of this manager
                 raise replace_text(exc, f"{path} does not fit the states: {exc}") from exc.__cause__
             cast = ", or cast them as torch does: CheckpointConfig(allow_dtype_cast=True)"
             raise replace_text(
@@ -235,8 +235,9 @@ class StepReader:
         """Return whether the states should have asked for a stored key: it is theirs, or no state's."""
         name = key.partition(".")[0]
         if name in self._states.names:
-            is_described = name in self._states.modules or (name == OPTIMIZER and bool(self._states.optimizers))
-            return name in chosen and is_described
+            # a plain state is loaded whole
+            is_whole = name in self._states.plain or name in self._states.per_rank
+            return name in chosen and (name in self._states.modules or (name == OPTIMIZER and not is_whole))
         return of_others
 
     def _report_values(self, path: Path, common: StateDict) -> None:

@@ -120,7 +120,7 @@ class TrainingStates:
         self._check_replicas = check_replicas
         self.modules: dict[str, list[torch.nn.Module]] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
-        #: Those of ZeroRedundancyOptimizer: each has groups of its own besides its inner optimizer's.
+        #: ZeroRedundancyOptimizers: each has groups of its own besides those of its inner optimizer.
         self._partitioning: list[Any] = []
         self.sharded: dict[str, Any] = {}
         self.per_rank: dict[str, PerRank] = {}
@@ -244,7 +244,7 @@ class TrainingStates:
             keep = [name for name in list_option_names(self.optimizers) if name in self._kept_options]
             load_into(both, self.modules[MODEL], *self.optimizers, strict=strict, keep_options=keep)
             for outer in self._partitioning:
-                _copy_options(outer.optim, outer)
+                _call(OPTIMIZER, _copy_options, outer.optim, outer)
         for name, sharded in self._select(self.sharded, names):
             _call(name, sharded.load_state_dict, tensors[name])
         for name, plain in self._select(self.plain, names):
@@ -273,7 +273,7 @@ class TrainingStates:
             raise CheckpointingException(f"{name!r} cannot be the name of a state: give other text, as {MODEL!r}")
         value: Any = None if isinstance(given, type) else given  # a class has the methods of its objects
         items: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
-        self._partitioning.extend(filter(_is_partitioning, items))
+        self._partitioning.extend(each for item in items for each in _list_optimizers(item) if _is_partitioning(each))
         items = [inner for item in items for inner in _unpack_optimizers(item)]
         if callable(getattr(value, "sharded_state_dict", None)):
             self.sharded[name] = value
@@ -313,7 +313,7 @@ class TrainingStates:
                 found[name] = describe(name, parts, prefix=prefix)
         if self._with_optimizers(names):
             for outer in self._partitioning:  # it hands over what a scheduler has set with the next step alone
-                _copy_options(outer, outer.optim)
+                _call(OPTIMIZER, _copy_options, outer, outer.optim)
             found |= describe(MODEL, self.modules[MODEL], *self.optimizers)
         for name, state in self._select(self.sharded, names):
             found[name] = _call(name, state.sharded_state_dict)
@@ -362,31 +362,51 @@ def _call(name: str, method: Callable[..., Any], *args: Any) -> Any:
 def _unpack_optimizers(value: Any) -> list[Any]:
     """Return the optimizers in a container (torchtitan's) or wrapper that is itself an optimizer.
 
-    A wrapper with state of its own stays: its state dict has that.
+    A wrapper whose state dict has entries of its own stays.
     """
-    if not isinstance(value, torch.optim.Optimizer):
+    inner = _get_inner(value)
+    if not inner or (getattr(value, "optim", None) is inner[0] and _adds_state(value, inner[0])):
         return [value]
+    return [each for item in inner for each in _unpack_optimizers(item)]
+
+
+def _list_optimizers(value: Any) -> list[Any]:
+    """Return a value, and all optimizers in it at any depth."""
+    return [value, *(each for item in _get_inner(value) for each in _list_optimizers(item))]
+
+
+def _get_inner(value: Any) -> list[Any]:
+    """Return the optimizers that an optimizer has inside."""
+    if not isinstance(value, torch.optim.Optimizer):
+        return []
     inner = getattr(value, "optimizers", None) or getattr(value, "optim", None)
-    if isinstance(inner, torch.optim.Optimizer) and not _adds_state(value, inner):
-        return _unpack_optimizers(inner)
-    if isinstance(inner, (list, tuple)):
-        return [each for item in inner for each in _unpack_optimizers(item)]
-    return [value]
+    if isinstance(inner, torch.optim.Optimizer):
+        return [inner]
+    return list(inner) if isinstance(inner, (list, tuple)) else []
 
 
 def _adds_state(wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> bool:
     """Return whether a wrapper's state dict has other entries than its optimizer's, as the step of an averager."""
     if _is_partitioning(wrapper) or type(wrapper).state_dict is torch.optim.Optimizer.state_dict:
         return False  # torchft's has none
-    return wrapper.state_dict().keys() != inner.state_dict().keys()
+    try:
+        return wrapper.state_dict().keys() != inner.state_dict().keys()
+    except Exception:  # noqa: BLE001 - of one that cannot tell, as around a ZeroRedundancyOptimizer, the inner is saved
+        return False
 
 
 def _is_partitioning(value: Any) -> bool:
-    """Return whether an optimizer has one inside, of this rank's parameters, as ZeroRedundancyOptimizer has."""
+    """Return whether an inner optimizer has the state of this rank's parameters, as of ZeroRedundancyOptimizer."""
     return hasattr(value, "consolidate_state_dict") and isinstance(getattr(value, "optim", None), torch.optim.Optimizer)
 
 
 def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    """Give the groups of an optimizer the options of another's groups."""
+    """Give the groups of an optimizer the options of those of another that have parameters on this rank."""
+    if len(source.param_groups) != len(target.param_groups):
+        raise CheckpointingException(
+            f"the optimizer and the one inside of it have {len(source.param_groups)} and {len(target.param_groups)} "
+            "parameter groups: add groups to the outer one alone"
+        )
     for one, other in zip(source.param_groups, target.param_groups, strict=True):
-        other.update(list_options(one))
+        if one["params"]:
+            other.update(list_options(one))

@@ -221,7 +221,7 @@ def _plan_rounds(transfers: Sequence[list[_Message]], round_bytes: int) -> Itera
 
 def _run_round(batch: list[_Message], group: Comm, device_type: str, *, broadcasts: bool) -> None:
     """Collective: send and receive the messages, which are on such devices; broadcast messages that all ranks want."""
-    routes: list[tuple[torch.Tensor, int]] = []  # of the broadcasts
+    routes: list[tuple[torch.Tensor, int]] = []  # buffers to broadcast, with their sources
     sends: list[tuple[torch.Tensor, int]] = []
     receives: list[tuple[torch.Tensor, int]] = []
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []

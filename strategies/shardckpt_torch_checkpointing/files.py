@@ -234,7 +234,8 @@ def _name_parameters(loaded: Any, names: dict[Any, str]) -> Any:
 
     ``Optimizer.state_dict`` numbers the parameters, and has their names in ``param_names`` if the optimizer was given
     any. torch_checkpointing can replace the numbers in ``state``, and leaves ``params`` out then. Numbers stay where
-    two parameters have one name, as those of two models may. ``names`` gets the name of each number.
+    two parameters have one name, as those of two models may. ``names`` gets the name of each number. Where ``params``
+    has names, as of ``get_optimizer_state_dict``, ``state`` has them, too.
     """
     groups = loaded.get("param_groups") if isinstance(loaded, dict) else None
     states = loaded.get("state") if isinstance(loaded, dict) else None
@@ -242,19 +243,16 @@ def _name_parameters(loaded: Any, names: dict[Any, str]) -> Any:
         return loaded
     if not all(isinstance(group, dict) and isinstance(group.get("param_names"), list) for group in groups):
         return loaded
+    bare = [{option: value for option, value in group.items() if option != "param_names"} for group in groups]
+    if all(isinstance(name, str) for group in groups for name in group.get("params", [0])):
+        return {**loaded, "param_groups": bare}
     every = [name for group in groups for name in group["param_names"]]
     if len(set(every)) < len(every):
         return loaded
     for group in groups:
         if "params" in group:
             names.update(zip(group["params"], map(str, group["param_names"]), strict=True))
-    named = [
-        {
-            **{option: value for option, value in group.items() if option != "param_names"},
-            "params": group["param_names"],
-        }
-        for group in groups
-    ]
+    named = [{**rest, "params": group["param_names"]} for rest, group in zip(bare, groups, strict=True)]
     rest = {key: value for key, value in loaded.items() if key != "_optimizer_state_format_version"}
     return {**rest, "state": {names.get(key, key): state for key, state in states.items()}, "param_groups": named}
 

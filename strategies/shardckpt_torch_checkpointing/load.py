@@ -107,12 +107,13 @@ class TorchCheckpointingLoadStrategy(ChunkLoadStrategy):
             return None
         if (directory / METADATA_FILE).is_file():
             return 1
-        is_there = any(path.name.endswith("_0.pt") for path in directory.iterdir())
+        is_there = any(path.name.endswith("_0.pt") and not path.is_dir() for path in directory.iterdir())
         return 1 if is_there and not (directory / ".metadata").is_file() else None
 
     def owned_files(self, directory: Path) -> set[str]:
         """Return the names of the files that torch_checkpointing writes if the user names no others."""
-        return {path.name for path in directory.iterdir() if path.name == METADATA_FILE or path.suffix == ".pt"}
+        files = [path for path in directory.iterdir() if path.name == METADATA_FILE or path.suffix == ".pt"]
+        return {path.name for path in files if not path.is_dir()}
 
     def list_files(self, reader: CheckpointReader) -> list[StoredFile]:
         """Return the files that the checkpoint must have, each with its keys."""

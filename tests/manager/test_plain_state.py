@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from shardckpt.errors import ShardingError
+from shardckpt.errors import KeyMismatchError, ShardingError
 from shardckpt.manager import CheckpointConfig, CheckpointManager
+from shardckpt.mapping import ShardedTensor
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -133,3 +134,29 @@ def test_a_wrapped_optimizer_has_no_unused_keys(tmp_path: Path) -> None:
         assert manager.load()
     assert live.state["count"] == 3
     assert live.state["inner"]["state"][0]["momentum"].equal(torch.ones(2))
+
+
+class _Sharded:
+    """Has tensors of these keys, as Megatron's optimizer describes its own."""
+
+    def __init__(self, *keys: str) -> None:
+        self._keys = keys
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Describe them."""
+        return {key: ShardedTensor.from_rank_offsets(f"optimizer.{key}", torch.ones(2)) for key in self._keys}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take them."""
+
+
+def test_a_sharded_optimizer_has_unused_keys(tmp_path: Path) -> None:
+    """An object that describes its own shards, under the name of an optimizer, asks for keys: others are unused."""
+    with CheckpointManager(CheckpointConfig(folder=tmp_path, interval=1), {"optimizer": _Sharded("a", "b")}) as manager:
+        manager.save(1)
+    config = CheckpointConfig(folder=tmp_path, on_unused="error")
+    with (
+        CheckpointManager(config, {"optimizer": _Sharded("a")}) as manager,
+        pytest.raises(KeyMismatchError, match=r"optimizer\.b"),
+    ):
+        manager.load()

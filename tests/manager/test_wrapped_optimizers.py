@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardckpt.adapters import to_sharded_state_dict
-from shardckpt.errors import ShardingError
+from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 
 if TYPE_CHECKING:
@@ -111,3 +111,35 @@ def test_a_state_dict_in_parts_is_refused_by_name() -> None:
     states = _job(Partitioning)
     with pytest.raises(ShardingError, match=r"optimizer 0, a Partitioning, .*give it to a CheckpointManager"):
         to_sharded_state_dict(states["model"], states["optimizer"])
+
+
+class Around(Averaging):
+    """A wrapper round a partitioning optimizer."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.optim = Partitioning(self.optim.param_groups[0]["params"])
+        self.param_groups = self.optim.param_groups
+
+
+def test_a_wrapper_round_a_partitioning_optimizer_is_saved_by_its_inner_one(tmp_path: Path) -> None:
+    """Its state dict cannot be asked for; the rate of the partitioning one inside comes back."""
+    saved, live = _job(Around), _job(Around)
+    _step(saved)
+    saved["optimizer"].optim.param_groups[0]["lr"] = 0.125
+    with CheckpointManager(CheckpointConfig(folder=tmp_path, interval=1), saved) as manager:
+        manager.save(1)
+    with CheckpointManager(CheckpointConfig(folder=tmp_path), live) as manager:
+        assert manager.load()
+    assert live["optimizer"].optim.param_groups[0]["lr"] == 0.125
+
+
+def test_groups_that_do_not_fit_are_an_error_of_the_state(tmp_path: Path) -> None:
+    """A partitioning optimizer whose inner one has fewer groups is named, before anything is saved."""
+    states = _job(Partitioning)
+    states["optimizer"].add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with (
+        CheckpointManager(CheckpointConfig(folder=tmp_path, interval=1), states) as manager,
+        pytest.raises(CheckpointingException, match="have 2 and 1 parameter groups: add groups to the outer one alone"),
+    ):
+        manager.save(1)

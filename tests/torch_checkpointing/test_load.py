@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing
-from shardckpt.errors import IncompleteCheckpointError, KeyMismatchError, ShardingError
+from shardckpt.errors import CannotLoadError, IncompleteCheckpointError, KeyMismatchError, ShardingError
 from shardckpt.huggingface import export_to_huggingface
 from shardckpt.manager import PerRank
 from shardckpt.mapping import ShardedObject, ShardedTensor
@@ -210,10 +210,24 @@ def test_parameters_of_one_name_keep_their_numbers(tmp_path: Path) -> None:
 def test_folders_are_no_files_of_items(tmp_path: Path) -> None:
     """A folder beside the files, as of logs, takes no item's name."""
     folder = copy_golden("torch-2", tmp_path / "step")
-    for name in ("logs_0.old", "profile.json"):
+    for name in ("logs_0.old", "profile.json", "logs.pt"):
         (folder / name).mkdir()
     with dist_checkpointing.open_checkpoint(folder) as checkpoint:
         assert torch.equal(checkpoint["model.0.weight"][...], values("0.weight"))
+    dist_checkpointing.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, folder, overwrite=True)
+    assert (folder / "logs.pt").is_dir()
+    (tmp_path / "alone" / "logs_0.pt").mkdir(parents=True)
+    with pytest.raises(CannotLoadError):
+        dist_checkpointing.load_tensors_metadata(tmp_path / "alone")
+
+
+def test_state_that_has_names_already_keeps_them(tmp_path: Path) -> None:
+    """Flat parameters of FSDP1 have one state for several names, which get_optimizer_state_dict writes as params."""
+    group = {"params": ["0.weight", "0.bias"], "param_names": ["_flat_param"], "lr": 0.5}
+    state = {"0.weight": {"exp_avg": torch.ones(2)}, "0.bias": {"exp_avg": torch.zeros(2)}}
+    torch.save({"state": state, "param_groups": [group]}, tmp_path / "optimizer_0.pt")
+    found = dist_checkpointing.load_tensors_metadata(tmp_path)
+    assert sorted(found) == ["optimizer.state.0.bias.exp_avg", "optimizer.state.0.weight.exp_avg"]
 
 
 def test_values_that_differ_beside_parts_of_tensors_are_refused_by_name(tmp_path: Path) -> None:

@@ -160,8 +160,8 @@ def _build_index(raw: Any) -> StoredIndex:
         else:
             _add_value(loose, _checked_path(paths.get(key, (key,)), key), key, item)
     # Only Megatron's planner writes true shapes, or objects without paths.
-    by_megatron: bool | None = None
-    if objects or getattr(raw, "mcore_data", None) is not None:
+    by_megatron = True if objects else None  # what follows is surer
+    if getattr(raw, "mcore_data", None) is not None:
         by_megatron = True
     elif loose or isinstance(getattr(raw, "planner_data", None), dict):
         by_megatron = False

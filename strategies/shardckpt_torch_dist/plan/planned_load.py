@@ -79,28 +79,40 @@ class PlannedLoad:
             self._refuse_gaps(plan)
             self._plan = self._planner.finish_plan(plan)
             self._refuse_gaps(self._plan)
+            destinations = self._make_destinations()
+            for item in self._plan.items:
+                _plan_read(item, destinations, self._index)
         comm.sync_errors()
 
     def read(self) -> None:
         """Read everything into the destinations that the planner gives."""
-        agreed = {(shard.key, shard.dtype) for shard in self._wanted if isinstance(shard, ShardedTensor)}
-        destinations = CheckedPlanner(self._planner, self._index, self._context.allow_globals, agreed=agreed)
+        destinations = self._make_destinations()
         with self._planner.allowing(self._context.allow_globals):
             read_items(self._plan.items, destinations, self._context.reader, self._index)
+
+    def _make_destinations(self) -> CheckedPlanner:
+        agreed = {(shard.key, shard.dtype) for shard in self._wanted if isinstance(shard, ShardedTensor)}
+        return CheckedPlanner(self._planner, self._index, self._context.allow_globals, agreed=agreed)
 
     def _refuse_gaps(self, plan: LoadPlan) -> None:
         """Raise if the items of a key have fewer elements than its shards: a destination would keep what it holds."""
         planned, wanted = Counter[str](), Counter[str]()
-        # A shard that is planned twice must not hide another. Two shards of a rank may be one place of a tensor: the
-        # number in dest_index, which does not count in a comparison, tells them apart.
-        once = {(each.dest_index, each.dest_index.index, each.dest_offsets, each.lengths): each for each in plan.items}
-        for item in once.values():
-            planned[item.dest_index.fqn] += 1 if item.type == LoadItemType.BYTE_IO else math.prod(item.lengths)
+        copies = Counter[tuple[str, tuple[int, ...]]]()
         for shard in self._wanted:
             if isinstance(shard, ShardedObject):
                 wanted[shard.unique_key] = 1
-            elif isinstance(shard, ShardedTensor) and not shard.allow_shape_mismatch:
-                wanted[shard.key] += math.prod(shard.data_shape)
+            elif isinstance(shard, ShardedTensor):
+                copies[shard.key, tuple(shard.global_offset)] += 1
+                wanted[shard.key] += 0 if shard.allow_shape_mismatch else math.prod(shard.data_shape)
+        # A shard that is planned twice must not hide another. Several shards of a rank may be one place of a tensor:
+        # the number in dest_index, which does not count in a comparison, tells them apart.
+        numbers: dict[Any, set[int]] = {}
+        for item in plan.items:
+            place = (item.dest_index, item.dest_offsets, item.lengths, item.type)
+            numbers.setdefault(place, set()).add(item.dest_index.index or 0)
+        for (dest, _, lengths, kind_of_item), found in numbers.items():
+            times = min(len(found), max(copies[dest.fqn, tuple(dest.offset or ())], 1))
+            planned[dest.fqn] += 1 if kind_of_item == LoadItemType.BYTE_IO else times * math.prod(lengths)
         if left_out := [repr(key) for key, count in wanted.items() if planned[key] < count]:
             raise ShardingError(
                 f"{type(self._planner).__qualname__} leaves out all or a part of {listed(sorted(left_out))}, which "
@@ -174,7 +186,8 @@ def _plan_region(item: ReadItem, destinations: CheckedPlanner, index: StoredInde
     chunk = index.tensor(number).chunks.get(offset)
     if chunk is None:
         raise CorruptCheckpointError(
-            f"tensor {key!r}: its chunk at {offset} is listed but not stored: the save lost it"
+            f"tensor {key!r}: its chunk at {offset} is not stored: the save lost it, or "
+            f"{type(destinations.planner).__qualname__} plans to read a chunk that the checkpoint does not list"
         )
     shape, start, lengths = tuple(chunk.box.shape), tuple(item.storage_offsets), tuple(item.lengths)
     if not Box(start, lengths).fits(shape):
@@ -192,7 +205,7 @@ def _plan_region(item: ReadItem, destinations: CheckedPlanner, index: StoredInde
 
 
 def _make_planner_error(destinations: CheckedPlanner, read: str) -> ShardingError:
-    return ShardingError(f"{type(destinations.planner).__qualname__} plans to read {read}: mend its create_local_plan")
+    return ShardingError(f"{type(destinations.planner).__qualname__} plans to read {read}: mend its plan")
 
 
 def _keeps_no_part(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:

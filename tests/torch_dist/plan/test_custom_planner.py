@@ -481,6 +481,24 @@ def test_a_rank_may_have_two_copies_of_a_shard(tmp_path: Path) -> None:
         load(_SkippingRows)
 
 
+class _Repeating(ShardedLoadPlanner):
+    """Plans the first half of the rows twice, with and without its number, and the second half not at all."""
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        first = next(item for item in plan.items if item.dest_index.offset == torch.Size((0, 0)))
+        again = dataclasses.replace(first, dest_index=dataclasses.replace(first.dest_index, index=1))
+        return dataclasses.replace(plan, items=[first, again])
+
+
+def test_a_part_that_is_planned_twice_hides_no_other(tmp_path: Path) -> None:
+    """Of two halves one is planned twice, under two numbers: the other is left out, and noticed."""
+    _save(str(tmp_path / "c"))
+    halves = [ShardedTensor.from_rank_offsets("rows", torch.zeros(6, 8), (0, n, 2)) for n in (0, 1)]
+    with pytest.raises(ShardingError, match="leaves out all or a part of 'rows'"):
+        dc.load({"halves": halves}, tmp_path / "c", TorchDistLoadShardedStrategy(planner=_Repeating), strict=False)
+
+
 def _planner_of(key: str, **changes: Any) -> type[ShardedLoadPlanner]:
     """Return a planner that changes the item of a key."""
 
