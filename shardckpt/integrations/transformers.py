@@ -52,7 +52,7 @@ _PROGRESS = (
     "best_global_step",
     "best_model_checkpoint",
 )
-#: An attribute that the Trainer reads where a folder lacks weights. Models that are not transformers' own get it here.
+#: An attribute that the Trainer reads where a folder lacks weights. Only the models of transformers have it.
 _IGNORED = "_keys_to_ignore_on_save"
 
 
@@ -145,7 +145,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             )
         self._args, model = args, parts.get("model")
         if model is not None and not hasattr(model, _IGNORED):
-            setattr(model, _IGNORED, None)
+            setattr(type(model), _IGNORED, None)  # of the class: model_init makes another model for the training
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any

@@ -20,7 +20,17 @@ from shardckpt.integrations import transformers as module
 from shardckpt.manager import CheckpointManager, mark_checkpoint
 from shardckpt.manager.marks import identify_save
 from tests.integrations import small
-from tests.integrations.transformers import At, Crash, callback_of, config_of, crash, resume, trainer_of, without_ranks
+from tests.integrations.transformers import (
+    At,
+    Crash,
+    Model,
+    callback_of,
+    config_of,
+    crash,
+    resume,
+    trainer_of,
+    without_ranks,
+)
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -119,6 +129,17 @@ def test_the_folder_to_resume_from_is_for_one_training(tmp_path: Path, caplog: p
         assert not Path(path).exists()
         logging.getLogger("transformers.trainer").warning("There were missing keys in the checkpoint model loaded: w")
     assert "missing keys" in caplog.text  # of other folders the Trainer warns as before
+
+
+def test_a_training_with_model_init_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that the Trainer makes when the training begins may be a plain module of torch, too."""
+    monkeypatch.delattr(Model, module._IGNORED, raising=False)  # of another test
+    with pytest.raises(Crash):
+        trainer_of(tmp_path, config_of(tmp_path), At(4, crash)).train()
+    trainer = trainer_of(tmp_path, config_of(tmp_path), max_steps=4)
+    trainer.model_init = Model
+    resume(trainer)
+    assert (trainer.state.global_step, callback_of(trainer)._begun_at) == (4, 3)
 
 
 @contextmanager
