@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import shutil
 import tempfile
 from contextlib import ExitStack
@@ -293,6 +294,9 @@ class _Progress:
         for name in _PROGRESS:
             if name in content:  # an older transformers lacks some
                 setattr(self._state, name, content[name])
+        best = self._state.best_model_checkpoint
+        if best is not None and not os.path.isdir(best):  # noqa: PTH112 - as the Trainer asks, without errors
+            self._state.best_model_checkpoint = None  # gone with another machine's disk: it cannot be loaded at the end
 
 
 def _check_content(path: str) -> None:

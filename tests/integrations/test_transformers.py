@@ -36,6 +36,8 @@ from tests.tables import table
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from transformers import Trainer
+
 __all__ = ["without_ranks"]  # fixtures
 
 STEPS_AN_EPOCH = 6
@@ -215,6 +217,25 @@ def test_the_best_model_at_the_end_is_not_saved_as_the_last_step(
     stored = dist_checkpointing.load_plain_tensors(tmp_path / "ours" / f"step-{last}")
     assert torch.equal(stored["model.model.0.weight"], of_steps[last]["model.0.weight"])
     assert ("step 10 is not saved as the last one" in caplog.text) == (last == 9)
+
+
+def test_a_training_whose_best_model_is_gone_saves_its_last_step(tmp_path: Path) -> None:
+    """On another machine, which lacks the Trainer's own checkpoints, no best weights are loaded at the end."""
+    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "fixed", "save_strategy": "best"}
+
+    def make(*callbacks: At) -> Trainer:
+        made = trainer_of(
+            tmp_path, config_of(tmp_path), *callbacks, eval_strategy="steps", eval_steps=3, max_steps=8, **best
+        )
+        made.compute_metrics = lambda _: {"fixed": 1.0}  # the first evaluation stays the best
+        return made
+
+    with pytest.raises(Crash):
+        make(At(7, crash)).train()
+    shutil.rmtree(tmp_path / "trainer")
+    weights = resume(make())
+    stored = dist_checkpointing.load_plain_tensors(tmp_path / "ours" / "step-8")
+    assert torch.equal(stored["model.model.0.weight"], weights["model.0.weight"])
 
 
 def test_metrics_of_a_steps_evaluation_are_with_its_checkpoint(tmp_path: Path) -> None:
