@@ -3,6 +3,7 @@
 # ruff: noqa: ARG002 - a callback is given more than it uses
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
 import os
@@ -94,7 +95,9 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._args: TrainingArguments | None = None
         #: The metrics of the last step with an evaluation, by its number.
         self._metrics: dict[int, dict[str, float]] = {}
+        #: The step and folder of :meth:`resume_path`, until the training ends: `auto_find_batch_size` begins it again.
         self._resumed: tuple[int, Path] | None = None
+        self._has_begun = False
         self._random: Any = None
         self._begun_at = 0
         #: Whether the last step is saved before the Trainer loads the best model, which it does before `on_train_end`.
@@ -133,7 +136,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             else:
                 raise CheckpointingException(f"{self._config.folder} has no checkpoint of step {step}; it has {steps}")
         self._forget()
-        self._resumed = resumed
+        self._resumed, self._has_begun = resumed, False
         if resumed is not None:
             _TRAINER.addFilter(_is_to_be_logged)
         return None if resumed is None else str(resumed[1])
@@ -162,8 +165,11 @@ class ShardedCheckpointCallback(TrainerCallback):
         position = state.global_step
         self._close_manager()
         self.manager = CheckpointManager(self._config, states, allow_globals=self._allow_globals)
+        _TRAINER.removeFilter(_is_to_be_logged)
+        if self._has_begun and self._resumed is not None and self._resumed[0] != position:
+            self._forget()  # after a failed training the Trainer has begun another one, without the folder
+        self._has_begun = True
         step = self._resumed[0] if self._resumed else -1
-        self._forget()
         try:
             is_loaded = self.manager.load(step)
         except CorruptCheckpointError as exc:
@@ -216,6 +222,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         if not has_best and not self.manager.preempted and state.global_step > self._begun_at:
             self.manager.save(state.global_step, last_step=True, metrics=self._metrics.get(state.global_step))
         self.manager.close()
+        self._forget()
 
     def _save(
         self, state: TrainerState, control: TrainerControl, *, force: bool = False, last_step: bool = False
@@ -256,6 +263,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         with ExitStack() as on_error:
             with comm.collective_phase("making a folder to resume from"):
                 folder = Path(tempfile.mkdtemp(prefix="shardckpt-resume-"))
+                atexit.register(shutil.rmtree, folder, ignore_errors=True)  # of a training that fails
                 on_error.callback(shutil.rmtree, folder)
                 known = {field.name for field in dataclasses.fields(TrainerState)}  # another release may have others
                 content = {name: value for name, value in loaded[_STATE].items() if name in known}
@@ -266,8 +274,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         return folder
 
     def _forget(self) -> None:
-        """Remove the folder of :meth:`resume_path`: the Trainer has read it, and warns again of what it reads."""
-        _TRAINER.removeFilter(_is_to_be_logged)
+        """Remove the folder of :meth:`resume_path`."""
         if self._resumed is not None:
             shutil.rmtree(self._resumed[1], ignore_errors=True)  # a cleaner of temporary folders may have been faster
             self._resumed = None

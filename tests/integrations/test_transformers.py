@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters.leaves import describe_object
@@ -77,6 +78,38 @@ def test_a_training_that_is_begun_again_commits_the_saves_of_the_failed_one(by_p
     assert {path.name for path in (tmp_path / "ours").iterdir()} == {"step-3", "step-5"}
 
 
+def test_a_smaller_batch_is_found_from_the_step_that_was_chosen(tmp_path: Path) -> None:
+    """With auto_find_batch_size each attempt resumes at the step of resume_path(), and at its place in the data."""
+    with pytest.raises(Crash):
+        trainer_of(tmp_path, config_of(tmp_path), At(8, crash)).train()
+    failures = [5, 7]  # the second comes after a step was saved
+    fail: list[At] = [At(step, lambda step=step: _run_out_of_memory(failures, step)) for step in (5, 7)]
+    trainer = trainer_of(tmp_path, config_of(tmp_path), *fail, auto_find_batch_size=True, max_steps=8)
+    begun: list[int] = []
+    trainer.add_callback(_Begins(begun))
+    path = callback_of(trainer).resume_path(3)
+    trainer.train(resume_from_checkpoint=path)
+    assert begun == [3, 3, 3]
+    assert not Path(path or "").exists()
+
+
+class _Begins(TrainerCallback):
+    """Notes where trainings begin."""
+
+    def __init__(self, begun: list[int]) -> None:
+        self._begun = begun
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Note it."""
+        self._begun.append(state.global_step)
+
+
+def _run_out_of_memory(failures: list[int], step: int) -> None:
+    if step in failures:
+        failures.remove(step)
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+
 def test_what_the_callback_draws_the_training_would_not_notice(tmp_path: Path) -> None:
     """A training with the callback has the weights of one without."""
     plain = trainer_of(tmp_path / "plain", None)
@@ -114,7 +147,7 @@ def test_the_first_run_of_a_job_resumes_from_nothing(tmp_path: Path) -> None:
 
 
 def test_the_folder_to_resume_from_is_for_one_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is gone when the training has begun, and holds no weights; nobody warns that keys are missing or unused."""
+    """It is gone when the training has ended, and holds no weights; nobody warns that keys are missing or unused."""
     with pytest.raises(Crash):
         trainer_of(tmp_path, config_of(tmp_path), At(10, crash)).train()
     trainer = trainer_of(tmp_path, config_of(tmp_path))
