@@ -132,7 +132,7 @@ class ShardedState:
                 self._handles.append(each.register_load_state_dict_pre_hook(_ignore_note))
 
 
-def _withhold_state(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+def _withhold_state(_optimizer: torch.optim.Optimizer, _state: dict[str, Any]) -> dict[str, Any] | None:
     """Return the note if save_state asks, which has called our hook before; others get the optimizer's state."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not save_accelerator_state.__code__:

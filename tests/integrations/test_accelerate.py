@@ -67,7 +67,7 @@ def test_after_a_failed_save_the_optimizer_gives_its_state(alone: None, tmp_path
         raise OSError
 
     job.accelerator.register_save_state_pre_hook(fail)
-    with pytest.raises(OSError):  # noqa: PT011 - the one above
+    with pytest.raises(OSError):
         job.accelerator.save_state(str(tmp_path))
     assert len(job.optimizer.state_dict()["state"]) == 4
 
