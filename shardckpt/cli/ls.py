@@ -16,6 +16,7 @@ damaged or incomplete, is marked as failed, or cannot be read here.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -118,9 +119,8 @@ def _describe(
     if len(shown) == 1:
         (metric, mode), each = shown[0], " in each folder" * (len(best) > 1)
         other, name = "max" if mode == "min" else "min", escape_text(metric)
-        lines.append(
-            f"*: {_BEST[mode]} {name} of the whole checkpoints{each}; --metric {name}:{other} shows {_BEST[other]}"
-        )
+        option = f"--metric {shlex.quote(f'{name}:{other}')}"
+        lines.append(f"*: {_BEST[mode]} {name} of the whole checkpoints{each}; {option} shows {_BEST[other]}")
     elif shown:
         names = ", ".join(f"{_BEST[mode]} {escape_text(metric)}" for metric, mode in shown)
         lines.append(
@@ -232,11 +232,12 @@ def _find_best(found: Sequence[CheckpointSummary], metrics: dict[str, tuple[str,
     from shardckpt.manager.summaries import list_once
 
     sound = [each for each in list_once(found) if each.state == "whole" and not each.has_failed]
+    folders: dict[str, dict[int, dict[str, float | None]]] = {}
+    for place, each in enumerate(sound):  # not by their steps: one may be there twice
+        folders.setdefault(_name_folder(each), {})[place] = each.metrics
     best = {}
-    for folder, (metric, mode) in metrics.items():
-        # by their places: a step may be there twice
-        inside = {n: each.metrics for n, each in enumerate(sound) if _name_folder(each) == folder}
-        if ranked := rank_steps(inside, metric, mode):
+    for folder, inside in folders.items():
+        if ranked := rank_steps(inside, *metrics[folder]):
             best[folder] = sound[ranked[0]]
     return best
 
@@ -277,7 +278,6 @@ def _show_metric(
     *,
     named: bool,
 ) -> str:
-
     folder = _name_folder(found)
     metric = metrics[folder][0]
     if metric not in found.metrics:
