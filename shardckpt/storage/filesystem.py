@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import stat
 import time
@@ -24,7 +25,11 @@ TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT})
 #: Seconds before each further attempt.
 _PAUSES = (0.01, 0.05, 0.25, 1.0)
 
+logger = logging.getLogger(__name__)
+
 _T = TypeVar("_T")
+
+_has_warned = False
 
 LINK_REFUSAL = (
     "cannot open {path}: it is a symbolic link, which is refused so that no file outside the checkpoint is read; where "
@@ -226,9 +231,22 @@ def put_file(path: Path, data: bytes, temporary: str, *, makes_folder: bool = Fa
 
 
 def sync_directory(path: Path) -> None:
-    """Fsync a directory: the names in it survive a power cut after this."""
+    """Fsync a directory: the names in it survive a power cut after this, if its file system can do that."""
     with wrap_os_errors("sync the directory", path):
-        _sync(path, os.O_DIRECTORY)
+        try:
+            _sync(path, os.O_DIRECTORY)
+        except OSError as exc:
+            if exc.errno != errno.EINVAL:
+                raise
+            _warn_of_unsynced(path)
+
+
+def _warn_of_unsynced(path: Path) -> None:
+    """Log once that directories are not fsynced: SMB before Linux 5.12 and VirtualBox's shared folders cannot."""
+    global _has_warned  # noqa: PLW0603 - once a process
+    if not _has_warned:
+        _has_warned = True
+        logger.warning("the file system of %s cannot fsync directories: a power cut may undo the last renames", path)
 
 
 def sync_tree(path: Path) -> None:
