@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     PathLike = str | os.PathLike[str]
 
-#: The key of the values that are no tensors, the prefix of the tensors' keys, and a key of ``content_metadata``.
+#: The prefix of the tensors' keys, the key of all other values, and in ``content_metadata`` a Trainer's mark.
 _NAME = "lightning"
 
 
