@@ -100,7 +100,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._has_begun = False
         self._random: Any = None
         self._begun_at = 0
-        #: Whether the last step is saved before the Trainer loads the best model, which it does before `on_train_end`.
+        #: Whether on_save has saved the last step: before on_train_end the Trainer may load the best model's weights.
         self._has_saved_last = False
 
     def resume_path(self, step: int = -1) -> str | None:

@@ -201,8 +201,8 @@ def put_file(path: Path, data: bytes, temporary: str, *, makes_folder: bool = Fa
     """Write a small file, or an object of a store, in one step: who reads it sees the old bytes or the new ones.
 
     A file of the name ``temporary`` in the same directory is written first, and stays if the process is killed; no
-    other process or thread may use it. A store needs none. A directory that does not exist is a FileNotFoundError, not
-    a StorageError, unless ``makes_folder``.
+    other process or thread may use it. A store needs none. If the directory is missing, ``makes_folder`` makes it; else
+    it is a FileNotFoundError, which callers expect, where all other errors are a StorageError.
     """
     if (remote := on_store(path)) is not None:
         remote.write(data)
