@@ -62,8 +62,10 @@ class ShardedCheckpointCallback(TrainerCallback):
     """Saves model, optimizer, scheduler, Trainer state and random generators with a CheckpointManager.
 
     ``trainer.train(resume_from_checkpoint=callback.resume_path())`` resumes at the newest checkpoint, with the same
-    batches, random numbers and weights as without the interruption. ``trainer.train()`` alone resumes the states, but
-    starts at the beginning of the data, because a callback cannot set the position in them; a warning says so.
+    batches, random numbers and weights as without the interruption. Only a data set or collator that draws random
+    numbers in the training's process, as one that masks words, draws others for the first batches, which the Trainer
+    fetches before it restores the generators. ``trainer.train()`` alone resumes the states, but starts at the beginning
+    of the data, because a callback cannot set the position in them; a warning says so.
 
     Pass ``TrainingArguments(save_strategy="no")``, or the Trainer saves its own checkpoints as well, and each of these
     steps is also saved here. A step is saved when the next one begins, with the metrics of its evaluation. The last
