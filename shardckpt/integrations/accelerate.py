@@ -29,6 +29,8 @@ FOLDER = "shardckpt"
 _WITHOUT_HOOKS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 #: Stands in ``optimizer.bin`` and is compared at a load: with another text, older checkpoints would not load.
 _NOTE = "stored by shardckpt, in the folder beside this file"
+#: The accelerators that have our hooks.
+_REGISTERED: WeakSet[Accelerator] = WeakSet()
 
 
 def register_sharded_state(
@@ -54,8 +56,8 @@ def register_sharded_state(
         The registered hooks; :meth:`ShardedState.remove` removes them.
 
     Raises:
-        CheckpointingException: the accelerator uses its FSDP plugin, DeepSpeed or Megatron-LM, with which Accelerate
-            saves shards itself before it calls any hook.
+        CheckpointingException: the accelerator has the hooks already; or it uses its FSDP plugin, DeepSpeed or
+            Megatron-LM, with which Accelerate saves shards itself before it calls any hook.
 
     Example::
 
@@ -67,6 +69,10 @@ def register_sharded_state(
             f"under {accelerator.distributed_type.value} Accelerate saves models and optimizers itself, before it "
             "calls the hooks of save_state: they would be stored twice. Use a shardckpt.manager.CheckpointManager with "
             "the prepared model and optimizer instead of save_state and load_state"
+        )
+    if accelerator in _REGISTERED:  # the first hook takes the models from a load, and the second would find none
+        raise CheckpointingException(
+            "register_sharded_state was called for this accelerator before: call remove() of what it returned first"
         )
     return ShardedState(accelerator, strategy, check_replicas=check_replicas)
 
@@ -80,6 +86,7 @@ class ShardedState:
         self._accelerator = accelerator
         self._strategy = strategy
         self._check_replicas = check_replicas
+        _REGISTERED.add(accelerator)
         #: Optimizers that have our hooks.
         self._hooked: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._handles: list[Any] = [
@@ -93,6 +100,7 @@ class ShardedState:
             handle.remove()
         self._handles.clear()
         self._hooked.clear()
+        _REGISTERED.discard(self._accelerator)
 
     def _save(self, models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
         """Collective: save models and optimizers. Emptying ``weights`` tells Accelerate that they are saved."""
