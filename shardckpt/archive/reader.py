@@ -139,7 +139,10 @@ class Archive:
             return storages[member.offset]
 
         rebuild = TensorRebuilder(read_storage, lambda data: load_bytes(data, self.source, allow_globals, budget))
-        return unpickle(pickled, self.source, rebuild.torch_global, allow_globals)
+        found = unpickle(pickled, self.source, rebuild.torch_global, allow_globals, rebuild.decode)
+        if rebuild.loose_storages > 0:
+            raise CheckpointingException(f"{self.source}: a storage of torch that no tensor is made of: use a tensor")
+        return found
 
     def _read_pickle(self) -> bytes:
         member = self.members[self._root + "data.pkl"]

@@ -59,11 +59,15 @@ class Geometry(NamedTuple):
 
 
 def unpickle(
-    pickled: bytes, source: str, torch_global: Callable[[str, str], Any], allow_globals: Iterable[Any] = ()
+    pickled: bytes,
+    source: str,
+    torch_global: Callable[[str, str], Any],
+    allow_globals: Iterable[Any] = (),
+    decode: Callable[[Any], Storage] | None = None,
 ) -> Any:
     """Return the object of an archive's pickle; ``torch_global`` is as for :func:`load_object`.
 
-    The functions that it returns get a storage as a :class:`Storage`.
+    The functions that it returns get a storage as a :class:`Storage`, which ``decode`` makes of its persistent id.
     """
 
     def find_global(module: str, name: str) -> Any:
@@ -71,10 +75,10 @@ def unpickle(
             return _StorageType(STORAGE_DTYPES[module, name])
         return torch_global(module, name)
 
-    return load_object(pickled, source, find_global, _storage, allow_globals)
+    return load_object(pickled, source, find_global, decode or decode_storage, allow_globals)
 
 
-def _storage(pid: Any) -> Storage:
+def decode_storage(pid: Any) -> Storage:
     """Decode a persistent id as torch.save writes it: ("storage", storage class, name, device, number of elements)."""
     kind, storage_type, name, _, numel = pid
     if kind != "storage" or not isinstance(storage_type, _StorageType) or type(numel) is not int or numel < 0:
@@ -100,7 +104,14 @@ class TensorRebuilder:
     def __init__(self, memory: Callable[[Storage], torch.UntypedStorage], nested: Callable[[bytes], Any]) -> None:
         self._memory = memory
         self._nested = nested
+        #: How many storages the pickle refers to outside of tensors.
+        self.loose_storages = 0
         self._resolved_storages: dict[str, dict[tuple[torch.dtype, frozenset[str]], torch.UntypedStorage]] = {}
+
+    def decode(self, pid: Any) -> Storage:
+        """Return a storage, which a tensor will be made of."""
+        self.loose_storages += 1
+        return decode_storage(pid)
 
     def torch_global(self, module: str, name: str) -> Any:
         """Return the replacement for a global of torch, or None if there is none."""
@@ -120,6 +131,7 @@ class TensorRebuilder:
     def _rebuild_tensor(
         self, storage: Storage, first: Any, shape: Any, stride: Any, grad: Any, hooks: Any, *more: Any
     ) -> Any:
+        self.loose_storages -= 1
         found = checked_geometry(storage, first, shape, stride, grad, hooks, *more)
         memory = self._resolved(found) if found.lazy else self._memory(storage)
         tensor = torch.empty(0, dtype=found.dtype, device="cpu").set_(memory, found.first, found.shape, found.stride)

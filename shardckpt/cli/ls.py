@@ -16,6 +16,7 @@ damaged or incomplete, is marked as failed, or cannot be read here.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -81,8 +82,10 @@ def run(options: Any) -> Output:
             print_error(exc, options)
     found = [each for listing in listings.values() for each in listing]
     _refuse_unknown_metric(options.metric, found)
-    fine = all(each.state in ("whole", "other") and not each.has_failed for each in found)
-    code = FAILED if len(listings) < len({*options.folders}) else FINE if fine else FOUND
+    if len(listings) < len({*options.folders}):
+        code = FAILED
+    else:
+        code = FINE if all(each.state in ("whole", "other") and not each.has_failed for each in found) else FOUND
     return Output(lambda: found, lambda: _describe_each(options, listings), code)
 
 
@@ -118,9 +121,8 @@ def _describe(
     if len(shown) == 1:
         (metric, mode), each = shown[0], " in each folder" * (len(best) > 1)
         other, name = "max" if mode == "min" else "min", escape_text(metric)
-        lines.append(
-            f"*: {_BEST[mode]} {name} of the whole checkpoints{each}; --metric {name}:{other} shows {_BEST[other]}"
-        )
+        option = f"--metric {shlex.quote(f'{name}:{other}')}"
+        lines.append(f"*: {_BEST[mode]} {name} of the whole checkpoints{each}; {option} shows {_BEST[other]}")
     elif shown:
         names = ", ".join(f"{_BEST[mode]} {escape_text(metric)}" for metric, mode in shown)
         lines.append(
@@ -232,11 +234,12 @@ def _find_best(found: Sequence[CheckpointSummary], metrics: dict[str, tuple[str,
     from shardckpt.manager.summaries import list_once
 
     sound = [each for each in list_once(found) if each.state == "whole" and not each.has_failed]
+    folders: dict[str, dict[int, dict[str, float | None]]] = {}
+    for place, each in enumerate(sound):  # not by their steps: one may be there twice
+        folders.setdefault(_name_folder(each), {})[place] = each.metrics
     best = {}
-    for folder, (metric, mode) in metrics.items():
-        # by their places: a step may be there twice
-        inside = {n: each.metrics for n, each in enumerate(sound) if _name_folder(each) == folder}
-        if ranked := rank_steps(inside, metric, mode):
+    for folder, inside in folders.items():
+        if ranked := rank_steps(inside, *metrics[folder]):
             best[folder] = sound[ranked[0]]
     return best
 
@@ -249,13 +252,17 @@ def _make_table(
     head = escape_text(*shown) if len(shown) == 1 else "metric"
     rows = [
         (
-            *cells,
+            each.name,
+            "-" if each.step is None else each.step,
+            "-" if each.saved_at is None else format_seconds(time.time() - each.saved_at),
+            format_bytes(each.nbytes),
+            each.strategy or "-",
             _show_metric(each, metrics, best, named=len(shown) > 1),
             "-" if common_writer else _name_writer(each),
-            *rest,
+            each.fingerprint[:_DIGITS] or "-",
+            _describe_state(each),
         )
         for each in found
-        for cells, rest in [_row(each)]
     ]
     names = ("checkpoint", "step", "age", "size", "strategy", head, "written by", "fingerprint", "state")
     return fit_table(
@@ -277,7 +284,6 @@ def _show_metric(
     *,
     named: bool,
 ) -> str:
-
     folder = _name_folder(found)
     metric = metrics[folder][0]
     if metric not in found.metrics:
@@ -296,28 +302,22 @@ def _find_writer(found: Sequence[CheckpointSummary]) -> str:
     return writers.pop() if len(writers) == 1 else ""
 
 
-def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the cells before the metric and the writer, and those behind them."""
-    # the faults in the mark are the ones that its files show now
-    verdict = found.mark.partition(": ")[0] if found.state == "damaged" else found.mark
-    failed, mark = ([verdict], []) if found.has_failed else ([], [found.mark])
-    names = failed if failed and found.state == "whole" else [*failed, _name_state(found)]  # its sizes alone are right
-    rescued = [f"rescued: {format_many(found.rescued, 'key')} left out"] if found.rescued else []
-    state, reason = ", ".join((*names, *rescued, *found.links)), found.reason.removeprefix("is ")
-    if reason:
+def _describe_state(found: CheckpointSummary) -> str:
+    """Return the state with its reason, the verdict of ``verify --mark``, and what keeps the checkpoint."""
+    if not found.has_failed:
+        names = [_name_state(found)]
+    elif found.state == "whole":  # by its sizes; the verdict is about its bytes
+        names = [found.mark]
+    else:  # of a damaged one the reason below has the faults, and the verdict need not
+        names = [found.mark.partition(": ")[0] if found.state == "damaged" else found.mark, _name_state(found)]
+    if found.rescued:
+        names.append(f"rescued: {format_many(found.rescued, 'key')} left out")
+    state = ", ".join((*names, *found.links))
+    if reason := found.reason.removeprefix("is "):
         is_other = found.is_refused or (found.inside and not found.is_checkpoint)
         state = reason if is_other else f"{state}: {reason}"
-    cells = (
-        found.name,
-        "-" if found.step is None else found.step,
-        "-" if found.saved_at is None else format_seconds(time.time() - found.saved_at),
-        format_bytes(found.nbytes),
-        found.strategy or "-",
-    )
-    return cells, (
-        found.fingerprint[:_DIGITS] or "-",
-        ", ".join((state, *filter(None, mark), *found.held)),
-    )
+    passed = "" if found.has_failed else found.mark
+    return ", ".join(filter(None, (state, passed, *found.held)))
 
 
 def _name_state(found: CheckpointSummary) -> str:

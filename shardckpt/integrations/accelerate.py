@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 from accelerate import DistributedType  # type: ignore[import-untyped]
+from accelerate.checkpointing import save_accelerator_state  # type: ignore[import-untyped]
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters.restore import load_into
@@ -27,6 +29,8 @@ FOLDER = "shardckpt"
 _WITHOUT_HOOKS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 #: Stands in ``optimizer.bin`` and is compared at a load: with another text, older checkpoints would not load.
 _NOTE = "stored by shardckpt, in the folder beside this file"
+#: The accelerators that have our hooks.
+_REGISTERED: WeakSet[Accelerator] = WeakSet()
 
 
 def register_sharded_state(
@@ -52,8 +56,8 @@ def register_sharded_state(
         The registered hooks; :meth:`ShardedState.remove` removes them.
 
     Raises:
-        CheckpointingException: the accelerator uses its FSDP plugin, DeepSpeed or Megatron-LM, with which Accelerate
-            saves shards itself before it calls any hook.
+        CheckpointingException: the accelerator has the hooks already; or it uses its FSDP plugin, DeepSpeed or
+            Megatron-LM, with which Accelerate saves shards itself before it calls any hook.
 
     Example::
 
@@ -65,6 +69,10 @@ def register_sharded_state(
             f"under {accelerator.distributed_type.value} Accelerate saves models and optimizers itself, before it "
             "calls the hooks of save_state: they would be stored twice. Use a shardckpt.manager.CheckpointManager with "
             "the prepared model and optimizer instead of save_state and load_state"
+        )
+    if accelerator in _REGISTERED:  # the first hook takes the models from a load, and the second would find none
+        raise CheckpointingException(
+            "register_sharded_state was called for this accelerator before: call remove() of what it returned first"
         )
     return ShardedState(accelerator, strategy, check_replicas=check_replicas)
 
@@ -78,10 +86,9 @@ class ShardedState:
         self._accelerator = accelerator
         self._strategy = strategy
         self._check_replicas = check_replicas
+        _REGISTERED.add(accelerator)
         #: Optimizers that have our hooks.
         self._hooked: WeakSet[torch.optim.Optimizer] = WeakSet()
-        #: Those whose next ``state_dict()`` returns the note: it is Accelerate's call, and any later one is the user's.
-        self._withheld: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._handles: list[Any] = [
             accelerator.register_save_state_pre_hook(self._save),
             accelerator.register_load_state_pre_hook(self._load),
@@ -93,7 +100,7 @@ class ShardedState:
             handle.remove()
         self._handles.clear()
         self._hooked.clear()
-        self._withheld.clear()
+        _REGISTERED.discard(self._accelerator)
 
     def _save(self, models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
         """Collective: save models and optimizers. Emptying ``weights`` tells Accelerate that they are saved."""
@@ -103,7 +110,6 @@ class ShardedState:
         dist_checkpointing.save(state, Path(output_dir, FOLDER), self._strategy, overwrite=True)
         weights.clear()
         self._hook_optimizers()
-        self._withheld.update(self._optimizers())
 
     def _load(self, models: list[torch.nn.Module], input_dir: str) -> None:
         """Collective: load models and optimizers. Emptying ``models`` tells Accelerate that they are loaded."""
@@ -130,14 +136,16 @@ class ShardedState:
         for each in self._optimizers():
             if each not in self._hooked:
                 self._hooked.add(each)
-                self._handles.append(each.register_state_dict_post_hook(self._withhold_state))
+                self._handles.append(each.register_state_dict_post_hook(_withhold_state))
                 self._handles.append(each.register_load_state_dict_pre_hook(_ignore_note))
 
-    def _withhold_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        if optimizer not in self._withheld:
-            return state_dict
-        self._withheld.discard(optimizer)
-        return {"state": {}, "param_groups": [], "note": _NOTE}
+
+def _withhold_state(_optimizer: torch.optim.Optimizer, _state: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the note if save_state asks, which has called our hook before; others get the optimizer's state."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not save_accelerator_state.__code__:
+        frame = frame.f_back
+    return None if frame is None else {"state": {}, "param_groups": [], "note": _NOTE}
 
 
 def _ignore_note(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     PathLike = str | os.PathLike[str]
 
-#: The key of the values that are no tensors, the prefix of the tensors' keys, and a key of ``content_metadata``.
+#: The prefix of the tensors' keys, the key of all other values, and in ``content_metadata`` a Trainer's mark.
 _NAME = "lightning"
 
 
@@ -107,14 +107,13 @@ class ShardedCheckpointIO(CheckpointIO):
             CannotLoadError: there is no complete checkpoint.
             CheckpointingException: it is damaged, or was not saved by a Trainer.
         """
-        if not isinstance(map_location, (str, torch.device, type(None))):
-            raise CheckpointingException(f"{path}: map_location={map_location!r} is not supported: pass one device")
+        try:
+            device = None if map_location is None else torch.device(map_location)
+        except (RuntimeError, TypeError) as exc:
+            text = f"{path}: map_location={map_location!r} is not supported: pass one device"
+            raise CheckpointingException(text) from exc
         checkpoint = retry_if_replaced(lambda: self._read(path), path)
-        if map_location is not None:
-            checkpoint = dict_list_map_outplace(
-                lambda leaf: leaf.to(map_location) if isinstance(leaf, torch.Tensor) else leaf, checkpoint
-            )
-        return checkpoint
+        return checkpoint if device is None else _move(checkpoint, device)
 
     def _read(self, path: PathLike) -> dict[str, Any]:
         with _open(path, LoadOptions(allow_globals=self._allow_globals)) as stored:
@@ -155,6 +154,18 @@ def _open(path: PathLike, options: LoadOptions) -> Iterator[OpenCheckpoint]:
                 "shardckpt.dist_checkpointing.load reads it, and it can be deleted by hand"
             )
         yield stored
+
+
+def _move(state: Any, device: torch.device) -> Any:
+    """Return nested dicts, lists and tuples with their tensors on the device."""
+
+    def move_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, tuple):
+            moved = [_move(each, device) for each in leaf]
+            return leaf._make(moved) if hasattr(leaf, "_make") else type(leaf)(moved)
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
+    return dict_list_map_outplace(move_leaf, state)
 
 
 def _load(wanted: ShardedStateDict, stored: OpenCheckpoint) -> StateDict:

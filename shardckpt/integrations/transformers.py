@@ -3,8 +3,10 @@
 # ruff: noqa: ARG002 - a callback is given more than it uses
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
+import os
 import shutil
 import tempfile
 from contextlib import ExitStack
@@ -52,7 +54,7 @@ _PROGRESS = (
     "best_global_step",
     "best_model_checkpoint",
 )
-#: An attribute that the Trainer reads where a folder lacks weights. Models that are not transformers' own get it here.
+#: An attribute that the Trainer reads where a folder lacks weights. Only the models of transformers have it.
 _IGNORED = "_keys_to_ignore_on_save"
 
 
@@ -60,8 +62,10 @@ class ShardedCheckpointCallback(TrainerCallback):
     """Saves model, optimizer, scheduler, Trainer state and random generators with a CheckpointManager.
 
     ``trainer.train(resume_from_checkpoint=callback.resume_path())`` resumes at the newest checkpoint, with the same
-    batches, random numbers and weights as without the interruption. ``trainer.train()`` alone resumes the states, but
-    starts at the beginning of the data, because a callback cannot set the position in them; a warning says so.
+    batches, random numbers and weights as without the interruption. Only a data set or collator that draws random
+    numbers in the training's process, as one that masks words, draws others for the first batches, which the Trainer
+    fetches before it restores the generators. ``trainer.train()`` alone resumes the states, but starts at the beginning
+    of the data, because a callback cannot set the position in them; a warning says so.
 
     Pass ``TrainingArguments(save_strategy="no")``, or the Trainer saves its own checkpoints as well, and each of these
     steps is also saved here. A step is saved when the next one begins, with the metrics of its evaluation. The last
@@ -93,10 +97,12 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._args: TrainingArguments | None = None
         #: The metrics of the last step with an evaluation, by its number.
         self._metrics: dict[int, dict[str, float]] = {}
+        #: The step and folder of :meth:`resume_path`, until the training ends: `auto_find_batch_size` begins it again.
         self._resumed: tuple[int, Path] | None = None
+        self._has_begun = False
         self._random: Any = None
         self._begun_at = 0
-        #: Whether the last step is saved before the Trainer loads the best model, which it does before `on_train_end`.
+        #: Whether on_save has saved the last step: before on_train_end the Trainer may load the best model's weights.
         self._has_saved_last = False
 
     def resume_path(self, step: int = -1) -> str | None:
@@ -132,7 +138,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             else:
                 raise CheckpointingException(f"{self._config.folder} has no checkpoint of step {step}; it has {steps}")
         self._forget()
-        self._resumed = resumed
+        self._resumed, self._has_begun = resumed, False
         if resumed is not None:
             _TRAINER.addFilter(_is_to_be_logged)
         return None if resumed is None else str(resumed[1])
@@ -145,7 +151,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             )
         self._args, model = args, parts.get("model")
         if model is not None and not hasattr(model, _IGNORED):
-            setattr(model, _IGNORED, None)
+            setattr(type(model), _IGNORED, None)  # of the class: model_init makes another model for the training
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
@@ -161,8 +167,11 @@ class ShardedCheckpointCallback(TrainerCallback):
         position = state.global_step
         self._close_manager()
         self.manager = CheckpointManager(self._config, states, allow_globals=self._allow_globals)
+        _TRAINER.removeFilter(_is_to_be_logged)
+        if self._has_begun and self._resumed is not None and self._resumed[0] != position:
+            self._forget()  # after a failed training the Trainer has begun another one, without the folder
+        self._has_begun = True
         step = self._resumed[0] if self._resumed else -1
-        self._forget()
         seeded = RandomState().state_dict()
         try:
             is_loaded = self.manager.load(step)
@@ -226,6 +235,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         if not has_best and not self.manager.preempted and state.global_step > self._begun_at:
             self.manager.save(state.global_step, last_step=True, metrics=self._metrics.get(state.global_step))
         self.manager.close()
+        self._forget()
 
     def _save(
         self, state: TrainerState, control: TrainerControl, *, force: bool = False, last_step: bool = False
@@ -266,6 +276,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         with ExitStack() as on_error:
             with comm.collective_phase("making a folder to resume from"):
                 folder = Path(tempfile.mkdtemp(prefix="shardckpt-resume-"))
+                atexit.register(shutil.rmtree, folder, ignore_errors=True)  # of a training that fails
                 on_error.callback(shutil.rmtree, folder)
                 known = {field.name for field in dataclasses.fields(TrainerState)}  # another release may have others
                 content = {name: value for name, value in loaded[_STATE].items() if name in known}
@@ -276,8 +287,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         return folder
 
     def _forget(self) -> None:
-        """Remove the folder of :meth:`resume_path`: the Trainer has read it, and warns again of what it reads."""
-        _TRAINER.removeFilter(_is_to_be_logged)
+        """Remove the folder of :meth:`resume_path`."""
         if self._resumed is not None:
             shutil.rmtree(self._resumed[1], ignore_errors=True)  # a cleaner of temporary folders may have been faster
             self._resumed = None
@@ -304,6 +314,11 @@ class _Progress:
         for name in _PROGRESS:
             if name in content:  # an older transformers lacks some
                 setattr(self._state, name, content[name])
+        best = self._state.best_model_checkpoint
+        if best is not None and not os.path.isdir(best):  # noqa: PTH112 - as the Trainer asks, without errors
+            # gone with another machine's disk, say: it cannot be loaded at the end
+            logger.warning("the Trainer's best checkpoint %s is gone: the last weights stay at the end", best)
+            self._state.best_model_checkpoint = None
 
 
 def _check_content(path: str) -> None:

@@ -115,7 +115,7 @@ def _to_float64(stored: StoredTensor, block: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_exactly(sums: Sequence[float]) -> float:
-    """Return the exact sum, rounded once; infinite or NaN, as float64 adds, where a number or the sum is."""
+    """Return the exact sum, rounded once. With infinite or NaN numbers, or beyond float64, it is as float64 adds."""
     try:
         return math.fsum(sums)
     except (OverflowError, ValueError):

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit.staging_names import NAME_MAX
 from shardckpt.engine.locations import find_local, locate
-from shardckpt.errors import CheckpointingException, NotACheckpointError, StorageError, listed, name_call, name_known
+from shardckpt.errors import (
+    CheckpointingException,
+    NotACheckpointError,
+    StorageError,
+    listed,
+    name_call,
+    name_known,
+)
 from shardckpt.maintenance.inside import FILE_SUFFIXES
 from shardckpt.manager.listing import list_checkpoints
 from shardckpt.manager.step_links import choose_best
@@ -114,8 +121,9 @@ def _find_best(folder: str, sound: list[CheckpointSummary]) -> CheckpointSummary
         names = Counter(name for each in sound for name in each.metrics)
         first = max(names, key=names.__getitem__, default="NAME")  # as ls chooses the one that it shows
         advice = (
-            "CheckpointConfig(best_metric=...) of the manager that saves them does. `shardckpt ls "
-            f"{folder} --metric {first}` (or {first}:max) shows the best by one: name that step in place of best "
+            "CheckpointConfig(best_metric=...) of the manager that saves them does. "
+            f"{name_call('ls', folder, '--metric', first)} (or {first}:max) shows the best by one: name that step in "
+            "place of best "
             f"{name_known('', names, 'metrics')}"
         )
         raise CheckpointingException(

@@ -158,17 +158,18 @@ def find_shared(everyone: Sequence[WantedColumns]) -> SharedShards:
     if not counts.sum():
         return SharedShards([], [], [])
     digests = torch.frombuffer(bytearray().join(listed.digests for listed in everyone), dtype=torch.int64).view(-1, 2)
-    # stable: of equal ones the ranks ascend
+    # rows of equal digests become neighbours; stable: of these the ranks ascend
     keys, order = digests[:, 0].contiguous().sort(stable=True)
     changes = torch.ones(len(keys), dtype=torch.bool, device="cpu")
     changes[1:] = keys[1:] != keys[:-1]
     begins = changes.nonzero().flatten()
     sizes = begins.diff(append=torch.tensor([len(keys)], device="cpu"))
-    # only of shards that several ranks want: rows, in the order in which the shards were listed first
+    # groups of several rows, in the order in which ranks list the shards first
     many = sizes > 1
     begins, sizes = begins[many], sizes[many]
     listing = order[begins].argsort()
     begins, sizes = begins[listing], sizes[listing]
+    # the rows of all groups, one group after the other: ``owner`` is the group of each, ``ranks`` its rank
     within = torch.arange(int(sizes.sum()), device="cpu") - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
     rows = order[begins.repeat_interleave(sizes) + within]
     owner = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
@@ -183,7 +184,7 @@ def find_shared(everyone: Sequence[WantedColumns]) -> SharedShards:
         ),
         dtype=torch.uint8,
     )[rows]
-    same_device, lowest = _find_same(codes, owner, len(sizes))
+    same_device, lowest = _find_same(codes, owner, len(sizes))  # the lowest is the only one where they are the same
     numbers = (rows - starts[ranks]).tolist()
     holders, places, kinds = [], [], []
     rank_list, end = ranks.tolist(), 0

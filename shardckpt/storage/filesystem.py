@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import stat
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardckpt.errors import CorruptCheckpointError, NotEnoughSpaceError, StorageError, name_known
+from shardckpt.errors import CorruptCheckpointError, NotEnoughSpaceError, StorageError, is_first_warning, name_known
 from shardckpt.manifest.names import NAME_RULE, is_file_name, list_parents
 from shardckpt.storage.abilities import on_store
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT})
 #: Seconds before each further attempt.
 _PAUSES = (0.01, 0.05, 0.25, 1.0)
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -196,8 +199,8 @@ def put_file(path: Path, data: bytes, temporary: str, *, makes_folder: bool = Fa
     """Write a small file, or an object of a store, in one step: who reads it sees the old bytes or the new ones.
 
     A file of the name ``temporary`` in the same directory is written first, and stays if the process is killed; no
-    other process or thread may use it. A store needs none. A directory that does not exist is a FileNotFoundError, not
-    a StorageError, unless ``makes_folder``.
+    other process or thread may use it. A store needs none. If the directory is missing, ``makes_folder`` makes it; else
+    it is a FileNotFoundError, which callers expect, where all other errors are a StorageError.
     """
     if (remote := on_store(path)) is not None:
         remote.write(data)
@@ -226,9 +229,20 @@ def put_file(path: Path, data: bytes, temporary: str, *, makes_folder: bool = Fa
 
 
 def sync_directory(path: Path) -> None:
-    """Fsync a directory: the names in it survive a power cut after this."""
+    """Fsync a directory: the names in it survive a power cut after this, if its file system can do that."""
     with wrap_os_errors("sync the directory", path):
-        _sync(path, os.O_DIRECTORY)
+        try:
+            _sync(path, os.O_DIRECTORY)
+        except OSError as exc:
+            if exc.errno != errno.EINVAL:
+                raise
+            _warn_of_unsynced(path)
+
+
+def _warn_of_unsynced(path: Path) -> None:
+    """Log once that directories are not fsynced: SMB before Linux 5.12 and VirtualBox's shared folders cannot."""
+    if is_first_warning(__name__):
+        logger.warning("the file system of %s cannot fsync directories: a power cut may undo the last renames", path)
 
 
 def sync_tree(path: Path) -> None:

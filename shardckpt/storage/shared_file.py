@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,26 +87,21 @@ class SharedFile:
         except BaseException:
             self._pool.records.release()
             raise
-        first, start, pieces = len(self._lengths), offset, []
-        for length in lengths:
-            self._starts.append(start)
-            self._lengths.append(length)
-            self._digests.append(0)
-            start += length
-        low = number = 0
-        while number < len(lengths):  # a piece is as many segments as have PIECE_BYTES together
-            end, high = number, low
-            while end < len(lengths) and (end == number or high - low + lengths[end] <= PIECE_BYTES):
-                high, end = high + lengths[end], end + 1
-            pieces.append(([view[low:high]], offset + low, first + number, first + end, what))
-            low, number = high, end
-        countdown = Countdown(len(pieces), self._pool.records.release)
-        for piece in pieces:
-            found = self._pool.start(
-                partial(self._run, piece, countdown), self._number if self._file.is_cached else None
-            )
-            if found is not None:
-                self._tasks.append(found)
+        number = len(self._lengths)
+        groups = _group_segments(lengths)
+        countdown = Countdown(len(groups), self._pool.records.release)
+        low = 0
+        for group in groups:
+            for start, length in zip(accumulate(group, initial=offset + low), group, strict=False):
+                self._starts.append(start)
+                self._lengths.append(length)
+                self._digests.append(0)
+            high, last = low + sum(group), number + len(group)
+            run = partial(self._run, [view[low:high]], offset + low, range(number, last), what, countdown)
+            task = self._pool.start(run, self._number if self._file.is_cached else None)
+            if task is not None:
+                self._tasks.append(task)
+            low, number = high, last
 
     def finish(self, rank: int) -> FilePart:
         """Wait for all writes, and fsync the file.
@@ -141,13 +137,13 @@ class SharedFile:
         for task in tasks:
             task.exception()
 
-    def _run(self, piece: tuple[list[memoryview], int, int, int, str], countdown: Countdown) -> None:
-        box, offset, first, last, what = piece
-        view = box.pop()  # so that nothing refers to the caller's memory when this ends
+    def _run(self, views: list[memoryview], offset: int, segments: range, what: str, countdown: Countdown) -> None:
+        """Write the view in the list, and store the digests of its segments, whose numbers are ``segments``."""
+        view = views.pop()  # so that nothing refers to the caller's memory when this ends
         try:
             if self._error is None and not self._stopped:
                 low = 0
-                for number in range(first, last):
+                for number in segments:
                     high = low + self._lengths[number]
                     self._digests[number] = self._digest(view[low:high])
                     low = high
@@ -163,6 +159,19 @@ def cut_segments(nbytes: int) -> list[int]:
     """Return the lengths of the segments of a range that holds nothing else than one payload, or a part of one."""
     full, rest = divmod(nbytes, SEGMENT_BYTES)
     return [SEGMENT_BYTES] * full + [rest] * bool(rest)
+
+
+def _group_segments(lengths: Sequence[int]) -> list[list[int]]:
+    """Return the lengths of segments in groups that threads write: as many in one as have ``PIECE_BYTES`` together."""
+    groups: list[list[int]] = []
+    nbytes = 0
+    for length in lengths:
+        if not groups or nbytes + length > PIECE_BYTES:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(length)
+        nbytes += length
+    return groups
 
 
 def merge_parts(parts: Iterable[FilePart], algorithm: str) -> list[FileRecord]:

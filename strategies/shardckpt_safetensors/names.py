@@ -1,4 +1,4 @@
-"""Columns of names: each is two strings, and equal strings are stored once. Layers of a model repeat them."""
+"""The names in an index. Each is two strings, cut after its last dot; equal strings are stored once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST = 4096
 
 
 class Lazy(Sequence[_T]):
-    """A list that is made when an item is requested."""
+    """A list that is computed when its first item is requested."""
 
     def __init__(self, count: int, make: Callable[[], list[_T]]) -> None:
         self._count = count
@@ -55,7 +55,7 @@ class StringTable:
         return self._numbers.setdefault(text, len(self._numbers))
 
     def add_names(self, names: Collection[str]) -> torch.Tensor:
-        """Return names as pairs of strings, int64 of shape (names, 2): up to the last dot, and the rest."""
+        """Add names, and return the numbers of their strings: int64 of shape (names, 2)."""
         check_names(names)
         pairs = []
         for name in names:
@@ -87,19 +87,19 @@ class Strings:
         self._text = bytes(text)
         if b"\0" in self._text:
             raise CorruptCheckpointError("its column 'text' has NUL")
-        #: Numbers of Python's, without an object each: a checkpoint may have a million names.
+        #: Where each string ends: a memoryview, because a list has an object for each of perhaps a million.
         self._ends = tensor_bytes(ends).cast("q")
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def get(self, numbers: Sequence[int]) -> list[str]:
-        """Return some strings."""
+        """Return the strings of these numbers."""
         ends = self._ends
         return self._decode([ends[number - 1] if number else 0 for number in numbers], map(ends.__getitem__, numbers))
 
     def names(self, column: str, pairs: torch.Tensor) -> list[str]:
-        """Return the names of pairs, after a check: none is empty, too long, not UTF-8, or there twice."""
+        """Return the names of pairs, after a check: none is empty, too long or not UTF-8. Names may be equal."""
         if not len(pairs):
             return []
         texts: Sequence[str] | dict[int, str]
@@ -127,7 +127,7 @@ def check_names(names: Collection[str]) -> None:
     """Raise ShardingError if the format cannot hold a name."""
     text, lengths = "".join(names), set(map(len, names))
     if text.isascii() and "\0" not in text and lengths <= set(range(1, _LONGEST + 1)):
-        return  # most are so: one look at all takes a tenth of the time
+        return  # most are so, and one check of all takes a tenth of the time
     for name in names:
         _check_name(name)
 

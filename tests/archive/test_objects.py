@@ -43,6 +43,13 @@ def test_the_save_refuses_what_the_load_would() -> None:
         decode_object(data, "object 'rng'", ())
 
 
+def test_a_storage_outside_of_a_tensor_is_refused() -> None:
+    """A save refuses a bare storage, by its place: a load would give its name and size in the place of its values."""
+    tensor = torch.arange(3)
+    with pytest.raises(UnsafePickleError, match=r"it\['b'\]: a storage of torch that no tensor is made of"):
+        encode_object({"a": [tensor, tensor[1:]], "b": torch.ones(2).untyped_storage()}, "it", ())
+
+
 def test_a_class_inside_an_attribute_is_refused_too() -> None:
     """Where no nested dict or list shows the place, the value as a whole is named."""
     with pytest.raises(UnsafePickleError, match=r"refuse object 'rng': .*Schedule"):

@@ -6,11 +6,12 @@ import json
 import re
 import sys
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import torch
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.cli import main
+from shardckpt.cli import ls, main
 from shardckpt.cli.ls import _summarize
 from shardckpt.manager import CheckpointSummary, mark_checkpoint
 from shardckpt.manager.marks import identify_save
@@ -57,6 +58,28 @@ def test_ls_shows_a_metric_and_the_best_of_it(tmp_path: Path, capsys: pytest.Cap
         "step-5": "-",
     }
     assert lines[-1].startswith("*: the largest loss")
+
+
+def test_the_advice_quotes_a_name_as_a_shell_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A metric's name with a space is one word of the option that shows the other end."""
+    folders.save(tmp_path, 1, **{"val loss": 9.0})
+    assert _list(capsys, tmp_path)[-1].endswith("; --metric 'val loss:max' shows the largest")
+
+
+def test_the_best_of_many_folders_looks_at_each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost of the stars of ls -r grows with the steps, not with steps times folders."""
+    found = [
+        CheckpointSummary(f"/{folder}/step-{step}", f"{folder}/step-{step}", "whole", step=step, metrics={"loss": step})
+        for folder in range(50)
+        for step in range(2)
+    ]
+    metrics = ls._choose_metrics(None, found)
+    name_folder = mock.Mock(side_effect=ls._name_folder)
+    monkeypatch.setattr(ls, "_name_folder", name_folder)
+    best = ls._find_best(found, metrics)
+    assert {each.step for each in best.values()} == {0}
+    assert len(best) == 50
+    assert name_folder.call_count == len(found)
 
 
 def test_each_folder_has_its_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,31 @@ def test_a_note_in_the_place_of_state_is_no_state(alone: None, tmp_path: Path) -
         job.optimizer.load_state_dict(torch.load(tmp_path / "optimizer.bin", weights_only=True))
 
 
+def test_after_a_failed_save_the_optimizer_gives_its_state(alone: None, tmp_path: Path) -> None:
+    """Where save_state fails before Accelerate asks the optimizers, the next to ask one gets no note."""
+    job = Job()
+    register_sharded_state(job.accelerator)
+    job.train(1)
+
+    def fail(*_: object) -> None:
+        raise OSError
+
+    job.accelerator.register_save_state_pre_hook(fail)
+    with pytest.raises(OSError):
+        job.accelerator.save_state(str(tmp_path))
+    assert len(job.optimizer.state_dict()["state"]) == 4
+
+
+def test_an_accelerator_is_registered_once(alone: None) -> None:
+    """A second call, as of a notebook's cell, is an error: both would save, and the second find no models at a load."""
+    job = Job()
+    registered = register_sharded_state(job.accelerator)
+    with pytest.raises(CheckpointingException, match="was called for this accelerator before"):
+        register_sharded_state(job.accelerator)
+    registered.remove()
+    register_sharded_state(job.accelerator)
+
+
 def test_removed_hooks_leave_accelerate_as_it_was(alone: None, tmp_path: Path) -> None:
     """After remove(), Accelerate saves and loads all by itself."""
     job = Job()

@@ -62,6 +62,18 @@ def test_any_nest_comes_back_as_it_was(tmp_path: Path) -> None:
     assert saver.load_checkpoint(tmp_path / "a.ckpt", map_location="meta")["mixed"][0].is_meta
 
 
+def test_tensors_in_tuples_are_loaded_to_the_device(tmp_path: Path) -> None:
+    """map_location is for every tensor, wherever it is; a device that torch does not know is an error."""
+    saver = ShardedCheckpointIO()
+    saver.save_checkpoint({"pair": (torch.ones(2), [(torch.ones(3),), 1]), "size": torch.Size([2])}, tmp_path / "a")
+    loaded = saver.load_checkpoint(tmp_path / "a", map_location="meta")
+    assert loaded["pair"][0].is_meta
+    assert loaded["pair"][1][0][0].is_meta
+    assert loaded["size"] == torch.Size([2])
+    with pytest.raises(CheckpointingException, match="map_location='gpu' is not supported"):
+        saver.load_checkpoint(tmp_path / "a", map_location="gpu")
+
+
 def test_a_save_replaces_or_changes_nothing(tmp_path: Path) -> None:
     """A second save to a path replaces the first in one step; one that fails leaves it as it was, and no rubbish."""
     saver = ShardedCheckpointIO()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters.leaves import describe_object
@@ -21,11 +22,23 @@ from shardckpt.integrations import transformers as module
 from shardckpt.manager import CheckpointManager, mark_checkpoint
 from shardckpt.manager.marks import identify_save
 from tests.integrations import small
-from tests.integrations.transformers import At, Crash, callback_of, config_of, crash, resume, trainer_of, without_ranks
+from tests.integrations.transformers import (
+    At,
+    Crash,
+    Model,
+    callback_of,
+    config_of,
+    crash,
+    resume,
+    trainer_of,
+    without_ranks,
+)
 from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from transformers import Trainer
 
 __all__ = ["without_ranks"]  # fixtures
 
@@ -87,6 +100,38 @@ def test_a_training_that_is_begun_again_commits_the_saves_of_the_failed_one(by_p
     assert {path.name for path in (tmp_path / "ours").iterdir()} == {"step-3", "step-5"}
 
 
+def test_a_smaller_batch_is_found_from_the_step_that_was_chosen(tmp_path: Path) -> None:
+    """With auto_find_batch_size each attempt resumes at the step of resume_path(), and at its place in the data."""
+    with pytest.raises(Crash):
+        trainer_of(tmp_path, config_of(tmp_path), At(8, crash)).train()
+    failures = [5, 7]  # the second comes after a step was saved
+    fail: list[At] = [At(step, lambda step=step: _run_out_of_memory(failures, step)) for step in (5, 7)]
+    trainer = trainer_of(tmp_path, config_of(tmp_path), *fail, auto_find_batch_size=True, max_steps=8)
+    begun: list[int] = []
+    trainer.add_callback(_Begins(begun))
+    path = callback_of(trainer).resume_path(3)
+    trainer.train(resume_from_checkpoint=path)
+    assert begun == [3, 3, 3]
+    assert not Path(path or "").exists()
+
+
+class _Begins(TrainerCallback):
+    """Notes where trainings begin."""
+
+    def __init__(self, begun: list[int]) -> None:
+        self._begun = begun
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Note it."""
+        self._begun.append(state.global_step)
+
+
+def _run_out_of_memory(failures: list[int], step: int) -> None:
+    if step in failures:
+        failures.remove(step)
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+
 def test_what_the_callback_draws_the_training_would_not_notice(tmp_path: Path) -> None:
     """A training with the callback has the weights of one without."""
     plain = trainer_of(tmp_path / "plain", None)
@@ -124,7 +169,7 @@ def test_the_first_run_of_a_job_resumes_from_nothing(tmp_path: Path) -> None:
 
 
 def test_the_folder_to_resume_from_is_for_one_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is gone when the training has begun, and holds no weights; nobody warns that keys are missing or unused."""
+    """It is gone when the training has ended, and holds no weights; nobody warns that keys are missing or unused."""
     with pytest.raises(Crash):
         trainer_of(tmp_path, config_of(tmp_path), At(10, crash)).train()
     trainer = trainer_of(tmp_path, config_of(tmp_path))
@@ -141,6 +186,17 @@ def test_the_folder_to_resume_from_is_for_one_training(tmp_path: Path, caplog: p
         assert not Path(path).exists()
         logging.getLogger("transformers.trainer").warning("There were missing keys in the checkpoint model loaded: w")
     assert "missing keys" in caplog.text  # of other folders the Trainer warns as before
+
+
+def test_a_training_with_model_init_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that the Trainer makes when the training begins may be a plain module of torch, too."""
+    monkeypatch.delattr(Model, module._IGNORED, raising=False)  # of another test
+    with pytest.raises(Crash):
+        trainer_of(tmp_path, config_of(tmp_path), At(4, crash)).train()
+    trainer = trainer_of(tmp_path, config_of(tmp_path), max_steps=4)
+    trainer.model_init = Model
+    resume(trainer)
+    assert (trainer.state.global_step, callback_of(trainer)._begun_at) == (4, 3)
 
 
 @contextmanager
@@ -216,6 +272,25 @@ def test_the_best_model_at_the_end_is_not_saved_as_the_last_step(
     stored = dist_checkpointing.load_plain_tensors(tmp_path / "ours" / f"step-{last}")
     assert torch.equal(stored["model.model.0.weight"], of_steps[last]["model.0.weight"])
     assert ("step 10 is not saved as the last one" in caplog.text) == (last == 9)
+
+
+def test_a_training_whose_best_model_is_gone_saves_its_last_step(tmp_path: Path) -> None:
+    """On another machine, which lacks the Trainer's own checkpoints, no best weights are loaded at the end."""
+    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "fixed", "save_strategy": "best"}
+
+    def make(*callbacks: At) -> Trainer:
+        made = trainer_of(
+            tmp_path, config_of(tmp_path), *callbacks, eval_strategy="steps", eval_steps=3, max_steps=8, **best
+        )
+        made.compute_metrics = lambda _: {"fixed": 1.0}  # the first evaluation stays the best
+        return made
+
+    with pytest.raises(Crash):
+        make(At(7, crash)).train()
+    shutil.rmtree(tmp_path / "trainer")
+    weights = resume(make())
+    stored = dist_checkpointing.load_plain_tensors(tmp_path / "ours" / "step-8")
+    assert torch.equal(stored["model.model.0.weight"], weights["model.0.weight"])
 
 
 def test_metrics_of_a_steps_evaluation_are_with_its_checkpoint(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardckpt import dist_checkpointing
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.storage import filesystem
 from shardckpt.storage.directory import open_directory
@@ -272,6 +274,24 @@ def test_sync_directory(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=rf"cannot sync the directory {tmp_path / 'gone'}: .* \(ENOENT\)"):
         filesystem.sync_directory(tmp_path / "gone")
     assert list_open(tmp_path) == []
+
+
+def test_a_file_system_that_cannot_fsync_directories_is_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where fsync of a directory is EINVAL, a save commits, and one warning says what a power cut may do."""
+    fsync = os.fsync
+
+    def refuse(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr("shardckpt.errors._warned", set())
+    dist_checkpointing.save({"a": 1}, tmp_path / "checkpoint")
+    assert dist_checkpointing.load({}, tmp_path / "checkpoint") == {"a": 1}
+    assert caplog.text.count("cannot fsync directories") == 1
 
 
 def test_what_cannot_be_looked_at_is_not_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ def check_common_strategy(strategy: Any) -> None:
 
 def _bind(function: str, args: Sequence[Any], order: Sequence[str], keywords: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments after the strategy by name."""
-    # a first one that is no boolean is the common_strategy of the releases until 0.18
+    # until 0.18 common_strategy came first; since then it is validate_access_integrity, a boolean
     names = order if not args or isinstance(args[0], bool) else ("common_strategy", *order)
     positional = dict(zip(names, args, strict=False))
     if len(args) > len(names) or positional.keys() & keywords.keys():
